@@ -1,0 +1,24 @@
+"""hybridpipe: pipeline and data parallelism for PyTorch, planned from measurements, over MPI and Horovod.
+
+Importing the package imports neither torch nor MPI; `Trainer` is loaded when it is first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
+
+if TYPE_CHECKING:
+    from hybridpipe.trainer import Trainer
+
+__all__ = ["Cluster", "LayerProfile", "ModelProfile", "Plan", "StageSpec", "Trainer"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":
+        from hybridpipe.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'hybridpipe' has no attribute {name!r}")

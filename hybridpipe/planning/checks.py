@@ -1,0 +1,27 @@
+"""Checks of values where they are born: one line that names the field, the value and what is allowed."""
+
+import math
+
+
+def positive_int(name: str, value: int) -> None:
+    """Raises ValueError unless `value` is an integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def non_negative_int(name: str, value: int) -> None:
+    """Raises ValueError unless `value` is an integer >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+
+
+def non_negative(name: str, value: float) -> None:
+    """Raises ValueError unless `value` is a finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def positive(name: str, value: float) -> None:
+    """Raises ValueError unless `value` is a finite number > 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number > 0, got {value!r}")

@@ -1,0 +1,175 @@
+"""Plan: into which stages the model is cut, how often each is replicated, and on which ranks.
+
+Lives here: the data, its arithmetic, and the routing of microbatches. Routing is PipeDream's
+deterministic round robin (1F1B-RR, SOSP 2019, section 3.3): microbatch b is handled in stage s by
+replica `b mod m_s`. Instructions know stages and microbatches; only a plan turns them into ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from hybridpipe.planning.checks import non_negative_int, positive_int
+
+PLAN_FORMAT = "hybridpipe-plan/1"
+SCHEDULES = ("1f1b", "gpipe")
+
+
+class Place(NamedTuple):
+    """Where a rank stands: which stage it holds, as which replica."""
+
+    stage: int
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """The layers `[start, stop)`, held by `replicas` ranks (an empty `ranks` is filled in by the plan)."""
+
+    start: int
+    stop: int
+    replicas: int = 1
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        non_negative_int("start", self.start)
+        positive_int("replicas", self.replicas)
+        positive_int("stop", self.stop)
+        if self.stop <= self.start:
+            raise ValueError(f"stop must be > start = {self.start}, got {self.stop}: a stage holds at least one layer")
+        if self.ranks and len(self.ranks) != self.replicas:
+            raise ValueError(f"ranks must name replicas = {self.replicas} ranks, got {len(self.ranks)}: {list(self.ranks)}")
+        for rank in self.ranks:
+            non_negative_int("ranks", rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator says of a plan."""
+
+    minibatch_seconds: float
+    samples_per_second: float
+    bubble_fraction: float
+    peak_memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stages in the order of the layers, a schedule, and the microbatches of a full minibatch.
+
+    Args:
+        stages: contiguous from layer 0; where no stage names its ranks they are numbered in stage order.
+        schedule: one of `SCHEDULES`.
+        num_microbatches: how many microbatches a full minibatch is sliced into.
+        num_layers: of the whole model; defaults to the last stage's `stop`.
+        predicted: what the simulator expects of it, if it was asked.
+
+    Raises:
+        ValueError: a gap or overlap between stages, a rank named twice, an unknown schedule.
+    """
+
+    stages: tuple[StageSpec, ...]
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    num_layers: int = 0
+    predicted: Prediction | None = None
+    format: str = PLAN_FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != PLAN_FORMAT:
+            raise ValueError(f"format must be {PLAN_FORMAT!r}, got {self.format!r}")
+        if not self.stages:
+            raise ValueError("stages must hold at least one stage, got none")
+        object.__setattr__(self, "stages", _with_ranks(tuple(self.stages)))
+        if not self.num_layers:
+            object.__setattr__(self, "num_layers", self.stages[-1].stop)
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        positive_int("num_microbatches", self.num_microbatches)
+        positive_int("num_layers", self.num_layers)
+        edge = 0
+        for i, stage in enumerate(self.stages):
+            if stage.start != edge:
+                raise ValueError(f"stages[{i}].start must be {edge}, where the stage before ends, got {stage.start}")
+            edge = stage.stop
+        if edge != self.num_layers:
+            raise ValueError(f"the last stage must stop at num_layers = {self.num_layers}, got {edge}")
+        named = [rank for stage in self.stages for rank in stage.ranks]
+        twice = sorted({rank for rank in named if named.count(rank) > 1})
+        if twice:
+            raise ValueError(f"ranks must hold one place each, got rank {twice[0]} in more than one")
+
+    @classmethod
+    def data_parallel(cls, num_layers: int, num_ranks: int, num_microbatches: int, schedule: str = "1f1b") -> "Plan":
+        """One stage, replicated on every rank."""
+        return cls((StageSpec(0, num_layers, num_ranks),), schedule, num_microbatches)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the plan uses; the world may hold more, which then idle."""
+        return sum(stage.replicas for stage in self.stages)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replicas of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def name(self) -> str:
+        """The replica counts as the literature writes them: "15-1", or "4" for plain data parallelism."""
+        return "-".join(map(str, self.replicas))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank used, in stage order."""
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    def place(self, rank: int) -> Place | None:
+        """Where `rank` stands; None if the plan leaves it unused."""
+        for s, stage in enumerate(self.stages):
+            if rank in stage.ranks:
+                return Place(s, stage.ranks.index(rank))
+        return None
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that handles `microbatch` in `stage`."""
+        ranks = self.stages[stage].ranks
+        return ranks[microbatch % len(ranks)]
+
+    def microbatches_of(self, place: Place, num_microbatches: int) -> range:
+        """The microbatches that one replica handles, out of the first `num_microbatches`."""
+        return range(place.replica, num_microbatches, self.stages[place.stage].replicas)
+
+    def check_world(self, world_size: int) -> None:
+        """Raises ValueError, with the sum, unless the plan fits into a world of that many ranks."""
+        if self.num_ranks > world_size:
+            counts = " + ".join(map(str, self.replicas))
+            raise ValueError(f"plan needs {counts} = {self.num_ranks} ranks, got {world_size}")
+        if max(self.ranks) >= world_size:
+            raise ValueError(f"plan names rank {max(self.ranks)}, the world has ranks 0 to {world_size - 1}")
+
+
+def microbatch_sizes(num_samples: int, microbatch_size: int) -> list[int]:
+    """Samples in each microbatch of a minibatch: all of one size but for the last."""
+    full, rest = divmod(num_samples, microbatch_size)
+    return [microbatch_size] * full + [rest] * (rest > 0)
+
+
+def _with_ranks(stages: Sequence[StageSpec]) -> tuple[StageSpec, ...]:
+    """The stages with ranks in stage order where none are named."""
+    named = [bool(stage.ranks) for stage in stages]
+    if all(named):
+        return tuple(stages)
+    if any(named):
+        raise ValueError("ranks must be named for every stage or for none, got some")
+    edge, numbered = 0, []
+    for stage in stages:
+        numbered.append(replace(stage, ranks=tuple(range(edge, edge + stage.replicas))))
+        edge += stage.replicas
+    return tuple(numbered)
