@@ -130,7 +130,7 @@ class Cluster:
         return float(self.node_ranks or 1) if self.compute_slots is None else self.compute_slots
 
     def allreduce_seconds(self, num_bytes: float, ranks: tuple[int, ...]) -> float:
-        """Ring all-reduce (Patarasuk & Yuan 2009): every rank sends 2 (m-1)/m of the data, alone on its link."""
+        """Ring (Patarasuk & Yuan 2009): every rank sends 2 (m-1)/m of the data, alone on its link."""
         m = len(ranks)
         if m == 1:
             return 0.0

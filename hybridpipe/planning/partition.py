@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost import compute_share, estimate, stage_memory_bytes
+from hybridpipe.planning.cost import compute_share, estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import ceil_div, in_flight
@@ -35,7 +35,7 @@ def partition(
     schedule: str = "1f1b",
     max_replicas: int | None = None,
 ) -> Plan | None:
-    """The plan on exactly the first `num_ranks` ranks with the least `estimate`; None if none fits into memory.
+    """The plan on exactly the first `num_ranks` ranks with the least `estimate`; None if none fits.
 
     Args:
         max_replicas: per stage; 1 asks for the best straight pipeline.
@@ -77,16 +77,22 @@ class _Tables:
         self.cluster, self.num_ranks, self.num_layers = cluster, num_ranks, profile.num_layers
         self.num_microbatches = num_microbatches
         self.max_replicas = max_replicas
-        forward, backward, update, parameters = (
+        forward, backward, update, parameters, activations = (
             _between(profile.prefix_sums(value))
             for value in (
                 lambda layer: layer.forward_seconds,
                 lambda layer: layer.backward_seconds,
                 lambda layer: layer.update_seconds,
                 lambda layer: layer.parameter_bytes,
+                lambda layer: layer.activation_bytes,
             )
         )
         self.output_bytes = np.array([0.0, *(layer.output_bytes for layer in profile.layers)])
+        # `cost.stage_memory_bytes` for all stages at once: what stays, what each microbatch in flight adds.
+        kept = np.rint(parameters * (2 + profile.state_factor)) + self.output_bytes[None, :]
+        stash = activations + self.output_bytes[:, None]
+        limit = math.inf if cluster.memory_bytes is None else cluster.memory_bytes
+        is_stage = np.triu(np.ones_like(parameters, dtype=bool), 1)
         share = compute_share(cluster, tuple(range(num_ranks)))
         self.stage: dict[Slot, tuple[Array, Array]] = {}
         for left in range(1, num_ranks + 1):
@@ -101,20 +107,11 @@ class _Tables:
                 slowest = (
                     (rounds - 1) * compute + np.maximum(0.0, allreduce - backward / speed) + update / speed
                 )
-                fits = self._fits(profile, in_flight(schedule, rounds, replicas, left))
+                fits = is_stage & (kept + in_flight(schedule, rounds, replicas, left) * stash <= limit)
                 self.stage[left, replicas] = np.where(fits, compute, math.inf), slowest
 
     def ranks(self, left: int, replicas: int) -> tuple[int, ...]:
         return tuple(range(self.num_ranks - left, self.num_ranks - left + replicas))
-
-    def _fits(self, profile: ModelProfile, num_in_flight: int) -> NDArray[np.bool_]:
-        n = self.num_layers
-        fits = np.triu(np.ones((n + 1, n + 1), dtype=bool), 1)
-        if self.cluster.memory_bytes is not None:
-            for i in range(n):
-                for j in range(i + 1, n + 1):
-                    fits[i, j] = stage_memory_bytes(profile, i, j, num_in_flight) <= self.cluster.memory_bytes
-        return fits
 
     def cut(self, left: int, replicas: int, behind: int) -> tuple[Array, Array]:
         """Sum and maximum of a cut at every layer between a stage and the one behind it."""
@@ -172,5 +169,6 @@ class _Tables:
 
 def _between(sums: list[float]) -> Array:
     """`[i, j]`: the sum over the layers `[i, j)`."""
-    line = np.array(sums)
-    return line[None, :] - line[:, None]
+    line = np.array(sums, dtype=np.float64)
+    difference: Array = line[None, :] - line[:, None]
+    return difference

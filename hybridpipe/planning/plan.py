@@ -37,9 +37,13 @@ class StageSpec:
         positive_int("replicas", self.replicas)
         positive_int("stop", self.stop)
         if self.stop <= self.start:
-            raise ValueError(f"stop must be > start = {self.start}, got {self.stop}: a stage holds at least one layer")
+            raise ValueError(
+                f"stop must be > start = {self.start}, got {self.stop}: a stage holds at least one layer"
+            )
         if self.ranks and len(self.ranks) != self.replicas:
-            raise ValueError(f"ranks must name replicas = {self.replicas} ranks, got {len(self.ranks)}: {list(self.ranks)}")
+            raise ValueError(
+                f"ranks must name replicas = {self.replicas} ranks, got {len(self.ranks)}: {list(self.ranks)}"
+            )
         for rank in self.ranks:
             non_negative_int("ranks", rank)
 
@@ -91,7 +95,9 @@ class Plan:
         edge = 0
         for i, stage in enumerate(self.stages):
             if stage.start != edge:
-                raise ValueError(f"stages[{i}].start must be {edge}, where the stage before ends, got {stage.start}")
+                raise ValueError(
+                    f"stages[{i}].start must be {edge}, where the stage before ends, got {stage.start}"
+                )
             edge = stage.stop
         if edge != self.num_layers:
             raise ValueError(f"the last stage must stop at num_layers = {self.num_layers}, got {edge}")
@@ -101,7 +107,9 @@ class Plan:
             raise ValueError(f"ranks must hold one place each, got rank {twice[0]} in more than one")
 
     @classmethod
-    def data_parallel(cls, num_layers: int, num_ranks: int, num_microbatches: int, schedule: str = "1f1b") -> "Plan":
+    def data_parallel(
+        cls, num_layers: int, num_ranks: int, num_microbatches: int, schedule: str = "1f1b"
+    ) -> "Plan":
         """One stage, replicated on every rank."""
         return cls((StageSpec(0, num_layers, num_ranks),), schedule, num_microbatches)
 

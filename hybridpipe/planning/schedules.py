@@ -96,7 +96,9 @@ def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, Program]:
     """Programs of an evaluation: forwards only, over the same routes."""
     return {
         rank: tuple(
-            add_communication(map(Forward, plan.microbatches_of(place, num_microbatches)), place.stage, plan.num_stages)
+            add_communication(
+                map(Forward, plan.microbatches_of(place, num_microbatches)), place.stage, plan.num_stages
+            )
         )
         for rank in plan.ranks
         if (place := plan.place(rank)) is not None

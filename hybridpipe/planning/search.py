@@ -118,6 +118,6 @@ def _how_far(
     assert plan is not None
     need = max(peak_memory_bytes(profile, plan))
     return (
-        f"no plan fits into memory_bytes = {cluster.memory_bytes}: the straight pipeline on {plan.num_ranks} ranks "
-        f"needs {need} on one rank; smaller microbatches or more ranks would help"
+        f"no plan fits into memory_bytes = {cluster.memory_bytes}: the straight pipeline on "
+        f"{plan.num_ranks} ranks needs {need} on one rank; smaller microbatches or more ranks would help"
     )

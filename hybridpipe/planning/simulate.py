@@ -131,7 +131,12 @@ class _StageAllReduce:
 
 class _Simulation:
     def __init__(
-        self, programs: Mapping[int, Program], plan: Plan, costs: Sequence[StageCost], cluster: Cluster, synchronous: bool
+        self,
+        programs: Mapping[int, Program],
+        plan: Plan,
+        costs: Sequence[StageCost],
+        cluster: Cluster,
+        synchronous: bool,
     ) -> None:
         self.programs, self.plan, self.costs, self.cluster = programs, plan, costs, cluster
         self.synchronous = synchronous
@@ -165,8 +170,9 @@ class _Simulation:
             raise Deadlock(
                 "nothing can advance: "
                 + "; ".join(
-                    f"rank {rank} (stage {self.stage_of[rank]}) waits at instruction {i}, {self.programs[rank][i]}"
+                    f"rank {rank} (stage {self.stage_of[rank]}) waits at instruction {i}, {instruction}"
                     for rank, i in waiting.items()
+                    for instruction in [self.programs[rank][i]]
                 )
             )
         return Timeline({rank: tuple(events) for rank, events in self.events.items()})
@@ -205,7 +211,11 @@ class _Simulation:
             case SendActivation(m):
                 self.send((rank, self.plan.rank_of(stage + 1, m), True, m), cost.output_bytes, done)
             case SendGradient(m):
-                self.send((rank, self.plan.rank_of(stage - 1, m), False, m), self.costs[stage - 1].output_bytes, done)
+                self.send(
+                    (rank, self.plan.rank_of(stage - 1, m), False, m),
+                    self.costs[stage - 1].output_bytes,
+                    done,
+                )
             case ReceiveActivation(m):
                 self.receive((self.plan.rank_of(stage - 1, m), rank, True, m), done)
             case ReceiveGradient(m):
@@ -266,7 +276,9 @@ class _Simulation:
 
 def _last_backward(program: Program) -> int | None:
     """Where the last backward stands: the one during which gradients become final."""
-    return max((i for i, instruction in enumerate(program) if isinstance(instruction, Backward)), default=None)
+    return max(
+        (i for i, instruction in enumerate(program) if isinstance(instruction, Backward)), default=None
+    )
 
 
 def simulate(
@@ -294,7 +306,11 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
     """The timeline of one full minibatch under the plan, and the figures that follow from it.
 
     The profile is that of the plan's microbatch.
+
+    Raises:
+        ValueError: the plan and the profile differ in layers, or the plan names a rank that the cluster lacks.
     """
+    plan.check_world(cluster.num_ranks)
     timeline = simulate(programs(plan), plan, stage_costs(profile, plan), cluster)
     seconds = timeline.seconds
     samples = profile.samples * plan.num_microbatches
