@@ -308,7 +308,7 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
     The profile is that of the plan's microbatch.
 
     Raises:
-        ValueError: the plan and the profile differ in layers, or the plan names a rank that the cluster lacks.
+        ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks.
     """
     plan.check_world(cluster.num_ranks)
     timeline = simulate(programs(plan), plan, stage_costs(profile, plan), cluster)
