@@ -1,0 +1,211 @@
+"""Config: what `hybridpipe train CONFIG` reads, a TOML file that names factories and sizes.
+
+Imports neither torch nor mpi4py, so that a mistake is told before MPI starts: `load_config` checks what
+the file says, `Config.check` imports the factories and checks that their arguments fit.
+"""
+
+import inspect
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from hybridpipe.errors import UserError, suggest
+from hybridpipe.files import parse, read_text
+from hybridpipe.planning.checks import non_negative_int, positive_int
+from hybridpipe.planning.plan import SCHEDULES
+
+SOURCES = ("auto", "dp", "straight")
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A callable by its name, "module:callable", and the arguments to call it with.
+
+    The folder of CONFIG is on the import path, in front.
+    """
+
+    factory: str
+    args: dict[str, Any] = field(default_factory=dict)
+    where: str = field(default="", init=False, repr=False, compare=False)  # "digits.toml: model"
+    folder: str = field(default="", init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        module, _, name = self.factory.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+            raise ValueError(f"factory must be 'module:callable', got {self.factory!r}")
+
+    def build(self, *positional: Any) -> Any:
+        """What the callable returns; errors of its own keep their traceback.
+
+        Raises:
+            UserError: there is no such callable, or the arguments do not fit it.
+        """
+        return self.bind(*positional)()
+
+    def bind(self, *positional: Any) -> Callable[[], Any]:
+        """The call that `build` makes, known to fit but not made yet."""
+        return self._bind(positional, self.args, "args")
+
+    def resolve(self) -> Callable[..., Any]:
+        """The callable itself, imported; UserError if there is none."""
+        if self.folder and self.folder not in sys.path:
+            sys.path.insert(0, self.folder)
+        module_name, _, name = self.factory.partition(":")
+        try:
+            target: Any = import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and what it imports is not
+            found = f"no module {error.name!r} in {self.folder} or on the import path"
+            raise UserError(f"{self.where}.factory: {found}, got {self.factory!r}") from None
+        for part in name.split("."):
+            if not hasattr(target, part):
+                names = [each for each in dir(target) if each[0] != "_" and callable(getattr(target, each))]
+                found = f"{module_name} has no {part!r}{suggest(part, names)}"
+                raise UserError(f"{self.where}.factory: {found}, got {self.factory!r}")
+            target = getattr(target, part)
+        if callable(target):
+            return cast(Callable[..., Any], target)
+        kind = type(target).__name__
+        raise UserError(f"{self.where}.factory: must name a callable, got {self.factory!r} of type {kind}")
+
+    def _bind(self, positional: tuple[Any, ...], args: dict[str, Any], table: str) -> Callable[[], Any]:
+        target = self.resolve()
+        try:
+            signature = inspect.signature(target)
+        except ValueError:  # some built-in callables have none
+            return partial(target, *positional, **args)
+        try:
+            signature.bind(*positional, **args)
+        except TypeError as error:
+            name = self.factory.partition(":")[2]
+            wrong = next((each for each in args if each not in signature.parameters), "")
+            hint = suggest(wrong, list(signature.parameters)[len(positional) :])
+            raise UserError(f"{self.where}.{table}: {name}() {error}{hint}") from None
+        return partial(target, *positional, **args)
+
+
+@dataclass(frozen=True)
+class DataConfig(Factory):
+    """The data sets: the factory returns a map-style one of (inputs, targets).
+
+    `validation_args` go over `args` for the held-out set; without them there is none.
+    """
+
+    validation_args: dict[str, Any] | None = None
+
+    def build_validation(self) -> Any:
+        """The held-out data set, or None."""
+        return self.bind_validation()()
+
+    def bind_validation(self) -> Callable[[], Any]:
+        """The call that `build_validation` makes, known to fit but not made yet."""
+        if self.validation_args is None:
+            return lambda: None
+        return self._bind((), self.args | self.validation_args, "validation_args")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Sizes in samples; `microbatch` may be missing where a plan file says how many there are."""
+
+    minibatch: int
+    microbatch: int | None = None
+    epochs: int = 1
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        positive_int("minibatch", self.minibatch)
+        if self.microbatch is not None:
+            positive_int("microbatch", self.microbatch)
+            if self.microbatch > self.minibatch:
+                raise ValueError(f"microbatch must be <= minibatch = {self.minibatch}, got {self.microbatch}")
+        positive_int("epochs", self.epochs)
+        non_negative_int("seed", self.seed)
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Where the plan comes from: one of `SOURCES`, or a plan.json, which brings its own schedule."""
+
+    schedule: str = "1f1b"
+    source: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.source not in SOURCES and not self.source.endswith(".json"):
+            raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run. `loss` is called with nothing, `optimizer` with the parameters, beside their `args`;
+    the loss that is built is called with (outputs, targets) and returns the mean over the samples."""
+
+    model: Factory
+    data: DataConfig
+    optimizer: Factory
+    train: TrainConfig
+    loss: Factory = field(default_factory=lambda: Factory("torch.nn:CrossEntropyLoss"))
+    plan: PlanConfig = PlanConfig()
+
+    def check(self) -> None:
+        """Imports every factory and checks that its arguments fit, without a call; else UserError."""
+        self.model.bind()
+        self.data.bind()
+        self.data.bind_validation()
+        self.loss.bind()
+        self.optimizer.bind(None)  # stands for the parameters
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads CONFIG; `overrides` such as "train.epochs=2" or "model.factory=models:mlp" go over it.
+
+    The value of an override is TOML; what is not TOML is a string. A plan file in `plan.source` is
+    relative to CONFIG.
+
+    Raises:
+        UserError: one line that says where, what is there and what is allowed.
+    """
+    path = Path(path)
+    try:
+        document = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: must be TOML: {error}") from None
+    for override in overrides:
+        _override(document, override)
+    source = f"{path} with --set {' '.join(overrides)}" if overrides else str(path)
+    config = parse(Config, document, source)
+    if config.plan.source not in SOURCES:
+        config = replace(config, plan=replace(config.plan, source=str(path.parent / config.plan.source)))
+    for table in ("model", "data", "loss", "optimizer"):
+        factory = getattr(config, table)
+        object.__setattr__(factory, "where", f"{source}: {table}")
+        object.__setattr__(factory, "folder", str(path.resolve().parent))
+    return config
+
+
+def _override(document: dict[str, Any], override: str) -> None:
+    """Sets one "a.b=value" in the document."""
+    key, equals, text = override.partition("=")
+    *tables, name = key.strip().split(".")
+    if not equals or not tables or not all([*tables, name]):
+        raise UserError(f"--set {override}: must be table.key=value, such as train.epochs=2")
+    for table in tables:
+        document = document.setdefault(table, {})
+        if not isinstance(document, dict):
+            raise UserError(f"--set {override}: {table} must be a table, got {document!r}")
+    text = text.strip()
+    try:
+        document[name] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in tuple("[{\"'"):
+            raise UserError(f"--set {override}: must be a TOML value or a bare word: {error}") from None
+        document[name] = text

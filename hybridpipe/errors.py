@@ -1,0 +1,25 @@
+"""How the user's mistakes are told: in one line that says where, what is there and what is allowed."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+_LONGEST_LIST = 12  # names; a longer list helps nobody in one line
+
+
+class UserError(ValueError):
+    """A mistake in a file, a configuration or an argument; its text is one line, commands exit with 2."""
+
+
+def suggest(name: str, allowed: Iterable[str]) -> str:
+    """What the user may have meant by `name`: " (did you mean 'stop'? allowed: start, stop)", or nothing."""
+    names = list(allowed)
+    hints = [f"did you mean {close!r}?" for close in get_close_matches(name, names, n=1)]
+    if 0 < len(names) <= _LONGEST_LIST:
+        hints.append(f"allowed: {', '.join(names)}")
+    return f" ({' '.join(hints)})" if hints else ""
+
+
+def shown(value: object) -> str:
+    """The value as Python writes it, cut to what a line can bear."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

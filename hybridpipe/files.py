@@ -1,0 +1,174 @@
+"""Files: plans, profiles and clusters as JSON, strictly read and never half-written.
+
+The types are plain dataclasses that check themselves; this module adds what a file can get wrong: types,
+names, `format`. Every mistake is a `UserError` of one line, as in
+`plan.json: stages[1].replicas: must be an integer >= 1, got -1`.
+"""
+
+import json
+import math
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, to_jsonable_python
+
+from hybridpipe.errors import UserError, shown, suggest
+from hybridpipe.planning.cluster import CLUSTER_FORMAT, Cluster
+from hybridpipe.planning.plan import PLAN_FORMAT, Plan
+from hybridpipe.planning.profile import PROFILE_FORMAT, ModelProfile
+
+T = TypeVar("T")
+
+_WIDTH = 110  # columns; JSON that fits into them stays on one line
+_LEADING = ("format", "num_layers", "schedule", "num_microbatches")  # fields written before all others
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a plan.json; `predicted`, `num_layers` and all the `ranks` may be left out.
+
+    Raises:
+        UserError: the file or what it says is wrong. So do the other readers.
+    """
+    return _read_json(path, Plan, PLAN_FORMAT)
+
+
+def read_profile(path: str | Path) -> ModelProfile:
+    """The profile in a profile.json."""
+    return _read_json(path, ModelProfile, PROFILE_FORMAT)
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster in a cluster.json."""
+    return _read_json(path, Cluster, CLUSTER_FORMAT)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes a dataclass or a dict; a reader sees the old file or the new one, never a part.
+
+    NaN and infinity, which JSON does not know, become null.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    path = Path(path)
+    document = to_jsonable_python(value, inf_nan_mode="null")
+    document = {name: document[name] for name in _LEADING if name in document} | document
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            unfinished.write_text(_text(document) + "\n", encoding="utf-8")
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_text(path: str | Path) -> str:
+    """The file's text; UserError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: must be UTF-8 text, got byte {error.object[error.start]:#x}") from error
+
+
+def parse(kind: type[T], document: dict[str, Any], source: str) -> T:
+    """A dataclass from the tables that JSON or TOML give: no field unknown, no type converted.
+
+    Raises:
+        UserError: the first mistake, unknown names before all others; `source` says where it was read.
+    """
+    try:
+        _check_values(document, "")
+        return TypeAdapter(kind).validate_json(json.dumps(document), strict=True, extra="forbid")
+    except ValidationError as error:
+        mistakes = error.errors(include_url=False)
+        unknown = [each for each in mistakes if each["type"] == "unexpected_keyword_argument"]
+        raise UserError(f"{source}: {_told(kind, (unknown or mistakes)[0])}") from None
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _read_json(path: str | Path, kind: type[T], file_format: str) -> T:
+    text = read_text(path)
+    if not text.strip():
+        raise UserError(f"{path}: must be a JSON object, got an empty file")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: must be JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: must be a JSON object, got {shown(document)}")
+    if document.get("format") != file_format:
+        got = shown(document["format"]) if "format" in document else "none"
+        raise UserError(f"{path}: format: must be {file_format!r}, got {got}")
+    return parse(kind, document, str(path))
+
+
+def _check_values(value: Any, path: str) -> None:
+    """Raises UserError for a value that JSON cannot hold or that needs more than 64 bits."""
+    match value:
+        case dict():
+            for name, item in value.items():
+                _check_values(item, f"{path}.{name}".removeprefix("."))
+        case list():
+            for i, item in enumerate(value):
+                _check_values(item, f"{path}[{i}]")
+        case float() if not math.isfinite(value):
+            raise UserError(f"{path}: must be a finite number, got {value}")
+        case int() if not -(2**63) <= value < 2**63:
+            raise UserError(f"{path}: must be an integer of at most 64 bits, got {shown(value)}")
+        case str() | float() | int() | None:
+            pass
+        case _:
+            raise UserError(f"{path}: must be a string, a number or a boolean, got {value}")
+
+
+def _told(kind: type, mistake: ErrorDetails) -> str:
+    """Pydantic's mistake as `field: what is allowed, what was there`."""
+    location = mistake["loc"]
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    path = "".join(parts).removeprefix(".")
+    match mistake["type"]:
+        case "unexpected_keyword_argument":
+            return f"{path}: unknown field{suggest(str(location[-1]), _fields_at(kind, location[:-1]))}"
+        case "missing":
+            return f"{path}: is required, but missing"
+        case "value_error":  # of a dataclass's own check: its text begins with the field's name
+            text = str(mistake["ctx"]["error"])
+            if named := re.fullmatch(r"([\w.\[\]]+) (must .*)", text):
+                field = named[1].removeprefix(f"{path}.")
+                return f"{path}.{field}: {named[2]}".removeprefix(".")
+            return f"{path}: {text}".removeprefix(": ")
+        case _:
+            allowed = mistake["msg"].removeprefix("Input should be ")
+            return f"{path}: must be {allowed}, got {shown(mistake['input'])}"
+
+
+def _fields_at(kind: Any, location: tuple[int | str, ...]) -> list[str]:
+    """The names of the fields that the dataclass at this place of the file has."""
+    for part in location:
+        kind = get_args(kind)[0] if isinstance(part, int) else get_type_hints(kind)[part]
+        if type(None) in get_args(kind):  # X | None
+            kind = get_args(kind)[0]
+    return [field.name for field in fields(kind) if field.init]
+
+
+def _text(value: Any, indent: str = "") -> str:
+    """JSON in lines of at most `_WIDTH` columns, as far as its strings and numbers allow."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(indent) + len(line) <= _WIDTH or not isinstance(value, dict | list):
+        return line
+    inner = f"{indent}  "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(name)}: {_text(item, inner)}" for name, item in value.items()]
+    else:
+        items = [_text(item, inner) for item in value]
+    opening, closing = line[0], line[-1]
+    return f"{opening}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{closing}"
