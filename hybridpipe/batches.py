@@ -1,0 +1,79 @@
+"""Batches: minibatches of a data set, cut into microbatches that are loaded where they are needed.
+
+The order depends on seed and epoch alone, so every rank knows it without a word; a rank loads a
+microbatch when its program asks for it, and ranks that need neither inputs nor targets load nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from hybridpipe.planning.plan import microbatch_sizes
+from hybridpipe.runtime.executor import Minibatch
+from hybridpipe.stage.randomness import random_key
+from hybridpipe.stage.values import Value, map_tensors, tensors_of
+
+
+def minibatches(
+    dataset: Any, minibatch_size: int, microbatch_size: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = False
+) -> Iterator[Minibatch]:
+    """All minibatches of one epoch; the last may be short.
+
+    Args:
+        dataset: map-style: `len(dataset)`, and `dataset[i]` is (inputs, target).
+    """
+    order = _order(len(dataset), seed, epoch, shuffle)
+    for start in range(0, len(order), minibatch_size):
+        yield _load_minibatch(dataset, order[start : start + minibatch_size], microbatch_size)
+
+
+def num_minibatches(dataset: Any, minibatch_size: int) -> int:
+    """How many minibatches an epoch has."""
+    return -(-len(dataset) // minibatch_size)
+
+
+def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Minibatch:
+    """A minibatch that is in memory already, samples in the first dimension."""
+    counts = {len(tensor) for value in (inputs, targets) for tensor in tensors_of(value)}
+    if len(counts) != 1:
+        raise ValueError(f"inputs and targets must hold equally many samples, got {sorted(counts)}")
+    sizes = microbatch_sizes(counts.pop(), microbatch_size)
+
+    def part(value: Value, microbatch: int) -> Value:
+        start = microbatch * microbatch_size
+        return map_tensors(lambda tensor: tensor[start : start + microbatch_size], value)
+
+    return Minibatch(sizes, lambda m: part(inputs, m), lambda m: part(targets, m))
+
+
+def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    if not shuffle:
+        return list(range(length))
+    generator = torch.Generator().manual_seed(random_key(seed, epoch, 0, 0))
+    order: list[int] = torch.randperm(length, generator=generator).tolist()
+    return order
+
+
+def _load_minibatch(dataset: Any, indices: Sequence[int], microbatch_size: int) -> Minibatch:
+    @lru_cache(maxsize=1)  # a rank that is first and last stage asks for inputs, then for targets
+    def load(microbatch: int) -> tuple[Value, Value]:
+        return _load(dataset, indices[microbatch * microbatch_size : (microbatch + 1) * microbatch_size])
+
+    return Minibatch(microbatch_sizes(len(indices), microbatch_size), lambda m: load(m)[0], lambda m: load(m)[1])
+
+
+def _load(dataset: Any, indices: Sequence[int]) -> tuple[Value, Value]:
+    if isinstance(dataset, TensorDataset):  # one indexing instead of a call a sample
+        inputs, targets = (tensor[list(indices)] for tensor in dataset.tensors)
+    else:
+        inputs, targets = default_collate([dataset[i] for i in indices])
+    return _as_value(inputs), _as_value(targets)
+
+
+def _as_value(collated: Tensor | Sequence[Tensor]) -> Value:
+    """`default_collate` turns tuples into lists."""
+    return collated if isinstance(collated, Tensor) else tuple(collated)

@@ -1,0 +1,138 @@
+"""Probe: measures the machines under mpirun, in about a second, and returns a `Cluster`.
+
+Measured: messages between two ranks of one host and of two (ping-pong, a small and a large message),
+Horovod's all-reduce over all ranks, and how many of a host's ranks can compute at once.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.runtime.gradients import horovod
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SMALL_BYTES, LARGE_BYTES = 64, 2 * 2**20
+REPEATS = 7
+COMPUTE_SECONDS = 0.1
+
+
+def probe(world: "MPI.Comm") -> Cluster:
+    """Measure the machines behind `world`. Collective; the same cluster on every rank.
+
+    Raises:
+        ValueError: the ranks are not placed host by host in equal numbers.
+    """
+    if world.size == 1:
+        return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # no link to measure, and none to use
+    per_host = _ranks_per_host(world)
+    levels = []
+    if per_host > 1:
+        levels.append(Level("host", per_host, *_link(world, 0, 1)))
+    if per_host < world.size:
+        levels.append(Level("network", world.size, *_link(world, 0, per_host)))
+    return Cluster(
+        levels=tuple(levels),
+        allreduce=_allreduce(world),
+        node_ranks=per_host,
+        compute_slots=_compute_slots(world, per_host),
+    )
+
+
+def _ranks_per_host(world: "MPI.Comm") -> int:
+    from hybridpipe.runtime.mpi import MPI
+
+    host = world.Split_type(MPI.COMM_TYPE_SHARED)
+    leaders = world.allgather(host.bcast(world.rank))
+    host.Free()
+    size = leaders.count(leaders[0])
+    if leaders != [rank - rank % size for rank in range(world.size)]:
+        raise ValueError(
+            "probe needs the ranks host by host in equal numbers (mpirun --map-by slot, srun --distribution=block), "
+            f"got ranks whose hosts begin at ranks {leaders}"
+        )
+    return size
+
+
+def _link(world: "MPI.Comm", rank: int, other: int) -> tuple[float, float]:
+    """Bandwidth (bytes per second) and latency (seconds) of messages between two ranks."""
+    figures = None
+    if world.rank in (rank, other):
+        peer = other if world.rank == rank else rank
+        small, large = (_one_way(world, peer, num_bytes) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+        figures = LARGE_BYTES / max(large - small, 1e-9), small
+    _idle_barrier(world)
+    found: tuple[float, float] = world.bcast(figures, root=rank)
+    return found
+
+
+def _one_way(world: "MPI.Comm", peer: int, num_bytes: int) -> float:
+    buffer = np.zeros(num_bytes, dtype=np.uint8)
+    first = world.rank < peer
+
+    def there_and_back() -> None:
+        for sending in (first, not first):
+            if sending:
+                world.Send(buffer, peer)
+            else:
+                world.Recv(buffer, peer)
+
+    return _median_seconds(there_and_back) / 2
+
+
+def _allreduce(world: "MPI.Comm") -> AllReduce:
+    """Horovod's own, as the gradients will use it."""
+    hvd = horovod(world)
+
+    def seconds(num_bytes: int) -> float:
+        tensor = torch.zeros(num_bytes // 4)
+        return _median_seconds(lambda: hvd.allreduce_(tensor, name=f"probe{num_bytes}", op=hvd.Sum))
+
+    small, large = seconds(SMALL_BYTES), seconds(LARGE_BYTES)
+    hvd.shutdown()
+    small, large = world.bcast((small, large))
+    moved = 2 * (world.size - 1) / world.size * (LARGE_BYTES - SMALL_BYTES)
+    return AllReduce(bandwidth=moved / max(large - small, 1e-9), latency_seconds=small)
+
+
+def _compute_slots(world: "MPI.Comm", per_host: int) -> float:
+    """Ranks' worth of compute of the slowest host: work done by all at once over work done by one alone."""
+    alone = _work() if world.rank == 0 else 0
+    _idle_barrier(world)
+    alone = world.bcast(alone)
+    _idle_barrier(world)
+    together = world.allgather(_work())
+    hosts = [sum(together[i : i + per_host]) for i in range(0, world.size, per_host)]
+    return float(min(per_host, max(1.0, min(hosts) / alone)))
+
+
+def _work() -> int:
+    """Products of matrices finished in COMPUTE_SECONDS."""
+    matrix = torch.ones(128, 128)
+    done, end = 0, time.perf_counter() + COMPUTE_SECONDS
+    while time.perf_counter() < end:
+        matrix @ matrix
+        done += 1
+    return done
+
+
+def _idle_barrier(world: "MPI.Comm") -> None:
+    """A barrier that sleeps: a waiting rank must not take a core from the one being measured."""
+    request = world.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-4)
+
+
+def _median_seconds(function: Callable[[], object]) -> float:
+    samples = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        function()
+        samples.append(time.perf_counter() - began)
+    return statistics.median(samples)

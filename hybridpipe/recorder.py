@@ -1,0 +1,141 @@
+"""Recorder: what a run measured about itself, gathered into summary.json and trace.json.
+
+Each rank notes its own; `summary` and `timelines` bring the notes together on rank 0.
+"""
+
+import resource
+import statistics
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hybridpipe.planning.timeline import COMPUTE, Event, Timeline
+from hybridpipe.runtime.worker import Worker
+
+# The first minibatches negotiate shapes and warm caches up; they are in the losses, not in the speeds.
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchRecord:
+    """One update as rank 0 saw it; a line of metrics.jsonl."""
+
+    step: int
+    epoch: int
+    loss: float
+    num_samples: int
+    seconds: float
+
+
+class Recorder:
+    """Notes of one rank."""
+
+    def __init__(self) -> None:
+        self.records: list[MinibatchRecord] = []
+        self._full_seconds: list[float] = []
+        self._busy_seconds: list[float] = []
+        self._events: deque[list[Event]] = deque(maxlen=5)  # a few full minibatches, for a typical timeline
+        self.metrics: dict[str, float] = {}
+
+    def keep(self, events: list[Event], full: bool) -> None:
+        """The events of a minibatch; short minibatches are not typical."""
+        if full:
+            self._events.append(events)
+            self._busy_seconds.append(
+                sum(event.seconds for event in events if isinstance(event.instruction, COMPUTE))
+            )
+
+    def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
+        """A finished minibatch, with the seconds since the one before was finished."""
+        record = MinibatchRecord(len(self.records), epoch, loss, num_samples, seconds)
+        self.records.append(record)
+        if full:
+            self._full_seconds.append(seconds)
+        return record
+
+    def summary(self, worker: Worker) -> dict[str, Any] | None:
+        """The figures of summary.json on rank 0, None elsewhere. Collective.
+
+        `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
+        """
+        busy = self._busy_seconds[WARM_UP:] or self._busy_seconds
+        boundary = worker.executor and worker.executor.boundary
+        notes = worker.control.gather(
+            {
+                "busy": statistics.median(busy) if busy else 0.0,
+                "memory": _peak_memory_bytes(worker.device),
+                "p2p": boundary.bytes_sent if boundary else 0,
+                "allreduced": worker.executor.gradients.bytes_reduced if worker.executor else 0,
+            }
+        )
+        if notes is None:
+            return None
+        full = self._full_seconds[WARM_UP:] or self._full_seconds
+        seconds = statistics.median(full) if full else 0.0
+        samples = max((record.num_samples for record in self.records), default=0)
+        used = [notes[rank] for rank in worker.plan.ranks]
+        predicted = worker.plan.predicted
+        return {
+            "plan": worker.plan.name,
+            "schedule": worker.plan.schedule,
+            "ranks": worker.control.size,
+            "ranks_used": worker.plan.num_ranks,
+            "samples_per_second": samples / seconds if seconds else 0.0,
+            "minibatch_seconds_median": seconds,
+            "predicted_minibatch_seconds": predicted and predicted.minibatch_seconds,
+            "bubble_fraction": 1 - sum(note["busy"] for note in used) / len(used) / seconds if seconds else 0.0,
+            "loss_first": self.records[0].loss if self.records else None,
+            "loss_last": self.records[-1].loss if self.records else None,
+            "metrics": self.metrics,
+            "peak_memory_bytes": [note["memory"] for note in notes],
+            "bytes_sent_p2p": sum(note["p2p"] for note in notes),
+            "bytes_allreduced": sum(note["allreduced"] for note in notes),
+            "updates": len(self.records),
+        }
+
+    def timeline(self, worker: Worker) -> Timeline | None:
+        """A typical full minibatch, all ranks on one clock, on rank 0; None elsewhere. Collective.
+
+        Clocks are compared after a barrier, so ranks of different hosts are aligned to about its duration.
+        """
+        worker.control.Barrier()
+        offset = time.perf_counter()
+        kept = worker.control.gather([[_shifted(event, -offset) for event in events] for events in self._events])
+        if kept is None:
+            return None
+        used = {rank: kept[rank] for rank in worker.plan.ranks}
+        count = min(map(len, used.values()))
+        if not count:
+            return None
+        typical = _median_index([_span([used[rank][i] for rank in used]) for i in range(count)])
+        events = {rank: used[rank][typical] for rank in used}
+        start = min(event.start_seconds for rank_events in events.values() for event in rank_events)
+        return Timeline({rank: tuple(_shifted(event, -start) for event in events[rank]) for rank in sorted(events)})
+
+
+def as_line(record: MinibatchRecord) -> dict[str, Any]:
+    """A record as metrics.jsonl has it."""
+    return asdict(record)
+
+
+def _shifted(event: Event, seconds: float) -> Event:
+    return Event(event.instruction, event.start_seconds + seconds, event.end_seconds + seconds)
+
+
+def _span(events: list[list[Event]]) -> float:
+    flat = [event for rank_events in events for event in rank_events]
+    return max(event.end_seconds for event in flat) - min(event.start_seconds for event in flat)
+
+
+def _median_index(values: list[float]) -> int:
+    return values.index(statistics.median_low(values))
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Of the device's allocator on a GPU; of the whole process, Python and torch included, on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,1 @@
+"""Runtime: where bytes move. Communicators, transport, gradients, executor, failure."""

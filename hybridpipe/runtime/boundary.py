@@ -1,0 +1,151 @@
+"""Boundary: one rank's exchange of activations and gradients with the stages before and behind it.
+
+Between transport (bytes) and executor (values). The first time a pair of ranks exchanges a microbatch of
+some size the sender describes it (`Spec`); from then on both know it, receives are posted ahead into
+reused buffers, and a sender whose tensors have changed shape says so instead of sending.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpipe.planning.instructions import Program, ReceiveActivation, ReceiveGradient
+from hybridpipe.planning.plan import Plan
+from hybridpipe.runtime.messages import (
+    SPEC_BYTES,
+    ProtocolError,
+    Spec,
+    check_header,
+    decode_spec,
+    encode_spec,
+    pack,
+    spec_of,
+    views,
+)
+from hybridpipe.runtime.transport import Buffers, Pending, Transport
+from hybridpipe.stage.stage import received
+from hybridpipe.stage.values import Value, tensors_of
+
+# Receives posted beyond the one that is waited for: enough that the next message of either neighbour
+# moves while this rank computes, and no more, since each holds a buffer.
+LOOK_AHEAD = 2
+
+ACTIVATION, GRADIENT, SPEC = range(3)
+HEADER_NAMES = ("kind", "step", "microbatch", "stage")
+
+
+class _Size(NamedTuple):
+    """What the shapes at a boundary depend on: the peer, the microbatch's samples, training or not."""
+
+    peer: int
+    samples: int
+    training: bool
+
+
+class _Posted(NamedTuple):
+    pending: Pending
+    buffer: Tensor
+    spec: Spec
+    header: tuple[int, ...]
+
+
+class Boundary:
+    """The messages of one rank at `stage`. Call `begin` before each program."""
+
+    def __init__(self, plan: Plan, stage: int, transport: Transport, device: torch.device) -> None:
+        self._plan, self._stage, self._transport, self._device = plan, stage, transport, device
+        self._buffers = Buffers(pinned=device.type == "cuda")
+        self._specs: dict[_Size, Spec] = {}
+        self.bytes_sent = 0
+
+    def begin(self, program: Program, sizes: Sequence[int], step: int, training: bool) -> None:
+        """Get ready for a program over microbatches of these sizes."""
+        self._sizes, self._step, self._training = sizes, step, training
+        self._receives = [i for i in program if isinstance(i, ReceiveActivation | ReceiveGradient)]
+        self._posted: dict[ReceiveActivation | ReceiveGradient, _Posted] = {}
+        self._num_posted = self._num_consumed = 0
+
+    def send_activation(self, microbatch: int, value: Value) -> None:
+        """Start sending a stage's output to the stage behind."""
+        tensors = tensors_of(value)
+        spec = spec_of(tensors, single=isinstance(value, Tensor))
+        size = self._size(microbatch, self._stage + 1)
+        known = self._specs.setdefault(size, spec)
+        if known is spec:
+            self._transport.send(encode_spec(spec), size.peer, self._tag(SPEC, microbatch))
+        elif known != spec:
+            raise ProtocolError(
+                f"the output of stage {self._stage} changed for microbatches of {size.samples} samples: "
+                f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes that depend on the "
+                "number of samples only"
+            )
+        self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors)
+
+    def send_gradient(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Start sending the gradients of a stage's input to the stage before."""
+        size = self._size(microbatch, self._stage - 1)
+        spec = self._specs[size].gradients()
+        tensors = [gradient for gradient in gradients if gradient is not None]
+        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec, tensors)
+
+    def receive_activation(self, microbatch: int) -> Value:
+        """Wait for a stage's input: leaves of this stage's graph."""
+        size = self._size(microbatch, self._stage - 1)
+        if size not in self._specs:
+            buffer = torch.empty(SPEC_BYTES, dtype=torch.uint8)
+            self._transport.receive(buffer, size.peer, self._tag(SPEC, microbatch)).wait()
+            self._specs[size] = decode_spec(buffer)
+        spec = self._specs[size]
+        tensors = self._receive(ReceiveActivation(microbatch))
+        return received(tensors[0] if spec.single else tensors, [t.requires_grad for t in spec.tensors])
+
+    def receive_gradient(self, microbatch: int) -> list[Tensor | None]:
+        """Wait for the gradients of a stage's output: one for each output tensor, None where it requires none."""
+        spec = self._specs[self._size(microbatch, self._stage + 1)]
+        gradients = iter(self._receive(ReceiveGradient(microbatch)))
+        return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
+
+    def _send(
+        self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Sequence[Tensor]
+    ) -> None:
+        buffer = self._buffers.take(spec.num_bytes)
+        pack(buffer, spec, tensors, (kind, self._step, microbatch, cut))
+        self.bytes_sent += spec.num_bytes
+        self._transport.send(buffer, peer, self._tag(kind, microbatch))
+
+    def _receive(self, instruction: ReceiveActivation | ReceiveGradient) -> tuple[Tensor, ...]:
+        self._num_consumed += 1
+        self._post_until(self._num_consumed + LOOK_AHEAD)
+        posted = self._posted.pop(instruction)
+        posted.pending.wait()
+        check_header(posted.buffer, posted.spec, posted.header, HEADER_NAMES)
+        return tuple(tensor.to(self._device) for tensor in views(posted.buffer, posted.spec))
+
+    def _post_until(self, count: int) -> None:
+        """Post the program's next receives, as far as their sizes are known."""
+        while self._num_posted < min(count, len(self._receives)):
+            instruction = self._receives[self._num_posted]
+            forward = isinstance(instruction, ReceiveActivation)
+            m = instruction.microbatch
+            size = self._size(m, self._stage - 1 if forward else self._stage + 1)
+            known = self._specs.get(size)
+            if known is None:
+                return
+            spec = known if forward else known.gradients()
+            kind, cut = (ACTIVATION, self._stage - 1) if forward else (GRADIENT, self._stage)
+            buffer = self._buffers.take(spec.num_bytes)
+            pending = self._transport.receive(buffer, size.peer, self._tag(kind, m))
+            self._posted[instruction] = _Posted(pending, buffer, spec, (kind, self._step, m, cut))
+            self._num_posted += 1
+
+    def _size(self, microbatch: int, stage: int) -> _Size:
+        return _Size(self._plan.rank_of(stage, microbatch), self._sizes[microbatch], self._training)
+
+    def _tag(self, kind: int, microbatch: int) -> int:
+        return 3 * microbatch + kind
+
+
+def _describe(spec: Spec) -> str:
+    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in spec.tensors) or "nothing"

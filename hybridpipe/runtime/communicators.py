@@ -1,0 +1,51 @@
+"""Communicators: who talks to whom about what. Each is a private duplicate, so no traffic mixes.
+
+Every function that communicates takes the communicator as an argument; none uses MPI.COMM_WORLD.
+"""
+
+import os
+from typing import NamedTuple
+
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.runtime.mpi import MPI
+
+
+class Communicators(NamedTuple):
+    """The communicators of one rank.
+
+    `control` joins all ranks (losses, plans, state); `peers` joins all ranks for activations and
+    gradients between stages; `replicas` joins the ranks of one stage (None on an unused rank).
+    """
+
+    control: MPI.Comm
+    peers: MPI.Comm
+    replicas: MPI.Comm | None
+
+    def free(self) -> None:
+        """Give the communicators back. Collective."""
+        for communicator in self:
+            if communicator is not None:
+                communicator.Free()
+
+
+def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
+    """Split the world as the plan says. Collective over `world`."""
+    place = plan.place(world.rank)
+    at = Place(MPI.UNDEFINED, 0) if place is None else place
+    replicas = world.Split(color=at.stage, key=at.replica)
+    return Communicators(world.Dup(), world.Dup(), None if place is None else replicas)
+
+
+def ranks_on_host(world: MPI.Comm) -> tuple[int, int]:
+    """This rank's index among the ranks of its host, and their number. Collective over `world`."""
+    host = world.Split_type(MPI.COMM_TYPE_SHARED)
+    index, size = host.rank, host.size
+    host.Free()
+    return index, size
+
+
+def default_num_threads(ranks_here: int) -> int | None:
+    """Compute threads for one of `ranks_here` ranks on a host; None if the user has decided already."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // ranks_here)

@@ -1,0 +1,127 @@
+"""Messages: a tuple of tensors as one run of bytes, and back.
+
+A message is a header of eight int64 (what it is, from where, how long), then each tensor's bytes in C
+order, each at a multiple of 64 bytes so that the receiver can compute on them in place. The receiver
+knows what it expects and compares the header before it looks at the rest.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+HEADER_BYTES = 64
+MAGIC = 0x6879627270697065  # "hybrpipe"
+SPEC_BYTES = 4096
+
+
+class ProtocolError(RuntimeError):
+    """A message is not the one that the plan expects."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of one tensor that crosses a boundary."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensor's elements weigh."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Everything about a boundary's value but its numbers. `single`: a bare tensor, not a tuple of one."""
+
+    tensors: tuple[TensorSpec, ...]
+    single: bool = False
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each tensor starts; one more for the end, which is the size of the message."""
+        offsets = [HEADER_BYTES]
+        for tensor in self.tensors:
+            offsets.append(offsets[-1] + _aligned(tensor.num_bytes))
+        return offsets
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole message."""
+        return self.offsets[-1]
+
+    def gradients(self) -> "Spec":
+        """What comes back: a gradient for each tensor that requires one."""
+        return Spec(tuple(tensor for tensor in self.tensors if tensor.requires_grad))
+
+
+def spec_of(tensors: Sequence[Tensor], single: bool = False) -> Spec:
+    """The spec of these tensors."""
+    return Spec(tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), single)
+
+
+def encode_spec(spec: Spec) -> Tensor:
+    """A spec as SPEC_BYTES bytes of JSON, padded with spaces."""
+    text = json.dumps(
+        {
+            "single": spec.single,
+            "tensors": [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in spec.tensors],
+        }
+    ).encode()
+    if len(text) > SPEC_BYTES:
+        raise ValueError(f"a boundary may carry tensors described in {SPEC_BYTES} bytes, got {len(spec.tensors)} tensors")
+    return torch.frombuffer(bytearray(text.ljust(SPEC_BYTES)), dtype=torch.uint8)
+
+
+def decode_spec(buffer: Tensor) -> Spec:
+    """The inverse of `encode_spec`."""
+    fields = json.loads(buffer.numpy().tobytes())
+    tensors = (
+        TensorSpec(tuple(shape), getattr(torch, dtype), requires_grad)
+        for shape, dtype, requires_grad in fields["tensors"]
+    )
+    return Spec(tuple(tensors), fields["single"])
+
+
+def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor], header: Sequence[int]) -> None:
+    """Write header and tensors into `buffer`, from any device and memory layout."""
+    _header(buffer).copy_(torch.tensor([MAGIC, spec.num_bytes, *header, *[0] * (6 - len(header))]))
+    for view, tensor in zip(views(buffer, spec), tensors, strict=True):
+        view.copy_(tensor.detach())
+
+
+def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Sequence[str]) -> None:
+    """Raises ProtocolError, naming each field that differs, unless the message is the expected one."""
+    magic, num_bytes, *found = _header(buffer).tolist()
+    if magic != MAGIC:
+        raise ProtocolError("a message does not start as one of ours; is another program using this communicator?")
+    expected = dict(zip(("num_bytes", *names), (spec.num_bytes, *header), strict=True))
+    received = dict(zip(expected, (num_bytes, *found), strict=False))
+    if received != expected:
+        differences = ", ".join(
+            f"{name} {received[name]} instead of {value}" for name, value in expected.items() if received[name] != value
+        )
+        raise ProtocolError(f"a message is not the one the plan expects: {differences}")
+
+
+def views(buffer: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+    """The message's tensors, sharing the buffer's memory."""
+    return tuple(
+        buffer[start : start + tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(spec.offsets, spec.tensors, strict=False)
+    )
+
+
+def _header(buffer: Tensor) -> Tensor:
+    return buffer[:HEADER_BYTES].view(torch.int64)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

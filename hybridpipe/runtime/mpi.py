@@ -1,0 +1,19 @@
+"""MPI, initialised as the runtime needs it. Importing this module starts MPI; nothing else here does.
+
+mpi4py comes before Horovod, with THREAD_MULTIPLE, since the communication thread, the main thread and
+Horovod's own all call MPI.
+"""
+
+import mpi4py
+
+mpi4py.rc.thread_level = "multiple"
+
+from mpi4py import MPI  # noqa: E402  # the thread level must be set before
+
+if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    raise RuntimeError(
+        "MPI must offer THREAD_MULTIPLE, got a lower thread level; use an MPI library built with thread support "
+        "and import hybridpipe before anything else initialises MPI (`hybridpipe doctor` tells more)"
+    )
+
+__all__ = ["MPI"]

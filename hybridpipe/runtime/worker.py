@@ -1,0 +1,189 @@
+"""Worker: what one rank holds while a plan runs, from communicators to optimizer, wired together.
+
+Everything collective is a method here, called by all ranks in the same order; a rank that the plan
+leaves unused takes part in the collectives and does nothing else.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules import forward_programs, programs
+from hybridpipe.planning.timeline import Event
+from hybridpipe.runtime import failure
+from hybridpipe.runtime.boundary import Boundary
+from hybridpipe.runtime.communicators import communicators
+from hybridpipe.runtime.executor import Executor, Minibatch
+from hybridpipe.runtime.gradients import HorovodGradients, LocalGradients
+from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.mpi_transport import MpiTransport
+from hybridpipe.runtime.transport import Pending
+from hybridpipe.stage.split import check_plan, layers_of
+from hybridpipe.stage.stage import Loss, Stage
+from hybridpipe.stage.values import Value
+
+OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+class Sums:
+    """Numbers, one for each microbatch, being brought from where they arose to every rank.
+
+    Each has one contributor and the rest add zero, so the result is exact and the same on all ranks.
+    """
+
+    def __init__(self, numbers: np.ndarray, pending: Pending) -> None:
+        self._numbers, self._pending = numbers, pending
+
+    def wait(self) -> np.ndarray:
+        """The numbers, once they are there."""
+        self._pending.wait()
+        return self._numbers
+
+
+class Worker:
+    """One rank under a plan. Collective over `world`; the model's weights become those of rank 0."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss: Loss,
+        optimizer: OptimizerFactory,
+        world: MPI.Comm,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        check_plan(model, plan)
+        plan.check_world(world.size)
+        self.model, self.plan, self.device = model, plan, device
+        self.place = plan.place(world.rank)
+        self.communicators = communicators(world, plan)
+        self.control = self.communicators.control
+        self.transport = MpiTransport(self.communicators.peers)
+        self.executor: Executor | None = None
+        _broadcast_state(model, self.control)
+        if self.place is not None:
+            self.executor = self._executor(loss, optimizer, seed)
+        self.programs = lru_cache(maxsize=8)(lambda count: programs(plan, count))
+
+    def _executor(self, loss: Loss, optimizer: OptimizerFactory, seed: int) -> Executor:
+        assert self.place is not None
+        spec = self.plan.stages[self.place.stage]
+        stage = Stage(
+            list(layers_of(self.model).values())[spec.start : spec.stop],
+            spec.start,
+            self.device,
+            seed,
+            loss if self.place.stage == self.plan.num_stages - 1 else None,
+        )
+        trained = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
+        replicas = self.communicators.replicas
+        assert replicas is not None
+        return Executor(
+            stage,
+            self.place.stage,
+            Boundary(self.plan, self.place.stage, self.transport, self.device),
+            HorovodGradients(trained, replicas) if replicas.size > 1 and trained else LocalGradients(),
+            optimizer(trained) if trained else None,
+        )
+
+    def train(self, minibatch: Minibatch, step: int) -> tuple[Sums, list[Event]]:
+        """Train on one minibatch.
+
+        Returns:
+            the shares of the loss, one for each microbatch, on their way to all ranks; this rank's events.
+        """
+        losses: dict[int, float] = {}
+        events: list[Event] = []
+        with failure.guard():
+            if self.executor is not None:
+                program = self.programs(len(minibatch.sizes))[self.control.rank]
+                losses, events = self.executor.run(program, minibatch, step)
+            numbers = np.zeros(len(minibatch.sizes))
+            numbers[list(losses)] = list(losses.values())
+            return self.share(numbers), events
+
+    def infer(self, minibatch: Minibatch, judge: Callable[[Value, Value], list[float]], width: int) -> Sums:
+        """Evaluate on one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.
+
+        Returns:
+            shape (num_microbatches, width), on their way to all ranks.
+        """
+        numbers = np.zeros((len(minibatch.sizes), width))
+
+        def note(microbatch: int, outputs: Value, targets: Value) -> None:
+            numbers[microbatch] = judge(outputs, targets)
+
+        with failure.guard():
+            if self.executor is not None:
+                program = forward_programs(self.plan, len(minibatch.sizes))[self.control.rank]
+                self.executor.infer(program, minibatch, note)
+            return self.share(numbers)
+
+    def share(self, numbers: np.ndarray) -> Sums:
+        """Add `numbers` up over all ranks, in the background."""
+        request = self.control.Iallreduce(MPI.IN_PLACE, numbers, op=MPI.SUM)
+        return Sums(numbers, self.transport.watch(request, numbers))
+
+    def average_statistics(self) -> None:
+        """Let the replicas of a stage agree on the mean of their normalisation layers' running statistics.
+
+        In training each replica sees its own microbatches only.
+        """
+        replicas = self.communicators.replicas
+        if self.executor is None or replicas is None or replicas.size == 1:
+            return
+        statistics = [
+            buffer
+            for module in self.executor.stage.module.modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            for buffer in (module.running_mean, module.running_var)
+            if buffer is not None
+        ]
+        for buffer in statistics:
+            mean = buffer.detach().to("cpu", torch.float64).numpy()
+            replicas.Allreduce(MPI.IN_PLACE, mean, op=MPI.SUM)
+            buffer.copy_(torch.from_numpy(mean / replicas.size))
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """On rank 0 the whole model's state as it is now, on the CPU; None elsewhere."""
+        self.average_statistics()
+        owner = {}
+        for stage in self.plan.stages:
+            for name in list(layers_of(self.model))[stage.start : stage.stop]:
+                owner[name] = stage.ranks[0]
+        state = {}
+        for key, tensor in self.model.state_dict().items():
+            rank = owner[key.split(".", 1)[0]]
+            values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            if rank != 0 and self.control.rank == rank:
+                self.control.Send([_bytes(values), MPI.BYTE], 0)
+            elif rank != 0 and self.control.rank == 0:
+                self.control.Recv([_bytes(values), MPI.BYTE], rank)
+            state[key] = values
+        return state if self.control.rank == 0 else None
+
+    def close(self) -> None:
+        """End the communication thread and give back the communicators. Collective."""
+        if self.executor is not None and isinstance(self.executor.gradients, HorovodGradients):
+            self.executor.gradients.close()
+        self.transport.close()
+        self.communicators.free()
+
+
+def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
+    """Every rank starts from rank 0's weights, whatever each rank's model was initialised with."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            values = tensor.detach().cpu().contiguous()
+            control.Bcast([_bytes(values), MPI.BYTE], 0)
+            tensor.copy_(values)
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,1 @@
+"""Stage: one process's share of the model, in torch; no MPI here."""

@@ -1,0 +1,48 @@
+"""Split: a model's layers in order, and the ones that a stage holds.
+
+An `nn.Sequential` is cut between its children. The stage's modules are the model's own, not copies.
+"""
+
+from torch import nn
+
+from hybridpipe.planning.plan import Plan
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers by name, in order.
+
+    Raises:
+        TypeError: the model is not an `nn.Sequential`.
+        ValueError: it has no children.
+    """
+    if not isinstance(model, nn.Sequential):
+        raise TypeError(
+            f"model must be an nn.Sequential, whose children are the layers, got {type(model).__name__}; "
+            "wrap its parts as nn.Sequential(...)"
+        )
+    # not named_children(): it passes over a module that stands in a second place, such as a shared ReLU
+    layers = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name and "." not in name
+    }
+    if not layers:
+        raise ValueError("model must have at least one layer, got an empty nn.Sequential")
+    return layers
+
+
+def check_plan(model: nn.Module, plan: Plan) -> None:
+    """Raises ValueError unless the plan cuts this model, and no cut separates two uses of one parameter."""
+    layers = layers_of(model)
+    if plan.num_layers != len(layers):
+        raise ValueError(f"the plan cuts num_layers = {plan.num_layers}, the model has {len(layers)} layers")
+    holder: dict[int, tuple[int, str]] = {}
+    for s, stage in enumerate(plan.stages):
+        for name in list(layers)[stage.start : stage.stop]:
+            for parameter_name, parameter in layers[name].named_parameters(remove_duplicate=False):
+                at, other = holder.setdefault(id(parameter), (s, f"{name}.{parameter_name}"))
+                if at != s:
+                    raise ValueError(
+                        f"the plan separates {other} (stage {at}) and {name}.{parameter_name} (stage {s}), "
+                        "which are one parameter; keep the layers that share it in one stage"
+                    )

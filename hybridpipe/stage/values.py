@@ -1,0 +1,29 @@
+"""Values: what flows between layers, a tensor or a tuple of tensors, as `nn.Sequential` passes it on."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+Value = Tensor | tuple[Tensor, ...]
+
+
+def tensors_of(value: Value) -> tuple[Tensor, ...]:
+    """The tensors of a value. Raises TypeError if it is neither a tensor nor a tuple of tensors."""
+    tensors = value if isinstance(value, tuple) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"layers must pass on a tensor or a tuple of tensors, got {type(tensor).__name__} "
+                f"in {type(value).__name__}"
+            )
+    return tensors
+
+
+def rebuild(tensors: tuple[Tensor, ...], like: Value) -> Value:
+    """The inverse of `tensors_of`: a tuple where `like` is one."""
+    return tensors if isinstance(like, tuple) else tensors[0]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Value) -> Value:
+    """The value with `function` applied to each of its tensors."""
+    return rebuild(tuple(map(function, tensors_of(value))), value)

@@ -1,0 +1,277 @@
+"""Trainer: an ordinary PyTorch model, trained under a plan by as many ranks as mpirun has started.
+
+The same script runs under `mpirun -n 4 python train.py` and, with one rank, by itself.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.autoplan import PLAN_NAMES, Choice, autoplan
+from hybridpipe.batches import minibatches, slice_minibatch
+from hybridpipe.files import read_plan
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.runtime import failure
+from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
+from hybridpipe.runtime.executor import Minibatch
+from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.worker import OptimizerFactory, Sums, Worker
+from hybridpipe.stage.measure import measure
+from hybridpipe.stage.split import layers_of
+from hybridpipe.stage.stage import Loss
+from hybridpipe.stage.values import Value
+from hybridpipe.recorder import MinibatchRecord, Recorder
+
+PlanLike = Plan | str | os.PathLike[str]
+
+
+class Trainer:
+    """Trains `model` in place: each rank the layers of its own stage. Every method is collective.
+
+    Args:
+        model: an `nn.Sequential`; every rank passes the same one, and rank 0's weights count.
+        loss: `loss(outputs, targets)` is the mean over the samples.
+        optimizer: called with the parameters of this rank's stage, such as `partial(torch.optim.SGD, lr=0.1)`.
+        plan: a `Plan`, the path of a plan.json, or a name: "auto" measures model and machines and searches;
+            "dp" is data parallelism on all ranks; "straight" a pipeline with one rank a stage.
+        minibatch_size: samples behind one update.
+        microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank. A `Plan`
+            says itself how many microbatches there are.
+        schedule: likewise for a plan that goes by a name.
+        seed: of the order of the data and of every random number that a layer draws.
+        device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
+
+    Raises:
+        TypeError: the model is not an `nn.Sequential`.
+        ValueError: the plan does not fit model, world or minibatch, with the arithmetic.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss,
+        optimizer: OptimizerFactory,
+        plan: PlanLike = "auto",
+        minibatch_size: int,
+        microbatch_size: int | None = None,
+        schedule: str = "1f1b",
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        world: MPI.Comm | None = None,
+    ) -> None:
+        self.world = MPI.COMM_WORLD if world is None else world
+        failure.install()
+        layers_of(model)
+        self.model, self.loss, self.optimizer, self.schedule, self.seed = model, loss, optimizer, schedule, seed
+        self.minibatch_size = minibatch_size
+        self.device, num_threads = _device(self.world, device)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.step = 0
+        self.choice: Choice | None = None
+        self.recorder = Recorder()
+        self._worker: Worker | None = None
+        self._plan = read_plan(Path(plan)) if _is_path(plan) else plan
+        if isinstance(self._plan, Plan):
+            self.microbatch_size = _microbatch_size(self._plan, minibatch_size, microbatch_size)
+            self._start(self._plan)
+        else:
+            self.microbatch_size = microbatch_size or ceil_div(minibatch_size, self.world.size)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is run. One that goes by a name is made when the first samples are there."""
+        return self.worker.plan
+
+    @property
+    def worker(self) -> Worker:
+        """This rank's running pieces. Raises RuntimeError before there is a plan."""
+        if self._worker is None:
+            raise RuntimeError(f"plan {self._plan!r} is made from the first minibatch; train one first")
+        return self._worker
+
+    def train_step(self, inputs: Value, targets: Value) -> float:
+        """Train on one minibatch, samples in the first dimension; every rank passes the same one.
+
+        Returns:
+            the mean loss over the minibatch, the same float on every rank.
+        """
+        return _total(self._train(slice_minibatch(inputs, targets, self.microbatch_size)))
+
+    def fit(
+        self,
+        dataset: Any,
+        epochs: int = 1,
+        *,
+        validation: Any = None,
+        shuffle: bool = True,
+        on_minibatch: Callable[[MinibatchRecord], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Train on a map-style data set of (inputs, target).
+
+        Each rank loads only the microbatches that its stage needs. The order follows from seed and epoch.
+
+        Args:
+            validation: evaluated after each epoch.
+            shuffle: False: in the data set's order.
+            on_minibatch: called on every rank with what is known of each minibatch, one minibatch late.
+
+        Returns:
+            for each epoch its number, mean loss and, with `validation`, that of `evaluate`.
+        """
+        history = []
+        for epoch in range(epochs):
+            losses = []
+            for record in self._epoch(dataset, epoch, shuffle):
+                losses.append((record.loss, record.num_samples))
+                if on_minibatch is not None:
+                    on_minibatch(record)
+            mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+            entry: dict[str, Any] = {"epoch": epoch, "loss": mean}
+            if validation is not None:
+                entry["validation"] = self.evaluate(validation)
+            history.append(entry)
+        return history
+
+    def evaluate(self, dataset: Any) -> dict[str, float]:
+        """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank."""
+        self._ensure_plan(dataset)
+        self.worker.average_statistics()
+        totals = np.zeros(3)
+        previous: Sums | None = None
+        for minibatch in minibatches(dataset, self.minibatch_size, self.microbatch_size):
+            current = self.worker.infer(minibatch, self._judge, width=3)
+            if previous is not None:  # one minibatch late, so that the pipeline stays full, but never runs away
+                totals += previous.wait().sum(axis=0)
+            previous = current
+        if previous is not None:
+            totals += previous.wait().sum(axis=0)
+        loss, correct, judged = totals
+        metrics = {"loss": float(loss) / max(len(dataset), 1)}
+        if judged:
+            metrics["accuracy"] = float(correct / judged)
+        return metrics
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """On rank 0 the keys, shapes and values that `model.state_dict()` has in one process; None elsewhere."""
+        return self.worker.full_state_dict()
+
+    def summary(self) -> dict[str, Any] | None:
+        """On rank 0 the figures of the training so far, as in summary.json; None elsewhere."""
+        return self.recorder.summary(self.worker)
+
+    def close(self) -> None:
+        """End the communication thread and give back the communicators; the model keeps its weights."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Iterator[MinibatchRecord]:
+        self._ensure_plan(dataset)
+        batches = minibatches(
+            dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
+        )
+        began = time.perf_counter()
+        previous: tuple[Minibatch, Sums] | None = None
+        for minibatch in batches:
+            sums = self._train(minibatch)
+            if previous is not None:
+                yield self._record(epoch, *previous, began)
+                began = time.perf_counter()
+            previous = minibatch, sums
+        if previous is not None:
+            yield self._record(epoch, *previous, began)
+
+    def _record(self, epoch: int, minibatch: Minibatch, sums: Sums, began: float) -> MinibatchRecord:
+        loss = _total(sums)
+        full = minibatch.num_samples == self.minibatch_size
+        return self.recorder.note(epoch, loss, minibatch.num_samples, time.perf_counter() - began, full)
+
+    def _train(self, minibatch: Minibatch) -> Sums:
+        if self._worker is None:
+            self._make_plan(minibatch)
+        sums, events = self.worker.train(minibatch, self.step)
+        self.recorder.keep(events, full=minibatch.num_samples == self.minibatch_size)
+        self.step += 1
+        return sums
+
+    def _ensure_plan(self, dataset: Any) -> None:
+        if self._worker is None:
+            self._make_plan(next(minibatches(dataset, self.minibatch_size, self.microbatch_size)))
+
+    def _make_plan(self, minibatch: Minibatch) -> None:
+        def measured() -> Any:
+            return measure(
+                self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.optimizer, self.device
+            )
+
+        count = ceil_div(self.minibatch_size, self.microbatch_size)
+        self.choice = autoplan(str(self._plan), self.world, measured, count, self.schedule)
+        self._start(self.choice.plan)
+
+    def _start(self, plan: Plan) -> None:
+        self._worker = Worker(self.model, plan, self.loss, self.optimizer, self.world, self.device, self.seed)
+
+    def _judge(self, outputs: Value, targets: Value) -> list[float]:
+        """Summed loss, right answers and answers judged, for one microbatch."""
+        with torch.no_grad():
+            loss = float(self.loss(outputs, targets)) * len(targets if isinstance(targets, Tensor) else targets[0])
+        classes = _classes(outputs, targets)
+        if classes is None:
+            return [loss, 0.0, 0.0]
+        return [loss, float((classes == targets).sum()), float(classes.numel())]
+
+
+def _classes(outputs: Value, targets: Value) -> Tensor | None:
+    """The most likely classes, where outputs are logits of the targets in the last dimension or, as
+    `cross_entropy` has them, in the second."""
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.is_floating_point():
+        return None
+    if outputs.shape[:-1] == targets.shape:
+        return outputs.argmax(-1)
+    if outputs.ndim > 1 and outputs.shape[:1] + outputs.shape[2:] == targets.shape:
+        return outputs.argmax(1)
+    return None
+
+
+def _total(sums: Sums) -> float:
+    """Added up in the order of the microbatches: the same float on every rank and under every plan."""
+    return float(sum(sums.wait().tolist()))
+
+
+def _is_path(plan: PlanLike) -> bool:
+    return not isinstance(plan, Plan) and plan not in PLAN_NAMES
+
+
+def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | None) -> int:
+    """What the plan's number of microbatches makes it; it must be the given one, if one is given."""
+    size = ceil_div(minibatch_size, plan.num_microbatches)
+    count = ceil_div(minibatch_size, size)
+    if count != plan.num_microbatches:
+        raise ValueError(
+            f"minibatch_size = {minibatch_size} cannot be sliced into the plan's num_microbatches = "
+            f"{plan.num_microbatches} of one size: slices of {size} are {count}"
+        )
+    if microbatch_size not in (None, size):
+        raise ValueError(
+            f"microbatch_size = {microbatch_size} disagrees with the plan: minibatch_size = {minibatch_size} in "
+            f"num_microbatches = {plan.num_microbatches} makes {size}; leave microbatch_size out"
+        )
+    return size
+
+
+def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:
+    """This rank's device, and its compute threads (None: the user has set them)."""
+    local_rank, local_size = ranks_on_host(world)
+    if device is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
+    return torch.device(device), default_num_threads(local_size)

@@ -1,0 +1,95 @@
+"""Under mpirun: train under each plan and compare every parameter with one process, in float64.
+
+The one process is the few lines of `reference`: microbatches in order, gradients weighted by samples and
+added up, one update. Usage: exactness.py NUM_UPDATES PLAN... with plans such as 2-2 or 1-2-1.
+"""
+
+import copy
+import sys
+from functools import partial
+
+import torch
+from torch import nn
+
+from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe.stage.randomness import random_key
+
+MINIBATCH, MICROBATCH, SEED = 12, 2, 7
+SAMPLES = 41  # the last minibatch has 5 samples, its last microbatch 1
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Linear(5, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 9), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(9, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def make_data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=generator))
+
+
+def reference(optimizer_factory, epochs):
+    model, data = make_model(), make_data()
+    optimizer, losses, step = optimizer_factory(model.parameters()), [], 0
+    for _ in range(epochs):
+        for start in range(0, SAMPLES, MINIBATCH):
+            inputs, targets = data[start : start + MINIBATCH]
+            total = 0.0
+            for m, first in enumerate(range(0, len(inputs), MICROBATCH)):
+                x, y = inputs[first : first + MICROBATCH], targets[first : first + MICROBATCH]
+                for i, layer in enumerate(model):
+                    torch.manual_seed(random_key(SEED, step, m, i))
+                    x = layer(x)
+                loss = nn.functional.cross_entropy(x, y) * (len(y) / len(targets))
+                loss.backward()
+                total += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total)
+            step += 1
+    return model.state_dict(), losses
+
+
+def make_plan(name: str, schedule: str) -> Plan:
+    replicas = [int(count) for count in name.split("-")]
+    edges = [round(i * 7 / len(replicas)) for i in range(len(replicas) + 1)]
+    stages = tuple(StageSpec(a, b, m) for a, b, m in zip(edges, edges[1:], replicas, strict=False))
+    return Plan(stages, schedule=schedule, num_microbatches=MINIBATCH // MICROBATCH)
+
+
+def check(plan: Plan, name: str, expected, expected_losses, epochs) -> None:
+    trainer = Trainer(
+        make_model(), loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS[name], plan=plan, minibatch_size=MINIBATCH, seed=SEED
+    )
+    losses = []
+    trainer.fit(make_data(), epochs, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
+    state = trainer.full_state_dict()
+    all_losses = trainer.world.allgather(losses)
+    assert all(other == losses for other in all_losses), f"losses differ between ranks: {all_losses}"
+    worst_loss = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    if state is not None:
+        assert state.keys() == expected.keys()
+        worst = max((state[key] - expected[key]).abs().max().item() for key in expected)
+        print(f"{plan.name} {plan.schedule} {name}: parameters within {worst:.1e}, losses within {worst_loss:.1e}", flush=True)
+        assert worst < 1e-10 and worst_loss < 1e-10
+    trainer.close()
+
+
+def main() -> None:
+    updates = int(sys.argv[1])
+    epochs = updates // -(-SAMPLES // MINIBATCH)
+    for name, factory in OPTIMIZERS.items():
+        expected, losses = reference(copy.deepcopy(factory), epochs)
+        assert len(losses) == updates
+        for plan in sys.argv[2:]:
+            for schedule in ("gpipe", "1f1b"):
+                check(make_plan(plan, schedule), name, expected, losses, epochs)
+
+
+main()
