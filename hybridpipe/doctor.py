@@ -245,12 +245,15 @@ def _world() -> Any:
 
 def _merge(world: Any, mine: list[Check]) -> list[Check]:
     """One list from those of all ranks: what failed anywhere failed, and names where."""
-    host = socket.gethostname()
-    where = f"(rank {world.rank}, {host})"
-    by_rank = world.allgather(
-        [check if check.ok else replace(check, detail=f"{check.detail} {where}") for check in mine]
-    )
-    return [next((check for check in same if not check.ok), same[0]) for same in zip(*by_rank, strict=True)]
+    by_rank = world.allgather((f"(rank {world.rank}, {socket.gethostname()})", mine))
+    merged = list(mine)
+    for index in range(len(mine)):
+        failed = [(where, theirs[index]) for where, theirs in by_rank if not theirs[index].ok]
+        if failed:
+            where, check = failed[0]
+            everywhere = len(failed) == world.size
+            merged[index] = check if everywhere else replace(check, detail=f"{check.detail} {where}")
+    return merged
 
 
 def _make_and_version(text: str) -> str:

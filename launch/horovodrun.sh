@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Trains with horovodrun, for those whose cluster is set up for it. launch/mpirun.sh is the better
+# choice elsewhere: horovodrun chooses MPI's slowest path (pml ob1), and a TERM to it leaves ranks behind.
+#   launch/horovodrun.sh 4 examples/digits.toml --plan auto --out runs/digits
+#   HOSTS=h1:4,h2:4 launch/horovodrun.sh 8 CONFIG                  on several hosts; needs ssh between them
+set -euo pipefail
+[ $# -ge 2 ] || { echo "usage: launch/horovodrun.sh RANKS CONFIG [OPTIONS OF hybridpipe train]" >&2; exit 2; }
+ranks=$1; shift
+
+python=${PYTHON:-$(dirname "$0")/../.venv/bin/python}   # in a copy elsewhere: the active environment's
+[ -x "$python" ] || python=$(type -P python)
+bin=$(cd "$(dirname "$python")" && pwd)
+
+export PATH=$bin:$PATH                                   # horovodrun calls the first mpirun on the PATH
+export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}   # a waiting rank leaves its core to others
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # raise it where there are more cores than ranks
+exec "$bin/python" "$bin/horovodrun" -np "$ranks" -H "${HOSTS:-localhost:$ranks}" \
+  "$bin/python" -m hybridpipe.cli train "$@"
