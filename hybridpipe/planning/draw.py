@@ -17,9 +17,10 @@ UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 def text(timeline: Timeline, width: int = 100) -> str:
     """One line a rank, at most `width` characters wide, in ASCII so that any log can hold it.
 
-        rank 0 |F0--F1--......B0======B1======*|
-        rank 1 |....F0--B0====F1--B1====*......|
-        0 to 12.0 ms; F forward, B backward, ~ all-reduce, * step, . waiting
+        rank 0 |F0---F2--..B0========....B2=======*****.......|
+        rank 1 |F1---F3--.........B1========....B3=======*****|
+        rank 2 |.....F0B0==F1-B1==F2-B2==F3-B3==..............|
+        0 to 20 ms; F forward, B backward, ~ all-reduce, * step, . waiting
 
     A column shows what the rank does in its middle, so events much shorter than one may not show.
     """
@@ -151,4 +152,4 @@ def _unit(seconds: float) -> tuple[str, float]:
 def _tick(span: float) -> float:
     """The least of 1, 2 or 5 times a power of ten with which at most ten ticks cover the span."""
     steps = (factor * 10.0**power for power in range(-3, 16) for factor in (1, 2, 5))
-    return next(step for step in steps if span <= 10 * step)
+    return next(step for step in steps if span <= 10.001 * step)

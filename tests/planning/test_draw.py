@@ -1,0 +1,144 @@
+import random
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+from pytest import approx
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.draw import COLOURS, SPAN, svg, text
+from hybridpipe.planning.instructions import Step
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.simulate import predict
+from hybridpipe.planning.timeline import Event, Timeline
+
+from .helpers import free, layer, model, plan
+
+SVG = "{http://www.w3.org/2000/svg}"
+PLAN = plan([2, 1], 4)
+TIMELINE, _ = predict(PLAN, model(layer(2e-3, 4e-3, update=2e-3), layer(1e-3, 2e-3)), free(3))
+EMPTY = Timeline({0: (), 1: ()})
+
+
+def noisy(num_microbatches: int) -> Timeline:
+    """A measured timeline: gaps everywhere, many short events."""
+    draw = random.Random(0)
+    events = predict(plan([1, 1], num_microbatches), model(layer(), layer()), free(2))[0].events
+    return Timeline(
+        {
+            rank: tuple(
+                replace(event, start_seconds=event.start_seconds + 0.3 * draw.random() * event.seconds)
+                for event in rank_events
+            )
+            for rank, rank_events in events.items()
+        }
+    )
+
+
+def words(picture: str) -> list[str]:
+    return [element.text or "" for element in ET.fromstring(picture).iter(f"{SVG}text")]
+
+
+def widths(picture: str, colour: str) -> list[float]:
+    """Of all bars of a colour, in pixels, row by row."""
+    return [
+        float(width)
+        for path in ET.fromstring(picture).iter(f"{SVG}path")
+        if path.get("fill") == colour
+        for width in re.findall(r"h([\d.]+)", path.get("d"))
+    ]
+
+
+def test_text():
+    assert text(TIMELINE, width=55).splitlines() == [
+        "rank 0 |F0---F2--..B0========....B2=======*****.......|",
+        "rank 1 |F1---F3--.........B1========....B3=======*****|",
+        "rank 2 |.....F0B0==F1-B1==F2-B2==F3-B3==..............|",
+        "0 to 20 ms; F forward, B backward, ~ all-reduce, * step, . waiting",
+    ]
+
+
+@pytest.mark.parametrize("width", [12, 40, 100, 200])
+@pytest.mark.parametrize("timeline", [TIMELINE, noisy(1000), EMPTY], ids=["predicted", "noisy", "empty"])
+def test_text_is_as_wide_as_asked(timeline, width):
+    rows = text(timeline, width).splitlines()[:-1]
+    assert {len(row) for row in rows} == {width} and all(row.isascii() for row in rows)
+
+
+def test_text_drops_the_number_before_the_letter():
+    assert text(predict(plan([1], 12), model(layer()), free(1))[0], width=8 + 12 * 6 + 1).startswith(
+        "rank 0 |F0B0==F1B1==F2B2==F3B3==F4B4==F5B5==F6B6==F7B7==F8B8==F9B9==F-B10=F-B11=|"
+    )
+
+
+def test_text_shows_the_all_reduce():
+    timeline, _ = predict(plan([1, 2], 1), model(layer(), layer(parameters=2)), Cluster.flat(3, 1.0, 0.0))
+    assert "~~~" in text(timeline).splitlines()[2]
+
+
+def test_svg_says_who_does_what():
+    seen = words(svg(TIMELINE, PLAN, "2-1 under 1F1B"))
+    assert seen[:2] == ["2-1 under 1F1B", "20 ms a minibatch · bubble 33%"]
+    assert {"forward", "backward", "all-reduce", "step", "busy"} <= {*seen}
+    rows = ["rank 0", "stage 0 · replica 0", "rank 1", "stage 0 · replica 1", "rank 2", "stage 1"]
+    assert [word for word in seen if word.startswith(("rank", "stage"))] == rows
+    assert [word for word in seen if word.endswith("%")][-3:] == ["70%", "70%", "60%"]
+
+
+def test_svg_numbers_microbatches():
+    numbers = re.findall(r'class="number (\w+)">(\d)<', svg(TIMELINE, PLAN))
+    expected = [(kind, b) for kind in ("backward", "forward") for b in "0123" for _ in PLAN.stages]
+    assert sorted(numbers) == expected
+
+
+def test_svg_without_a_plan_has_ranks_only():
+    seen = words(svg(TIMELINE))
+    assert "rank 2" in seen and not any("stage" in word for word in seen)
+
+
+def test_svg_rows_stand_in_the_order_of_the_plan():
+    placed = Plan((StageSpec(0, 1, 1, (2,)), StageSpec(1, 2, 2, (0, 1))))
+    assert [word for word in words(svg(TIMELINE, placed)) if word.startswith("rank")] == [
+        "rank 2",
+        "rank 0",
+        "rank 1",
+    ]
+
+
+def test_svg_lengths_are_times():
+    """Two forwards of 2 ms on ranks 0 and 1, four of 1 ms on rank 2; the picture spans 20 ms."""
+    forward = widths(svg(TIMELINE), COLOURS["forward"])
+    assert forward == approx([0.1 * SPAN] * 4 + [0.05 * SPAN] * 4, abs=1.1)  # less a gap between neighbours
+
+
+def test_svg_time_axis():
+    ticks = [word for word in words(svg(TIMELINE)) if re.fullmatch(r"\d+( ms)?", word)]
+    assert ticks[:11] == ["0 ms", *map(str, range(2, 21, 2))]
+
+
+@pytest.mark.parametrize(
+    "seconds, first, second",
+    [(3e-5, "0 µs", "5"), (0.8, "0 ms", "100"), (7.0, "0 s", "1"), (9e5, "0 s", "100000")],
+)
+def test_svg_time_axis_takes_the_unit_that_fits(seconds, first, second):
+    seen = words(svg(Timeline({0: (Event(Step(), 0.0, seconds),)})))
+    assert seen[seen.index(first) + 1] == second
+
+
+def test_svg_escapes_names():
+    assert words(svg(TIMELINE, PLAN, "a < b & </text>"))[0] == "a < b & </text>"
+
+
+def test_svg_of_a_noisy_timeline_stays_small():
+    """Thousands of events: all drawn, none numbered, some tens of bytes each."""
+    timeline = noisy(1000)
+    picture = svg(timeline, plan([1, 1], 1000), "measured")
+    for kind in ("forward", "backward"):
+        assert len(widths(picture, COLOURS[kind])) == 2000
+    assert len(picture) < 4000 * 50
+    assert 'class="number' in svg(TIMELINE) and 'class="number' not in picture
+
+
+def test_svg_of_nothing():
+    assert "rank 1" in words(svg(EMPTY)) and words(svg(Timeline({})))

@@ -1,0 +1,142 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpipe.planning.instructions import (
+    AllReduce,
+    Backward,
+    Forward,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Step,
+    text,
+)
+from hybridpipe.planning.plan import SCHEDULES, Place
+from hybridpipe.planning.schedules import compute_program, forward_programs, in_flight, programs
+
+from .helpers import plan
+
+PLANS = st.builds(
+    plan,
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.integers(1, 20),
+    st.sampled_from(SCHEDULES),
+)
+
+
+def computing(schedule, replicas, num_microbatches, stage, replica=0):
+    made = plan(replicas, num_microbatches, schedule)
+    return text(compute_program(made, Place(stage, replica), num_microbatches))
+
+
+@pytest.mark.parametrize(
+    "replicas, num_microbatches, place, expected",
+    [
+        ((1, 1, 1, 1), 4, (0, 0), "F0 F1 F2 F3 B0 B1 B2 B3 all-reduce step"),
+        ((1, 1, 1, 1), 4, (1, 0), "F0 F1 F2 B0 F3 B1 B2 B3 all-reduce step"),
+        ((1, 1, 1, 1), 4, (3, 0), "F0 B0 F1 B1 F2 B2 F3 B3 all-reduce step"),
+        ((1, 1), 1, (0, 0), "F0 B0 all-reduce step"),
+        ((3,), 5, (0, 1), "F1 B1 F4 B4 all-reduce step"),
+        ((2, 1), 6, (0, 1), "F1 F3 B1 F5 B3 B5 all-reduce step"),
+        ((1, 2), 5, (0, 0), "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4 all-reduce step"),
+        ((1, 2), 5, (1, 1), "F1 B1 F3 B3 all-reduce step"),
+        ((1, 3), 2, (1, 2), "all-reduce step"),
+    ],
+)
+def test_1f1b(replicas, num_microbatches, place, expected):
+    assert computing("1f1b", replicas, num_microbatches, *place) == expected
+
+
+@pytest.mark.parametrize(
+    "replicas, num_microbatches, place, expected",
+    [
+        ((1, 1), 3, (0, 0), "F0 F1 F2 B0 B1 B2 all-reduce step"),
+        ((1, 2), 3, (1, 0), "F0 F2 B0 B2 all-reduce step"),
+        ((1, 2), 1, (1, 1), "all-reduce step"),
+    ],
+)
+def test_gpipe(replicas, num_microbatches, place, expected):
+    assert computing("gpipe", replicas, num_microbatches, *place) == expected
+
+
+def test_programs_of_2_1():
+    assert {rank: text(program) for rank, program in programs(plan([2, 1], 3)).items()} == {
+        0: "F0 sa0 F2 sa2 rg0 B0 rg2 B2 all-reduce step",
+        1: "F1 sa1 rg1 B1 all-reduce step",
+        2: "ra0 F0 B0 sg0 ra1 F1 B1 sg1 ra2 F2 B2 sg2 all-reduce step",
+    }
+
+
+def test_a_short_minibatch_takes_the_same_routes():
+    short = programs(plan([2, 1], 3), num_microbatches=1)
+    assert short == programs(plan([2, 1], 1))
+    assert text(short[1]) == "all-reduce step"
+
+
+def test_evaluation_runs_forwards_over_the_same_routes():
+    assert {rank: text(program) for rank, program in forward_programs(plan([2, 1], 4), 3).items()} == {
+        0: "F0 sa0 F2 sa2",
+        1: "F1 sa1",
+        2: "ra0 F0 ra1 F1 ra2 F2",
+    }
+
+
+@given(PLANS)
+@settings(deadline=None, derandomize=True)
+def test_each_microbatch_once_on_its_rank_forward_first_and_the_flush_last(made):
+    for rank, program in programs(made).items():
+        stage, replica = made.place(rank)
+        mine = [b for b in range(made.num_microbatches) if b % made.replicas[stage] == replica]
+        forwards = [i.microbatch for i in program if isinstance(i, Forward)]
+        backwards = [i.microbatch for i in program if isinstance(i, Backward)]
+        assert forwards == backwards == mine
+        assert all(program.index(Forward(b)) < program.index(Backward(b)) for b in mine)
+        assert program[-2:] == (AllReduce(), Step()) and program.count(Step()) == 1
+        assert mine or len(program) == 2
+
+
+@given(PLANS)
+@settings(deadline=None, derandomize=True)
+def test_each_send_has_its_receive(made):
+    """Routing is the plan's; so what is sent from one rank to another is what that one waits for."""
+    behind, before = 1, -1
+    sent, received = [], []
+    for rank, program in programs(made).items():
+        stage = made.place(rank).stage
+        for instruction in program:
+            match instruction:
+                case SendActivation(b):
+                    sent.append(("activation", b, rank, made.rank_of(stage + behind, b)))
+                case SendGradient(b):
+                    sent.append(("gradient", b, rank, made.rank_of(stage + before, b)))
+                case ReceiveActivation(b):
+                    received.append(("activation", b, made.rank_of(stage + before, b), rank))
+                case ReceiveGradient(b):
+                    received.append(("gradient", b, made.rank_of(stage + behind, b), rank))
+    assert len(sent) == 2 * (made.num_stages - 1) * made.num_microbatches
+    assert sorted(sent) == sorted(received)
+
+
+@given(PLANS)
+@settings(deadline=None, derandomize=True)
+def test_no_more_in_flight_than_memory_was_counted_for(made):
+    for rank, program in programs(made).items():
+        stage, _ = made.place(rank)
+        mine = sum(isinstance(i, Forward) for i in program)
+        allowed = in_flight(made.schedule, mine, made.replicas[stage], sum(made.replicas[stage:]))
+        stashed = peak = 0
+        for instruction in program:
+            stashed += isinstance(instruction, Forward) - isinstance(instruction, Backward)
+            peak = max(peak, stashed)
+        assert peak == allowed and stashed == 0
+
+
+@pytest.mark.parametrize(
+    "microbatches, replicas, ranks_from_here, expected",
+    [(8, 1, 4, 4), (8, 1, 1, 1), (8, 2, 3, 2), (8, 3, 4, 2), (8, 4, 4, 1), (2, 1, 4, 2), (0, 1, 4, 0)],
+)
+def test_1f1b_covers_the_ranks_from_here_to_the_end(microbatches, replicas, ranks_from_here, expected):
+    assert in_flight("1f1b", microbatches, replicas, ranks_from_here) == expected
+    assert in_flight("gpipe", microbatches, replicas, ranks_from_here) == microbatches
