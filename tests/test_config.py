@@ -1,0 +1,248 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridpipe.config import Config, DataConfig, Factory, PlanConfig, TrainConfig, load_config
+from hybridpipe.errors import UserError
+
+CONFIG = """\
+[model]
+factory = "{module}:net"
+args = {{ width = 32 }}
+[data]
+factory = "{module}:samples"
+args = {{ train = true, limit = 4 }}
+validation_args = {{ train = false }}
+[optimizer]
+factory = "{module}:Descent"
+args = {{ lr = 0.05 }}
+[train]
+minibatch = 64
+microbatch = 8
+"""
+
+MODULE = """\
+def net(width, depth=1):
+    return "net", width, depth
+
+def samples(train, limit=None):
+    return [train] * limit
+
+def broken(width):
+    return width + None
+
+class Descent:
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr = parameters, lr
+
+number = 3
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A good configuration beside the module that it names, which no other test imports."""
+    module = f"mine_{abs(hash(request.node.nodeid))}"
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / f"{module}.py").write_text(MODULE)
+    (tmp_path / "run.toml").write_text(CONFIG.format(module=module))
+    return tmp_path / "run.toml"
+
+
+def module_of(path: Path) -> str:
+    return next(path.parent.glob("mine_*.py")).stem
+
+
+def mistake(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides).check()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_the_file_says_and_what_it_leaves_out(path: Path):
+    module = module_of(path)
+    assert load_config(path) == Config(
+        model=Factory(f"{module}:net", {"width": 32}),
+        data=DataConfig(f"{module}:samples", {"train": True, "limit": 4}, {"train": False}),
+        optimizer=Factory(f"{module}:Descent", {"lr": 0.05}),
+        train=TrainConfig(minibatch=64, microbatch=8, epochs=1, seed=0, shuffle=True),
+        loss=Factory("torch.nn:CrossEntropyLoss"),
+        plan=PlanConfig(schedule="1f1b", source="auto"),
+    )
+
+
+def test_overrides(path: Path):
+    overrides = [
+        "train.epochs=2",
+        "train.shuffle = false",
+        "optimizer.args.lr=1e-3",
+        "model.args={ width = 8, depth = 2 }",
+        "loss.factory=torch.nn:MSELoss",
+        'plan.schedule="gpipe"',
+        "data.args.root=/a=b",
+    ]
+    config = load_config(path, overrides)
+    assert (config.train.epochs, config.train.shuffle) == (2, False)
+    assert config.optimizer.args == {"lr": 1e-3}
+    assert config.model.args == {"width": 8, "depth": 2}
+    assert config.loss.factory == "torch.nn:MSELoss"
+    assert config.plan.schedule == "gpipe"
+    assert config.data.args["root"] == "/a=b"
+
+
+def test_factories_are_imported_from_beside_the_file_and_called(path: Path):
+    config = load_config(path)
+    config.check()
+    assert config.model.build() == ("net", 32, 1)
+    assert config.data.build() == [True] * 4
+    assert config.data.build_validation() == [False] * 4
+    optimizer = config.optimizer.build(["weight"])
+    assert (optimizer.parameters, optimizer.lr) == (["weight"], 0.05)
+
+
+def test_no_validation_unless_asked_for(path: Path):
+    path.write_text(path.read_text().replace("validation_args = { train = false }\n", ""))
+    assert load_config(path).data.build_validation() is None
+
+
+def test_a_plan_file_is_relative_to_the_configuration(path: Path):
+    assert load_config(path, ["plan.source=best.json"]).plan.source == str(path.parent / "best.json")
+    assert load_config(path, ["plan.source=/best.json"]).plan.source == "/best.json"
+    assert load_config(path, ["plan.source=dp"]).plan.source == "dp"
+
+
+# One key is set to another value: override, what the line says after the file.
+BAD = [
+    ("train.minibatch=0", "train.minibatch: must be an integer >= 1, got 0"),
+    ("train.minibatch=64.0", "train.minibatch: must be a valid integer, got 64.0"),
+    ("train.minibatch='64'", "train.minibatch: must be a valid integer, got '64'"),
+    ("train.minibatch=many", "train.minibatch: must be a valid integer, got 'many'"),
+    (
+        "train.minibatch=1000000000000000000000",
+        "train.minibatch: must be an integer of at most 64 bits, got 10",
+    ),
+    ("train.microbatch=65", "train.microbatch: must be <= minibatch = 64, got 65"),
+    ("train.microbatch=-8", "train.microbatch: must be an integer >= 1, got -8"),
+    ("train.epochs=0", "train.epochs: must be an integer >= 1, got 0"),
+    ("train.epochs=nan", "train.epochs: must be a finite number, got nan"),
+    ("train.epochs=2020-01-01", "train.epochs: must be a string, a number or a boolean, got 2020-01-01"),
+    ("train.seed=-1", "train.seed: must be an integer >= 0, got -1"),
+    ("train.shuffle=1", "train.shuffle: must be a valid boolean, got 1"),
+    ("train.epoch=2", "train.epoch: unknown field (did you mean 'epochs'? allowed: minibatch, microbatch, "),
+    ("trian.epochs=2", "trian: unknown field (did you mean 'train'? allowed: model, data, "),
+    ("plan.schedule=1b1f", "plan.schedule: must be one of 1f1b, gpipe, got '1b1f'"),
+    ("plan.source=atuo", "plan.source: must be auto, dp, straight or a .json file, got 'atuo'"),
+    ("plan.source=2", "plan.source: must be a valid string, got 2"),
+    ("model.factory=net", "model.factory: must be 'module:callable', got 'net'"),
+    ("model.factory=a:b:c", "model.factory: must be 'module:callable', got 'a:b:c'"),
+    ("model.factory=models/net.py:net", "model.factory: must be 'module:callable', got 'models/net.py:net'"),
+    ("model.factory=nowhere_at_all:net", "model.factory: no module 'nowhere_at_all' in "),
+    ("model.factory=json.nowhere:net", "model.factory: no module 'json.nowhere' in "),
+    ("model.factory={module}:nett", "model.factory: {module} has no 'nett' (did you mean 'net'? allowed: "),
+    (
+        "model.factory={module}:number",
+        "model.factory: must name a callable, got '{module}:number' of type int",
+    ),
+    ("model.where=here", "model.where: unknown field (allowed: factory, args)"),
+    ("model.args=3", "model.args: must be an object, got 3"),
+    (
+        "model.args.widht=3",
+        "model.args: net() got an unexpected keyword argument 'widht' (did you mean 'width'? allowed: width, depth)",
+    ),
+    ("model.args={}", "model.args: net() missing a required argument: 'width' (allowed: width, depth)"),
+    (
+        "data.validation_args.tran=1",
+        "data.validation_args: samples() got an unexpected keyword argument 'tran'",
+    ),
+    ("optimizer.args.parameters=1", "optimizer.args: Descent() multiple values for argument 'parameters'"),
+    (
+        "optimizer.args.rl=1",
+        "optimizer.args: Descent() got an unexpected keyword argument 'rl' (did you mean 'lr'?",
+    ),
+]
+
+
+@pytest.mark.parametrize("override, told", BAD, ids=[row[0] for row in BAD])
+def test_wrong_values(path: Path, override: str, told: str):
+    module = module_of(path)
+    override, told = override.replace("{module}", module), told.replace("{module}", module)
+    assert mistake(path, override).startswith(f"{path} with --set {override}: {told}")
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [
+        ("train.epochs", "must be table.key=value, such as train.epochs=2"),
+        ("epochs=2", "must be table.key=value, such as train.epochs=2"),
+        ("train.=2", "must be table.key=value, such as train.epochs=2"),
+        ("train.minibatch.size=2", "minibatch must be a table, got 64"),
+        ("model.args={ width = ", "must be a TOML value or a bare word: "),
+    ],
+)
+def test_wrong_overrides(path: Path, override: str, told: str):
+    assert mistake(path, override).startswith(f"--set {override}: {told}")
+
+
+@pytest.mark.parametrize(
+    "old, new, told",
+    [
+        (
+            "[train]",
+            "[trian]",
+            "trian: unknown field (did you mean 'train'? allowed: model, data, optimizer, ",
+        ),
+        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, source)"),
+        ("minibatch = 64\n", "", "train.minibatch: is required, but missing"),
+        (
+            "[train]",
+            "[train",
+            "must be TOML: Expected ']' at the end of a table declaration (at line 11, column 7)",
+        ),
+        ("[train]", "[model]", "must be TOML: Cannot declare ('model',) twice"),
+        ("minibatch = 64", "minibatch = 4", "train.microbatch: must be <= minibatch = 4, got 8"),
+    ],
+)
+def test_wrong_files(path: Path, old: str, new: str, told: str):
+    path.write_text(path.read_text().replace(old, new))
+    assert mistake(path).startswith(f"{path}: {told}")
+
+
+@pytest.mark.parametrize("table", ["model", "data", "optimizer", "train"])
+def test_missing_tables(path: Path, table: str):
+    tables = path.read_text().split("[")
+    path.write_text("[".join(each for each in tables if not each.startswith(table)))
+    assert mistake(path) == f"{path}: {table}: is required, but missing"
+
+
+def test_missing_file(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    assert mistake(path) == f"{path}: cannot be read: No such file or directory"
+
+
+def test_errors_inside_a_factory_keep_their_traceback(path: Path):
+    module = module_of(path)
+    config = load_config(path, [f"model.factory={module}:broken"])
+    config.check()
+    with pytest.raises(TypeError, match="unsupported operand") as caught:
+        config.model.build()
+    assert caught.traceback[-1].name == "broken"
+
+
+def test_errors_inside_a_module_keep_their_traceback(path: Path):
+    module = path.parent / f"{module_of(path)}.py"
+    module.write_text("import nowhere_at_all\n")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
+        load_config(path).check()
+
+
+def test_mistakes_are_told_before_torch_and_mpi_are_loaded(path: Path):
+    probe = f"""
+import sys
+from hybridpipe.config import load_config
+load_config({str(path)!r}).model.build()
+print({{"torch", "mpi4py"}} & {{*sys.modules}})
+"""
+    assert subprocess.check_output([sys.executable, "-c", probe], text=True) == "set()\n"
