@@ -40,11 +40,17 @@ def autoplan(
     """
     profile = measure() if world.rank == 0 else None
     cluster = probe(world)
-    choice = None
+    choice: Choice | ValueError | None = None
     if profile is not None:
-        choice = choose(name, profile, cluster, num_microbatches, schedule)
-    decided: Choice = world.bcast(choice)
-    return decided
+        try:
+            choice = choose(name, profile, cluster, num_microbatches, schedule)
+        except ValueError as error:  # such as NoPlanFits: every rank is to raise it, none to wait
+            choice = error
+    choice = world.bcast(choice)
+    if isinstance(choice, ValueError):
+        raise choice
+    assert choice is not None
+    return choice
 
 
 def choose(

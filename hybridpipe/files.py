@@ -54,13 +54,18 @@ def write_json(path: str | Path, value: Any) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    path = Path(path)
     document = to_jsonable_python(value, inf_nan_mode="null")
     document = {name: document[name] for name in _LEADING if name in document} | document
+    write_text(path, _text(document) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a whole file at once, in the same way."""
+    path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            unfinished.write_text(_text(document) + "\n", encoding="utf-8")
+            unfinished.write_text(text, encoding="utf-8")
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -95,7 +100,8 @@ def parse(kind: type[T], document: dict[str, Any], source: str) -> T:
         raise UserError(f"{source}: {error}") from None
 
 
-def _read_json(path: str | Path, kind: type[T], file_format: str) -> T:
+def read_object(path: str | Path) -> dict[str, Any]:
+    """A file's JSON object, not looked into."""
     text = read_text(path)
     if not text.strip():
         raise UserError(f"{path}: must be a JSON object, got an empty file")
@@ -105,6 +111,11 @@ def _read_json(path: str | Path, kind: type[T], file_format: str) -> T:
         raise UserError(f"{path}: must be JSON: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{path}: must be a JSON object, got {shown(document)}")
+    return document
+
+
+def _read_json(path: str | Path, kind: type[T], file_format: str) -> T:
+    document = read_object(path)
     if document.get("format") != file_format:
         got = shown(document["format"]) if "format" in document else "none"
         raise UserError(f"{path}: format: must be {file_format!r}, got {got}")

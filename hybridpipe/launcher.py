@@ -105,6 +105,8 @@ def run(
     gone. `env` replaces the environment, as in subprocess.run; so do `stdout` and `stderr`, read as text.
     """
     env = dict(os.environ if env is None else env)
+    if stderr is None and sys.stderr.isatty():  # ranks cannot tell: they write to mpirun
+        env["HYBRIDPIPE_TERMINAL"] = "1"
     argv, added = mpirun_command(num_ranks, command, env)
     # Jobs within jobs: the outer token is the inner one's prefix, so the end of the outer ends both.
     token = env[TOKEN] = f"{env.get(TOKEN, '')}/{uuid.uuid4().hex}"

@@ -49,7 +49,7 @@ class Recorder:
             )
 
     def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
-        """A finished minibatch, with the seconds since the one before was finished."""
+        """A finished minibatch, with the seconds between the end of the one before and its own on this rank."""
         record = MinibatchRecord(len(self.records), epoch, loss, num_samples, seconds)
         self.records.append(record)
         if full:

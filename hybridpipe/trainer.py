@@ -18,6 +18,7 @@ from hybridpipe.batches import minibatches, slice_minibatch
 from hybridpipe.files import read_plan
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.timeline import Timeline
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
 from hybridpipe.runtime.executor import Minibatch
@@ -143,7 +144,7 @@ class Trainer:
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank."""
-        self._ensure_plan(dataset)
+        self.prepare(dataset)
         self.worker.average_statistics()
         totals = np.zeros(3)
         previous: Sums | None = None
@@ -164,6 +165,15 @@ class Trainer:
         """On rank 0 the keys, shapes and values that `model.state_dict()` has in one process; None elsewhere."""
         return self.worker.full_state_dict()
 
+    def prepare(self, dataset: Any) -> None:
+        """Make the plan now, from the data set's first minibatch, if there is none yet; `fit` does it otherwise."""
+        if self._worker is None:
+            self._make_plan(next(minibatches(dataset, self.minibatch_size, self.microbatch_size)))
+
+    def timeline(self) -> Timeline | None:
+        """On rank 0 what every rank did in a typical full minibatch; None elsewhere."""
+        return self.recorder.timeline(self.worker)
+
     def summary(self) -> dict[str, Any] | None:
         """On rank 0 the figures of the training so far, as in summary.json; None elsewhere."""
         return self.recorder.summary(self.worker)
@@ -175,25 +185,24 @@ class Trainer:
             self._worker = None
 
     def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Iterator[MinibatchRecord]:
-        self._ensure_plan(dataset)
+        self.prepare(dataset)
         batches = minibatches(
             dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
         )
+        pending: tuple[Minibatch, Sums, float] | None = None  # whose loss travels while the next one runs
         began = time.perf_counter()
-        previous: tuple[Minibatch, Sums] | None = None
         for minibatch in batches:
             sums = self._train(minibatch)
-            if previous is not None:
-                yield self._record(epoch, *previous, began)
-                began = time.perf_counter()
-            previous = minibatch, sums
-        if previous is not None:
-            yield self._record(epoch, *previous, began)
+            began, seconds = (now := time.perf_counter()), now - began
+            if pending is not None:
+                yield self._record(epoch, *pending)
+            pending = minibatch, sums, seconds
+        if pending is not None:
+            yield self._record(epoch, *pending)
 
-    def _record(self, epoch: int, minibatch: Minibatch, sums: Sums, began: float) -> MinibatchRecord:
-        loss = _total(sums)
+    def _record(self, epoch: int, minibatch: Minibatch, sums: Sums, seconds: float) -> MinibatchRecord:
         full = minibatch.num_samples == self.minibatch_size
-        return self.recorder.note(epoch, loss, minibatch.num_samples, time.perf_counter() - began, full)
+        return self.recorder.note(epoch, _total(sums), minibatch.num_samples, seconds, full)
 
     def _train(self, minibatch: Minibatch) -> Sums:
         if self._worker is None:
@@ -202,10 +211,6 @@ class Trainer:
         self.recorder.keep(events, full=minibatch.num_samples == self.minibatch_size)
         self.step += 1
         return sums
-
-    def _ensure_plan(self, dataset: Any) -> None:
-        if self._worker is None:
-            self._make_plan(next(minibatches(dataset, self.minibatch_size, self.microbatch_size)))
 
     def _make_plan(self, minibatch: Minibatch) -> None:
         def measured() -> Any:

@@ -51,28 +51,28 @@ class Timeline:
         available = self.seconds * len(self.events)
         return 1.0 - sum(map(self.busy_seconds, self.events)) / available if available else 0.0
 
-    def to_chrome_trace(self, name: str = "hybridpipe") -> dict[str, Any]:
-        """The Trace Event Format that Perfetto and chrome://tracing open: one thread a rank, times in µs."""
+    def to_chrome_trace(self, name: str, process: int = 0) -> list[dict[str, Any]]:
+        """Events of the Trace Event Format, which Perfetto opens: one process named `name`, one thread a rank."""
         events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": name}}
+            {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
         ]
         for rank, rank_events in self.events.items():
             events.append(
-                {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+                {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
             )
             events += [
                 {
                     "ph": "X",
                     "name": str(event.instruction),
                     "cat": kind(event.instruction),
-                    "pid": 0,
+                    "pid": process,
                     "tid": rank,
-                    "ts": event.start_seconds * 1e6,
+                    "ts": event.start_seconds * 1e6,  # the format wants microseconds
                     "dur": event.seconds * 1e6,
                 }
                 for event in rank_events
             ]
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        return events
 
 
 def kind(instruction: Instruction) -> str:

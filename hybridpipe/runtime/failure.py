@@ -11,17 +11,20 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.position import position
 
 # MPI_Abort hung in 1 of 10 runs with Horovod. A rank that dies of a signal makes mpirun end the job too.
 ABORT_SECONDS = 2
+# Ranks that meet the same error at the same time report one after the other, so that the first is the last.
+STAGGER_SECONDS = 0.5
 
 
 _reporting = threading.Lock()
@@ -67,19 +70,30 @@ def _at_exit() -> None:
         _abort(SystemExit(_exit_code))
 
 
-def _abort(error: BaseException) -> None:
+def _abort(error: BaseException) -> NoReturn:
     """Report and end the job. Never returns; of several failing threads the first one reports."""
     if not _reporting.acquire(blocking=False):
         threading.Event().wait()
     lines = "".join(traceback.format_exception(error))
     what = traceback.format_exception_only(error)[-1].strip()
+    time.sleep(STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
     sys.stdout.flush()
     print(f"{lines}hybridpipe: {where}: {what}; ending the job", file=sys.stderr, flush=True)
     end_job(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
-def end_job(code: int) -> None:
+def refuse(error: Exception) -> NoReturn:
+    """A mistake of the user that all ranks see alike: rank 0 tells it in one line, the exit code is 2."""
+    if MPI.COMM_WORLD.rank == 0:
+        print(f"hybridpipe: {error}", file=sys.stderr, flush=True)
+    if MPI.COMM_WORLD.size == 1:
+        sys.exit(2)
+    time.sleep(STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
+    end_job(2)
+
+
+def end_job(code: int) -> NoReturn:
     """MPI_Abort, and SIGALRM's default action should that hang. Never returns."""
     signal.alarm(ABORT_SECONDS)
     MPI.COMM_WORLD.Abort(code or 1)

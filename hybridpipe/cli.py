@@ -1,0 +1,249 @@
+"""Command line. Parses, dispatches, and tells mistakes: one line, exit code 2, before MPI starts.
+
+Modules that load torch or start MPI are imported by the command that needs them.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NoReturn
+
+from hybridpipe.errors import UserError
+from hybridpipe.planning.plan import SCHEDULES
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code: 0, 1 for a failed check, 2 for a mistake of the user."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except UserError as error:
+        if _launched_rank() == 0:
+            print(f"hybridpipe: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from hybridpipe import doctor
+
+    return doctor.main()
+
+
+def _profile(options: argparse.Namespace) -> int:
+    config = _load(options)
+    from hybridpipe.files import write_json
+    from hybridpipe.train import profile_model
+
+    write_json(options.out, profile_model(config))
+    print(f"written to {options.out}")
+    return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from hybridpipe.files import write_json
+    from hybridpipe.planning.cluster import Cluster
+
+    if options.flat is not None:
+        try:
+            write_json(options.out, Cluster.flat(options.flat, options.bandwidth, options.latency))
+        except ValueError as error:
+            raise UserError(f"probe --flat: {error}") from None
+        return 0
+    from hybridpipe.probe import probe
+    from hybridpipe.runtime import failure
+    from hybridpipe.runtime.mpi import MPI
+
+    failure.install()
+    try:
+        cluster = probe(MPI.COMM_WORLD)
+    except ValueError as error:
+        failure.refuse(error)
+    if MPI.COMM_WORLD.rank == 0:
+        write_json(options.out, cluster)
+        print(json.dumps(asdict(cluster), indent=2))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from hybridpipe.autoplan import choose
+    from hybridpipe.files import read_cluster, read_profile, write_json
+    from hybridpipe.planning.schedules import ceil_div
+    from hybridpipe.report import explain
+
+    profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
+    if options.memory is not None:
+        cluster = replace(cluster, memory_bytes=options.memory)
+    ranks = options.ranks or cluster.num_ranks
+    profile = profile.scaled_to(options.microbatch or profile.samples)
+    # GPipe (section 2.3) finds the bubble negligible from four microbatches a stage on.
+    minibatch = options.minibatch or 4 * ranks * profile.samples
+    try:
+        choice = choose("auto", profile, cluster, ceil_div(minibatch, profile.samples), options.schedule, ranks)
+    except ValueError as error:
+        raise UserError(f"plan: {error}") from None
+    if options.out:
+        write_json(options.out, choice.plan)
+    if options.json:
+        print(json.dumps(asdict(choice.plan)))
+    else:
+        print(explain(choice.plan, choice.candidates, profile, cluster))
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from hybridpipe.files import read_cluster, read_plan, read_profile, write_json, write_text
+    from hybridpipe.planning import draw
+    from hybridpipe.planning.simulate import predict
+
+    plan, profile, cluster = read_plan(options.plan), read_profile(options.profile), read_cluster(options.cluster)
+    try:
+        plan.check_world(cluster.num_ranks)
+        timeline, prediction = predict(plan, profile, cluster)
+    except ValueError as error:
+        raise UserError(f"{options.plan}: {error}") from None
+    if options.trace:
+        write_json(options.trace, {"traceEvents": timeline.to_chrome_trace("predicted"), "displayTimeUnit": "ms"})
+    if options.plot:
+        write_text(options.plot, draw.svg(timeline, plan))
+    if options.json:
+        print(json.dumps(asdict(prediction)))
+    else:
+        print(draw.text(timeline))
+        print(
+            f"\n{prediction.minibatch_seconds * 1e3:.2f} ms a minibatch, {prediction.samples_per_second:,.0f} samples/s, "
+            f"bubble {prediction.bubble_fraction:.0%}"
+        )
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = _load(options)
+    plan = options.plan or config.plan.source
+    if plan.endswith(".json"):
+        from hybridpipe.files import read_plan
+
+        read_plan(plan)  # a mistake in it is told now; the trainer reads it again
+    config.check()
+    from hybridpipe.train import train
+
+    return train(config, plan, options.out or Path("runs") / Path(options.config).stem)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    _load(options).check()
+    from hybridpipe.compare import compare
+
+    out = options.out or Path("runs") / f"compare-{Path(options.config).stem}"
+    return compare(
+        Path(options.config), options.ranks, options.plans, options.baselines, options.set, options.rounds, out
+    )
+
+
+def _load(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Config, which is imported here
+    from hybridpipe.config import load_config
+
+    return load_config(options.config, options.set)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, telling a mistake in one line and, on several ranks, once."""
+
+    def error(self, message: str) -> NoReturn:
+        if _launched_rank() == 0:
+            print(f"{self.prog}: {message}; {self.prog} --help tells more", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hybridpipe", description="Pipeline and data parallelism for PyTorch, planned from measurements.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: object, text: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    command("doctor", _doctor, "is this machine ready? alone, or under mpirun")
+
+    profile = command("profile", _profile, "measure a model layer by layer")
+    _add_config(profile)
+    profile.add_argument("--out", type=Path, default=Path("profile.json"))
+
+    probe = command("probe", _probe, "measure the links between ranks, under mpirun")
+    probe.add_argument("--out", type=Path, default=Path("cluster.json"))
+    probe.add_argument("--flat", type=_positive, metavar="RANKS", help="measure nothing: equal ranks behind one switch")
+    probe.add_argument("--bandwidth", type=float, default=1.25e9, help="bytes per second, with --flat")
+    probe.add_argument("--latency", type=float, default=5e-5, help="seconds, with --flat")
+
+    plan = command("plan", _plan, "choose stages and replicas from a profile and a cluster")
+    plan.add_argument("--profile", type=Path, required=True)
+    plan.add_argument("--cluster", type=Path, required=True)
+    plan.add_argument("--ranks", type=_positive, help="use at most so many ranks")
+    plan.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    plan.add_argument("--minibatch", type=_positive, help="samples; default: four microbatches a rank")
+    plan.add_argument("--microbatch", type=_positive, help="samples; default: the profile's")
+    plan.add_argument("--memory", type=_positive, metavar="BYTES", help="per rank; default: the cluster's")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--out", type=Path)
+
+    simulate = command("simulate", _simulate, "predict a plan's timeline")
+    simulate.add_argument("--plan", type=Path, required=True)
+    simulate.add_argument("--profile", type=Path, required=True)
+    simulate.add_argument("--cluster", type=Path, required=True)
+    simulate.add_argument("--trace", type=Path, help="write a Chrome trace, for Perfetto")
+    simulate.add_argument("--plot", type=Path, help="write an SVG")
+    simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+    train = command("train", _train, "train, under mpirun, horovodrun or srun")
+    _add_config(train)
+    train.add_argument("--plan", type=_plan_source, metavar="auto|dp|straight|FILE", help="default: the config's")
+    train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
+
+    compare = command("compare", _compare, "train under several plans and baselines in turn; starts mpirun itself")
+    _add_config(compare)
+    compare.add_argument("--ranks", type=_positive, required=True)
+    compare.add_argument("--plans", type=_plan_sources, default=["auto", "dp", "straight"])
+    compare.add_argument("--baselines", type=_names, default=[], help="runs baseline_NAME.py beside CONFIG: horovod,ddp")
+    compare.add_argument("--rounds", type=_positive, default=1, help="how often; runs are interleaved")
+    compare.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-CONFIG's name")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override a field of CONFIG")
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return value
+
+
+def _plan_source(text: str) -> str:
+    from hybridpipe.config import SOURCES
+
+    if text not in SOURCES and not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"must be {', '.join(SOURCES)} or a .json file, got {text!r}")
+    return text
+
+
+def _plan_sources(text: str) -> list[str]:
+    return [_plan_source(name) for name in _names(text)]
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _launched_rank() -> int:
+    """This process's rank as the launcher tells it, before MPI starts."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)

@@ -1,0 +1,39 @@
+"""Progress: a bar on a terminal, a line every few seconds in a log. Rank 0's business."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from hybridpipe.recorder import MinibatchRecord
+
+LINE_SECONDS = 5.0
+
+
+class Progress:
+    """Shows where the training stands; `update` once a minibatch."""
+
+    def __init__(self, total: int, name: str) -> None:
+        self._total, self._name = total, name
+        self._bar = tqdm(total=total, desc=name, unit="minibatch") if sys.stderr.isatty() else None
+        self._done, self._shown = 0, time.monotonic()
+
+    def update(self, record: MinibatchRecord) -> None:
+        """One more minibatch is done."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+            self._bar.set_postfix(loss=f"{record.loss:.4f}", refresh=False)
+        elif time.monotonic() - self._shown > LINE_SECONDS or self._done == self._total:
+            self._shown = time.monotonic()
+            speed = record.num_samples / record.seconds
+            print(
+                f"{self._name}: minibatch {self._done}/{self._total}, loss {record.loss:.4f}, {speed:,.0f} samples/s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,134 @@
+"""Train: the command. From a config to a trained model and a folder of what was seen on the way.
+
+    DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors   (and profile.json, cluster.json
+    where the plan was made here)
+
+Rank 0 writes and prints; mistakes that all ranks see alike are told once.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hybridpipe.batches import minibatches, num_minibatches
+from hybridpipe.config import Config
+from hybridpipe.errors import UserError
+from hybridpipe.files import write_json
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.simulate import predict
+from hybridpipe.progress import Progress
+from hybridpipe.recorder import MinibatchRecord, as_line
+from hybridpipe.report import explain
+from hybridpipe.runtime import failure
+from hybridpipe.stage.measure import measure
+from hybridpipe.trainer import Trainer
+
+SUMMARY_FORMAT = "hybridpipe-summary/1"
+
+
+def train(config: Config, plan: str, out: Path) -> int:
+    """Run the training that `config` describes under `plan` (a name or a path). Collective."""
+    failure.install()
+    try:
+        trainer = _trainer(config, plan)
+        dataset, validation = config.data.build(), config.data.build_validation()
+        trainer.prepare(dataset)
+    except ValueError as error:
+        failure.refuse(error)
+    rank0 = trainer.world.rank == 0
+    progress = None
+    metrics = None
+    if rank0:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
+        _tell_plan(trainer, out)
+        metrics = (out / "metrics.jsonl").open("w", encoding="utf-8")
+        total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
+        progress = Progress(total, f"{plan} ({trainer.plan.name})")
+
+    def note(record: MinibatchRecord) -> None:
+        if progress is not None and metrics is not None:
+            progress.update(record)
+            print(json.dumps(as_line(record)), file=metrics, flush=True)
+
+    history = trainer.fit(
+        dataset, config.train.epochs, validation=validation, shuffle=config.train.shuffle, on_minibatch=note
+    )
+    if progress is not None and metrics is not None:
+        progress.close()
+        metrics.close()
+    _finish(trainer, history, out)
+    trainer.close()
+    return 0
+
+
+def profile_model(config: Config) -> ModelProfile:
+    """The profile of the config's model, on one microbatch of its data, on the CPU."""
+    model, dataset = _model(config), config.data.build()
+    size = config.train.microbatch or config.train.minibatch
+    minibatch = next(minibatches(dataset, size, size))
+    return measure(model, minibatch.inputs(0), minibatch.targets(0), config.loss.build(), config.optimizer.build)
+
+
+def _model(config: Config) -> nn.Module:
+    torch.manual_seed(config.train.seed)
+    model: nn.Module = config.model.build()
+    return model
+
+
+def _trainer(config: Config, plan: str) -> Trainer:
+    by_name = not plan.endswith(".json")
+    return Trainer(
+        _model(config),
+        loss=config.loss.build(),
+        optimizer=config.optimizer.build,
+        plan=plan,
+        minibatch_size=config.train.minibatch,
+        microbatch_size=config.train.microbatch if by_name else None,
+        schedule=config.plan.schedule,
+        seed=config.train.seed,
+    )
+
+
+def _tell_plan(trainer: Trainer, out: Path) -> None:
+    """Print the plan and why it was chosen; write what it was made from beside it."""
+    write_json(out / "plan.json", trainer.plan)
+    choice = trainer.choice
+    if choice is None:
+        print(f"plan {trainer.plan.name}, {trainer.plan.schedule}, as given", flush=True)
+        return
+    write_json(out / "profile.json", choice.profile)
+    write_json(out / "cluster.json", choice.cluster)
+    print(explain(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
+
+
+def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
+    """Gather, print and write what the run has come to."""
+    trainer.recorder.metrics = history[-1].get("validation", {})
+    summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
+    if summary is None or state is None:
+        return
+    predicted = summary["predicted_minibatch_seconds"]
+    rate = trainer.minibatch_size / predicted if predicted else None
+    write_json(out / "summary.json", {"format": SUMMARY_FORMAT, **summary, "predicted_samples_per_second": rate, "epochs": history})
+    traces = [] if timeline is None else timeline.to_chrome_trace("measured", process=0)
+    if trainer.choice is not None:
+        simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
+        traces += simulated.to_chrome_trace("predicted", process=1)
+    write_json(out / "trace.json", {"traceEvents": traces, "displayTimeUnit": "ms"})
+    save_file(state, out / "model.safetensors")
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
+    print(
+        f"{summary['samples_per_second']:,.0f} samples/s measured"
+        + (f", {rate:,.0f} predicted" if rate else "")
+        + f"; last loss {summary['loss_last']:.5f}"
+        + (f"; validation: {figures}" if figures else "")
+        + f"; written to {out}",
+        flush=True,
+    )
