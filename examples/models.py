@@ -1,0 +1,184 @@
+"""Networks that the example configurations train, each an `nn.Sequential`.
+
+The direct children are the layers that a plan may cut between, so each child is one
+block: a convolution or a dense layer with what follows it. Arguments are plain numbers,
+which a TOML file can give. Initial weights come from torch's global generator.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# VGG-11, "configuration A": Simonyan & Zisserman 2015, table 1. Numbers are channels of 3×3
+# convolutions, "pool" halves height and width.
+VGG11 = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
+
+
+def mlp(width: int = 512, depth: int = 4) -> nn.Sequential:
+    """A multilayer perceptron with `depth` hidden layers: (B, 1, 8, 8) → (B, 10)."""
+    widths = [64] + [width] * depth
+    return _initialised(nn.Flatten(), *_dense_blocks(widths, nn.GELU, 0.0), nn.Linear(width, 10))
+
+
+def vgg_digits(channels: int = 32, width: int = 1024, dropout: float = 0.2) -> nn.Sequential:
+    """A VGG-style network for 8×8 digits: (B, 1, 8, 8) → (B, 10).
+
+    Four convolutions compute most and weigh little, two dense layers weigh most: the shape
+    for which PipeDream replicates the front and keeps the back once.
+
+    GELU and average pooling, where VGG has ReLU and maxima, keep it smooth. A sum taken in
+    another order changes the last bit of a float32; at the kink of a ReLU that bit decides
+    about a whole gradient, and after ten epochs two plans differ in the third digit of the
+    loss instead of the seventh.
+    """
+    layout = (channels, channels, "pool", 2 * channels, 2 * channels, "pool")
+    features = 2 * channels * 2 * 2
+    return _vgg(layout, 1, features, (width, width), 10, dropout, smooth=True)
+
+
+def vgg_fashion(channels: int = 16, width: int = 512, dropout: float = 0.5) -> nn.Sequential:
+    """A VGG-style network for 28×28 images: (B, 1, 28, 28) → (B, 10)."""
+    layout = (channels, "pool", 2 * channels, "pool", 4 * channels, 4 * channels, "pool")
+    return _vgg(layout, 1, 4 * channels * 3 * 3, (width, width), 10, dropout)
+
+
+def vgg11(
+    num_classes: int = 10, in_channels: int = 3, padding: int = 0, dropout: float = 0.5
+) -> nn.Sequential:
+    """VGG-11 for 32×32 images: (B, in_channels, 32 − 2·padding, …) → (B, num_classes).
+
+    The convolutions are those of the paper. Its five poolings leave 1×1 of 32×32 where they
+    leave 7×7 of 224×224, so the first dense layer has 512 inputs instead of 25088; the other
+    dense layers keep their 4096. 28×28 images fit with `padding=2`, zeros on each side.
+    """
+    return _vgg(VGG11, in_channels, 512, (4096, 4096), num_classes, dropout, padding)
+
+
+def gpt(
+    vocabulary: int = 96,
+    block_size: int = 64,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    width: int = 128,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """A small GPT: int64 tokens (B, T ≤ block_size) → logits (B, T, vocabulary).
+
+    The head has weights of its own: tied to the embedding, they would live in two stages.
+    """
+    blocks = {f"block{i}": Block(num_heads, width, dropout) for i in range(1, num_layers + 1)}
+    return nn.Sequential(
+        OrderedDict(
+            embedding=Embedding(vocabulary, block_size, width, dropout),
+            **blocks,
+            head=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)),
+        )
+    )
+
+
+class Embedding(nn.Module):
+    """Token plus position: int64 (B, T) → float (B, T, width)."""
+
+    def __init__(self, vocabulary: int, block_size: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(block_size, width)
+        self.dropout = nn.Dropout(dropout)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.token(tokens) + self.position(positions))
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a dense layer of four times the width, each added to its
+    normalised input (pre-norm): float (B, T, width) → the same shape.
+    """
+
+    def __init__(self, num_heads: int, width: int, dropout: float) -> None:
+        super().__init__()
+        if width % num_heads:
+            raise ValueError(f"width {width} is not divisible by num_heads {num_heads}")
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.dense = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attend(self.attention_norm(x)), self.dropout, self.training)
+        return x + self.dense(x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Each position looks at itself and at those before it."""
+        # (B, T, 3·width) → three of (B, heads, T, width / heads)
+        query, key, value = (
+            self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        attended = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        return self.attention_output(attended.transpose(1, 2).flatten(2))
+
+
+def _vgg(
+    layout: Iterable[int | str],
+    in_channels: int,
+    num_features: int,
+    dense: tuple[int, ...],
+    num_classes: int,
+    dropout: float,
+    padding: int = 0,
+    smooth: bool = False,
+) -> nn.Sequential:
+    """Convolutions after `layout`, dense layers of the widths `dense`, and a classifier."""
+    activation, pool = (nn.GELU, nn.AvgPool2d) if smooth else (nn.ReLU, nn.MaxPool2d)
+    features: list[nn.Sequential] = []
+    for item in layout:
+        if item == "pool":  # part of the block before it, so that a cut sends the smaller tensor
+            features[-1].append(pool(2))
+        else:
+            convolution = nn.Conv2d(in_channels, int(item), kernel_size=3, padding=1)
+            features.append(nn.Sequential(convolution, activation()))
+            in_channels = int(item)
+    if padding:
+        features[0].insert(0, nn.ZeroPad2d(padding))
+    features[-1].append(nn.Flatten())
+    dense_blocks = _dense_blocks([num_features, *dense], activation, dropout)
+    return _initialised(*features, *dense_blocks, nn.Linear(dense[-1], num_classes))
+
+
+def _dense_blocks(
+    widths: list[int], activation: type[nn.Module], dropout: float
+) -> list[nn.Sequential]:
+    return [
+        nn.Sequential(nn.Linear(before, after), activation(), nn.Dropout(dropout))
+        for before, after in zip(widths, widths[1:], strict=False)
+    ]
+
+
+def _initialised(*layers: nn.Module) -> nn.Sequential:
+    """The layers in a row, weights drawn for ReLU (He et al. 2015), biases zero.
+
+    Without batch normalisation, deep VGG networks barely start from torch's default weights.
+    The last layer, which no ReLU follows, starts small: the first loss is about log(classes).
+    """
+    model = nn.Sequential(*layers)
+    weighted = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    for module in weighted:
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        nn.init.zeros_(module.bias)
+    nn.init.normal_(weighted[-1].weight, std=0.01)
+    return model

