@@ -1,0 +1,126 @@
+"""launch/setup says in one line what it cannot do, before it does anything. launch/test shows the rest."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TOOLS = "awk bash cat cut df dirname env flock g++ grep head make mktemp paste sed sha256sum sort tail tr"
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A checkout on a machine that has only what is linked into its bin folder."""
+    (tmp_path / "launch").mkdir()
+    shutil.copy(REPOSITORY / "launch/setup", tmp_path / "launch")
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    for tool in TOOLS.split():
+        (bin / tool).symlink_to(shutil.which(tool))
+    return tmp_path
+
+
+def program(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def python_without(machine, word):
+    """This Python, failing where it is asked for `word`."""
+    lines = f'case "$2" in *{word}*) exit 1;; esac; exec {sys.executable} "$@"'
+    return program(machine / "bin/python3", lines)
+
+
+def refusal(machine, *arguments, **env):
+    """What it says when it refuses: one line, and nothing was made."""
+    before = sorted(machine.rglob("*"))
+    env = {"PATH": str(machine / "bin"), "HOME": str(machine), "PYTHON": sys.executable} | env
+    env = {name: value for name, value in env.items() if value}
+    command = [machine / "launch/setup", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("setup: ") and done.stderr.count("\n") == 1, done.stderr
+    assert sorted(machine.rglob("*")) == before
+    return done.stderr
+
+
+def test_an_old_python(machine):
+    old = program(machine / "bin/python3", "[ $1 = -V ] && echo Python 3.9.2; exit 1")
+    message = "needs Python 3.11 or 3.12, and {} is 'Python 3.9.2': set PYTHON=/path/to/python3.11"
+    assert message.format(old) in refusal(machine, PYTHON=old)
+    assert message.format("python3") in refusal(machine, PYTHON="")
+
+
+def test_no_python(machine):
+    assert "set PYTHON=/path/to/python3.11" in refusal(machine, PYTHON="")
+    assert "set PYTHON=/path/to/python3.11" in refusal(machine, PYTHON="/nowhere/python3")
+
+
+def test_no_venv_module(machine):
+    python = program(
+        machine / "bin/python3", f'case "$2" in *ensurepip*) exit 1;; esac; exec {sys.executable} "$@"'
+    )
+    assert "apt install python3-venv" in refusal(machine, PYTHON=python)
+
+
+def test_no_python_headers(machine):
+    python = program(
+        machine / "bin/python3", f'case "$2" in *Python.h*) exit 1;; esac; exec {sys.executable} "$@"'
+    )
+    assert "apt install python3-dev" in refusal(machine, PYTHON=python)
+
+
+def test_no_compiler(machine):
+    (machine / "bin/g++").unlink()
+    assert "no C++ compiler (g++): sudo apt install g++" in refusal(machine)
+
+
+def test_an_old_compiler(machine):
+    (machine / "bin/g++").unlink()
+    program(machine / "bin/g++", "[ $1 = --version ] && echo g++ 8.3.0; exit 1")
+    assert "g++ 8.3.0 knows no C++20: set CXX to g++ 10 or newer" in refusal(machine)
+
+
+def test_no_make(machine):
+    (machine / "bin/make").unlink()
+    assert "no make: sudo apt install make" in refusal(machine)
+
+
+def test_a_full_disk(machine):
+    (machine / "bin/df").unlink()
+    program(machine / "bin/df", "echo x; echo x 1 1 100 1 /")
+    assert "less than 3 GB free" in refusal(machine)
+
+
+def test_here_without_an_environment(machine):
+    assert "--here needs an active environment" in refusal(machine, "--here", PYTHON="")
+
+
+def test_unknown_options(machine):
+    assert "unknown option --there; allowed: --here, --extras" in refusal(machine, "--there")
+    assert "unknown extras 'docs'; allowed: test, examples" in refusal(machine, "--extras", "docs")
+
+
+def test_another_python_than_that_of_the_venv(machine):
+    (machine / ".venv/bin").mkdir(parents=True)
+    program(machine / ".venv/bin/python", "[ $1 = -V ] && echo Python 3.12.0; exit 0")
+    assert "rm -r .venv to change it" in refusal(machine)
+
+
+@pytest.mark.skipif(Path(sys.prefix) != REPOSITORY / ".venv", reason="not in launch/setup's .venv")
+def test_the_second_run_does_nothing_and_names_the_python():
+    command, env = [REPOSITORY / "launch/setup", "--extras", "test"], dict(os.environ)
+    env.pop("PYTHON", None)
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=100)
+    start = time.monotonic()
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    assert time.monotonic() - start < 5
+    assert (done.stdout, done.stderr) == (f"{REPOSITORY}/.venv/bin/python\n", "")

@@ -1,0 +1,157 @@
+"""The launcher: the flags of each mpirun, and that no process outlives its job."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridpipe import launcher
+
+OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpirun (Open MPI) 5.0.11"
+MPICH = "HYDRA build details:\n    Version:  4.2.3"
+
+
+@pytest.fixture
+def mpirun_says(tmp_path, monkeypatch):
+    """Puts an mpirun that only tells its version beside a pretended Python."""
+
+    def says(version):
+        mpirun = tmp_path / "mpirun"
+        mpirun.write_text(f"#!/bin/sh\necho '{version}'\n")
+        mpirun.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        launcher.mpirun_version.cache_clear()
+
+    yield says
+    launcher.mpirun_version.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "version, flags",
+    [
+        (OPEN_MPI_4, ["--bind-to", "none", "--oversubscribe"]),
+        (OPEN_MPI_5, ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]),
+        (MPICH, []),
+    ],
+)
+def test_each_mpirun_gets_its_own_flags(mpirun_says, monkeypatch, tmp_path, version, flags):
+    mpirun_says(version)
+    monkeypatch.setattr(launcher, "num_cores", lambda: 8)
+    carried = [] if version == MPICH else ["-x", "OMP_NUM_THREADS"]
+    argv, _ = launcher.mpirun_command(4, ["/bin/true", "-v"], env={})
+    assert argv == [str(tmp_path / "mpirun"), "-n", "4", *flags, *carried, "/bin/true", "-v"]
+
+
+@pytest.mark.parametrize(
+    "cores, threads, yields", [(16, "4", False), (8, "2", False), (4, "1", True), (2, "1", True)]
+)
+def test_ranks_share_the_cores(mpirun_says, monkeypatch, cores, threads, yields):
+    mpirun_says(OPEN_MPI_5)
+    monkeypatch.setattr(launcher, "num_cores", lambda: cores)
+    _, added = launcher.mpirun_command(4, ["true"], env={})
+    assert added["OMP_NUM_THREADS"] == threads
+    assert ("OMPI_MCA_mpi_yield_when_idle" in added) == yields
+
+
+def test_what_the_user_set_stays(mpirun_says):
+    mpirun_says(OPEN_MPI_5)
+    flags = "--host h1:4,h2:4"
+    mine = {"OMP_NUM_THREADS": "3", "OMPI_MCA_mpi_yield_when_idle": "0", "HYBRIDPIPE_MPIRUN_FLAGS": flags}
+    argv, added = launcher.mpirun_command(64, ["true"], env=mine)
+    assert not added.keys() & mine.keys()
+    assert argv[-3:-1] == flags.split()
+
+
+def test_root_is_allowed_only_where_it_is_root(mpirun_says, monkeypatch):
+    mpirun_says(OPEN_MPI_5)
+    for user, allowed in [(0, True), (1000, False)]:
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert ("OMPI_ALLOW_RUN_AS_ROOT" in launcher.mpirun_command(1, ["true"], env={})[1]) == allowed
+
+
+def test_without_mpirun_the_remedy_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="no mpirun: run launch/setup"):
+        launcher.mpirun_command(2, ["true"])
+
+
+@pytest.mark.parametrize(
+    "env, ranks",
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
+        ({"PMI_SIZE": "2"}, 2),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, 4),
+        ({"SLURM_NTASKS": "4"}, None),  # a batch script: a doctor started there is alone, as it should be
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "4"},
+            4,
+        ),
+    ],
+)
+def test_promised_ranks(env, ranks):
+    assert launcher.promised_ranks(env) == ranks
+
+
+def test_a_job_runs_and_its_exit_code_comes_back():
+    program = "import os; print('rank', os.environ['OMPI_COMM_WORLD_RANK']); raise SystemExit(3)"
+    done = launcher.run(2, [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.returncode == 3
+    assert "rank 0" in done.stdout
+
+
+# The worst that a rank can do: ignore TERM, stop, and start a process in a session of its own.
+STUBBORN = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("pids", os.getpid(), child.pid, flush=True)
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(600)
+"""
+
+
+def alive(pid):
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        )  # Z: dead, not reaped yet
+    except OSError:
+        return False
+
+
+def survivors(output):
+    pids = [int(pid) for line in output.splitlines() if line.startswith("pids") for pid in line.split()[1:]]
+    assert len(pids) == 4
+    return [pid for pid in pids if alive(pid)]
+
+
+def test_the_time_limit_leaves_no_process_behind():
+    command = [sys.executable, "-c", STUBBORN]
+    done = launcher.run(2, command, timeout_seconds=2, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.returncode == launcher.TIMED_OUT
+    assert "time limit of 2 s" in done.stderr
+    assert survivors(done.stdout) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_job(signum):
+    command = [sys.executable, "-m", "hybridpipe.launcher", "2", "--", sys.executable, "-c", STUBBORN]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = [process.stdout.readline() for _ in range(2)]  # both ranks are there
+    started = time.monotonic()
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode not in (0, None)
+    assert time.monotonic() - started < 10
+    assert survivors("".join(lines) + output) == []
+
+
+def test_usage():
+    assert launcher.main(["2", "true"]) == launcher.main(["0", "--", "true"]) == 2
