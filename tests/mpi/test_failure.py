@@ -1,0 +1,38 @@
+"""One rank's error ends the job within seconds, and the last lines say who, where and why."""
+
+import re
+import time
+
+import pytest
+
+# plan, failing rank, its stage: the peers wait in a receive, in Horovod, or both
+PLACES = [("1-1-1", 1, 1), ("3", 2, 0), ("2-1", 0, 0), ("1-2", 2, 1)]
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit", "thread", "backward"])
+@pytest.mark.parametrize("plan, rank, stage", PLACES)
+def test_an_error_in_a_step_ends_the_job(job, kind, plan, rank, stage):
+    done = job(3, "failing.py", kind, plan, str(rank), fails=True)
+    ended = time.time()
+    failed = float(re.search(r"failing at ([\d.]+)", done.stdout)[1])
+    assert ended - failed < 5.0
+    reports = re.findall(r"hybridpipe: rank (\d+) on host (\S+), (.*)", done.stdout)
+    assert len(reports) == 1, done.stdout
+    found_rank, _, where = reports[0]
+    assert int(found_rank) == rank
+    assert f"stage {stage}, step 2, microbatch" in where
+    assert ("SystemExit: 3" if kind == "exit" else "RuntimeError: injected") in where
+    assert "Traceback (most recent call last)" in done.stdout
+    assert "in fail" in done.stdout, "the original traceback"
+
+
+def test_sys_exit_outside_a_step_ends_the_job(job):
+    done = job(3, "failing.py", "exit-outside", "1-1-1", "1", fails=True)
+    assert "rank 1 on host" in done.stdout
+    assert "outside a step: SystemExit: 3" in done.stdout
+
+
+def test_a_mistake_on_all_ranks_is_told_once(job):
+    done = job(3, "failing.py", "mistake", "1-1-1", "0", fails=True)
+    assert done.stdout.count("hybridpipe: rank") == 1
+    assert "plan needs 2 + 2 = 4 ranks, got 3" in done.stdout
