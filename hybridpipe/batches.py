@@ -19,7 +19,13 @@ from hybridpipe.stage.values import Value, map_tensors, tensors_of
 
 
 def minibatches(
-    dataset: Any, minibatch_size: int, microbatch_size: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = False
+    dataset: Any,
+    minibatch_size: int,
+    microbatch_size: int,
+    *,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = False,
 ) -> Iterator[Minibatch]:
     """All minibatches of one epoch; the last may be short.
 
@@ -63,7 +69,8 @@ def _load_minibatch(dataset: Any, indices: Sequence[int], microbatch_size: int) 
     def load(microbatch: int) -> tuple[Value, Value]:
         return _load(dataset, indices[microbatch * microbatch_size : (microbatch + 1) * microbatch_size])
 
-    return Minibatch(microbatch_sizes(len(indices), microbatch_size), lambda m: load(m)[0], lambda m: load(m)[1])
+    sizes = microbatch_sizes(len(indices), microbatch_size)
+    return Minibatch(sizes, lambda m: load(m)[0], lambda m: load(m)[1])
 
 
 def _load(dataset: Any, indices: Sequence[int]) -> tuple[Value, Value]:

@@ -1,6 +1,6 @@
 """Recorder: what a run measured about itself, gathered into summary.json and trace.json.
 
-Each rank notes its own; `summary` and `timelines` bring the notes together on rank 0.
+Each rank notes its own; `summary` and `timeline` bring the notes together on rank 0.
 """
 
 import resource
@@ -49,7 +49,7 @@ class Recorder:
             )
 
     def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
-        """A finished minibatch, with the seconds between the end of the one before and its own on this rank."""
+        """A finished minibatch; `seconds` from the end of the one before to its own, on this rank."""
         record = MinibatchRecord(len(self.records), epoch, loss, num_samples, seconds)
         self.records.append(record)
         if full:
@@ -76,7 +76,7 @@ class Recorder:
         full = self._full_seconds[WARM_UP:] or self._full_seconds
         seconds = statistics.median(full) if full else 0.0
         samples = max((record.num_samples for record in self.records), default=0)
-        used = [notes[rank] for rank in worker.plan.ranks]
+        used = [notes[rank]["busy"] for rank in worker.plan.ranks]
         predicted = worker.plan.predicted
         return {
             "plan": worker.plan.name,
@@ -86,7 +86,7 @@ class Recorder:
             "samples_per_second": samples / seconds if seconds else 0.0,
             "minibatch_seconds_median": seconds,
             "predicted_minibatch_seconds": predicted and predicted.minibatch_seconds,
-            "bubble_fraction": 1 - sum(note["busy"] for note in used) / len(used) / seconds if seconds else 0.0,
+            "bubble_fraction": 1 - statistics.mean(used) / seconds if seconds else 0.0,
             "loss_first": self.records[0].loss if self.records else None,
             "loss_last": self.records[-1].loss if self.records else None,
             "metrics": self.metrics,
@@ -103,7 +103,7 @@ class Recorder:
         """
         worker.control.Barrier()
         offset = time.perf_counter()
-        kept = worker.control.gather([[_shifted(event, -offset) for event in events] for events in self._events])
+        kept = worker.control.gather([_shifted(events, -offset) for events in self._events])
         if kept is None:
             return None
         used = {rank: kept[rank] for rank in worker.plan.ranks}
@@ -113,7 +113,7 @@ class Recorder:
         typical = _median_index([_span([used[rank][i] for rank in used]) for i in range(count)])
         events = {rank: used[rank][typical] for rank in used}
         start = min(event.start_seconds for rank_events in events.values() for event in rank_events)
-        return Timeline({rank: tuple(_shifted(event, -start) for event in events[rank]) for rank in sorted(events)})
+        return Timeline({rank: tuple(_shifted(events[rank], -start)) for rank in sorted(events)})
 
 
 def as_line(record: MinibatchRecord) -> dict[str, Any]:
@@ -121,8 +121,8 @@ def as_line(record: MinibatchRecord) -> dict[str, Any]:
     return asdict(record)
 
 
-def _shifted(event: Event, seconds: float) -> Event:
-    return Event(event.instruction, event.start_seconds + seconds, event.end_seconds + seconds)
+def _shifted(events: list[Event], seconds: float) -> list[Event]:
+    return [Event(e.instruction, e.start_seconds + seconds, e.end_seconds + seconds) for e in events]
 
 
 def _span(events: list[list[Event]]) -> float:

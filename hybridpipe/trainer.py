@@ -19,6 +19,7 @@ from hybridpipe.files import read_plan
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
+from hybridpipe.recorder import MinibatchRecord, Recorder
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
 from hybridpipe.runtime.executor import Minibatch
@@ -27,8 +28,7 @@ from hybridpipe.runtime.worker import OptimizerFactory, Sums, Worker
 from hybridpipe.stage.measure import measure
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss
-from hybridpipe.stage.values import Value
-from hybridpipe.recorder import MinibatchRecord, Recorder
+from hybridpipe.stage.values import Value, tensors_of
 
 PlanLike = Plan | str | os.PathLike[str]
 
@@ -39,7 +39,7 @@ class Trainer:
     Args:
         model: an `nn.Sequential`; every rank passes the same one, and rank 0's weights count.
         loss: `loss(outputs, targets)` is the mean over the samples.
-        optimizer: called with the parameters of this rank's stage, such as `partial(torch.optim.SGD, lr=0.1)`.
+        optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
         plan: a `Plan`, the path of a plan.json, or a name: "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" a pipeline with one rank a stage.
         minibatch_size: samples behind one update.
@@ -71,7 +71,8 @@ class Trainer:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
         layers_of(model)
-        self.model, self.loss, self.optimizer, self.schedule, self.seed = model, loss, optimizer, schedule, seed
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.schedule, self.seed = schedule, seed
         self.minibatch_size = minibatch_size
         self.device, num_threads = _device(self.world, device)
         if num_threads is not None:
@@ -80,7 +81,7 @@ class Trainer:
         self.choice: Choice | None = None
         self.recorder = Recorder()
         self._worker: Worker | None = None
-        self._plan = read_plan(Path(plan)) if _is_path(plan) else plan
+        self._plan = plan if isinstance(plan, Plan) or plan in PLAN_NAMES else read_plan(Path(plan))
         if isinstance(self._plan, Plan):
             self.microbatch_size = _microbatch_size(self._plan, minibatch_size, microbatch_size)
             self._start(self._plan)
@@ -150,7 +151,7 @@ class Trainer:
         previous: Sums | None = None
         for minibatch in minibatches(dataset, self.minibatch_size, self.microbatch_size):
             current = self.worker.infer(minibatch, self._judge, width=3)
-            if previous is not None:  # one minibatch late, so that the pipeline stays full, but never runs away
+            if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
                 totals += previous.wait().sum(axis=0)
             previous = current
         if previous is not None:
@@ -162,11 +163,11 @@ class Trainer:
         return metrics
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """On rank 0 the keys, shapes and values that `model.state_dict()` has in one process; None elsewhere."""
+        """On rank 0 what `model.state_dict()` would be in one process; None elsewhere."""
         return self.worker.full_state_dict()
 
     def prepare(self, dataset: Any) -> None:
-        """Make the plan now, from the data set's first minibatch, if there is none yet; `fit` does it otherwise."""
+        """Make the plan now, from the data set's first minibatch, if there is none yet; else `fit` does."""
         if self._worker is None:
             self._make_plan(next(minibatches(dataset, self.minibatch_size, self.microbatch_size)))
 
@@ -228,11 +229,11 @@ class Trainer:
     def _judge(self, outputs: Value, targets: Value) -> list[float]:
         """Summed loss, right answers and answers judged, for one microbatch."""
         with torch.no_grad():
-            loss = float(self.loss(outputs, targets)) * len(targets if isinstance(targets, Tensor) else targets[0])
+            loss = float(self.loss(outputs, targets)) * len(tensors_of(targets)[0])
         classes = _classes(outputs, targets)
         if classes is None:
             return [loss, 0.0, 0.0]
-        return [loss, float((classes == targets).sum()), float(classes.numel())]
+        return [loss, float(classes.eq(tensors_of(targets)[0]).sum()), float(classes.numel())]
 
 
 def _classes(outputs: Value, targets: Value) -> Tensor | None:
@@ -252,10 +253,6 @@ def _total(sums: Sums) -> float:
     return float(sum(sums.wait().tolist()))
 
 
-def _is_path(plan: PlanLike) -> bool:
-    return not isinstance(plan, Plan) and plan not in PLAN_NAMES
-
-
 def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | None) -> int:
     """What the plan's number of microbatches makes it; it must be the given one, if one is given."""
     size = ceil_div(minibatch_size, plan.num_microbatches)
@@ -267,8 +264,8 @@ def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | Non
         )
     if microbatch_size not in (None, size):
         raise ValueError(
-            f"microbatch_size = {microbatch_size} disagrees with the plan: minibatch_size = {minibatch_size} in "
-            f"num_microbatches = {plan.num_microbatches} makes {size}; leave microbatch_size out"
+            f"microbatch_size = {microbatch_size} disagrees with the plan: minibatch_size = {minibatch_size} "
+            f"in num_microbatches = {plan.num_microbatches} makes {size}; leave microbatch_size out"
         )
     return size
 

@@ -78,8 +78,8 @@ class Boundary:
         elif known != spec:
             raise ProtocolError(
                 f"the output of stage {self._stage} changed for microbatches of {size.samples} samples: "
-                f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes that depend on the "
-                "number of samples only"
+                f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes that depend on "
+                "the number of samples only"
             )
         self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors)
 
@@ -102,7 +102,7 @@ class Boundary:
         return received(tensors[0] if spec.single else tensors, [t.requires_grad for t in spec.tensors])
 
     def receive_gradient(self, microbatch: int) -> list[Tensor | None]:
-        """Wait for the gradients of a stage's output: one for each output tensor, None where it requires none."""
+        """Wait for the gradients of a stage's output: one for each tensor, None where it requires none."""
         spec = self._specs[self._size(microbatch, self._stage + 1)]
         gradients = iter(self._receive(ReceiveGradient(microbatch)))
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
@@ -148,4 +148,10 @@ class Boundary:
 
 
 def _describe(spec: Spec) -> str:
-    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in spec.tensors) or "nothing"
+    return (
+        ", ".join(
+            f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{' with gradient' * t.requires_grad}"
+            for t in spec.tensors
+        )
+        or "nothing"
+    )

@@ -114,7 +114,7 @@ class Executor:
     def infer(
         self, program: Program, minibatch: Minibatch, judge: Callable[[int, Value, Value], None]
     ) -> None:
-        """Run the forwards of `program` in evaluation; the last stage hands outputs and targets to `judge`."""
+        """Run the forwards of `program` in evaluation; the last stage hands its outputs to `judge`."""
         self.stage.module.eval()
         self.boundary.begin(program, minibatch.sizes, step=0, training=False)
         values: dict[int, Value] = {}
@@ -147,4 +147,4 @@ class Executor:
 
 def _before_last_backward(program: Sequence[Instruction]) -> int | None:
     """Where the last backward stands in the program; None where there is none."""
-    return max((i for i, instruction in enumerate(program) if isinstance(instruction, Backward)), default=None)
+    return max((i for i, each in enumerate(program) if isinstance(each, Backward)), default=None)

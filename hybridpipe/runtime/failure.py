@@ -44,7 +44,7 @@ def install() -> None:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Around a step: once ranks exchange messages, an error that the caller catches would leave its peers waiting."""
+    """Around a step: an error that the caller catches would leave the peers waiting for messages."""
     try:
         yield
     except BaseException as error:

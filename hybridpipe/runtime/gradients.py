@@ -65,7 +65,7 @@ class HorovodGradients:
         self._armed = False
         self.bytes_reduced = 0
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
             for parameter in bucket.parameters
         ]
@@ -146,7 +146,9 @@ def horovod(communicator: "MPI.Comm") -> Any:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        raise RuntimeError(f"replicated stages need Horovod, which is missing ({error}); launch/setup builds it") from error
+        raise RuntimeError(
+            f"replicated stages need Horovod, which is missing ({error}); launch/setup builds it"
+        ) from error
     if hvd.is_initialized():
         hvd.shutdown()
     hvd.init(comm=communicator)

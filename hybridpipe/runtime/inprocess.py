@@ -64,7 +64,13 @@ class SharedGradients:
 
     bytes_reduced = 0
 
-    def __init__(self, parameters: list[Tensor], replica: int, all_replicas: list[list[Tensor]], barrier: threading.Barrier) -> None:
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        replica: int,
+        all_replicas: list[list[Tensor]],
+        barrier: threading.Barrier,
+    ) -> None:
         self._parameters, self._replica = parameters, replica
         self._all, self._barrier = all_replicas, barrier
 

@@ -72,11 +72,16 @@ def encode_spec(spec: Spec) -> Tensor:
     text = json.dumps(
         {
             "single": spec.single,
-            "tensors": [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in spec.tensors],
+            "tensors": [
+                [list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in spec.tensors
+            ],
         }
     ).encode()
     if len(text) > SPEC_BYTES:
-        raise ValueError(f"a boundary may carry tensors described in {SPEC_BYTES} bytes, got {len(spec.tensors)} tensors")
+        raise ValueError(
+            f"a boundary's tensors must be described in {SPEC_BYTES} bytes, got {len(text)} bytes "
+            f"for {len(spec.tensors)} tensors"
+        )
     return torch.frombuffer(bytearray(text.ljust(SPEC_BYTES)), dtype=torch.uint8)
 
 
@@ -101,12 +106,14 @@ def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Seque
     """Raises ProtocolError, naming each field that differs, unless the message is the expected one."""
     magic, num_bytes, *found = _header(buffer).tolist()
     if magic != MAGIC:
-        raise ProtocolError("a message does not start as one of ours; is another program using this communicator?")
+        raise ProtocolError("a message does not start as one of ours; who else uses this communicator?")
     expected = dict(zip(("num_bytes", *names), (spec.num_bytes, *header), strict=True))
     received = dict(zip(expected, (num_bytes, *found), strict=False))
     if received != expected:
         differences = ", ".join(
-            f"{name} {received[name]} instead of {value}" for name, value in expected.items() if received[name] != value
+            f"{name} {received[name]} instead of {value}"
+            for name, value in expected.items()
+            if received[name] != value
         )
         raise ProtocolError(f"a message is not the one the plan expects: {differences}")
 

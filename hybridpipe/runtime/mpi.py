@@ -12,8 +12,8 @@ from mpi4py import MPI  # noqa: E402  # the thread level must be set before
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     raise RuntimeError(
-        "MPI must offer THREAD_MULTIPLE, got a lower thread level; use an MPI library built with thread support "
-        "and import hybridpipe before anything else initialises MPI (`hybridpipe doctor` tells more)"
+        "MPI must offer THREAD_MULTIPLE, got a lower thread level; use an MPI library built with thread "
+        "support and import hybridpipe before anything else initialises MPI (`hybridpipe doctor` tells more)"
     )
 
 __all__ = ["MPI"]

@@ -50,7 +50,7 @@ class MpiTransport:
         return self.watch(self._communicator.Isend([buffer.numpy(), MPI.BYTE], peer, tag), buffer)
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Post a receive (`MPI_Irecv`). Both sides must agree on the size: a longer message overruns the buffer."""
+        """Post a receive (`MPI_Irecv`) of the size that is sent: a longer message overruns the buffer."""
         return self.watch(self._communicator.Irecv([buffer.numpy(), MPI.BYTE], peer, tag), buffer)
 
     def watch(self, request: MPI.Request, buffer: object) -> Pending:

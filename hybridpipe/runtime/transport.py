@@ -45,7 +45,10 @@ class Buffers:
     def take(self, num_bytes: int) -> Tensor:
         """A buffer of that many bytes, with anything in it."""
         free = self._free[num_bytes]
-        memory = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        if free:
+            memory = free.pop()
+        else:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned).numpy()
         alias = memory.view()  # the tensor's storage holds the alias; its end is the end of the last tensor
         weakref.finalize(alias, free.append, memory).atexit = False
         return torch.from_numpy(alias)

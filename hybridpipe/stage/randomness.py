@@ -20,7 +20,7 @@ def random_key(seed: int, step: int, microbatch: int, layer: int) -> int:
 
 def seed_generators(key: int, device: torch.device) -> None:
     """Seed the generators that a layer on `device` draws from."""
-    torch.random.default_generator.manual_seed(key)
+    torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.manual_seed(key)
 

@@ -62,7 +62,10 @@ class Stage:
         return outputs
 
     def forward_loss(self, microbatch: int, inputs: Value, targets: Value, share: float, step: int) -> Tensor:
-        """Run the layers and the loss, which is stashed times `share`: this microbatch's part of the minibatch.
+        """Run the layers and the loss, and stash the loss times `share`.
+
+        Args:
+            share: this microbatch's part of the minibatch's samples.
 
         Returns:
             the share of the loss, detached.
@@ -73,7 +76,9 @@ class Stage:
             seed_generators(self._key(step, microbatch, len(self.module)), self.device)
             loss = self.loss(outputs, targets) * share
         if loss.numel() != 1:
-            raise ValueError(f"loss must return one number, the mean over the samples, got shape {tuple(loss.shape)}")
+            raise ValueError(
+                f"loss must return one number, the mean over the samples, got shape {tuple(loss.shape)}"
+            )
         self._stash[microbatch] = _Stashed(tensors_of(inputs), (loss,))
         return loss.detach()
 
@@ -138,9 +143,9 @@ class _Enter(torch.autograd.Function):
         return torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(leaf.detach())  # type: ignore[call-overload,no-any-return]
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
 def _enter(tensor: Tensor) -> Tensor:
-    return _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-any-return, no-untyped-call]
+    return _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
