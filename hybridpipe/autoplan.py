@@ -54,7 +54,12 @@ def autoplan(
 
 
 def choose(
-    name: str, profile: ModelProfile, cluster: Cluster, num_microbatches: int, schedule: str, num_ranks: int | None = None
+    name: str,
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_microbatches: int,
+    schedule: str,
+    num_ranks: int | None = None,
 ) -> Choice:
     """The plan that `name` stands for.
 

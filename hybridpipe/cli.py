@@ -85,7 +85,9 @@ def _plan(options: argparse.Namespace) -> int:
     # GPipe (section 2.3) finds the bubble negligible from four microbatches a stage on.
     minibatch = options.minibatch or 4 * ranks * profile.samples
     try:
-        choice = choose("auto", profile, cluster, ceil_div(minibatch, profile.samples), options.schedule, ranks)
+        choice = choose(
+            "auto", profile, cluster, ceil_div(minibatch, profile.samples), options.schedule, ranks
+        )
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
     if options.out:
@@ -102,14 +104,20 @@ def _simulate(options: argparse.Namespace) -> int:
     from hybridpipe.planning import draw
     from hybridpipe.planning.simulate import predict
 
-    plan, profile, cluster = read_plan(options.plan), read_profile(options.profile), read_cluster(options.cluster)
+    plan, profile, cluster = (
+        read_plan(options.plan),
+        read_profile(options.profile),
+        read_cluster(options.cluster),
+    )
     try:
         plan.check_world(cluster.num_ranks)
         timeline, prediction = predict(plan, profile, cluster)
     except ValueError as error:
         raise UserError(f"{options.plan}: {error}") from None
     if options.trace:
-        write_json(options.trace, {"traceEvents": timeline.to_chrome_trace("predicted"), "displayTimeUnit": "ms"})
+        write_json(
+            options.trace, {"traceEvents": timeline.to_chrome_trace("predicted"), "displayTimeUnit": "ms"}
+        )
     if options.plot:
         write_text(options.plot, draw.svg(timeline, plan))
     if options.json:
@@ -142,7 +150,13 @@ def _compare(options: argparse.Namespace) -> int:
 
     out = options.out or Path("runs") / f"compare-{Path(options.config).stem}"
     return compare(
-        Path(options.config), options.ranks, options.plans, options.baselines, options.set, options.rounds, out
+        Path(options.config),
+        options.ranks,
+        options.plans,
+        options.baselines,
+        options.set,
+        options.rounds,
+        out,
     )
 
 
@@ -162,7 +176,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hybridpipe", description="Pipeline and data parallelism for PyTorch, planned from measurements.")
+    parser = _Parser(
+        prog="hybridpipe", description="Pipeline and data parallelism for PyTorch, planned from measurements."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: object, text: str) -> argparse.ArgumentParser:
@@ -178,7 +194,9 @@ def _parser() -> argparse.ArgumentParser:
 
     probe = command("probe", _probe, "measure the links between ranks, under mpirun")
     probe.add_argument("--out", type=Path, default=Path("cluster.json"))
-    probe.add_argument("--flat", type=_positive, metavar="RANKS", help="measure nothing: equal ranks behind one switch")
+    probe.add_argument(
+        "--flat", type=_positive, metavar="RANKS", help="measure nothing: equal ranks behind one switch"
+    )
     probe.add_argument("--bandwidth", type=float, default=1.25e9, help="bytes per second, with --flat")
     probe.add_argument("--latency", type=float, default=5e-5, help="seconds, with --flat")
 
@@ -203,14 +221,20 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", _train, "train, under mpirun, horovodrun or srun")
     _add_config(train)
-    train.add_argument("--plan", type=_plan_source, metavar="auto|dp|straight|FILE", help="default: the config's")
+    train.add_argument(
+        "--plan", type=_plan_source, metavar="auto|dp|straight|FILE", help="default: the config's"
+    )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
 
-    compare = command("compare", _compare, "train under several plans and baselines in turn; starts mpirun itself")
+    compare = command(
+        "compare", _compare, "train under several plans and baselines in turn; starts mpirun itself"
+    )
     _add_config(compare)
     compare.add_argument("--ranks", type=_positive, required=True)
     compare.add_argument("--plans", type=_plan_sources, default=["auto", "dp", "straight"])
-    compare.add_argument("--baselines", type=_names, default=[], help="runs baseline_NAME.py beside CONFIG: horovod,ddp")
+    compare.add_argument(
+        "--baselines", type=_names, default=[], help="runs baseline_NAME.py beside CONFIG: horovod,ddp"
+    )
     compare.add_argument("--rounds", type=_positive, default=1, help="how often; runs are interleaved")
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-CONFIG's name")
     return parser
@@ -218,7 +242,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override a field of CONFIG")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="override a field of CONFIG"
+    )
 
 
 def _positive(text: str) -> int:

@@ -20,7 +20,13 @@ MEDIANS = ("samples_per_second", "predicted_samples_per_second", "minibatch_seco
 
 
 def compare(
-    config: Path, ranks: int, plans: Sequence[str], baselines: Sequence[str], overrides: Sequence[str], rounds: int, out: Path
+    config: Path,
+    ranks: int,
+    plans: Sequence[str],
+    baselines: Sequence[str],
+    overrides: Sequence[str],
+    rounds: int,
+    out: Path,
 ) -> int:
     """Run everything, print the table, write DIR/compare.json.
 
@@ -44,7 +50,9 @@ def compare(
                 return done.returncode
             runs[name].append(read_object(folder / "summary.json"))
     figures = {name: _median(summaries) for name, summaries in runs.items()}
-    write_json(out / "compare.json", {"format": COMPARE_FORMAT, "ranks": ranks, "rounds": rounds, "runs": figures})
+    write_json(
+        out / "compare.json", {"format": COMPARE_FORMAT, "ranks": ranks, "rounds": rounds, "runs": figures}
+    )
     reference = "dp" if "dp" in figures else next(iter(figures))
     print(f"\n{compare_table(figures, reference)}\n\nwritten to {out / 'compare.json'}")
     return 0
@@ -58,7 +66,9 @@ def _baseline_command(config: Path, name: str, overrides: Sequence[str]) -> list
     script = config.parent / f"baseline_{name}.py"
     if not script.is_file():
         present = sorted(path.stem.removeprefix("baseline_") for path in config.parent.glob("baseline_*.py"))
-        raise UserError(f"--baselines: {script} must be there, got none; beside CONFIG are: {', '.join(present) or 'none'}")
+        raise UserError(
+            f"--baselines: {script} must be there, got none; beside CONFIG are: {', '.join(present) or 'none'}"
+        )
     return [sys.executable, str(script), str(config), *_set(overrides)]
 
 

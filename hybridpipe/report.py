@@ -101,7 +101,10 @@ def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
             "all-reduced": megabytes(run["bytes_allreduced"] / run["updates"]),
         }
         rows.append(row)
-    return tabulate(rows, headers="keys", disable_numparse=True) + "\n(p2p and all-reduced: of all ranks, per update)"
+    return (
+        tabulate(rows, headers="keys", disable_numparse=True)
+        + "\n(p2p and all-reduced: of all ranks, per update)"
+    )
 
 
 def megabytes(num_bytes: float) -> str:

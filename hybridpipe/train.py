@@ -73,7 +73,9 @@ def profile_model(config: Config) -> ModelProfile:
     model, dataset = _model(config), config.data.build()
     size = config.train.microbatch or config.train.minibatch
     minibatch = next(minibatches(dataset, size, size))
-    return measure(model, minibatch.inputs(0), minibatch.targets(0), config.loss.build(), config.optimizer.build)
+    return measure(
+        model, minibatch.inputs(0), minibatch.targets(0), config.loss.build(), config.optimizer.build
+    )
 
 
 def _model(config: Config) -> nn.Module:
@@ -116,7 +118,10 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
         return
     predicted = summary["predicted_minibatch_seconds"]
     rate = trainer.minibatch_size / predicted if predicted else None
-    write_json(out / "summary.json", {"format": SUMMARY_FORMAT, **summary, "predicted_samples_per_second": rate, "epochs": history})
+    write_json(
+        out / "summary.json",
+        {"format": SUMMARY_FORMAT, **summary, "predicted_samples_per_second": rate, "epochs": history},
+    )
     traces = [] if timeline is None else timeline.to_chrome_trace("measured", process=0)
     if trainer.choice is not None:
         simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hybridpipe.autoplan import PLAN_NAMES, Choice, autoplan
 from hybridpipe.batches import minibatches, slice_minibatch
 from hybridpipe.files import read_plan
+from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
@@ -71,6 +72,9 @@ class Trainer:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
         layers_of(model)
+        positive_int("minibatch_size", minibatch_size)
+        if microbatch_size is not None:
+            positive_int("microbatch_size", microbatch_size)
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.schedule, self.seed = schedule, seed
         self.minibatch_size = minibatch_size

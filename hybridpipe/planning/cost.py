@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules import ceil_div, in_flight
+from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
 
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses what
 # is ready within a cycle up to 128 MiB; smaller buckets start earlier, larger ones pay latency less often.
@@ -95,19 +95,9 @@ def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
     output on its way.
     """
     peaks = []
-    for s, stage in enumerate(plan.stages):
-        peak = stage_memory_bytes(
-            profile,
-            stage.start,
-            stage.stop,
-            in_flight(
-                plan.schedule,
-                ceil_div(plan.num_microbatches, stage.replicas),
-                stage.replicas,
-                sum(plan.replicas[s:]),
-            ),
-        )
-        peaks += [peak] * stage.replicas
+    stashes = in_flight_per_stage(plan, plan.num_microbatches)
+    for stage, num_in_flight in zip(plan.stages, stashes, strict=True):
+        peaks += [stage_memory_bytes(profile, stage.start, stage.stop, num_in_flight)] * stage.replicas
     return tuple(peaks)
 
 

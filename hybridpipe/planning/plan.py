@@ -13,6 +13,7 @@ from hybridpipe.planning.checks import non_negative_int, positive_int
 
 PLAN_FORMAT = "hybridpipe-plan/1"
 SCHEDULES = ("1f1b", "gpipe")
+MAX_REPLICAS = 2**20  # beyond any machine; a slip in a file must not fill the memory with ranks
 
 
 class Place(NamedTuple):
@@ -35,6 +36,8 @@ class StageSpec:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         non_negative_int("start", self.start)
         positive_int("replicas", self.replicas)
+        if self.replicas > MAX_REPLICAS:
+            raise ValueError(f"replicas must be an integer <= {MAX_REPLICAS}, got {self.replicas}")
         positive_int("stop", self.stop)
         if self.stop <= self.start:
             raise ValueError(

@@ -58,7 +58,13 @@ class Timeline:
         ]
         for rank, rank_events in self.events.items():
             events.append(
-                {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": process,
+                    "tid": rank,
+                    "args": {"name": f"rank {rank}"},
+                }
             )
             events += [
                 {

@@ -12,7 +12,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by name, in order.
 
     Raises:
-        TypeError: the model is not an `nn.Sequential`.
+        TypeError: the model is not an `nn.Sequential`, or does more than call its children in order.
         ValueError: it has no children.
     """
     if not isinstance(model, nn.Sequential):
@@ -20,6 +20,10 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
             f"model must be an nn.Sequential, whose children are the layers, got {type(model).__name__}; "
             "wrap its parts as nn.Sequential(...)"
         )
+    if type(model).forward is not nn.Sequential.forward:
+        raise TypeError(f"{type(model).__name__} has a forward of its own; make it a layer: nn.Sequential(model)")
+    for name in (*model._parameters, *model._buffers):
+        raise TypeError(f"{type(model).__name__} has a parameter or buffer of its own, {name!r}; move it into a layer")
     # not named_children(): it passes over a module that stands in a second place, such as a shared ReLU
     layers = {
         name: module
@@ -32,17 +36,17 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
-    """Raises ValueError unless the plan cuts this model, and no cut separates two uses of one parameter."""
+    """Raises ValueError unless the plan cuts this model, and no cut separates two uses of one parameter or buffer."""
     layers = layers_of(model)
     if plan.num_layers != len(layers):
         raise ValueError(f"the plan cuts num_layers = {plan.num_layers}, the model has {len(layers)} layers")
     holder: dict[int, tuple[int, str]] = {}
     for s, stage in enumerate(plan.stages):
         for name in list(layers)[stage.start : stage.stop]:
-            for parameter_name, parameter in layers[name].named_parameters(remove_duplicate=False):
-                at, other = holder.setdefault(id(parameter), (s, f"{name}.{parameter_name}"))
+            for key, tensor in layers[name].state_dict(prefix=f"{name}.", keep_vars=True).items():
+                at, other = holder.setdefault(id(tensor), (s, key))
                 if at != s:
                     raise ValueError(
-                        f"the plan separates {other} (stage {at}) and {name}.{parameter_name} (stage {s}), "
-                        "which are one parameter; keep the layers that share it in one stage"
+                        f"the plan separates {other} (stage {at}) and {key} (stage {s}), "
+                        "which are one tensor; keep the layers that share it in one stage"
                     )

@@ -23,7 +23,12 @@ def job() -> Job:
     """
 
     def run(
-        ranks: int, program: str, *arguments: str, fails: bool = False, timeout_seconds: float = 90.0, env: dict[str, str] | None = None
+        ranks: int,
+        program: str,
+        *arguments: str,
+        fails: bool = False,
+        timeout_seconds: float = 90.0,
+        env: dict[str, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
         path = PROGRAMS / program
         command = [sys.executable, str(path)] if path.is_file() else [program]
@@ -36,7 +41,10 @@ def job() -> Job:
             stderr=subprocess.STDOUT,
         )
         if (done.returncode != 0) != fails or done.returncode == launcher.TIMED_OUT:
-            pytest.fail(f"{program} {' '.join(arguments)} on {ranks} ranks: exit code {done.returncode}\n{done.stdout}", pytrace=False)
+            pytest.fail(
+                f"{program} {' '.join(arguments)} on {ranks} ranks: exit code {done.returncode}\n{done.stdout}",
+                pytrace=False,
+            )
         return done
 
     return run

@@ -41,9 +41,7 @@ def reference(cuts, replicas, profile, cluster, num_microbatches, schedule):
         total += f + b
         maxima.append((math.ceil(M / m) - 1) * (f + b) + max(0.0, a - b) + u)
 
-        stashes = math.ceil(M / m)
-        if schedule == "1f1b":
-            stashes = min(stashes, math.ceil(sum(replicas[s:]) / m))
+        stashes = stashes_of(replicas, M, schedule)[s]
         received = profile.layers[cuts[s] - 1].output_bytes if s else 0
         stashed = sum(one.activation_bytes for one in layers) + received
         memory = round(weights * (2 + profile.state_factor)) + stashes * stashed + layers[-1].output_bytes
@@ -57,6 +55,17 @@ def reference(cuts, replicas, profile, cluster, num_microbatches, schedule):
             maxima.append((math.ceil(M / min(m, replicas[s + 1])) - 1) * x)
         first = last + 1
     return total + max(maxima)
+
+
+def stashes_of(replicas, M, schedule):
+    """1F1B: the microbatch at work and a share of what the next stage holds; GPipe: every microbatch."""
+    found, held = [], 0
+    for m in reversed(replicas):
+        found.insert(
+            0, math.ceil(M / m) if schedule == "gpipe" else min(math.ceil(M / m), 1 + math.ceil(held / m))
+        )
+        held = m * found[0]
+    return found
 
 
 def crossed(cluster, first, last):

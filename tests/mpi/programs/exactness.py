@@ -24,7 +24,15 @@ OPTIMIZERS = {
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(1)
-    layers = [nn.Linear(5, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 9), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(9, 3)]
+    layers = [
+        nn.Linear(5, 9),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Linear(9, 9),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.2),
+        nn.Linear(9, 3),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -65,7 +73,12 @@ def make_plan(name: str, schedule: str) -> Plan:
 
 def check(plan: Plan, name: str, expected, expected_losses, epochs) -> None:
     trainer = Trainer(
-        make_model(), loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS[name], plan=plan, minibatch_size=MINIBATCH, seed=SEED
+        make_model(),
+        loss=nn.functional.cross_entropy,
+        optimizer=OPTIMIZERS[name],
+        plan=plan,
+        minibatch_size=MINIBATCH,
+        seed=SEED,
     )
     losses = []
     trainer.fit(make_data(), epochs, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
@@ -76,7 +89,10 @@ def check(plan: Plan, name: str, expected, expected_losses, epochs) -> None:
     if state is not None:
         assert state.keys() == expected.keys()
         worst = max((state[key] - expected[key]).abs().max().item() for key in expected)
-        print(f"{plan.name} {plan.schedule} {name}: parameters within {worst:.1e}, losses within {worst_loss:.1e}", flush=True)
+        print(
+            f"{plan.name} {plan.schedule} {name}: parameters within {worst:.1e}, losses within {worst_loss:.1e}",
+            flush=True,
+        )
         assert worst < 1e-10 and worst_loss < 1e-10
     trainer.close()
 
