@@ -23,7 +23,7 @@ def mlp(width: int = 512, depth: int = 4) -> nn.Sequential:
     return _initialised(nn.Flatten(), *_dense_blocks(widths, nn.GELU, 0.0), nn.Linear(width, 10))
 
 
-def vgg_digits(channels: int = 32, width: int = 1024, dropout: float = 0.2) -> nn.Sequential:
+def vgg_digits(channels: int = 32, width: int = 1024, dropout: float = 0.5) -> nn.Sequential:
     """A VGG-style network for 8×8 digits: (B, 1, 8, 8) → (B, 10).
 
     Four convolutions compute most and weigh little, two dense layers weigh most: the shape
