@@ -16,4 +16,4 @@ export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}   # a wai
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # raise it where there are more cores than ranks
 # Its own binding options start with one dash, which Open MPI 5 misreads.
 exec "$bin/python" "$bin/horovodrun" --binding-args="--bind-to none --map-by slot:OVERSUBSCRIBE" \
-  -np "$ranks" -H "${HOSTS:-localhost:$ranks}" "$bin/python" -m hybridpipe.cli train "$@"
+  -np "$ranks" -H "${HOSTS:-localhost:$ranks}" "$bin/python" -m hybridpipe train "$@"

@@ -1,0 +1,8 @@
+"""`python -m hybridpipe` is the command `hybridpipe`."""
+
+import sys
+
+from hybridpipe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
