@@ -2,7 +2,7 @@
 
 The model runs as single-layer stages, all layers forward and then all backward, as training would; each
 layer's figure is the median over the repetitions. What it costs to run a layer by itself (Python
-included) is thereby in the figure. A copy is measured, so the model stays as it was.
+included) is thereby in the figure. Copies are measured, so model and data stay as they were.
 """
 
 import copy
@@ -48,7 +48,9 @@ def measure(
     layers = layers_of(copy.deepcopy(model))
     stages = [Stage([layer], i, device) for i, layer in enumerate(layers.values())]
     stages[-1].loss = loss
-    inputs, targets = (map_tensors(lambda tensor: tensor.to(device), value) for value in (inputs, targets))
+    inputs, targets = (  # copies, as the first layer may work in place
+        map_tensors(lambda tensor: tensor.to(device, copy=True), value) for value in (inputs, targets)
+    )
 
     activation_bytes, output_bytes = _measure_bytes(stages, inputs, targets)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -108,7 +110,9 @@ def _pass(
 def _measure_bytes(stages: list[Stage], inputs: Value, targets: Value) -> tuple[list[int], list[int]]:
     """What each layer keeps for its backward and passes on; a storage counts where it is first kept."""
     kept: dict[int, Any] = {
-        p.untyped_storage().data_ptr(): p for stage in stages for p in stage.module.parameters()
+        tensor.untyped_storage().data_ptr(): tensor
+        for stage in stages
+        for tensor in (*stage.module.parameters(), *stage.module.buffers())
     }
     counting = [0]
 

@@ -22,7 +22,8 @@ def seed_generators(key: int, device: torch.device) -> None:
     """Seed the generators that a layer on `device` draws from."""
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
-        torch.cuda.manual_seed(key)
+        with torch.cuda.device(device):  # else the current device's, which may be another
+            torch.cuda.manual_seed(key)
 
 
 @contextmanager

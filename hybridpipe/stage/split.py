@@ -20,10 +20,14 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
             f"model must be an nn.Sequential, whose children are the layers, got {type(model).__name__}; "
             "wrap its parts as nn.Sequential(...)"
         )
+    own = [*model._parameters, *model._buffers]
     if type(model).forward is not nn.Sequential.forward:
-        raise TypeError(f"{type(model).__name__} has a forward of its own; make it a layer: nn.Sequential(model)")
-    for name in (*model._parameters, *model._buffers):
-        raise TypeError(f"{type(model).__name__} has a parameter or buffer of its own, {name!r}; move it into a layer")
+        own.append("forward")
+    if own:
+        raise TypeError(
+            f"{type(model).__name__} has its own {', '.join(own)}, which would be lost between its children; "
+            "make it one layer: nn.Sequential(model)"
+        )
     # not named_children(): it passes over a module that stands in a second place, such as a shared ReLU
     layers = {
         name: module
@@ -36,7 +40,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
-    """Raises ValueError unless the plan cuts this model, and no cut separates two uses of one parameter or buffer."""
+    """Raises ValueError unless the plan cuts this model and parts no two uses of a parameter or buffer."""
     layers = layers_of(model)
     if plan.num_layers != len(layers):
         raise ValueError(f"the plan cuts num_layers = {plan.num_layers}, the model has {len(layers)} layers")

@@ -74,11 +74,11 @@ class Stage:
         with preserved_state(self.device):
             outputs = self._run(inputs, step, microbatch)
             seed_generators(self._key(step, microbatch, len(self.module)), self.device)
-            loss = self.loss(outputs, targets) * share
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss must return one number, the mean over the samples, got shape {tuple(loss.shape)}"
-            )
+            mean = self.loss(outputs, targets)
+        if not isinstance(mean, Tensor) or mean.numel() != 1:
+            got = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+            raise ValueError(f"loss must return a tensor of one number, the mean over the samples, got {got}")
+        loss = mean * share
         self._stash[microbatch] = _Stashed(tensors_of(inputs), (loss,))
         return loss.detach()
 

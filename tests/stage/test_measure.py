@@ -1,0 +1,162 @@
+"""The profile of small models against sums done by hand."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.files import read_profile, write_json
+from hybridpipe.stage import measure as module
+from hybridpipe.stage.measure import measure
+
+from .helpers import Call, OnFirst, fork, join
+
+FLOAT, LONG = 4, 8  # bytes
+cross_entropy = nn.functional.cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch):
+    monkeypatch.setattr(module, "MAX_REPEATS", 3)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def profile_of(model, inputs=None, targets=None, **options):
+    inputs = torch.randn(5, 4) if inputs is None else inputs
+    targets = torch.randint(0, 3, (5,)) if targets is None else targets
+    return measure(model, inputs, targets, cross_entropy, **options)
+
+
+def figures(profile, field: str) -> list:
+    return [getattr(layer, field) for layer in profile.layers]
+
+
+def test_bytes_of_an_mlp():
+    profile = profile_of(mlp())
+    assert figures(profile, "parameter_bytes") == [(4 * 8 + 8) * FLOAT, 0, (8 * 3 + 3) * FLOAT]
+    assert figures(profile, "output_bytes") == [5 * 8 * FLOAT, 5 * 8 * FLOAT, 0]
+    log_softmax, targets, total_weight = 5 * 3 * FLOAT, 5 * LONG, FLOAT
+    assert figures(profile, "activation_bytes") == [
+        5 * 4 * FLOAT,  # Linear keeps its input
+        5 * 8 * FLOAT,  # ReLU keeps its output
+        log_softmax + targets + total_weight,  # Linear's input is ReLU's output, counted there
+    ]
+
+
+def test_frozen_parameters_are_not_counted():
+    model = mlp()
+    model[0].requires_grad_(False)
+    assert figures(profile_of(model), "parameter_bytes") == [0, 0, (8 * 3 + 3) * FLOAT]
+
+
+def test_a_cut_through_a_skip_connection_carries_every_tensor():
+    model = nn.Sequential(nn.Linear(4, 6), fork(), OnFirst(nn.Linear(6, 2)), Call(lambda v: (*v, v[0] > 0)))
+    model.extend([Call(lambda v: v[1]), nn.Linear(6, 3)])
+    inner, skip, mask = 5 * 2 * FLOAT, 5 * 6 * FLOAT, 5 * 2
+    expected = [skip, 2 * skip, inner + skip, inner + skip + mask, skip, 0]
+    assert figures(profile_of(model), "output_bytes") == expected
+
+
+def test_a_storage_is_counted_where_it_is_first_kept():
+    square = Call(lambda v: (v[0] * v[0], v[1]))
+    model = nn.Sequential(nn.Linear(4, 4), fork(), square, join(), nn.Linear(4, 3))
+    kept = figures(profile_of(model), "activation_bytes")
+    tensor = 5 * 4 * FLOAT
+    assert kept[:4] == [tensor, 0, tensor, 0]  # square keeps one storage, though twice
+
+
+def test_running_statistics_are_no_activation():
+    norm = nn.BatchNorm1d(8)
+    without, with_norm = mlp(), mlp().insert(1, norm)
+    added = profile_of(with_norm).layers[1]
+    saved_mean_and_deviation = 2 * 8 * FLOAT
+    assert added.activation_bytes == 5 * 8 * FLOAT + saved_mean_and_deviation
+    assert added.parameter_bytes == 2 * 8 * FLOAT
+    assert profile_of(without).layers[0].activation_bytes == 5 * 4 * FLOAT
+
+
+def test_times_are_positive():
+    profile = profile_of(mlp(), optimizer=partial(torch.optim.Adam, lr=0.1))
+    assert min(figures(profile, "forward_seconds")) > 0
+    assert min(figures(profile, "backward_seconds")) > 0
+    assert [seconds > 0 for seconds in figures(profile, "update_seconds")] == [True, False, True]
+
+
+def test_a_slow_layer_is_seen_to_be_slow():
+    def spin(x):
+        began = module.time.perf_counter()
+        while module.time.perf_counter() - began < 0.003:
+            pass
+        return x
+
+    profile = profile_of(nn.Sequential(nn.Linear(4, 8), Call(spin), nn.Linear(8, 3)))
+    first, slow, last = figures(profile, "forward_seconds")
+    assert slow >= 0.003 and first < slow > last
+
+
+@pytest.mark.parametrize(
+    "optimizer, factor",
+    [
+        (None, 0),
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (partial(torch.optim.Adam, lr=0.1), 2),
+        (partial(torch.optim.AdamW, lr=0.1, amsgrad=True), 3),
+    ],
+)
+def test_state_factor(optimizer, factor):
+    assert profile_of(mlp(), optimizer=optimizer).state_factor == factor
+
+
+def test_circumstances():
+    profile = profile_of(mlp().double(), torch.randn(5, 4, dtype=torch.float64))
+    assert (profile.samples, profile.device, profile.dtype) == (5, "cpu", "float64")
+    assert profile.versions["torch"] == torch.__version__
+    assert [layer.name for layer in profile.layers] == ["0", "1", "2"]
+
+
+def test_the_model_its_gradients_and_the_data_stay_as_they_were():
+    model = nn.Sequential(
+        nn.Dropout(0.5, inplace=True),
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 3),
+    )
+    model(torch.randn(5, 4)).sum().backward()
+    before = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters()]
+    inputs, targets = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    data, state = inputs.clone(), torch.get_rng_state()
+    profile_of(model, inputs, targets, optimizer=partial(torch.optim.SGD, lr=0.1))
+    after = model.state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before[0].items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before[1], strict=True))
+    assert torch.equal(inputs, data)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_of_one_layer():
+    profile = profile_of(nn.Sequential(nn.Linear(4, 3)))
+    assert figures(profile, "output_bytes") == [0]
+
+
+def test_a_module_that_stands_twice():
+    layer = nn.Linear(4, 4)
+    profile = profile_of(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)))
+    assert profile.num_layers == 4
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    profile = profile_of(mlp(), optimizer=partial(torch.optim.Adam, lr=0.1))
+    write_json(tmp_path / "profile.json", profile)
+    assert read_profile(tmp_path / "profile.json") == profile
+
+
+def test_other_models_are_refused():
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        profile_of(nn.Linear(4, 3))
