@@ -1,4 +1,4 @@
-"""Jobs under mpirun, from plain pytest: with a time limit, every rank's output on failure, nothing left behind."""
+"""Jobs under mpirun from plain pytest: time limits, every rank's output on failure, nothing left behind."""
 
 import os
 import subprocess
@@ -41,10 +41,8 @@ def job() -> Job:
             stderr=subprocess.STDOUT,
         )
         if (done.returncode != 0) != fails or done.returncode == launcher.TIMED_OUT:
-            pytest.fail(
-                f"{program} {' '.join(arguments)} on {ranks} ranks: exit code {done.returncode}\n{done.stdout}",
-                pytrace=False,
-            )
+            what = f"{program} {' '.join(arguments)} on {ranks} ranks"
+            pytest.fail(f"{what}: exit code {done.returncode}\n{done.stdout}", pytrace=False)
         return done
 
     return run

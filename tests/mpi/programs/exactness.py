@@ -89,10 +89,8 @@ def check(plan: Plan, name: str, expected, expected_losses, epochs) -> None:
     if state is not None:
         assert state.keys() == expected.keys()
         worst = max((state[key] - expected[key]).abs().max().item() for key in expected)
-        print(
-            f"{plan.name} {plan.schedule} {name}: parameters within {worst:.1e}, losses within {worst_loss:.1e}",
-            flush=True,
-        )
+        what = f"{plan.name} {plan.schedule} {name}"
+        print(f"{what}: parameters within {worst:.1e}, losses within {worst_loss:.1e}", flush=True)
         assert worst < 1e-10 and worst_loss < 1e-10
     trainer.close()
 
