@@ -43,6 +43,68 @@ SUMMARY = {  # DESIGN's list
 }  # fmt: skip
 
 
+# A command line, then what it is told; the files are made by the test.
+MISTAKES = [
+    line.strip()
+    for line in """
+train none.toml
+    none.toml: cannot be read
+train small.toml --plan best
+    --plan: must be auto, dp, straight or a .json file, got 'best'
+train small.toml --plan none.json
+    none.json: cannot be read
+train small.toml --plan broken.json
+    broken.json: must be JSON
+train small.toml --plan gap.json
+    gap.json: stages[1].start: must be 1
+train small.toml --plan extra.json
+    extra.json: stages[0].replica: unknown field (did you mean 'replicas'?
+train small.toml --plan schedule.json
+    schedule.json: schedule: must be one of 1f1b, gpipe, got 'pipedream2'
+train small.toml --plan huge.json
+    huge.json: stages[0].replicas: must be an integer <= 1048576
+train small.toml --set train.minibatch=0
+    train.minibatch: must be an integer >= 1, got 0
+train small.toml --set train.minibatch=2
+    train.microbatch: must be <= minibatch = 2, got 4
+train small.toml --set train.epoch=2
+    train.epoch: unknown field (did you mean 'epochs'?
+train small.toml --set epochs
+    --set epochs: must be table.key=value
+train small.toml --set model.factory=small
+    model.factory: must be 'module:callable', got 'small'
+train small.toml --set model.factory=small:nett
+    small has no 'nett' (did you mean 'net'?
+train small.toml --set model.factory=smal:net
+    model.factory: no module 'smal'
+train small.toml --set model.args.widht=3
+    model.args: net() got an unexpected keyword argument 'widht'
+train small.toml --set optimizer.args.lrr=3
+    did you mean 'lr'?
+train small.toml --set plan.schedule=2f2b
+    plan.schedule: must be one of 1f1b, gpipe, got '2f2b'
+plan --profile negative.json --cluster c.json
+    layers[0].forward_seconds: must be a finite number >= 0, got -1
+plan --profile p.json --cluster gap.json
+    gap.json: format: must be 'hybridpipe-cluster/1', got 'hybridpipe-plan/1'
+plan --profile p.json --cluster c.json --ranks 9
+    ranks must be at most the cluster's 4, got 9
+plan --profile p.json --cluster c.json --memory 10
+    no plan fits into memory_bytes = 10
+plan --profile p.json --cluster c.json --ranks 0
+    --ranks: must be an integer >= 1, got '0'
+simulate --plan six.json --profile p.json --cluster c.json
+    plan needs 6 = 6 ranks, got 4
+probe --flat 4 --bandwidth -1
+    bandwidth must be a finite number > 0, got -1
+compare small.toml --ranks 2 --baselines nccl
+    baseline_nccl.py must be there
+compare small.toml
+    --ranks
+""".strip().splitlines()
+]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "small.py").write_text(MODEL)
@@ -126,38 +188,7 @@ def test_compare_puts_runs_side_by_side(folder):
     assert "round 2 of 2" in done.stdout and "vs dp" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments, told",
-    [
-        (["train", "none.toml"], "none.toml: cannot be read"),
-        (["train", "small.toml", "--plan", "best"], "--plan: must be auto, dp, straight or a .json file, got 'best'"),
-        (["train", "small.toml", "--plan", "none.json"], "none.json: cannot be read"),
-        (["train", "small.toml", "--plan", "broken.json"], "broken.json: must be JSON"),
-        (["train", "small.toml", "--plan", "gap.json"], "gap.json: stages[1].start: must be 1"),
-        (["train", "small.toml", "--plan", "extra.json"], "extra.json: stages[0].replica: unknown field (did you mean 'replicas'?"),
-        (["train", "small.toml", "--plan", "schedule.json"], "schedule.json: schedule: must be one of 1f1b, gpipe, got 'pipedream2'"),
-        (["train", "small.toml", "--plan", "huge.json"], "huge.json: stages[0].replicas: must be an integer <= 1048576"),
-        (["train", "small.toml", "--set", "train.minibatch=0"], "train.minibatch: must be an integer >= 1, got 0"),
-        (["train", "small.toml", "--set", "train.minibatch=2"], "train.microbatch: must be <= minibatch = 2, got 4"),
-        (["train", "small.toml", "--set", "train.epoch=2"], "train.epoch: unknown field (did you mean 'epochs'?"),
-        (["train", "small.toml", "--set", "epochs"], "--set epochs: must be table.key=value"),
-        (["train", "small.toml", "--set", "model.factory=small"], "model.factory: must be 'module:callable', got 'small'"),
-        (["train", "small.toml", "--set", "model.factory=small:nett"], "small has no 'nett' (did you mean 'net'?"),
-        (["train", "small.toml", "--set", "model.factory=smal:net"], "model.factory: no module 'smal'"),
-        (["train", "small.toml", "--set", "model.args.widht=3"], "model.args: net() got an unexpected keyword argument 'widht'"),
-        (["train", "small.toml", "--set", "optimizer.args.lrr=3"], "did you mean 'lr'?"),
-        (["train", "small.toml", "--set", "plan.schedule=2f2b"], "plan.schedule: must be one of 1f1b, gpipe, got '2f2b'"),
-        (["plan", "--profile", "negative.json", "--cluster", "c.json"], "layers[0].forward_seconds: must be a finite number >= 0, got -1"),
-        (["plan", "--profile", "p.json", "--cluster", "gap.json"], "gap.json: format: must be 'hybridpipe-cluster/1', got 'hybridpipe-plan/1'"),
-        (["plan", "--profile", "p.json", "--cluster", "c.json", "--ranks", "9"], "ranks must be at most the cluster's 4, got 9"),
-        (["plan", "--profile", "p.json", "--cluster", "c.json", "--memory", "10"], "no plan fits into memory_bytes = 10"),
-        (["plan", "--profile", "p.json", "--cluster", "c.json", "--ranks", "0"], "--ranks: must be an integer >= 1, got '0'"),
-        (["simulate", "--plan", "six.json", "--profile", "p.json", "--cluster", "c.json"], "plan needs 6 = 6 ranks, got 4"),
-        (["probe", "--flat", "4", "--bandwidth", "-1"], "bandwidth must be a finite number > 0, got -1"),
-        (["compare", "small.toml", "--ranks", "2", "--baselines", "nccl"], "baseline_nccl.py must be there"),
-        (["compare", "small.toml"], "--ranks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments, told", zip(MISTAKES[::2], MISTAKES[1::2]))
 def test_a_mistake_is_told_in_one_line_before_anything_starts(folder, arguments, told):
     plan = {"format": "hybridpipe-plan/1", "stages": [{"start": 0, "stop": 1, "replicas": 1}]}
     layer = {
@@ -183,7 +214,7 @@ def test_a_mistake_is_told_in_one_line_before_anything_starts(folder, arguments,
         (folder / name).write_text(json.dumps(document))
     (folder / "broken.json").write_text("{")
     before = {path.name for path in folder.iterdir()}
-    done = hybridpipe(*arguments, cwd=folder)
+    done = hybridpipe(*arguments.split(), cwd=folder)
     assert done.returncode == 2, done.stdout + done.stderr
     assert told in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == "", done.stderr
