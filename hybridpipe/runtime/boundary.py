@@ -78,8 +78,8 @@ class Boundary:
         elif known != spec:
             raise ProtocolError(
                 f"the output of stage {self._stage} changed for microbatches of {size.samples} samples: "
-                f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes that depend on "
-                "the number of samples only"
+                f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes and types that "
+                "depend on the number of samples only"
             )
         self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors)
 
@@ -148,10 +148,8 @@ class Boundary:
 
 
 def _describe(spec: Spec) -> str:
-    return (
-        ", ".join(
-            f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{' with gradient' * t.requires_grad}"
-            for t in spec.tensors
-        )
-        or "nothing"
+    tensors = ", ".join(
+        f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{' with gradient' * t.requires_grad}"
+        for t in spec.tensors
     )
+    return tensors if spec.single else f"a tuple of {tensors or 'nothing'}"

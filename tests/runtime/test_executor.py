@@ -1,0 +1,175 @@
+"""The executor under many plans, in threads, against one process in float64."""
+
+import queue
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe import Plan, StageSpec
+from hybridpipe.planning.schedules import programs
+from hybridpipe.runtime.messages import ProtocolError
+
+from .helpers import Call, OnFirst, assert_same, in_threads, make_plan, one_process
+
+FEATURES, CLASSES = 4, 3
+cross_entropy = nn.functional.cross_entropy
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def minibatches(*sizes: int):
+    return [(torch.randn(n, FEATURES, dtype=torch.float64), torch.randint(0, CLASSES, (n,))) for n in sizes]
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, CLASSES)
+    ).double()
+
+
+def skip() -> nn.Sequential:
+    """Boundaries of three tensors: one with gradient, one of integers, one skip connection."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 6),
+        Call(lambda x: (x, x.argmax(1), x)),
+        OnFirst(nn.Linear(6, 6)),
+        OnFirst(nn.ReLU(inplace=True)),
+        Call(lambda v: v[0] + v[2] * nn.functional.one_hot(v[1], 6)),
+        nn.Linear(6, CLASSES),
+    ).double()
+
+
+def frozen(*indices: int) -> nn.Sequential:
+    model = mlp()
+    for i in indices:
+        model[i].requires_grad_(False)
+    return model
+
+
+def with_unused() -> nn.Sequential:
+    """A parameter that no microbatch uses: its gradient stays None, so weight decay passes it by."""
+    model = mlp()
+    for i in (0, 4):
+        model[i].register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    return model
+
+
+class OnPositive(nn.Module):
+    """Uses its parameters for samples that begin with a positive number, and not at all where none does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x):
+        positive = x[:, :1] > 0
+        return torch.where(positive, self.inner(x), x) if positive.any() else x
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "name", ["1", "3", "1-1", "2-1", "1-2", "3-2", "1-3", "2-2", "1-1-1-1", "2-1-2", "1-2-1"]
+)
+def test_every_plan_equals_one_process(name, schedule):
+    model, data = mlp(), minibatches(12, 12, 7, 1)  # 6, 6, 4 and 1 microbatches: some replicas get none
+    plan = make_plan(name, len(model), 6, schedule)
+    result = in_threads(plan, model, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_fifteen_replicas_and_one(schedule):
+    model, data = mlp(), minibatches(30, 30, 9)
+    result = in_threads(make_plan("15-1", 5, 30, schedule), model, data, 1, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+
+
+@pytest.mark.parametrize("name", ["1-1", "2-1", "1-3", "3-2", "1-1-1-1"])
+@pytest.mark.parametrize(
+    "make_model",
+    [skip, partial(frozen, 0), partial(frozen, 2), partial(frozen, 4), partial(frozen, 0, 4), with_unused],
+    ids=["skip", "frozen first", "frozen middle", "frozen last", "frozen both ends", "unused"],
+)
+def test_models_that_are_no_plain_chain(make_model, name):
+    model, data = make_model(), minibatches(8, 8, 3)
+    result = in_threads(make_plan(name, len(model), 4), model, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+
+
+@pytest.mark.parametrize("edges", [1, 2, 3, 4, 5])
+def test_tuples_cross_every_cut(edges):
+    model, data = skip(), minibatches(8, 5)
+    plan = Plan((StageSpec(0, edges, 2), StageSpec(edges, 6)), num_microbatches=4)
+    result = in_threads(plan, model, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+
+
+@pytest.mark.parametrize("stages", [(StageSpec(0, 3, 3),), (StageSpec(0, 1), StageSpec(1, 3, 3))])
+def test_a_parameter_that_only_some_microbatches_use(stages):
+    model = nn.Sequential(nn.Identity(), OnPositive(), nn.Linear(FEATURES, CLASSES)).double()
+    data = minibatches(3, 3, 3)
+    for (inputs, _), signs in zip(data, [(1, -1, -1), (-1, -1, -1), (-1, 1, 1)], strict=True):
+        inputs[:, 0] = torch.tensor(signs)
+    result = in_threads(Plan(stages, num_microbatches=3), model, data, 1, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+    assert [gradients[0] is None for gradients in result.gradients] == [False, True, False]
+
+
+def test_adam():
+    model, data, adam = mlp(), minibatches(12, 12, 5), partial(torch.optim.Adam, lr=0.01)
+    result = in_threads(make_plan("2-1", 5, 6), model, data, 2, cross_entropy, adam)
+    assert_same(result, one_process(model, data, cross_entropy, adam), within=1e-10)
+
+
+@pytest.mark.parametrize("name", ["1-2-1", "3-2"])
+def test_events_are_the_program_in_order_and_do_not_overlap(name):
+    model, data = mlp(), minibatches(12, 7)
+    plan = make_plan(name, len(model), 6)
+    result = in_threads(plan, model, data, 2, cross_entropy, momentum)
+    for rank in plan.ranks:
+        for events, count in zip(result.events[rank], (6, 4), strict=True):
+            assert tuple(event.instruction for event in events) == programs(plan, count)[rank]
+            times = [time for event in events for time in (event.start_seconds, event.end_seconds)]
+            assert times == sorted(times)
+
+
+def test_a_failing_stage_ends_the_training_quickly():
+    class Broken(Exception):
+        pass
+
+    def fail(x):
+        if threading.active_count() > 1 and x.requires_grad:
+            raise Broken
+        return x
+
+    model = nn.Sequential(nn.Linear(FEATURES, 4), Call(fail), nn.Linear(4, CLASSES)).double()
+    began = time.perf_counter()
+    with pytest.raises(Broken):
+        in_threads(
+            make_plan("2-2", 3, 4), model, minibatches(8), 2, cross_entropy, momentum, timeout_seconds=0.5
+        )
+    assert time.perf_counter() - began < 3
+
+
+def test_a_message_that_never_comes_is_told():
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 4), Call(lambda x: time.sleep(1) or x), nn.Linear(4, CLASSES)
+    ).double()
+    with pytest.raises(queue.Empty):
+        in_threads(
+            make_plan("1-1", 3, 4), model, minibatches(8), 2, cross_entropy, momentum, timeout_seconds=0.2
+        )
+
+
+def test_a_shape_that_changes_is_told():
+    widths = iter([6, 6, 5, 6])
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 6), Call(lambda x: x[:, : next(widths)]), Call(lambda x: x[:, :CLASSES])
+    ).double()
+    with pytest.raises(ProtocolError, match=r"\(2, 6\) float64 with gradient before, \(2, 5\) float64"):
+        in_threads(
+            make_plan("1-1", 3, 4), model, minibatches(8), 2, cross_entropy, momentum, timeout_seconds=0.5
+        )

@@ -1,0 +1,111 @@
+"""The MPI transport of a world of one rank, which may send to itself."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.mpi_transport import MpiTransport
+from hybridpipe.runtime.transport import Buffers
+
+
+@pytest.fixture
+def transport():
+    communicator = MPI.COMM_SELF.Dup()
+    with MpiTransport(communicator) as transport:
+        yield transport
+    communicator.Free()
+
+
+def filled(num_bytes: int, value: int = 0) -> torch.Tensor:
+    return torch.full((num_bytes,), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("num_bytes", [64, 5000, 1 << 24])
+@pytest.mark.parametrize("receive_first", [True, False])
+def test_bytes_arrive(transport, num_bytes, receive_first):
+    message, buffer = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8), filled(num_bytes)
+    if receive_first:
+        receiving = transport.receive(buffer, 0, tag=3)
+    sending = transport.send(message, 0, tag=3)
+    if not receive_first:
+        receiving = transport.receive(buffer, 0, tag=3)
+    receiving.wait()
+    sending.wait()
+    assert torch.equal(buffer, message)
+
+
+def test_order_for_each_tag(transport):
+    buffers = {(tag, i): filled(1 << 16) for tag in (1, 2) for i in range(4)}
+    receiving = [transport.receive(buffer, 0, tag) for (tag, _), buffer in buffers.items()]
+    for i in range(4):
+        for tag in (2, 1):
+            transport.send(filled(1 << 16, 10 * tag + i), 0, tag)
+    for pending in receiving:
+        pending.wait()
+    assert all(buffer.eq(10 * tag + i).all() for (tag, i), buffer in buffers.items())
+
+
+def test_a_buffer_is_free_once_it_is_sent_and_dropped(transport):
+    buffers, addresses = Buffers(), set()
+    gc.disable()  # by reference count alone
+    try:
+        for _ in range(20):
+            receiving = transport.receive(incoming := buffers.take(1 << 20), 0, tag=0)
+            sending = transport.send(outgoing := buffers.take(1 << 20), 0, tag=0)
+            addresses |= {incoming.data_ptr(), outgoing.data_ptr()}
+            receiving.wait()
+            sending.wait()
+            del incoming, outgoing
+    finally:
+        gc.enable()
+    assert len(addresses) <= 4
+
+
+def test_many_threads_may_send(transport):
+    buffers = [[filled(4096) for _ in range(50)] for _ in range(4)]
+    receiving = [transport.receive(buffer, 0, tag) for tag, row in enumerate(buffers) for buffer in row]
+
+    def send(tag):
+        for i in range(50):
+            transport.send(filled(4096, i), 0, tag).wait()
+
+    threads = [threading.Thread(target=send, args=(tag,)) for tag in range(4)]
+    for thread in threads:
+        thread.start()
+    for pending in receiving:
+        pending.wait()
+    for thread in threads:
+        thread.join()
+    assert all(buffer.eq(i).all() for row in buffers for i, buffer in enumerate(row))
+
+
+def test_a_collective_may_be_watched(transport):
+    numbers = torch.tensor([3.0]).numpy()
+    transport.watch(MPI.COMM_SELF.Iallreduce(MPI.IN_PLACE, numbers), numbers).wait()
+    assert numbers.tolist() == [3.0]
+
+
+def test_close_waits_for_what_is_under_way():
+    communicator = MPI.COMM_SELF.Dup()
+    transport = MpiTransport(communicator)
+    buffer = filled(1 << 22)
+    receiving = transport.receive(buffer, 0, tag=0)
+    transport.send(filled(1 << 22, 9), 0, tag=0)
+    transport.close()
+    receiving.wait()
+    assert buffer.eq(9).all()
+    assert not transport._thread.is_alive()
+    communicator.Free()
+
+
+def test_an_idle_transport_sleeps(transport):
+    transport.send(filled(64), 0, tag=0)
+    transport.receive(filled(64), 0, tag=0).wait()
+    time.sleep(0.05)
+    began = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - began < 0.05
