@@ -32,6 +32,8 @@ def minibatches(
     Args:
         dataset: map-style: `len(dataset)`, and `dataset[i]` is (inputs, target).
     """
+    if not len(dataset):
+        raise ValueError("dataset must hold at least one sample, got none")
     order = _order(len(dataset), seed, epoch, shuffle)
     for start in range(0, len(order), minibatch_size):
         yield _load_minibatch(dataset, order[start : start + minibatch_size], microbatch_size)
@@ -47,7 +49,10 @@ def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Mini
     counts = {len(tensor) for value in (inputs, targets) for tensor in tensors_of(value)}
     if len(counts) != 1:
         raise ValueError(f"inputs and targets must hold equally many samples, got {sorted(counts)}")
-    sizes = microbatch_sizes(counts.pop(), microbatch_size)
+    count = counts.pop()
+    if not count:
+        raise ValueError("inputs and targets must hold at least one sample, got none")
+    sizes = microbatch_sizes(count, microbatch_size)
 
     def part(value: Value, microbatch: int) -> Value:
         start = microbatch * microbatch_size
@@ -74,7 +79,7 @@ def _load_minibatch(dataset: Any, indices: Sequence[int], microbatch_size: int) 
 
 
 def _load(dataset: Any, indices: Sequence[int]) -> tuple[Value, Value]:
-    if isinstance(dataset, TensorDataset):  # one indexing instead of a call a sample
+    if type(dataset) is TensorDataset:  # one indexing instead of a call a sample; a subclass may do more
         inputs, targets = (tensor[list(indices)] for tensor in dataset.tensors)
     else:
         inputs, targets = default_collate([dataset[i] for i in indices])

@@ -49,7 +49,7 @@ class Recorder:
             )
 
     def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
-        """A finished minibatch; `seconds` from the end of the one before to its own, on this rank."""
+        """A finished minibatch; `seconds` on this rank, in an epoch since the end of the one before."""
         record = MinibatchRecord(len(self.records), epoch, loss, num_samples, seconds)
         self.records.append(record)
         if full:

@@ -1,0 +1,346 @@
+"""The trainer in a world of one rank; tests/mpi has the others."""
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe.errors import UserError
+from hybridpipe.files import write_json
+from hybridpipe.stage import measure
+
+cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(measure, "MAX_REPEATS", 2)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def data(num_samples: int) -> TensorDataset:
+    return TensorDataset(torch.randn(num_samples, 4).double(), torch.randint(0, 3, (num_samples,)))
+
+
+def whole(num_microbatches: int = 4, **options) -> Plan:
+    """Everything on the one rank."""
+    return Plan((StageSpec(0, 3),), num_microbatches=num_microbatches, **options)
+
+
+@pytest.fixture
+def make():
+    """Trainers that are closed afterwards."""
+    trainers = []
+
+    def trainer(model=None, **options) -> Trainer:
+        given = {"loss": cross_entropy, "optimizer": momentum, "plan": whole(), "minibatch_size": 8}
+        trainers.append(Trainer(mlp() if model is None else model, **(given | options)))
+        return trainers[-1]
+
+    yield trainer
+    for trainer in trainers:
+        trainer.close()
+
+
+def plain_loop(model: nn.Module, batches, optimizer=momentum, loss=cross_entropy) -> list[float]:
+    """What a user would write without us."""
+    update, losses = optimizer(model.parameters()), []
+    for inputs, targets in batches:
+        update.zero_grad()
+        value = loss(model(inputs), targets)
+        value.backward()
+        update.step()
+        losses.append(value.item())
+    return losses
+
+
+def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
+    for tensor, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(tensor, reference, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_train_step_equals_a_plain_loop(make, schedule):
+    model = mlp()
+    reference, batches = copy.deepcopy(model), [data(n)[:] for n in (8, 8, 5, 1, 8)]
+    trainer = make(model, plan=whole(schedule=schedule))
+    losses = [trainer.train_step(*batch) for batch in batches]
+    assert all(type(loss) is float for loss in losses)
+    assert losses == pytest.approx(plain_loop(reference, batches), rel=0, abs=1e-12)
+    assert_same_weights(model, reference)
+
+
+def test_fit_equals_a_plain_loop(make):
+    model, samples = mlp(), data(19)
+    reference = copy.deepcopy(model)
+    batches = [samples[start : start + 8] for start in range(0, 19, 8)] * 2
+    losses = []
+    history = make(model).fit(
+        samples, epochs=2, shuffle=False, on_minibatch=lambda record: losses.append(record.loss)
+    )
+    expected = plain_loop(reference, batches)
+    assert losses == pytest.approx(expected, rel=0, abs=1e-12)
+    assert_same_weights(model, reference)
+    means = [
+        sum(loss * n for loss, n in zip(part, (8, 8, 3), strict=True)) / 19
+        for part in (expected[:3], expected[3:])
+    ]
+    assert [entry["epoch"] for entry in history] == [0, 1]
+    assert [entry["loss"] for entry in history] == pytest.approx(means, rel=0, abs=1e-12)
+
+
+def test_fit_validates_after_each_epoch(make):
+    trainer, samples = make(), data(16)
+    history = trainer.fit(samples, epochs=2, validation=samples)
+    assert [entry["validation"].keys() for entry in history] == [{"loss", "accuracy"}] * 2
+    assert history[-1]["validation"] == trainer.evaluate(samples)
+
+
+def test_records_number_the_updates_across_epochs(make):
+    records = []
+    make().fit(data(19), epochs=2, on_minibatch=records.append)
+    assert [(r.step, r.epoch, r.num_samples) for r in records] == [
+        (0, 0, 8), (1, 0, 8), (2, 0, 3), (3, 1, 8), (4, 1, 8), (5, 1, 3),
+    ]  # fmt: skip
+    assert all(r.seconds > 0 for r in records)
+
+
+def test_the_seed_decides_order_and_dropout(make):
+    def losses(seed):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+        torch.manual_seed(2)
+        samples = data(16)
+        torch.seed()
+        return [entry["loss"] for entry in make(model, seed=seed).fit(samples, epochs=2)]
+
+    assert losses(3) == losses(3) != losses(4)
+
+
+def test_two_trainers_one_after_the_other(make):
+    model = mlp()
+    others, batches = copy.deepcopy(model), [data(8)[:] for _ in range(3)]
+    first = make(model)
+    losses = [first.train_step(*batch) for batch in batches]
+    first.close()
+    second = make(others)
+    assert [second.train_step(*batch) for batch in batches] == losses
+    assert_same_weights(model, others)
+
+
+def test_close_twice_does_nothing(make):
+    trainer = make()
+    trainer.close()
+    trainer.close()
+
+
+def as_predicted(samples: TensorDataset, model: nn.Module) -> dict[str, float]:
+    with torch.no_grad():
+        outputs = model.eval()(samples.tensors[0])
+    right = outputs.argmax(1) == samples.tensors[1]
+    return {
+        "loss": cross_entropy(outputs, samples.tensors[1]).item(),
+        "accuracy": right.double().mean().item(),
+    }
+
+
+def test_evaluate_is_over_all_samples(make):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+    samples = data(21)
+    assert make(model).evaluate(samples) == pytest.approx(as_predicted(samples, model), rel=0, abs=1e-12)
+
+
+def test_evaluating_changes_nothing(make):
+    trainer, samples = make(model := mlp()), data(8)
+    before = copy.deepcopy(model)
+    trainer.evaluate(samples)
+    assert_same_weights(model, before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class PerToken(nn.Module):
+    """(N, T, C) and (N, T) as cross_entropy has them."""
+
+    def forward(self, logits, targets):
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    "shape, targets, loss, classes",
+    [
+        ((6, 4), (6,), cross_entropy, -1),
+        ((6, 5, 4), (6, 5), PerToken(), -1),
+        ((6, 4, 5, 5), (6, 5, 5), cross_entropy, 1),
+    ],
+    ids=["(N, C)", "(N, T, C)", "(N, C, H, W)"],
+)
+def test_accuracy(make, shape, targets, loss, classes):
+    inputs, labels = torch.randn(shape).double(), torch.randint(0, 4, targets)
+    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity())
+    metrics = make(model, loss=loss).evaluate(TensorDataset(inputs, labels))
+    right = (inputs.argmax(classes) == labels).double().mean().item()
+    assert metrics["accuracy"] == pytest.approx(right)
+    assert metrics["loss"] == pytest.approx(loss(inputs, labels).item())
+
+
+def test_regression_has_no_accuracy(make):
+    samples = TensorDataset(torch.randn(10, 4).double(), torch.randn(10, 3).double())
+    metrics = make(model := mlp(), loss=mse).evaluate(samples)
+    assert metrics == {"loss": pytest.approx(mse(model(samples.tensors[0]), samples.tensors[1]).item())}
+
+
+def test_full_state_dict_is_that_of_the_model(make):
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    trainer = make(model)
+    trainer.fit(data(16))
+    state, expected = trainer.full_state_dict(), model.state_dict()
+    assert list(state) == list(expected)
+    for key, tensor in expected.items():
+        assert torch.equal(state[key], tensor) and state[key].dtype == tensor.dtype
+        assert state[key].data_ptr() != tensor.data_ptr(), "a copy, as training goes on"
+    model.load_state_dict(state)
+
+
+def test_summary(make):
+    trainer = make()
+    trainer.fit(data(8 * 6))
+    summary = trainer.summary()
+    named_in_the_design = {
+        "plan", "ranks", "samples_per_second", "minibatch_seconds_median", "predicted_minibatch_seconds",
+        "bubble_fraction", "loss_first", "loss_last", "metrics", "peak_memory_bytes", "bytes_sent_p2p",
+        "bytes_allreduced",
+    }  # fmt: skip
+    assert named_in_the_design <= summary.keys()
+    assert json.loads(json.dumps(summary)) == summary
+    assert summary["updates"] == 6 and summary["bytes_sent_p2p"] == summary["bytes_allreduced"] == 0
+    assert summary["samples_per_second"] == pytest.approx(8 / summary["minibatch_seconds_median"])
+    assert 0 <= summary["bubble_fraction"] < 1
+    timeline = trainer.timeline()
+    assert list(timeline.events) == [0] and timeline.seconds <= 2 * summary["minibatch_seconds_median"] + 0.1
+
+
+def test_train_step_is_in_the_summary(make):
+    trainer, batch = make(), data(8)[:]
+    losses = [trainer.train_step(*batch) for _ in range(5)]
+    summary = trainer.summary()
+    assert summary["updates"] == 5 and summary["samples_per_second"] > 0
+    assert (summary["loss_first"], summary["loss_last"]) == (losses[0], losses[-1])
+
+
+@pytest.mark.parametrize("name", ["auto", "dp", "straight"])
+def test_a_plan_that_goes_by_its_name(make, name):
+    model = mlp()
+    reference, batches = copy.deepcopy(model), [data(8)[:] for _ in range(3)]
+    trainer = make(model, plan=name, microbatch_size=2)
+    with pytest.raises(RuntimeError, match="made from the first minibatch"):
+        _ = trainer.plan
+    losses = [trainer.train_step(*batch) for batch in batches]
+    assert (trainer.plan.name, trainer.plan.num_microbatches) == ("1", 4)
+    assert trainer.plan.predicted.minibatch_seconds > 0
+    assert losses == pytest.approx(plain_loop(reference, batches), rel=0, abs=1e-12)
+    assert trainer.choice.profile.samples == 2
+
+
+def test_measuring_the_model_leaves_the_first_minibatch_alone(make):
+    def first_loss(plan):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(4, 6), nn.Linear(6, 3)).double()
+        return make(model, plan=plan, microbatch_size=2).train_step(*data(8)[:])
+
+    assert first_loss("dp") == first_loss(whole())
+
+
+def test_prepare_makes_the_plan_from_the_data_set(make):
+    trainer = make(plan="auto")
+    trainer.prepare(data(8))
+    assert trainer.plan.num_layers == 3
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_plan_from_a_file(make, tmp_path, kind):
+    write_json(tmp_path / "plan.json", whole())
+    trainer = make(plan=kind(tmp_path / "plan.json"))
+    assert trainer.plan == whole() and trainer.microbatch_size == 2
+
+
+def test_a_plan_that_is_no_file(make, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.json: cannot be read"):
+        make(plan=tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"plan": Plan((StageSpec(0, 1, 2), StageSpec(1, 3)))}, r"plan needs 2 \+ 1 = 3 ranks, got 1"),
+        ({"plan": Plan((StageSpec(0, 3, 1, (4,)),))}, "plan names rank 4, the world has ranks 0 to 0"),
+        ({"plan": Plan((StageSpec(0, 2),))}, "cuts num_layers = 2, the model has 3 layers"),
+        (
+            {"plan": whole(7), "minibatch_size": 10},
+            "minibatch_size = 10 .* num_microbatches = 7 .* slices of 2 are 5",
+        ),
+        (
+            {"plan": whole(4), "microbatch_size": 3},
+            "microbatch_size = 3 disagrees .* num_microbatches = 4 makes 2",
+        ),
+        ({"minibatch_size": 0}, "minibatch_size must be an integer >= 1, got 0"),
+        ({"plan": "dp", "minibatch_size": -8}, "minibatch_size must be an integer >= 1, got -8"),
+        ({"plan": "dp", "microbatch_size": 0}, "microbatch_size must be an integer >= 1, got 0"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_its_arithmetic(make, options, told):
+    with pytest.raises(ValueError, match=told):
+        make(**options)
+
+
+def test_giving_the_microbatch_size_of_the_plan_is_no_error(make):
+    assert make(microbatch_size=2).microbatch_size == 2
+    assert make(plan=whole(3), minibatch_size=8).microbatch_size == 3
+
+
+def test_other_models_are_refused(make):
+    with pytest.raises(TypeError, match=r"must be an nn\.Sequential.*got Linear"):
+        make(nn.Linear(4, 3))
+
+
+class Nothing(Dataset):
+    def __len__(self):
+        return 0
+
+
+@pytest.mark.parametrize("plan", [whole(), "dp"])
+def test_an_empty_data_set_is_refused(make, plan):
+    for method in ("fit", "evaluate"):
+        with pytest.raises(ValueError, match="dataset must hold at least one sample"):
+            getattr(make(plan=plan), method)(Nothing())
+
+
+def test_tuples_of_inputs(make):
+    class Add(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    model = nn.Sequential(Add(), nn.Linear(4, 6), nn.Linear(6, 3)).double()
+    reference, (inputs, targets) = copy.deepcopy(model), data(8)[:]
+    batch = ((inputs, 2 * inputs), targets)
+    assert make(model).train_step(*batch) == pytest.approx(
+        plain_loop(reference, [batch])[0], rel=0, abs=1e-12
+    )
+    assert_same_weights(model, reference)
+
+
+def test_a_rank_0_error_in_the_loss_comes_through(make):
+    with pytest.raises(ValueError, match=r"loss must return .* got shape \(2,\)"):
+        make(loss=partial(cross_entropy, reduction="none")).train_step(*data(8)[:])
