@@ -6,6 +6,7 @@ prints a report and calls MPI_Abort, which ends every rank.
 """
 
 import atexit
+import builtins
 import os
 import signal
 import socket
@@ -38,13 +39,16 @@ def install() -> None:
         return
     sys.excepthook = _excepthook
     threading.excepthook = lambda args: _excepthook(args.exc_type, args.exc_value, args.exc_traceback)
-    sys.exit = _exit  # type: ignore[assignment]  # SystemExit passes an excepthook by
+    # SystemExit passes an excepthook by; raised without these three, it stays unseen
+    sys.exit = builtins.exit = builtins.quit = _exit  # type: ignore[assignment]
     atexit.register(_at_exit)  # runs before mpi4py finalises MPI, where the others would wait for us
 
 
 @contextmanager
 def guard() -> Iterator[None]:
     """Around a step: an error that the caller catches would leave the peers waiting for messages."""
+    global _exit_code
+    _exit_code = None  # whoever is still at work has caught the exit that was asked for
     try:
         yield
     except BaseException as error:
