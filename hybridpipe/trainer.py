@@ -82,6 +82,7 @@ class Trainer:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.step = 0
+        self.epoch = 0
         self.choice: Choice | None = None
         self.recorder = Recorder()
         self._worker: Worker | None = None
@@ -114,7 +115,7 @@ class Trainer:
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         sums = self._train(minibatch)
         sums.wait()
-        return self._record(0, minibatch, sums, time.perf_counter() - began).loss
+        return self._record(self.epoch, minibatch, sums, time.perf_counter() - began).loss
 
     def fit(
         self,
@@ -138,7 +139,7 @@ class Trainer:
             for each epoch its number, mean loss and, with `validation`, that of `evaluate`.
         """
         history = []
-        for epoch in range(epochs):
+        for epoch in range(self.epoch, self.epoch + epochs):
             losses = []
             for record in self._epoch(dataset, epoch, shuffle):
                 losses.append((record.loss, record.num_samples))
@@ -149,6 +150,7 @@ class Trainer:
             if validation is not None:
                 entry["validation"] = self.evaluate(validation)
             history.append(entry)
+            self.epoch += 1
         return history
 
     def evaluate(self, dataset: Any) -> dict[str, float]:

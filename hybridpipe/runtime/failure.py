@@ -41,7 +41,17 @@ def install() -> None:
     threading.excepthook = lambda args: _excepthook(args.exc_type, args.exc_value, args.exc_traceback)
     # SystemExit passes an excepthook by; raised without these three, it stays unseen
     sys.exit = builtins.exit = builtins.quit = _exit  # type: ignore[assignment]
-    atexit.register(_at_exit)  # runs before mpi4py finalises MPI, where the others would wait for us
+    look_first_at_exit()
+
+
+def look_first_at_exit() -> None:
+    """Let a `sys.exit` with an error be seen before what was registered so far runs at exit.
+
+    Handlers run in reverse order: MPI's would wait for the other ranks, and Horovod's, registered whenever it
+    is initialised, would fail on those with a message that hides the cause.
+    """
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
 @contextmanager
@@ -57,9 +67,7 @@ def guard() -> Iterator[None]:
         raise
 
 
-def _excepthook(
-    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
-) -> None:
+def _excepthook(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     _abort((error or kind()).with_traceback(trace))
 
 

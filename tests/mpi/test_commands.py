@@ -188,7 +188,7 @@ def test_compare_puts_runs_side_by_side(folder):
     assert "round 2 of 2" in done.stdout and "vs dp" in done.stdout
 
 
-@pytest.mark.parametrize("arguments, told", zip(MISTAKES[::2], MISTAKES[1::2]))
+@pytest.mark.parametrize("arguments, told", list(zip(MISTAKES[::2], MISTAKES[1::2])))
 def test_a_mistake_is_told_in_one_line_before_anything_starts(folder, arguments, told):
     plan = {"format": "hybridpipe-plan/1", "stages": [{"start": 0, "stop": 1, "replicas": 1}]}
     layer = {
