@@ -7,6 +7,7 @@ which a TOML file can give. Initial weights come from torch's global generator.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -70,13 +71,15 @@ def gpt(
     The head has weights of its own: tied to the embedding, they would live in two stages.
     """
     blocks = {f"block{i}": Block(num_heads, width, dropout) for i in range(1, num_layers + 1)}
-    return nn.Sequential(
+    model = nn.Sequential(
         OrderedDict(
             embedding=Embedding(vocabulary, block_size, width, dropout),
             **blocks,
             head=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)),
         )
     )
+    nn.init.normal_(model.head[-1].weight, std=0.02)  # the first loss is about log(vocabulary)
+    return model
 
 
 class Embedding(nn.Module):
@@ -87,8 +90,6 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(block_size, width)
         self.dropout = nn.Dropout(dropout)
-        for embedding in (self.token, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -160,12 +161,10 @@ def _vgg(
     return _initialised(*features, *dense_blocks, nn.Linear(dense[-1], num_classes))
 
 
-def _dense_blocks(
-    widths: list[int], activation: type[nn.Module], dropout: float
-) -> list[nn.Sequential]:
+def _dense_blocks(widths: list[int], activation: type[nn.Module], dropout: float) -> list[nn.Sequential]:
     return [
         nn.Sequential(nn.Linear(before, after), activation(), nn.Dropout(dropout))
-        for before, after in zip(widths, widths[1:], strict=False)
+        for before, after in pairwise(widths)
     ]
 
 
@@ -176,9 +175,9 @@ def _initialised(*layers: nn.Module) -> nn.Sequential:
     The last layer, which no ReLU follows, starts small: the first loss is about log(classes).
     """
     model = nn.Sequential(*layers)
-    weighted = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
-    for module in weighted:
-        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-        nn.init.zeros_(module.bias)
-    nn.init.normal_(weighted[-1].weight, std=0.01)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            module.bias.data.zero_()
+    model[-1].weight.data.mul_(0.1)
     return model

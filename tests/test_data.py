@@ -129,7 +129,7 @@ def test_malformed_labels(root, labels, message):
 def test_damaged_gzip(root, damage):
     path = root / "train-images-idx3-ubyte.gz"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match="train-images-idx3-ubyte.gz: damaged gzip file"):
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz: damaged gzip file"):
         read_idx(path)
 
 

@@ -1,0 +1,222 @@
+"""What the two data-parallel baselines share: reading CONFIG, sharing out samples, keeping score.
+
+The baselines are what a user of Horovod or DDP would write, for a fair comparison, so nothing
+here imports hybridpipe; a CONFIG may name its data sets, as it may name anything.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
+
+SumOverRanks = Callable[[Tensor], Tensor]
+
+# The first minibatches warm caches up and negotiate; they count in the losses, not in the speed.
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a minibatch that one rank computes in one forward and backward.
+
+    `weight` makes the mean over ranks of `weight · loss`, summed over a rank's shares, the mean
+    loss of the minibatch, also where the samples do not divide evenly.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    weight: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A CONFIG with its factories resolved, and the options of the command line."""
+
+    build_model: Callable[[], nn.Module]
+    build_optimizer: Callable[..., torch.optim.Optimizer]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    train_set: Any
+    validation_set: Any  # or None
+    minibatch: int
+    epochs: int
+    seed: int
+    shuffle: bool
+    accumulate: int
+    out: Path | None
+
+    def minibatches(self, epoch: int, rank: int, ranks: int) -> Iterator[list[Share]]:
+        """For each minibatch what this rank computes of it: `accumulate` shares."""
+        order = torch.arange(len(self.train_set))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(1000 * self.seed + epoch)
+            order = torch.randperm(len(self.train_set), generator=generator)
+        parts = ranks * self.accumulate
+        for minibatch in order.split(self.minibatch):
+            shares = []
+            for part in range(rank, parts, ranks):
+                mine = minibatch[part::parts]
+                weight = len(mine) * ranks / len(minibatch)
+                # A short minibatch may leave nothing; a sample of weight 0 still joins the all-reduce.
+                inputs, targets = _load(self.train_set, mine if len(mine) else minibatch[:1])
+                shares.append(Share(inputs, targets, weight))
+            yield shares
+
+    def evaluate(self, model: nn.Module, rank: int, ranks: int, total: SumOverRanks) -> dict[str, float]:
+        """The mean loss and the accuracy on the held-out set, which the ranks share."""
+        if self.validation_set is None:
+            return {}
+        model.eval()
+        sums = torch.zeros(4, dtype=torch.float64)  # loss, samples, right answers, answers
+        with torch.no_grad():
+            for indices in torch.arange(rank, len(self.validation_set), ranks).split(self.minibatch):
+                inputs, targets = _load(self.validation_set, indices)
+                outputs = model(inputs)
+                loss = self.loss(outputs, targets).item() * len(indices)
+                right = (outputs.argmax(-1) == targets).sum().item()
+                sums += torch.tensor([loss, len(indices), right, targets.numel()], dtype=torch.float64)
+        loss, samples, right, answers = total(sums).tolist()
+        return {"loss": loss / samples, "accuracy": right / answers}
+
+
+def load_job() -> Job:
+    """The job that the command line asks for; also settles the number of threads."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # ranks share the cores; threads of torch would fight over them
+    parser = argparse.ArgumentParser(description="Trains CONFIG with plain data parallelism, under mpirun.")
+    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/summary.json")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="goes over CONFIG")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backward passes an update")
+    options = parser.parse_args()
+
+    config = tomllib.loads(options.config.read_text())
+    for override in options.set:
+        _override(config, override)
+    sys.path.insert(0, str(options.config.resolve().parent))
+    data, train = config["data"], config["train"]
+    validation = data.get("validation_args")
+    return Job(
+        build_model=_factory(config["model"]),
+        build_optimizer=_factory(config["optimizer"]),
+        loss=_factory(config.get("loss", {"factory": "torch.nn:CrossEntropyLoss"}))(),
+        train_set=_factory(data)(),
+        validation_set=None if validation is None else _factory(data)(**validation),
+        minibatch=train["minibatch"],
+        epochs=train.get("epochs", 1),
+        seed=train.get("seed", 0),
+        shuffle=train.get("shuffle", True),
+        accumulate=options.accumulate,
+        out=options.out,
+    )
+
+
+class Score:
+    """Losses and times of the minibatches; rank 0 reports them."""
+
+    def __init__(self, plan: str, job: Job, rank: int, ranks: int, total: SumOverRanks) -> None:
+        self.plan, self.job, self.rank, self.ranks, self.total = plan, job, rank, ranks, total
+        self.losses: list[float] = []  # of each update; in the running epoch only this rank's part
+        self.full_seconds: list[float] = []
+        self.metrics: dict[str, float] = {}
+
+    def start_epoch(self) -> None:
+        self.first = len(self.losses)
+        self.start = self.last = time.perf_counter()
+
+    def minibatch(self, loss: float) -> None:
+        """Note one update; `loss` is the sum of this rank's weighted losses."""
+        now = time.perf_counter()
+        # Only an epoch's last minibatch is ever short.
+        if (len(self.losses) - self.first + 1) * self.job.minibatch <= len(self.job.train_set):
+            self.full_seconds.append(now - self.last)
+        self.losses.append(loss)
+        self.last = now
+
+    def end_epoch(self, epoch: int, model: nn.Module) -> None:
+        """Evaluate, and print the epoch's line. Collective."""
+        speed = len(self.job.train_set) / (self.last - self.start)
+        # The loss of every update travels once an epoch: one small all-reduce, not one an update.
+        parts = torch.tensor(self.losses[self.first :], dtype=torch.float64)
+        self.losses[self.first :] = (self.total(parts) / self.ranks).tolist()
+        self.metrics = self.job.evaluate(model, self.rank, self.ranks, self.total)
+        if self.rank == 0:
+            figures = "".join(f", validation {name} {value:.4f}" for name, value in self.metrics.items())
+            mean = statistics.mean(self.losses[self.first :])
+            print(
+                f"epoch {epoch + 1}/{self.job.epochs}: loss {mean:.4f}{figures}, {speed:,.0f} samples/s",
+                flush=True,
+            )
+
+    def write_summary(self, gradient_bytes: int) -> None:
+        """DIR/summary.json, from rank 0: the keys that `hybridpipe train` writes. Collective.
+
+        `bytes_allreduced` counts the gradients that all ranks handed to the all-reduce.
+        """
+        memory = torch.zeros(self.ranks, dtype=torch.int64)
+        memory[self.rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = self.total(memory)
+        if self.rank != 0 or self.job.out is None:
+            return
+        full = self.full_seconds[WARM_UP:] or self.full_seconds
+        seconds = statistics.median(full) if full else 0.0
+        summary = {
+            "plan": self.plan,
+            "ranks": self.ranks,
+            "samples_per_second": self.job.minibatch / seconds if seconds else 0.0,
+            "minibatch_seconds_median": seconds,
+            "loss_first": self.losses[0],
+            "loss_last": self.losses[-1],
+            "metrics": self.metrics,
+            "peak_memory_bytes": memory.tolist(),
+            "bytes_sent_p2p": 0,
+            "bytes_allreduced": gradient_bytes * len(self.losses) * self.ranks,
+            "updates": len(self.losses),
+        }
+        self.job.out.mkdir(parents=True, exist_ok=True)
+        (self.job.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """The size of one update's gradients."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def _factory(table: dict[str, Any]) -> Callable[..., Any]:
+    """The callable that a table's `factory` names, with its `args`."""
+    module, _, name = table["factory"].partition(":")
+    return partial(getattr(import_module(module), name), **table.get("args", {}))
+
+
+def _override(config: dict[str, Any], override: str) -> None:
+    """Set one "a.b=value"; what is not TOML is a string."""
+    key, _, text = override.partition("=")
+    *tables, name = key.strip().split(".")
+    for table in tables:
+        config = config.setdefault(table, {})
+    try:
+        config[name] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        config[name] = text.strip()
+
+
+def _load(dataset: Any, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The samples stacked: inputs (B, …) and targets (B, …)."""
+    if isinstance(dataset, TensorDataset):  # one indexing instead of a call a sample
+        inputs, targets = (tensor[indices] for tensor in dataset.tensors)
+    else:
+        inputs, targets = default_collate([dataset[i] for i in indices.tolist()])
+    return inputs, targets

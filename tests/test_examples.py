@@ -1,0 +1,177 @@
+"""The examples: configurations that load, networks of the right shapes, baselines equal to one process."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe import launcher
+from hybridpipe.config import load_config
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CONFIGS = sorted(EXAMPLES.glob("*.toml"))
+
+
+@pytest.fixture(autouse=True)
+def examples_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def ids(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=ids)
+def test_config_names_what_is_there(path):
+    load_config(path).check()
+    train = tomllib.loads(path.read_text())["train"]
+    assert train["minibatch"] % train["microbatch"] == 0
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=ids)
+def test_one_microbatch(path):
+    """Forward and backward of the model as it is, on samples of the shape that the data set has."""
+    config = load_config(path)
+    torch.manual_seed(0)
+    model = config.model.build()
+    size = config.train.microbatch
+    if path.name == "gpt.toml":
+        tokens = torch.randint(96, (size, 65))
+        inputs, targets, shape = tokens[:, :-1], tokens[:, 1:], (size, 64, 96)
+    else:
+        side = 8 if path.name.startswith("digits") else 28
+        inputs, targets, shape = torch.randn(size, 1, side, side), torch.arange(size) % 10, (size, 10)
+
+    outputs = model(inputs)
+    assert outputs.shape == shape
+    loss = config.loss.build()(outputs, targets)
+    assert loss.shape == ()
+    assert abs(loss.item() - math.log(shape[-1])) < 1.5, "starts far from a guess"
+
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    config.optimizer.build(model.parameters()).step()
+
+
+@pytest.mark.parametrize(
+    "name, num_layers", [("mlp", 6), ("vgg_digits", 7), ("vgg_fashion", 7), ("vgg11", 11)]
+)
+def test_children_are_the_layers(name, num_layers):
+    model = getattr(import_module("models"), name)()
+    assert isinstance(model, nn.Sequential) and len(model) == num_layers
+
+
+def test_vgg_digits_is_what_pipelines_are_for():
+    """Most of the parameters in the dense layers, most of the activations in the convolutions."""
+    model = import_module("models").vgg_digits()
+    parameters = [sum(p.numel() for p in layer.parameters()) for layer in model]
+    assert sum(parameters[4:]) > 10 * sum(parameters[:4])
+    x, sizes = torch.randn(1, 1, 8, 8), []
+    for layer in model:
+        x = layer(x)
+        sizes.append(x.numel())
+    assert max(sizes[:4]) >= 2 * max(sizes[4:])
+
+
+def test_vgg11_is_that_of_the_paper():
+    """Table 2 of the paper: 133 million parameters with 224×224 images and 1000 classes."""
+    model = import_module("models").vgg11(num_classes=1000)
+    ours = sum(p.numel() for p in model.parameters())
+    assert ours + (25088 - 512) * 4096 == 132_863_336
+    padded = import_module("models").vgg11(in_channels=1, padding=2)
+    assert padded(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
+
+
+def test_gpt_does_not_look_ahead():
+    torch.manual_seed(0)
+    model = import_module("models").gpt(vocabulary=9, block_size=8, num_layers=2, num_heads=2, width=8).eval()
+    tokens = torch.randint(9, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 9
+    same = model(tokens).isclose(model(changed)).all(-1)[0].tolist()
+    assert same == [True] * 5 + [False] * 3
+    assert model(tokens[:, :3]).shape == (1, 3, 9)  # shorter than the block
+
+
+def test_gpt_width_must_fit_the_heads():
+    with pytest.raises(ValueError, match="width 10 is not divisible by num_heads 4"):
+        import_module("models").gpt(width=10)
+
+
+def test_characters(tmp_path):
+    text = import_module("text")
+    for work in ("lear", "macbeth", "hamlet"):
+        (tmp_path / f"{work}_gut.txt").write_text(f"{work}\n" * 20)
+    (tmp_path / "macbeth_moby.txt").write_text("another edition, which would leak")
+    train = text.characters(str(tmp_path), block_size=8)
+    held_out = text.characters(str(tmp_path), block_size=8, train=False)
+    assert text.decode(held_out.codes.tolist()) == "macbeth\n" * 20
+    assert text.decode(train.codes.tolist()) == "hamlet\n" * 20 + "\n\n" + "lear\n" * 20
+
+    inputs, targets = held_out[1]
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert text.decode(inputs.tolist()) == "macbeth\n"
+    assert text.decode(targets.tolist()) == "acbeth\nm"
+    assert len(held_out) == 19 == len(list(held_out))  # the last target needs a character more
+    assert len(text.characters(str(tmp_path), block_size=8, train=False, limit=3)) == 3
+
+
+def test_characters_outside_the_vocabulary():
+    text = import_module("text")
+    assert text.decode(text.encode("Où est\tMacbeth?\n~ ").tolist()) == "O? est?Macbeth?\n~ "
+    assert text.encode("\n ~").tolist() == [0, 1, text.VOCABULARY - 1]
+
+
+def test_missing_texts(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"text\.py says how to get them"):
+        import_module("text").characters(str(tmp_path))
+
+
+def test_character_loss_is_the_mean_over_samples():
+    logits, targets = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    loss = import_module("text").character_loss()
+    samples = [nn.functional.cross_entropy(logits[i], targets[i]) for i in range(3)]
+    torch.testing.assert_close(loss(logits, targets), torch.stack(samples).mean())
+
+
+# A minibatch of 718 leaves one sample for the last of three: five of six parts are empty.
+SHORT_RUN = ["train.epochs=1", "train.minibatch=718", "model.args.width=64", "data.validation_args={}"]
+
+
+def baseline(name: str, ranks: int, out: Path, *options: str) -> dict:
+    sets = [word for override in SHORT_RUN for word in ("--set", override)]
+    script, config = EXAMPLES / f"baseline_{name}.py", EXAMPLES / "digits_mlp.toml"
+    done = launcher.run(
+        ranks,
+        [sys.executable, str(script), str(config), "--out", str(out), *sets, *options],
+        timeout_seconds=90,
+        env={**os.environ, "MASTER_PORT": "29517"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("epoch 1/1: loss ") == 1
+    return json.loads((out / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["horovod", "ddp"])
+def test_baseline_computes_what_one_process_does(name, tmp_path):
+    if name == "horovod":
+        pytest.importorskip("horovod.torch")
+    one = baseline(name, 1, tmp_path / "one")
+    three = baseline(name, 3, tmp_path / "three", "--accumulate", "2")
+    assert (three["plan"], three["ranks"], three["updates"]) == (name, 3, 3)
+    for key in ("loss_first", "loss_last", "metrics"):
+        assert three[key] == pytest.approx(one[key], rel=1e-5), key
+    assert three["bytes_allreduced"] == 3 * one["bytes_allreduced"]
+    assert three["bytes_sent_p2p"] == 0 and three["samples_per_second"] > 0
+    assert len(three["peak_memory_bytes"]) == 3
