@@ -118,6 +118,17 @@ def test_records_number_the_updates_across_epochs(make):
     assert all(r.seconds > 0 for r in records)
 
 
+def test_epochs_count_on_in_the_next_fit(make):
+    def weights(*epochs):
+        torch.manual_seed(1)
+        trainer, samples = make(model := mlp()), data(19)
+        numbers = [entry["epoch"] for count in epochs for entry in trainer.fit(samples, count)]
+        assert numbers == list(range(sum(epochs)))
+        return [p.tolist() for p in model.parameters()]
+
+    assert weights(1, 2) == weights(3)  # another order of the samples in each epoch
+
+
 def test_the_seed_decides_order_and_dropout(make):
     def losses(seed):
         torch.manual_seed(1)

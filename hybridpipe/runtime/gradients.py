@@ -84,7 +84,7 @@ class HorovodGradients:
             self._finish(bucket)
 
     def close(self) -> None:
-        """Take the hooks off the parameters and end this stage's Horovod world. Collective over the replicas."""
+        """Take the hooks off the parameters and end the stage's Horovod world. Collective over its ranks."""
         for hook in self._hooks:
             hook.remove()
         self._hvd.shutdown()
@@ -144,9 +144,7 @@ def horovod(communicator: "MPI.Comm") -> Any:
     A world of its own for every stage: with Horovod's process sets all stages share one negotiation loop,
     and a stall in one stalls all (measured: 2.5 s against 0.1 s).
     """
-    from hybridpipe.runtime import (
-        failure,
-    )  # starts MPI, as Horovod does; the rest of this module needs neither
+    from hybridpipe.runtime import failure  # starts MPI, as Horovod does; the rest of this module needs neither
 
     try:
         import horovod.torch as hvd
