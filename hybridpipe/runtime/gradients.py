@@ -144,7 +144,7 @@ def horovod(communicator: "MPI.Comm") -> Any:
     A world of its own for every stage: with Horovod's process sets all stages share one negotiation loop,
     and a stall in one stalls all (measured: 2.5 s against 0.1 s).
     """
-    from hybridpipe.runtime import failure  # starts MPI, as Horovod does; the rest of this module needs neither
+    from hybridpipe.runtime import failure  # starts MPI, which the rest of this module does not need
 
     try:
         import horovod.torch as hvd
