@@ -109,6 +109,7 @@ class Executor:
                     self._update()
             now = self._clock()
             events.append(Event(instruction, started, now))
+        position.outside()
         return {m: loss.item() for m, loss in losses.items()}, events
 
     def infer(
@@ -130,6 +131,7 @@ class Executor:
                         judge(m, values.pop(m), self._fetch(minibatch.targets, m))
                 case SendActivation(m):
                     self.boundary.send_activation(m, values.pop(m))
+        position.outside()
 
     def _fetch(self, source: Callable[[int], Value], microbatch: int) -> Value:
         return map_tensors(lambda tensor: tensor.to(self.stage.device, non_blocking=True), source(microbatch))

@@ -31,7 +31,7 @@ def test_sys_exit_outside_a_step_ends_the_job(job, plan):
     """With plan 3, Horovod's own exit handler came first: the peers failed, and the report named one of them."""
     done = job(3, "failing.py", "exit-outside", plan, "1", fails=True)
     assert "rank 1 on host" in done.stdout
-    assert "outside a step: SystemExit: 3" in done.stdout
+    assert "outside a step, after step 1: SystemExit: 3" in done.stdout
 
 
 def test_a_mistake_on_all_ranks_is_told_once(job):

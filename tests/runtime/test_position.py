@@ -17,3 +17,10 @@ def test_a_report_says_where(at, told):
     assert str(position) == "outside a step"
     position.at(*at)
     assert str(position) == told
+
+
+def test_between_steps_a_report_names_the_last_one():
+    position = _Position()
+    position.at(0, 5, AllReduce())
+    position.outside()
+    assert str(position) == "outside a step, after step 5"
