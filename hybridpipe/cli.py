@@ -124,10 +124,9 @@ def _simulate(options: argparse.Namespace) -> int:
         print(json.dumps(asdict(prediction)))
     else:
         print(draw.text(timeline))
-        print(
-            f"\n{prediction.minibatch_seconds * 1e3:.2f} ms a minibatch, {prediction.samples_per_second:,.0f} samples/s, "
-            f"bubble {prediction.bubble_fraction:.0%}"
-        )
+        seconds, rate = prediction.minibatch_seconds, prediction.samples_per_second
+        print(f"\n{seconds * 1e3:.2f} ms a minibatch, {rate:,.0f} samples/s, ", end="")
+        print(f"bubble {prediction.bubble_fraction:.0%}")
     return 0
 
 

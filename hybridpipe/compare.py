@@ -16,7 +16,13 @@ from hybridpipe.files import read_object, write_json
 from hybridpipe.report import compare_table
 
 COMPARE_FORMAT = "hybridpipe-compare/1"
-MEDIANS = ("samples_per_second", "predicted_samples_per_second", "minibatch_seconds_median", "predicted_minibatch_seconds", "bubble_fraction")  # fmt: skip
+MEDIANS = (
+    "samples_per_second",
+    "predicted_samples_per_second",
+    "minibatch_seconds_median",
+    "predicted_minibatch_seconds",
+    "bubble_fraction",
+)
 
 
 def compare(
@@ -66,9 +72,8 @@ def _baseline_command(config: Path, name: str, overrides: Sequence[str]) -> list
     script = config.parent / f"baseline_{name}.py"
     if not script.is_file():
         present = sorted(path.stem.removeprefix("baseline_") for path in config.parent.glob("baseline_*.py"))
-        raise UserError(
-            f"--baselines: {script} must be there, got none; beside CONFIG are: {', '.join(present) or 'none'}"
-        )
+        beside = ", ".join(present) or "none"
+        raise UserError(f"--baselines: {script} must be there, got none; beside CONFIG are: {beside}")
     return [sys.executable, str(script), str(config), *_set(overrides)]
 
 

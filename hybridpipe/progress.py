@@ -27,11 +27,8 @@ class Progress:
         elif time.monotonic() - self._shown > LINE_SECONDS or self._done == self._total:
             self._shown = time.monotonic()
             speed = record.num_samples / record.seconds
-            print(
-                f"{self._name}: minibatch {self._done}/{self._total}, loss {record.loss:.4f}, {speed:,.0f} samples/s",
-                file=sys.stderr,
-                flush=True,
-            )
+            where = f"{self._name}: minibatch {self._done}/{self._total}"
+            print(f"{where}, loss {record.loss:.4f}, {speed:,.0f} samples/s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leave the bar as it is."""

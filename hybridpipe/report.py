@@ -63,8 +63,8 @@ def explain(plan: Plan, candidates: Sequence[Candidate], profile: ModelProfile, 
     """The plan and why it was chosen."""
     unused = cluster.num_ranks - plan.num_ranks
     lines = [
-        f"plan {plan.name}: {plan.num_stages} stage(s) on {plan.num_ranks} of {cluster.num_ranks} ranks, {plan.schedule}, "
-        f"{plan.num_microbatches} microbatches of {profile.samples} samples",
+        f"plan {plan.name}: {plan.num_stages} stage(s) on {plan.num_ranks} of {cluster.num_ranks} ranks, "
+        f"{plan.schedule}, {plan.num_microbatches} microbatches of {profile.samples} samples",
         "",
         plan_table(plan, profile, cluster),
         "",

@@ -1,7 +1,7 @@
 """Train: the command. From a config to a trained model and a folder of what was seen on the way.
 
-    DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors   (and profile.json, cluster.json
-    where the plan was made here)
+    DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
+    DIR/profile.json  cluster.json    where the plan was made here
 
 Rank 0 writes and prints; mistakes that all ranks see alike are told once.
 """

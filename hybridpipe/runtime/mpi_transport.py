@@ -1,44 +1,44 @@
-"""MPI transport: nonblocking sends and receives, and one thread that makes progress.
+"""MPI transport: nonblocking sends and receives, and one thread that makes progress while others compute.
 
-The thread tests what is under way (`Testsome`), then sleeps a moment. Without it a large nonblocking send
-stands still while Python computes, over TCP and over shared memory without single copy (measured: 16 MB
-arrived 500 to 1100 ms late). Sleeping instead of spinning leaves the cores to whoever computes.
+Whoever waits polls (`Testsome`, then a short sleep) by itself; while nobody waits, the communication thread
+does. Without it a large nonblocking send stands still while Python computes, over TCP and over shared memory
+without single copy (measured: 16 MB arrived 500 to 1100 ms late). Sleeping instead of spinning leaves the
+cores to whoever computes: a blocking MPI receive takes 87 % of one.
 """
 
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor
 
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.transport import Pending
 
-# Pauses between polls, doubled from the first to the second while nothing completes: short while the main
-# thread waits, longer while it computes and receives posted ahead are all there is. A fixed 50 µs took 15 % of
-# a core and slowed computing down by 7 %; a blocking MPI receive takes 87 %.
-FIRST_PAUSE_SECONDS = 50e-6
-WAITING_PAUSE_SECONDS = 200e-6
-COMPUTING_PAUSE_SECONDS = 1e-3
+# Pauses between polls, doubled from the first to the last while nothing completes. A waiting rank wants its
+# message soon. While it computes, receives posted ahead are mostly all there is: a fixed 50 µs took 15 % of a
+# core and slowed computing down by 7 %, these pauses take 2 %.
+FIRST_PAUSE_SECONDS = 20e-6
+LAST_PAUSE_WAITING_SECONDS = 200e-6
+LAST_PAUSE_COMPUTING_SECONDS = 1e-3
 
 
 class _Request:
-    """One MPI request, completed by the communication thread."""
+    """One MPI request under way."""
 
     __slots__ = ("buffer", "completed", "request", "transport")
 
     def __init__(self, request: MPI.Request, buffer: object, transport: "MpiTransport") -> None:
         self.request, self.buffer, self.transport = request, buffer, transport
-        self.completed = threading.Event()
+        self.completed = False
 
     def wait(self) -> None:
-        if not self.completed.is_set():
-            with self.transport.attention():
-                self.completed.wait()
+        if not self.completed:
+            self.transport.wait_for(self)
 
     def complete(self) -> None:
         self.buffer = None
-        self.completed.set()
+        self.completed = True
 
 
 class MpiTransport:
@@ -47,7 +47,8 @@ class MpiTransport:
     def __init__(self, communicator: MPI.Comm) -> None:
         self._communicator = communicator
         self._active: list[_Request] = []
-        self._wake = threading.Condition()
+        self._polling = threading.Lock()  # held by the one thread that tests the requests
+        self._wake = threading.Condition()  # guards what follows, and wakes the communication thread
         self._closed = False
         self._num_waiting = 0
         self._thread = threading.Thread(target=self._progress, name="hybridpipe-communication", daemon=True)
@@ -62,12 +63,28 @@ class MpiTransport:
         return self.watch(self._communicator.Irecv([buffer.numpy(), MPI.BYTE], peer, tag), buffer)
 
     def watch(self, request: MPI.Request, buffer: object) -> Pending:
-        """Let the communication thread complete any request, such as that of a nonblocking collective."""
+        """Let any request be completed in the background, such as that of a nonblocking collective."""
         pending = _Request(request, buffer, self)
+        if request.Test():  # a small message is on its way at once: nobody has to be woken for it
+            pending.complete()
+            return pending
         with self._wake:
             self._active.append(pending)
             self._wake.notify()
         return pending
+
+    def wait_for(self, pending: _Request) -> None:
+        """Poll until the request is complete; the communication thread rests meanwhile."""
+        with self._wake:
+            self._num_waiting += 1
+        for pause in _pauses(LAST_PAUSE_WAITING_SECONDS):
+            self._poll()
+            if pending.completed:
+                break
+            time.sleep(pause)
+        with self._wake:
+            self._num_waiting -= 1
+            self._wake.notify()
 
     def close(self) -> None:
         """Wait for what is under way and end the communication thread."""
@@ -82,42 +99,44 @@ class MpiTransport:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def attention(self) -> Iterator[None]:
-        """While someone waits, poll at once and often."""
-        with self._wake:
-            self._num_waiting += 1
-            self._wake.notify()
-        try:
-            yield
-        finally:
-            with self._wake:
-                self._num_waiting -= 1
-
     def _progress(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
-        while active := self._under_way():
-            finished = MPI.Request.Testsome([pending.request for pending in active])
-            if finished:
-                self._complete([active[i] for i in finished])
-                pause = FIRST_PAUSE_SECONDS
-                continue
-            with self._wake:
-                if self._wake.wait(pause):
-                    pause = FIRST_PAUSE_SECONDS
-                else:
-                    longest = WAITING_PAUSE_SECONDS if self._num_waiting else COMPUTING_PAUSE_SECONDS
-                    pause = min(2 * pause, longest)
+        """The communication thread."""
+        while self._has_work():
+            for pause in _pauses(LAST_PAUSE_COMPUTING_SECONDS):
+                if self._poll() or self._num_waiting:
+                    break
+                with self._wake:
+                    if self._wake.wait(pause):  # something new is under way
+                        break
 
-    def _under_way(self) -> list[_Request]:
-        """All requests that are not complete, as soon as there are some; none when there will be no more."""
+    def _has_work(self) -> bool:
+        """True once something is under way and nobody polls; False once there will be nothing more."""
         with self._wake:
-            while not self._active and not self._closed:
+            while self._num_waiting or not self._active:
+                if self._closed and not self._active:
+                    return False
                 self._wake.wait()
-            return list(self._active)
+            return True
 
-    def _complete(self, finished: list[_Request]) -> None:
-        with self._wake:
-            self._active = [pending for pending in self._active if pending not in finished]
-        for pending in finished:
+    def _poll(self) -> bool:
+        """Test what is under way; True if something was completed."""
+        with self._polling:
+            with self._wake:
+                active = list(self._active)
+            finished = MPI.Request.Testsome([pending.request for pending in active])
+            if not finished:
+                return False
+            with self._wake:
+                completed = [active[i] for i in finished]
+                self._active = [pending for pending in self._active if pending not in completed]
+        for pending in completed:
             pending.complete()
+        return True
+
+
+def _pauses(last: float) -> Iterator[float]:
+    """Seconds to sleep between polls: doubled up to the last."""
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, last)
