@@ -52,7 +52,7 @@ class Timeline:
         return 1.0 - sum(map(self.busy_seconds, self.events)) / available if available else 0.0
 
     def to_chrome_trace(self, name: str, process: int = 0) -> list[dict[str, Any]]:
-        """Events of the Trace Event Format, which Perfetto opens: a process `name`, a thread for each rank."""
+        """Events of the Trace Event Format, which Perfetto opens: a process `name`, a thread a rank."""
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
         ]

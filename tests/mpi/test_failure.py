@@ -28,7 +28,7 @@ def test_an_error_in_a_step_ends_the_job(job, kind, plan, rank, stage):
 
 @pytest.mark.parametrize("plan", ["1-1-1", "3"])
 def test_sys_exit_outside_a_step_ends_the_job(job, plan):
-    """With plan 3, Horovod's own exit handler came first: the peers failed, and the report named one of them."""
+    """With plan 3, Horovod's own exit handler came first: a peer failed, and the report named that one."""
     done = job(3, "failing.py", "exit-outside", plan, "1", fails=True)
     assert "rank 1 on host" in done.stdout
     assert "outside a step, after step 1: SystemExit: 3" in done.stdout

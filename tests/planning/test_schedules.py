@@ -153,7 +153,7 @@ def test_1f1b_holds_one_and_its_share_of_what_the_next_stage_holds(replicas, num
 
 
 def test_1f1b_is_about_as_fast_as_gpipe_for_any_replicas():
-    """Counting the ranks from here to the end, 1-4-1 took 1.9 times as long: its first stage ran out of warm-up."""
+    """Counting the ranks from here to the end, 1-4-1 took 1.9 times as long: its warm-up was too short."""
     for replicas in itertools.product(range(1, 5), repeat=3):
         model_, cluster = model(*(layer(m, 2 * m) for m in replicas)), free(sum(replicas))
         seconds = {
