@@ -119,7 +119,8 @@ def _simulate(options: argparse.Namespace) -> int:
             options.trace, {"traceEvents": timeline.to_chrome_trace("predicted"), "displayTimeUnit": "ms"}
         )
     if options.plot:
-        write_text(options.plot, draw.svg(timeline, plan))
+        title = f"Plan {plan.name} under {plan.schedule}, {plan.num_microbatches} microbatches"
+        write_text(options.plot, draw.svg(timeline, plan, title))
     if options.json:
         print(json.dumps(asdict(prediction)))
     else:

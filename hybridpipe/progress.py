@@ -1,5 +1,6 @@
 """Progress: a bar on a terminal, a line every few seconds in a log. Rank 0's business."""
 
+import os
 import sys
 import time
 
@@ -15,7 +16,7 @@ class Progress:
 
     def __init__(self, total: int, name: str) -> None:
         self._total, self._name = total, name
-        self._bar = tqdm(total=total, desc=name, unit="minibatch") if sys.stderr.isatty() else None
+        self._bar = tqdm(total=total, desc=name, unit="minibatch") if _on_terminal() else None
         self._done, self._shown = 0, time.monotonic()
 
     def update(self, record: MinibatchRecord) -> None:
@@ -34,3 +35,10 @@ class Progress:
         """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _on_terminal() -> bool:
+    """Under mpirun a rank's stderr is no terminal (or, with Open MPI, always one): the launcher knows."""
+    if "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ:
+        return os.environ.get("HYBRIDPIPE_TERMINAL") == "1"
+    return sys.stderr.isatty()

@@ -68,8 +68,7 @@ def explain(plan: Plan, candidates: Sequence[Candidate], profile: ModelProfile, 
         "",
         plan_table(plan, profile, cluster),
         "",
-        "considered, by predicted time (compute is shared by "
-        f"{cluster.slots:.3g} slots for {cluster.node_ranks or 1} ranks of a host):",
+        f"considered, by predicted time{_sharing(cluster)}:",
         "",
         candidates_table(candidates, plan),
     ]
@@ -110,6 +109,12 @@ def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
 def megabytes(num_bytes: float) -> str:
     """A size for people, such as "1.25 MB"."""
     return f"{num_bytes / 1e6:.3g} MB"
+
+
+def _sharing(cluster: Cluster) -> str:
+    if cluster.compute_slots is None:
+        return ""
+    return f" (a host computes for {cluster.slots:.3g} of its {cluster.node_ranks or 1} ranks at once)"
 
 
 def _accuracy(run: Mapping[str, Any]) -> str:

@@ -1,0 +1,31 @@
+"""Real networks on real data learn, under every plan alike."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian puts it
+
+
+@pytest.mark.timeout(600)
+def test_the_quick_start_learns_the_digits(tmp_path):
+    """What launch/quickstart runs, without the baseline."""
+    command = [sys.executable, "-m", "hybridpipe", "compare", EXAMPLES / "digits.toml", "--ranks", "4"]
+    done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads((tmp_path / "compare.json").read_text())["runs"]
+    assert runs.keys() == {"auto", "dp", "straight"}
+    assert runs["auto"]["metrics"]["accuracy"] >= 0.97
+    for run in runs.values():
+        assert run["loss_last"] == pytest.approx(runs["auto"]["loss_last"], abs=1e-4)  # float32
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
+def test_fashion_mnist(job, tmp_path):
+    job(4, "hybridpipe", "train", str(EXAMPLES / "fashion.toml"), "--out", str(tmp_path), timeout_seconds=800)
+    assert json.loads((tmp_path / "summary.json").read_text())["metrics"]["accuracy"] >= 0.88
