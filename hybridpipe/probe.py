@@ -1,13 +1,14 @@
 """Probe: measures the machines under mpirun, in about a second, and returns a `Cluster`.
 
-Measured: messages between two ranks of one host and of two (ping-pong through the runtime's own transport),
+Measured: messages between two ranks of one host and of two (ping-pong through the runtime's own transport:
+bandwidth, latency, and the processor time that one takes),
 Horovod's all-reduce over all ranks, and how many of a host's ranks can compute at once.
 """
 
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SMALL_BYTES, LARGE_BYTES = 64, 4 * 2**20  # 3 s in all over 100 Mbit/s
-REPEATS = 5
+REPEATS = 7
 COMPUTE_SECONDS = 0.1
+_MATRIX = torch.ones(128, 128)
 
 
 def probe(world: "MPI.Comm") -> Cluster:
@@ -32,16 +34,19 @@ def probe(world: "MPI.Comm") -> Cluster:
     if world.size == 1:
         return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # no link to measure, and none to use
     per_host = _ranks_per_host(world)
-    levels = []
+    links = {}
     if per_host > 1:
-        levels.append(Level("host", per_host, *_link(world, 0, 1)))
+        links["host", per_host] = _link(world, 0, 1)
     if per_host < world.size:
-        levels.append(Level("network", world.size, *_link(world, 0, per_host)))
+        links["network", world.size] = _link(world, 0, per_host)
     return Cluster(
-        levels=tuple(levels),
+        levels=tuple(
+            Level(name, ranks, link.bandwidth, link.latency_seconds) for (name, ranks), link in links.items()
+        ),
         allreduce=_allreduce(world),
         node_ranks=per_host,
         compute_slots=_compute_slots(world, per_host),
+        message_seconds=max(link.message_seconds for link in links.values()),
     )
 
 
@@ -60,8 +65,14 @@ def _ranks_per_host(world: "MPI.Comm") -> int:
     return size
 
 
-def _link(world: "MPI.Comm", rank: int, other: int) -> tuple[float, float]:
-    """Bandwidth (bytes per second) and latency (seconds) between two ranks, as the runtime sends."""
+class _Link(NamedTuple):
+    bandwidth: float
+    latency_seconds: float
+    message_seconds: float
+
+
+def _link(world: "MPI.Comm", rank: int, other: int) -> _Link:
+    """Figures of messages between two ranks, sent as the runtime sends them."""
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
     figures = None
@@ -69,17 +80,23 @@ def _link(world: "MPI.Comm", rank: int, other: int) -> tuple[float, float]:
     if world.rank in (rank, other):
         peer = other if world.rank == rank else rank
         with MpiTransport(own) as transport:
-            small, large = (
-                _one_way(transport, world.rank, peer, size) for size in (SMALL_BYTES, LARGE_BYTES)
-            )
-        figures = LARGE_BYTES / max(large - small, 1e-9), small
-    _idle_barrier(world)
+            began = time.thread_time()
+            small = _one_way(transport, world.rank, peer, SMALL_BYTES)
+            message = (time.thread_time() - began) / (2 * REPEATS)
+            large = _one_way(transport, world.rank, peer, LARGE_BYTES)
+        figures = _Link(LARGE_BYTES / max(large - small, 1e-9), small, message)
+        _idle_barrier(world)
+    else:  # computes meanwhile, as in training: with more ranks than cores a message waits for a time slice
+        done = world.Ibarrier()
+        while not done.Test():
+            _product()
     own.Free()
-    found: tuple[float, float] = world.bcast(figures, root=rank)
+    found: _Link = world.bcast(figures, root=rank)
     return found
 
 
 def _one_way(transport: Transport, rank: int, peer: int, num_bytes: int) -> float:
+    """Seconds that a message takes from one rank to the other: half of there and back."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
 
     def there_and_back() -> None:
@@ -121,12 +138,15 @@ def _compute_slots(world: "MPI.Comm", per_host: int) -> float:
 
 def _work() -> int:
     """Products of matrices finished in COMPUTE_SECONDS."""
-    matrix = torch.ones(128, 128)
     done, end = 0, time.perf_counter() + COMPUTE_SECONDS
     while time.perf_counter() < end:
-        matrix @ matrix
+        _product()
         done += 1
     return done
+
+
+def _product() -> None:
+    torch.mm(_MATRIX, _MATRIX)
 
 
 def _idle_barrier(world: "MPI.Comm") -> None:

@@ -99,10 +99,9 @@ class Recorder:
     def timeline(self, worker: Worker) -> Timeline | None:
         """A typical full minibatch, all ranks on one clock, on rank 0; None elsewhere. Collective.
 
-        Clocks are compared after a barrier, so ranks of different hosts are aligned to about its duration.
+        Ranks are aligned by the wall clock: exactly on one host, as well as NTP does between hosts.
         """
-        worker.control.Barrier()
-        offset = time.perf_counter()
+        offset = time.time() - time.perf_counter()
         kept = worker.control.gather([_shifted(events, -offset) for events in self._events])
         if kept is None:
             return None

@@ -22,6 +22,7 @@ from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder
 from hybridpipe.runtime import failure
+from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
 from hybridpipe.runtime.executor import Minibatch
 from hybridpipe.runtime.mpi import MPI
@@ -78,6 +79,7 @@ class Trainer:
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.schedule, self.seed = schedule, seed
         self.minibatch_size = minibatch_size
+        keep_freed_memory()
         self.device, num_threads = _device(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)

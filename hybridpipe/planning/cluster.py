@@ -59,6 +59,8 @@ class Cluster:
         node_ranks: how many ranks share one node's processors; None: each rank has its own.
         compute_slots: how many of a node's ranks can compute at full speed at once; with more ranks
             active they share, as four ranks on two cores do. None: as many as there are ranks.
+        message_seconds: processor time that a message takes from its sender, and again from its receiver
+            (the overhead o of LogP, Culler et al. 1993).
     """
 
     levels: tuple[Level, ...]
@@ -67,6 +69,7 @@ class Cluster:
     relative_speed: tuple[float, ...] | None = None
     node_ranks: int | None = None
     compute_slots: float | None = None
+    message_seconds: float = 0.0
     format: str = CLUSTER_FORMAT
 
     def __post_init__(self) -> None:
@@ -94,6 +97,7 @@ class Cluster:
             positive_int("node_ranks", self.node_ranks)
         if self.compute_slots is not None:
             positive("compute_slots", self.compute_slots)
+        non_negative("message_seconds", self.message_seconds)
 
     @classmethod
     def flat(cls, ranks: int, bandwidth: float, latency_seconds: float) -> "Cluster":

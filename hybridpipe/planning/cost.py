@@ -3,12 +3,13 @@
 Two users: the simulator takes a stage's pieces (`stage_costs`), the partitioner a closed formula
 (`estimate`). The formula for a synchronous minibatch of M microbatches is
 
-    sum over stages (f + b)  +  sum over cuts 2 c            fill and drain of the pipeline
-    + max over stages (ceil(M/m) - 1) (f + b) + a + u        its slowest stage, or
-      max over cuts   (ceil(M/m) - 1) x                      its slowest link
+    sum over stages w  +  sum over cuts 2 c            fill and drain of the pipeline
+    + max over stages (ceil(M/m) - 1) w + a + u        its slowest stage, or
+      max over cuts   (ceil(M/m) - 1) x                its slowest link
 
-with f, b a microbatch's forward and backward; c its transfer with latency and x without, charged at both
-ends: m is the smaller replica count of the two; a what the all-reduce takes beyond the backward that
+with w = f + b + 2 k o a microbatch's forward and backward and the handling of its messages to and from k
+neighbours; c its transfer with latency and x without, charged at both ends: m is the smaller replica count
+of the two; a what the all-reduce takes beyond the backward that
 hides it; u the optimizer's step. With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's
 count (Huang et al. 2019); with one stage it is M/m microbatches and the all-reduce.
 """
@@ -117,7 +118,9 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     for s, stage in enumerate(plan.stages):
         cost = _stage_cost(profile, stage)
         speed = min(share[rank] for rank in stage.ranks)
-        compute = (cost.forward_seconds + cost.backward_seconds) / speed
+        messages = 2 * ((s > 0) + (s + 1 < plan.num_stages))
+        work = cost.forward_seconds + cost.backward_seconds + messages * cluster.message_seconds
+        compute = work / speed
         parameters = sum(layer.parameter_bytes for layer in profile.layers[stage.start : stage.stop])
         allreduce = cluster.allreduce_seconds(parameters, stage.ranks) if parameters else 0.0
         exposed = max(0.0, allreduce - cost.backward_seconds / speed)
@@ -129,6 +132,6 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
             link = cluster.slowest_link(stage.ranks + behind.ranks)
             transfer = cost.output_bytes / link.bandwidth
             fill += 2 * (transfer + link.latency_seconds)
-            messages = ceil_div(plan.num_microbatches, min(stage.replicas, behind.replicas))
-            slowest = max(slowest, (messages - 1) * transfer)
+            in_a_row = ceil_div(plan.num_microbatches, min(stage.replicas, behind.replicas))
+            slowest = max(slowest, (in_a_row - 1) * transfer)
     return fill + slowest

@@ -101,6 +101,9 @@ class _Tables:
         stash = activations + self.output_bytes[:, None]
         limit = math.inf if cluster.memory_bytes is None else cluster.memory_bytes
         is_stage = np.triu(np.ones_like(parameters, dtype=bool), 1)
+        edges = np.arange(self.num_layers + 1)
+        neighbours = (edges > 0)[:, None] + (edges < self.num_layers)[None, :].astype(np.float64)
+        work = forward + backward + 2 * neighbours * cluster.message_seconds
         share = compute_share(cluster, tuple(range(num_ranks)))
         self.behind = self._slots(schedule, cluster.memory_bytes is not None)
         self.stage: dict[Slot, tuple[Array, Array]] = {}
@@ -108,7 +111,7 @@ class _Tables:
             ranks = self.ranks(slot.left, slot.replicas)
             speed = min(share[rank] for rank in ranks)
             rounds = ceil_div(num_microbatches, slot.replicas)
-            compute = (forward + backward) / speed
+            compute = work / speed
             base = cluster.allreduce_seconds(0, ranks)
             per_byte = cluster.allreduce_seconds(1, ranks) - base
             allreduce = np.where(parameters > 0, base + per_byte * parameters, 0.0)

@@ -242,6 +242,16 @@ class _Simulation:
         self.allreduce[self.stage_of[rank]].fill(self.filled[rank] - 1)
 
     def send(self, key: MessageKey, num_bytes: float, done: Callback) -> None:
+        self.handle_message(key[0], lambda: self.hand_over(key, num_bytes, done))
+
+    def handle_message(self, rank: int, done: Callback) -> None:
+        """The processor time that a message takes at either end."""
+        if self.cluster.message_seconds:
+            self.compute(rank, self.cluster.message_seconds, done)
+        else:
+            done()
+
+    def hand_over(self, key: MessageKey, num_bytes: float, done: Callback) -> None:
         if not self.synchronous:
             self.transfer(key, num_bytes, lambda: None)
             done()
@@ -253,8 +263,8 @@ class _Simulation:
     def receive(self, key: MessageKey, done: Callback) -> None:
         if key in self.arrived:
             self.arrived.remove(key)
-            return done()
-        self.wanted[key] = done
+            return self.handle_message(key[1], done)
+        self.wanted[key] = lambda: self.handle_message(key[1], done)
         if key in self.offered:
             self.offered.pop(key)()
 

@@ -38,8 +38,9 @@ def reference(cuts, replicas, profile, cluster, num_microbatches, schedule):
         weights = sum(one.parameter_bytes for one in layers)
         ring = cluster.allreduce or crossed(cluster, first, last)
         a = ring.latency_seconds + 2 * (m - 1) / m * weights / ring.bandwidth if m > 1 and weights else 0.0
-        total += f + b
-        maxima.append((math.ceil(M / m) - 1) * (f + b) + max(0.0, a - b) + u)
+        w = f + b + 2 * ((s > 0) + (s + 1 < len(replicas))) * cluster.message_seconds / slowest
+        total += w
+        maxima.append((math.ceil(M / m) - 1) * w + max(0.0, a - b) + u)
 
         stashes = stashes_of(replicas, M, schedule)[s]
         received = profile.layers[cuts[s] - 1].output_bytes if s else 0
@@ -119,6 +120,7 @@ def random_instance(seed):
         relative_speed=draw.choice([None, tuple(draw.choice([1.0, 0.5]) for _ in range(6 * in_node))]),
         node_ranks=draw.choice([None, in_node]),
         compute_slots=draw.choice([None, 0.75, 1.5]),
+        message_seconds=draw.choice([0.0, 0.1 * figure()]),
     )
     options = {
         "num_ranks": draw.randint(1, 6),

@@ -337,3 +337,14 @@ def test_prediction():
 def test_what_does_not_belong_together_is_refused(made, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         predict(made, model(layer(), layer()), free(2))
+
+
+def test_a_message_takes_processor_time_at_both_ends():
+    """One microbatch through two stages (f = 1, b = 2): two messages, each handled twice for 0.25."""
+    made = plan((1, 1), 1)
+    costs = [StageCost(1.0, 2.0)] * 2
+    cluster = replace(free(2), message_seconds=0.25)
+    timeline = simulate(programs(made), made, costs, cluster)
+    assert timeline.seconds == approx(1 + 2 + 1 + 2 + 2 * 2 * 0.25)
+    assert str(timeline.events[0][1].instruction) == "sa0"
+    assert timeline.events[0][1].seconds == approx(0.25)
