@@ -72,7 +72,8 @@ CLUSTER = """\
   "memory_bytes": 8589934592,
   "relative_speed": [1.0, 1.0, 0.5, 0.5],
   "node_ranks": 2,
-  "compute_slots": 1.5
+  "compute_slots": 1.5,
+  "message_seconds": 8e-05
 }
 """
 
