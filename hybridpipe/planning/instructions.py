@@ -131,6 +131,11 @@ def _parse_word(word: str) -> Instruction:
     return _ON_MICROBATCH[match[1]](int(match[2]))  # type: ignore[return-value]
 
 
+def last_backward(program: Program) -> int | None:
+    """Where the last backward stands, during which gradients become final; None where there is none."""
+    return max((i for i, each in enumerate(program) if isinstance(each, Backward)), default=None)
+
+
 def add_communication(program: Iterable[Instruction], stage: int, num_stages: int) -> Iterator[Instruction]:
     """Receives before, and sends after, each forward and backward that has a neighbour."""
     first, last = stage == 0, stage == num_stages - 1

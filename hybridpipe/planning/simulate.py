@@ -25,6 +25,7 @@ from hybridpipe.planning.instructions import (
     SendActivation,
     SendGradient,
     Step,
+    last_backward,
 )
 from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
@@ -154,7 +155,7 @@ class _Simulation:
         self.counter = dict.fromkeys(programs, 0)
         self.events: dict[int, list[Event]] = {rank: [] for rank in programs}
         self.filled = dict.fromkeys(programs, 0)  # buckets this rank has filled
-        self.last_backward = {rank: _last_backward(program) for rank, program in programs.items()}
+        self.last_backward = {rank: last_backward(program) for rank, program in programs.items()}
         self.arrived: set[MessageKey] = set()
         self.wanted: dict[MessageKey, Callback] = {}  # receives that wait for their message
         self.offered: dict[MessageKey, Callback] = {}  # synchronous sends that wait for their receive
@@ -282,13 +283,6 @@ class _Simulation:
             self.wanted.pop(key)()
         else:
             self.arrived.add(key)
-
-
-def _last_backward(program: Program) -> int | None:
-    """Where the last backward stands: the one during which gradients become final."""
-    return max(
-        (i for i, instruction in enumerate(program) if isinstance(instruction, Backward)), default=None
-    )
 
 
 def simulate(

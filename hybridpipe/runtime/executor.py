@@ -14,13 +14,13 @@ from hybridpipe.planning.instructions import (
     AllReduce,
     Backward,
     Forward,
-    Instruction,
     Program,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
     SendGradient,
     Step,
+    last_backward,
 )
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
@@ -73,7 +73,7 @@ class Executor:
         """
         self.stage.module.train()
         self.boundary.begin(program, minibatch.sizes, step, training=True)
-        arming = _before_last_backward(program)
+        final = last_backward(program)
         values: dict[int, Value] = {}
         gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         losses: dict[int, torch.Tensor] = {}
@@ -98,7 +98,7 @@ class Executor:
                 case ReceiveGradient(m):
                     gradients[m] = self.boundary.receive_gradient(m)
                 case Backward(m):
-                    if i == arming:
+                    if i == final:
                         self.gradients.arm()
                     gradients[m] = self.stage.backward(m, gradients.pop(m, ()))
                 case SendGradient(m):
@@ -145,8 +145,3 @@ class Executor:
         if self.stage.device.type == "cuda":  # else an event would end when its kernels are queued
             torch.cuda.synchronize(self.stage.device)
         return time.perf_counter()
-
-
-def _before_last_backward(program: Sequence[Instruction]) -> int | None:
-    """Where the last backward stands in the program; None where there is none."""
-    return max((i for i, each in enumerate(program) if isinstance(each, Backward)), default=None)
