@@ -7,17 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridpipe.config import SOURCES
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.search import Candidate, NoPlanFits, data_parallel, search, straight
-from hybridpipe.probe import probe
+from hybridpipe.probe import idle_barrier, probe
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-PLAN_NAMES = ("auto", "dp", "straight")
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -35,10 +33,11 @@ def autoplan(
     """The plan that `name` stands for, the same on every rank. Collective over `world`.
 
     Args:
-        name: one of PLAN_NAMES.
+        name: one of SOURCES.
         measure: called on rank 0.
     """
     profile = measure() if world.rank == 0 else None
+    idle_barrier(world)  # a blocking call would take cores from the rank that measures
     cluster = probe(world)
     choice: Choice | ValueError | None = None
     if profile is not None:
@@ -66,8 +65,8 @@ def choose(
     Raises:
         ValueError: the name is unknown, or nothing fits into memory.
     """
-    if name not in PLAN_NAMES:
-        raise ValueError(f"plan must be a Plan, a path or one of {', '.join(PLAN_NAMES)}, got {name!r}")
+    if name not in SOURCES:
+        raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
     ranks = num_ranks or cluster.num_ranks
     candidates = tuple(search(profile, cluster, num_microbatches, num_ranks=ranks, schedule=schedule))
     plan: Plan | None = candidates[0].plan

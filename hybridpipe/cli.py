@@ -103,6 +103,7 @@ def _simulate(options: argparse.Namespace) -> int:
     from hybridpipe.files import read_cluster, read_plan, read_profile, write_json, write_text
     from hybridpipe.planning import draw
     from hybridpipe.planning.simulate import predict
+    from hybridpipe.planning.timeline import TRACE_FORMAT
 
     plan, profile, cluster = (
         read_plan(options.plan),
@@ -115,9 +116,8 @@ def _simulate(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UserError(f"{options.plan}: {error}") from None
     if options.trace:
-        write_json(
-            options.trace, {"traceEvents": timeline.to_chrome_trace("predicted"), "displayTimeUnit": "ms"}
-        )
+        events = timeline.to_chrome_trace("predicted")
+        write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
     if options.plot:
         title = f"Plan {plan.name} under {plan.schedule}, {plan.num_microbatches} microbatches"
         write_text(options.plot, draw.svg(timeline, plan, title))

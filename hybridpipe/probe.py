@@ -85,7 +85,7 @@ def _link(world: "MPI.Comm", rank: int, other: int) -> _Link:
             message = (time.thread_time() - began) / (2 * REPEATS)
             large = _one_way(transport, world.rank, peer, LARGE_BYTES)
         figures = _Link(LARGE_BYTES / max(large - small, 1e-9), small, message)
-        _idle_barrier(world)
+        idle_barrier(world)
     else:  # computes meanwhile, as in training: with more ranks than cores a message waits for a time slice
         done = world.Ibarrier()
         while not done.Test():
@@ -128,9 +128,9 @@ def _allreduce(world: "MPI.Comm") -> AllReduce:
 def _compute_slots(world: "MPI.Comm", per_host: int) -> float:
     """Ranks' worth of compute of the slowest host: work done by all at once over work done by one alone."""
     alone = _work() if world.rank == 0 else 0
-    _idle_barrier(world)
+    idle_barrier(world)
     alone = world.bcast(alone)
-    _idle_barrier(world)
+    idle_barrier(world)
     together = world.allgather(_work())
     hosts = [sum(together[i : i + per_host]) for i in range(0, world.size, per_host)]
     return float(min(per_host, max(1.0, min(hosts) / alone)))
@@ -149,7 +149,7 @@ def _product() -> None:
     torch.mm(_MATRIX, _MATRIX)
 
 
-def _idle_barrier(world: "MPI.Comm") -> None:
+def idle_barrier(world: "MPI.Comm") -> None:
     """A barrier that sleeps: a waiting rank must not take a core from the one being measured."""
     request = world.Ibarrier()
     while not request.Test():

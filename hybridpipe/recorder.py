@@ -7,7 +7,7 @@ import resource
 import statistics
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,11 +113,6 @@ class Recorder:
         events = {rank: used[rank][typical] for rank in used}
         start = min(event.start_seconds for rank_events in events.values() for event in rank_events)
         return Timeline({rank: tuple(_shifted(events[rank], -start)) for rank in sorted(events)})
-
-
-def as_line(record: MinibatchRecord) -> dict[str, Any]:
-    """A record as metrics.jsonl has it."""
-    return asdict(record)
 
 
 def _shifted(events: list[Event], seconds: float) -> list[Event]:

@@ -7,6 +7,7 @@ Rank 0 writes and prints; mistakes that all ranks see alike are told once.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from hybridpipe import launcher
 from hybridpipe.batches import minibatches, num_minibatches
 from hybridpipe.config import Config
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.simulate import predict
+from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.progress import Progress
-from hybridpipe.recorder import MinibatchRecord, as_line
+from hybridpipe.recorder import MinibatchRecord
 from hybridpipe.report import explain
 from hybridpipe.runtime import failure
+from hybridpipe.runtime.mpi import MPI
 from hybridpipe.stage.measure import measure
 from hybridpipe.trainer import Trainer
 
@@ -33,11 +37,25 @@ SUMMARY_FORMAT = "hybridpipe-summary/1"
 def train(config: Config, plan: str, out: Path) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective."""
     failure.install()
+    _check_launcher()
+    model, loss = _model(config), config.loss.build()
     try:
-        trainer = _trainer(config, plan)
         dataset, validation = config.data.build(), config.data.build_validation()
+    except (OSError, ModuleNotFoundError) as error:  # data that is not there, told in one line
+        failure.refuse(error)
+    try:
+        trainer = Trainer(
+            model,
+            loss=loss,
+            optimizer=config.optimizer.build,
+            plan=plan,
+            minibatch_size=config.train.minibatch,
+            microbatch_size=config.train.microbatch,
+            schedule=config.plan.schedule,
+            seed=config.train.seed,
+        )
         trainer.prepare(dataset)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         failure.refuse(error)
     rank0 = trainer.world.rank == 0
     progress = None
@@ -55,7 +73,7 @@ def train(config: Config, plan: str, out: Path) -> int:
     def note(record: MinibatchRecord) -> None:
         if progress is not None and metrics is not None:
             progress.update(record)
-            print(json.dumps(as_line(record)), file=metrics, flush=True)
+            print(json.dumps(asdict(record)), file=metrics, flush=True)
 
     history = trainer.fit(
         dataset, config.train.epochs, validation=validation, shuffle=config.train.shuffle, on_minibatch=note
@@ -84,18 +102,12 @@ def _model(config: Config) -> nn.Module:
     return model
 
 
-def _trainer(config: Config, plan: str) -> Trainer:
-    by_name = not plan.endswith(".json")
-    return Trainer(
-        _model(config),
-        loss=config.loss.build(),
-        optimizer=config.optimizer.build,
-        plan=plan,
-        minibatch_size=config.train.minibatch,
-        microbatch_size=config.train.microbatch if by_name else None,
-        schedule=config.plan.schedule,
-        seed=config.train.seed,
-    )
+def _check_launcher() -> None:
+    """Refuses to train in as many worlds of one rank as the launcher has started processes."""
+    promised, size = launcher.promised_ranks() or 1, MPI.COMM_WORLD.size
+    if size < promised:
+        what = f"the launcher started {promised} ranks, and this one sees a world of {size}"
+        failure.refuse(UserError(f"{what}: start it with srun --mpi=pmix; hybridpipe doctor tells more"))
 
 
 def _tell_plan(trainer: Trainer, out: Path) -> None:
@@ -112,7 +124,6 @@ def _tell_plan(trainer: Trainer, out: Path) -> None:
 
 def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     """Gather, print and write what the run has come to."""
-    trainer.recorder.metrics = history[-1].get("validation", {})
     summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
     if summary is None or state is None:
         return
@@ -126,7 +137,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     if trainer.choice is not None:
         simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
         traces += simulated.to_chrome_trace("predicted", process=1)
-    write_json(out / "trace.json", {"traceEvents": traces, "displayTimeUnit": "ms"})
+    write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
     save_file(state, out / "model.safetensors")
     figures = ", ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     print(

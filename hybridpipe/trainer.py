@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.autoplan import PLAN_NAMES, Choice, autoplan
+from hybridpipe.autoplan import Choice, autoplan
 from hybridpipe.batches import minibatches, slice_minibatch
+from hybridpipe.config import SOURCES
 from hybridpipe.files import read_plan
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder
@@ -26,8 +28,8 @@ from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
 from hybridpipe.runtime.executor import Minibatch
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.worker import OptimizerFactory, Sums, Worker
-from hybridpipe.stage.measure import measure
+from hybridpipe.runtime.worker import Sums, Worker
+from hybridpipe.stage.measure import OptimizerFactory, measure
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value, tensors_of
@@ -50,6 +52,7 @@ class Trainer:
         schedule: likewise for a plan that goes by a name.
         seed: of the order of the data and of every random number that a layer draws.
         device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
+        world: the ranks that train together; defaults to MPI.COMM_WORLD.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -88,7 +91,7 @@ class Trainer:
         self.choice: Choice | None = None
         self.recorder = Recorder()
         self._worker: Worker | None = None
-        self._plan = plan if isinstance(plan, Plan) or plan in PLAN_NAMES else read_plan(Path(plan))
+        self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
         if isinstance(self._plan, Plan):
             self.microbatch_size = _microbatch_size(self._plan, minibatch_size, microbatch_size)
             self._start(self._plan)
@@ -150,7 +153,7 @@ class Trainer:
             mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
             entry: dict[str, Any] = {"epoch": epoch, "loss": mean}
             if validation is not None:
-                entry["validation"] = self.evaluate(validation)
+                entry["validation"] = self.recorder.metrics = self.evaluate(validation)
             history.append(entry)
             self.epoch += 1
         return history
@@ -226,10 +229,10 @@ class Trainer:
         return sums
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        def measured() -> Any:
-            return measure(
-                self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.optimizer, self.device
-            )
+        def measured() -> ModelProfile:
+            with failure.guard():  # the other ranks wait for what rank 0 measures
+                inputs, targets = minibatch.inputs(0), minibatch.targets(0)
+                return measure(self.model, inputs, targets, self.loss, self.optimizer, self.device)
 
         count = ceil_div(self.minibatch_size, self.microbatch_size)
         self.choice = autoplan(str(self._plan), self.world, measured, count, self.schedule)
@@ -288,4 +291,7 @@ def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.d
     if device is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
-    return torch.device(device), default_num_threads(local_size)
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
+    return device, default_num_threads(local_size)

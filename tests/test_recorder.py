@@ -8,7 +8,7 @@ import torch
 from hybridpipe.planning.instructions import AllReduce, Backward, Forward, Step
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.timeline import Event
-from hybridpipe.recorder import WARM_UP, MinibatchRecord, Recorder, as_line
+from hybridpipe.recorder import WARM_UP, MinibatchRecord, Recorder
 from hybridpipe.runtime.mpi import MPI
 
 
@@ -86,13 +86,3 @@ def test_the_timeline_is_that_of_a_typical_minibatch_from_time_zero():
     assert timeline.events[0][0].start_seconds == 0
     assert timeline.seconds == pytest.approx(8.0)  # the median of 4, 36 and 8
     assert timeline.bubble_fraction == pytest.approx(0.25)
-
-
-def test_a_line_of_metrics():
-    assert as_line(MinibatchRecord(3, 1, 0.5, 8, 0.25)) == {
-        "step": 3,
-        "epoch": 1,
-        "loss": 0.5,
-        "num_samples": 8,
-        "seconds": 0.25,
-    }

@@ -5,6 +5,7 @@ deterministic round robin (1F1B-RR, SOSP 2019, section 3.3): microbatch b is han
 replica `b mod m_s`. Instructions know stages and microbatches; only a plan turns them into ranks.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -105,9 +106,9 @@ class Plan:
         if edge != self.num_layers:
             raise ValueError(f"the last stage must stop at num_layers = {self.num_layers}, got {edge}")
         named = [rank for stage in self.stages for rank in stage.ranks]
-        twice = sorted({rank for rank in named if named.count(rank) > 1})
+        twice = [rank for rank, count in Counter(named).items() if count > 1]
         if twice:
-            raise ValueError(f"ranks must hold one place each, got rank {twice[0]} in more than one")
+            raise ValueError(f"ranks must hold one place each, got rank {min(twice)} in more than one")
 
     @classmethod
     def data_parallel(

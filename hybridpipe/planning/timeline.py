@@ -10,6 +10,7 @@ from typing import Any
 from hybridpipe.planning.instructions import AllReduce, Backward, Forward, Instruction, Step
 
 COMPUTE = (Forward, Backward, Step)
+TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto passes over the field
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from hybridpipe.stage.values import Value, tensors_of
 # Receives posted beyond the one that is waited for: enough that the next message of either neighbour
 # moves while this rank computes, and no more, since each holds a buffer.
 LOOK_AHEAD = 2
+LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
 
 ACTIVATION, GRADIENT, SPEC = range(3)
 HEADER_NAMES = ("kind", "step", "microbatch", "stage")
@@ -110,6 +111,11 @@ class Boundary:
     def _send(
         self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Sequence[Tensor]
     ) -> None:
+        if spec.num_bytes > LARGEST_MESSAGE_BYTES:
+            raise ValueError(
+                f"the boundary of microbatch {microbatch} weighs {spec.num_bytes} bytes, MPI takes at most "
+                f"{LARGEST_MESSAGE_BYTES}; use smaller microbatches"
+            )
         buffer = self._buffers.take(spec.num_bytes)
         pack(buffer, spec, tensors, (kind, self._step, microbatch, cut))
         self.bytes_sent += spec.num_bytes

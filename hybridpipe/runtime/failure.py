@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
@@ -30,7 +30,8 @@ STAGGER_SECONDS = 0.5
 
 _reporting = threading.Lock()
 _original_exit = sys.exit
-_exit_code: Any = None
+_exit_code: Any = None  # of a `sys.exit` that is not known to be caught
+_exit_stack: list[str] = []  # where it was called: at exit, the exception does not know any more
 
 
 def install() -> None:
@@ -72,21 +73,26 @@ def _excepthook(kind: type[BaseException], error: BaseException | None, trace: T
 
 
 def _exit(code: Any = None) -> None:
-    global _exit_code
-    _exit_code = code
+    global _exit_code, _exit_stack
+    _exit_code, _exit_stack = code, traceback.format_stack()[:-1]
     _original_exit(code)
 
 
 def _at_exit() -> None:
     if _exit_code not in (None, 0):
-        _abort(SystemExit(_exit_code))
+        _abort(SystemExit(_exit_code), _exit_stack)
 
 
-def _abort(error: BaseException) -> NoReturn:
-    """Report and end the job. Never returns; of several failing threads the first one reports."""
+def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
+    """Report and end the job. Never returns; of several failing threads the first one reports.
+
+    Args:
+        stack: where the error arose, for one that has no traceback of its own.
+    """
     if not _reporting.acquire(blocking=False):
         threading.Event().wait()
-    lines = "".join(traceback.format_exception(error))
+    heading = ["Traceback (most recent call last):\n", *stack] if stack else []
+    lines = "".join([*heading, *traceback.format_exception(error)])
     what = traceback.format_exception_only(error)[-1].strip()
     time.sleep(STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
@@ -96,12 +102,11 @@ def _abort(error: BaseException) -> NoReturn:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """A mistake of the user that all ranks see alike: rank 0 tells it in one line, the exit code is 2."""
-    if MPI.COMM_WORLD.rank == 0:
-        print(f"hybridpipe: {error}", file=sys.stderr, flush=True)
+    """A mistake of the user: one line and exit code 2. The first rank that sees it ends the job for all."""
+    time.sleep(2 * STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
+    print(f"hybridpipe: {error}", file=sys.stderr, flush=True)
     if MPI.COMM_WORLD.size == 1:
         sys.exit(2)
-    time.sleep(STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
     end_job(2)
 
 

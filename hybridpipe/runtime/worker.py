@@ -4,9 +4,8 @@ Everything collective is a method here, called by all ranks in the same order; a
 leaves unused takes part in the collectives and does nothing else.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +22,13 @@ from hybridpipe.runtime.gradients import HorovodGradients, LocalGradients
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MpiTransport
 from hybridpipe.runtime.transport import Pending
+from hybridpipe.stage.measure import OptimizerFactory
 from hybridpipe.stage.split import check_plan, layers_of
 from hybridpipe.stage.stage import Loss, Stage
 from hybridpipe.stage.values import Value
 
-OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+# MPI counts in 32 bits: larger tensors move in parts.
+PART_BYTES = 2**30
 
 
 class Sums:
@@ -162,9 +163,11 @@ class Worker:
             rank = owner[key.split(".", 1)[0]]
             values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             if rank != 0 and self.control.rank == rank:
-                self.control.Send([_bytes(values), MPI.BYTE], 0)
+                for part in _parts(values):
+                    self.control.Send([part, MPI.BYTE], 0)
             elif rank != 0 and self.control.rank == 0:
-                self.control.Recv([_bytes(values), MPI.BYTE], rank)
+                for part in _parts(values):
+                    self.control.Recv([part, MPI.BYTE], rank)
             state[key] = values
         return state if self.control.rank == 0 else None
 
@@ -181,9 +184,12 @@ def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
     with torch.no_grad():
         for tensor in model.state_dict().values():
             values = tensor.detach().cpu().contiguous()
-            control.Bcast([_bytes(values), MPI.BYTE], 0)
+            for part in _parts(values):
+                control.Bcast([part, MPI.BYTE], 0)
             tensor.copy_(values)
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+def _parts(tensor: Tensor) -> list[np.ndarray]:
+    """The bytes of a contiguous CPU tensor, sharing its memory."""
+    whole = tensor.reshape(-1).view(torch.uint8).numpy()
+    return [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]

@@ -32,6 +32,18 @@ def test_sys_exit_outside_a_step_ends_the_job(job, plan):
     done = job(3, "failing.py", "exit-outside", plan, "1", fails=True)
     assert "rank 1 on host" in done.stdout
     assert "outside a step, after step 1: SystemExit: 3" in done.stdout
+    assert "in <module>\n    sys.exit(3)" in done.stdout, "the original traceback"
+
+
+def test_an_error_while_the_plan_is_made_ends_the_job(job):
+    """Rank 0 measures the model; a script that catches its error would leave the others in the probe."""
+    done = job(2, "unmeasurable.py", fails=True)
+    assert "RuntimeError: injected" in done.stdout and "rank 0 on host" in done.stdout
+
+
+def test_a_mistake_that_one_rank_sees_is_told(job):
+    done = job(2, "refusing.py", "1", fails=True)
+    assert done.returncode == 2 and done.stdout.count("hybridpipe: only here") == 1
 
 
 def test_a_mistake_on_all_ranks_is_told_once(job):

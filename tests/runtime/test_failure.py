@@ -27,7 +27,7 @@ def two_ranks(monkeypatch):
 @pytest.fixture
 def aborted(monkeypatch) -> list[BaseException]:
     errors = []
-    monkeypatch.setattr(failure, "_abort", errors.append)
+    monkeypatch.setattr(failure, "_abort", lambda error, stack=(): errors.append(error))
     return errors
 
 

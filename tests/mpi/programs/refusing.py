@@ -1,0 +1,11 @@
+"""One rank sees a mistake of the user; the others wait. Usage: refusing.py RANK."""
+
+import sys
+
+from hybridpipe.runtime import failure
+from hybridpipe.runtime.mpi import MPI
+
+failure.install()
+if MPI.COMM_WORLD.rank == int(sys.argv[1]):
+    failure.refuse(ValueError("only here"))
+MPI.COMM_WORLD.Barrier()
