@@ -232,7 +232,10 @@ class Trainer:
         def measured() -> ModelProfile:
             with failure.guard():  # the other ranks wait for what rank 0 measures
                 inputs, targets = minibatch.inputs(0), minibatch.targets(0)
-                return measure(self.model, inputs, targets, self.loss, self.optimizer, self.device)
+                try:
+                    return measure(self.model, inputs, targets, self.loss, self.optimizer, self.device)
+                except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
+                    raise RuntimeError("the first microbatch failed while the model was measured") from error
 
         count = ceil_div(self.minibatch_size, self.microbatch_size)
         self.choice = autoplan(str(self._plan), self.world, measured, count, self.schedule)

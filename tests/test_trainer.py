@@ -355,3 +355,21 @@ def test_tuples_of_inputs(make):
 def test_a_rank_0_error_in_the_loss_comes_through(make):
     with pytest.raises(ValueError, match=r"loss must return .* got shape \(2,\)"):
         make(loss=partial(cross_entropy, reduction="none")).train_step(*data(8)[:])
+
+
+def test_an_error_of_the_model_is_no_mistake_about_the_plan():
+    """`train` tells a ValueError about plan or sizes in one line; the model's own lost its traceback so."""
+
+    class Broken(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("in the model")
+
+    trainer = Trainer(
+        nn.Sequential(Broken(2, 2)),
+        loss=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        minibatch_size=4,
+    )
+    with pytest.raises(RuntimeError, match="while the model was measured") as caught:
+        trainer.train_step(torch.ones(4, 2), torch.ones(4, 2))
+    assert str(caught.value.__cause__) == "in the model"
