@@ -1,10 +1,10 @@
-"""Autoplan: from a plan's name to a plan: measure the model, measure the machines, search, agree.
+"""Autoplan: from a plan's name and a model's profile to a plan: measure the machines, search, agree.
 
-Effects at the edge: rank 0 measures and decides, all ranks probe, everyone gets the same answer.
+Effects at the edge: all ranks probe, rank 0 decides, everyone gets the same answer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybridpipe.config import SOURCES
@@ -12,10 +12,12 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.search import Candidate, NoPlanFits, data_parallel, search, straight
-from hybridpipe.probe import idle_barrier, probe
+from hybridpipe.planning.simulate import predict
+from hybridpipe.probe import probe
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -28,21 +30,29 @@ class Choice:
 
 
 def autoplan(
-    name: str, world: "MPI.Comm", measure: Callable[[], ModelProfile], num_microbatches: int, schedule: str
+    plan: Plan | str,
+    world: "MPI.Comm",
+    profile: ModelProfile,
+    num_microbatches: int,
+    schedule: str,
+    work: Callable[[], object] | None = None,
 ) -> Choice:
-    """The plan that `name` stands for, the same on every rank. Collective over `world`.
+    """The plan that is meant, with its prediction, the same on every rank. Collective over `world`.
 
     Args:
-        name: one of SOURCES.
-        measure: called on rank 0.
+        plan: one of SOURCES, or a plan that is only to be predicted; then there are no candidates.
+        profile: the model's; that of rank 0 counts.
+        work: computes something of the model's, for how ranks that compute at once hamper each other.
     """
-    profile = measure() if world.rank == 0 else None
-    idle_barrier(world)  # a blocking call would take cores from the rank that measures
-    cluster = probe(world)
+    cluster = probe(world, work)
     choice: Choice | ValueError | None = None
-    if profile is not None:
+    if world.rank == 0:
         try:
-            choice = choose(name, profile, cluster, num_microbatches, schedule)
+            if isinstance(plan, Plan):
+                predicted = replace(plan, predicted=predict(plan, profile, cluster)[1])
+                choice = Choice(predicted, (), profile, cluster)
+            else:
+                choice = choose(plan, profile, cluster, num_microbatches, schedule)
         except ValueError as error:  # such as NoPlanFits: every rank is to raise it, none to wait
             choice = error
     choice = world.bcast(choice)
@@ -60,10 +70,14 @@ def choose(
     schedule: str,
     num_ranks: int | None = None,
 ) -> Choice:
-    """The plan that `name` stands for.
+    """The plan that `name` stands for; data parallelism also where it does not fit into memory.
+
+    Args:
+        num_ranks: how many ranks may be used; defaults to all of the cluster's.
 
     Raises:
-        ValueError: the name is unknown, or nothing fits into memory.
+        ValueError: the name is unknown.
+        NoPlanFits: into memory.
     """
     if name not in SOURCES:
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
@@ -75,6 +89,6 @@ def choose(
     elif name == "straight":
         plan = straight(profile, cluster, ranks, num_microbatches, schedule)
         if plan is None:
-            raise NoPlanFits(f"no straight pipeline fits into memory_bytes = {cluster.memory_bytes}")
+            raise NoPlanFits("no straight pipeline fits into memory")
     assert plan is not None
     return Choice(plan, candidates, profile, cluster)

@@ -7,14 +7,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
 from hybridpipe.errors import UserError
-from hybridpipe.planning.plan import SCHEDULES
+from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES
 
+RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -24,10 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except UserError as error:
-        if _launched_rank() == 0:
-            print(f"hybridpipe: {error}", file=sys.stderr)
+        _tell(f"hybridpipe: {error}")
         return 2
     return code
+
+
+def _tell(mistake: str) -> None:
+    """Print a mistake that all ranks see alike on rank 0, once.
+
+    A rank that ended first would make mpirun end rank 0 before that has printed; so the others wait for it.
+    """
+    if _launched_rank() == 0:
+        print(mistake, file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK0_SECONDS)
 
 
 def _doctor(_: argparse.Namespace) -> int:
@@ -37,11 +49,28 @@ def _doctor(_: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    config = _load(options)
-    from hybridpipe.files import write_json
-    from hybridpipe.train import profile_model
+    from hybridpipe.files import read_pipedream_graph, write_json
 
-    write_json(options.out, profile_model(config))
+    if options.from_pipedream:
+        if options.set or options.microbatch:
+            raise UserError("profile: --set and --microbatch go with CONFIG, not with --from-pipedream")
+        from hybridpipe.planning.linearise import narrow_order
+
+        graph = read_pipedream_graph(options.from_pipedream)
+        write_json(options.out, graph.profile(narrow_order(graph), options.samples or 1, "published"))
+        if options.samples is None:
+            print("the file does not say how many samples a minibatch had: taken as 1; --samples tells")
+    else:
+        if options.samples is not None:
+            raise UserError("profile: --samples goes with --from-pipedream; CONFIG has train.microbatch")
+        config = _load(options)
+        from hybridpipe.profiling import circumstances, profile_model
+
+        profile = profile_model(config, options.microbatch)
+        if _launched_rank():
+            return 0
+        print(circumstances(profile))
+        write_json(options.out, profile)
     print(f"written to {options.out}")
     return 0
 
@@ -56,52 +85,80 @@ def _probe(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise UserError(f"probe --flat: {error}") from None
         return 0
+    from hybridpipe.cluster_report import describe
+    from hybridpipe.launcher import num_cores
     from hybridpipe.probe import probe
     from hybridpipe.runtime import failure
     from hybridpipe.runtime.mpi import MPI
+    from hybridpipe.together import share_cores
 
     failure.install()
+    share_cores(MPI.COMM_WORLD)
     try:
         cluster = probe(MPI.COMM_WORLD)
     except ValueError as error:
         failure.refuse(error)
     if MPI.COMM_WORLD.rank == 0:
         write_json(options.out, cluster)
-        print(json.dumps(asdict(cluster), indent=2))
+        print(f"{describe(cluster, num_cores())}\nwritten to {options.out}")
     return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from hybridpipe.autoplan import choose
+    from tqdm import tqdm
+
     from hybridpipe.files import read_cluster, read_profile, write_json
-    from hybridpipe.planning.schedules import ceil_div
+    from hybridpipe.planning.anneal import improved
+    from hybridpipe.planning.search import search_sizes
     from hybridpipe.report import explain
 
     profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
     ranks = options.ranks or cluster.num_ranks
-    profile = profile.scaled_to(options.microbatch or profile.samples)
-    # GPipe (section 2.3) finds the bubble negligible from four microbatches a stage on.
-    minibatch = options.minibatch or 4 * ranks * profile.samples
+    if options.microbatch:
+        profile = replace(profile.scaled_to(options.microbatch), others=())
+    minibatch = _minibatch(options, profile.samples, ranks)
+    allowed = {"num_ranks": ranks, "recompute": options.recompute}
     try:
-        choice = choose(
-            "auto", profile, cluster, ceil_div(minibatch, profile.samples), options.schedule, ranks
-        )
+        found = search_sizes(profile, cluster, minibatch, schedule=options.schedule, **allowed)
+        if options.search:
+            with tqdm(total=options.search, desc="search", unit="plan", disable=None) as bar:
+                found = improved(found, profile, cluster, options.search, on_progress=bar.update, **allowed)
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
+    best = found[0]
     if options.out:
-        write_json(options.out, choice.plan)
+        write_json(options.out, best.plan)
     if options.json:
-        print(json.dumps(asdict(choice.plan)))
+        print(json.dumps(asdict(best.plan)))
     else:
-        print(explain(choice.plan, choice.candidates, profile, cluster))
+        print(explain(best.plan, found, profile.scaled_to(best.samples), cluster, ranks))
     return 0
+
+
+def _minibatch(options: argparse.Namespace, samples: int, ranks: int) -> int:
+    """Samples of a minibatch; UserError if the size of the microbatch does not go with it."""
+    if options.schedule in ASYNCHRONOUS:
+        minibatch: int = options.minibatch or samples
+        if options.microbatch not in (None, minibatch):
+            raise UserError(
+                f"plan: --microbatch must be the minibatch of {minibatch} samples under {options.schedule}, "
+                f"where it travels whole, got {options.microbatch}"
+            )
+        return minibatch
+    # GPipe (section 2.3) finds the bubble negligible from four microbatches a stage on.
+    minibatch = options.minibatch or 4 * ranks * samples
+    if options.microbatch and options.microbatch > minibatch:
+        raise UserError(f"plan: --microbatch must be <= --minibatch = {minibatch}, got {options.microbatch}")
+    return minibatch
 
 
 def _simulate(options: argparse.Namespace) -> int:
     from hybridpipe.files import read_cluster, read_plan, read_profile, write_json, write_text
-    from hybridpipe.planning import draw
+    from hybridpipe.planning import draw, whatif
+    from hybridpipe.planning.memory import curves
+    from hybridpipe.planning.schedules import ceil_div
     from hybridpipe.planning.simulate import predict
     from hybridpipe.planning.timeline import TRACE_FORMAT
 
@@ -111,23 +168,43 @@ def _simulate(options: argparse.Namespace) -> int:
         read_cluster(options.cluster),
     )
     try:
-        plan.check_world(cluster.num_ranks)
         timeline, prediction = predict(plan, profile, cluster)
     except ValueError as error:
         raise UserError(f"{options.plan}: {error}") from None
+    shown = {"before": replace(plan, predicted=prediction)}
+    changes = (options.bandwidth, options.latency, options.ranks)
+    if changes != (None, None, None):
+        try:
+            changed = whatif.changed(cluster, *changes)
+            if options.ranks is not None:  # the plan is for another number: choose anew, as much a rank
+                from hybridpipe.autoplan import choose
+
+                count = plan.num_microbatches * options.ranks
+                count = 1 if plan.is_asynchronous else ceil_div(count, cluster.num_ranks)
+                plan = choose("auto", profile, changed, count, plan.schedule, options.ranks).plan
+            timeline, prediction = predict(plan, profile, changed)
+        except ValueError as error:
+            raise UserError(f"simulate: {error}") from None
+        shown["after"] = replace(plan, predicted=prediction)
     if options.trace:
         events = timeline.to_chrome_trace("predicted")
         write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
     if options.plot:
-        title = f"Plan {plan.name} under {plan.schedule}, {plan.num_microbatches} microbatches"
-        write_text(options.plot, draw.svg(timeline, plan, title))
-    if options.json:
+        slices = "" if plan.is_asynchronous else f", {plan.num_microbatches} microbatches"
+        title = f"Plan {plan.name} under {plan.schedule}{slices}"
+        write_text(options.plot, draw.svg(timeline, plan, title, curves(profile, plan, timeline), prediction))
+    if options.json and len(shown) == 1:
         print(json.dumps(asdict(prediction)))
+    elif options.json:
+        print(json.dumps({name: asdict(each) for name, each in shown.items()}))
     else:
-        print(draw.text(timeline))
-        seconds, rate = prediction.minibatch_seconds, prediction.samples_per_second
-        print(f"\n{seconds * 1e3:.2f} ms a minibatch, {rate:,.0f} samples/s, ", end="")
-        print(f"bubble {prediction.bubble_fraction:.0%}")
+        print(draw.text(timeline), end="\n\n")
+        if len(shown) == 1:
+            seconds, rate = prediction.minibatch_seconds, prediction.samples_per_second
+            print(f"{seconds * 1e3:.2f} ms a minibatch, {rate:,.0f} samples/s, ", end="")
+            print(f"bubble {prediction.bubble_fraction:.0%}")
+        else:
+            print(whatif.figures(shown))
     return 0
 
 
@@ -170,8 +247,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, telling a mistake in one line and, on several ranks, once."""
 
     def error(self, message: str) -> NoReturn:
-        if _launched_rank() == 0:
-            print(f"{self.prog}: {message}; {self.prog} --help tells more", file=sys.stderr)
+        _tell(f"{self.prog}: {message}; {self.prog} --help tells more")
         sys.exit(2)
 
 
@@ -188,8 +264,23 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "is this machine ready? alone, or under mpirun")
 
-    profile = command("profile", _profile, "measure a model layer by layer")
-    _add_config(profile)
+    profile = command("profile", _profile, "measure a model layer by layer, or take a published profile")
+    source = profile.add_mutually_exclusive_group(required=True)
+    source.add_argument("config", metavar="CONFIG", nargs="?", help="a TOML file")
+    source.add_argument(
+        "--from-pipedream", type=Path, metavar="graph.txt", help="measure nothing: read PipeDream's format"
+    )
+    profile.add_argument(
+        "--samples", type=_positive, help="the minibatch that graph.txt was measured with; default: 1"
+    )
+    _add_set(profile)
+    profile.add_argument(
+        "--microbatch",
+        type=_sizes,
+        default=(),
+        metavar="SAMPLES,...",
+        help="the sizes to measure, first the one that `plan` takes by default; default: the config's",
+    )
     profile.add_argument("--out", type=Path, default=Path("profile.json"))
 
     probe = command("probe", _probe, "measure the links between ranks, under mpirun")
@@ -205,9 +296,19 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", type=Path, required=True)
     plan.add_argument("--ranks", type=_positive, help="use at most so many ranks")
     plan.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
-    plan.add_argument("--minibatch", type=_positive, help="samples; default: four microbatches a rank")
-    plan.add_argument("--microbatch", type=_positive, help="samples; default: the profile's")
+    plan.add_argument(
+        "--minibatch", type=_positive, help="samples; default: four microbatches a rank; pipedream: one"
+    )
+    plan.add_argument(
+        "--microbatch", type=_positive, help="samples; default: the best of those that were measured"
+    )
     plan.add_argument("--memory", type=_positive, metavar="BYTES", help="per rank; default: the cluster's")
+    plan.add_argument(
+        "--recompute", action="store_true", help="let stages recompute activations where it pays"
+    )
+    plan.add_argument(
+        "--search", type=_positive, default=0, metavar="N", help="simulate N more plans around the best one"
+    )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--out", type=Path)
 
@@ -218,6 +319,13 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--trace", type=Path, help="write a Chrome trace, for Perfetto")
     simulate.add_argument("--plot", type=Path, help="write an SVG")
     simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
+    simulate.add_argument(
+        "--ranks", type=_positive, help="what if: so many ranks, with a plan chosen for them"
+    )
+    simulate.add_argument(
+        "--bandwidth", type=_bandwidth, help="what if: of the outermost level, such as 100Gbit"
+    )
+    simulate.add_argument("--latency", type=_seconds, help="what if: of the outermost level, such as 5us")
 
     train = command("train", _train, "train, under mpirun, horovodrun or srun")
     _add_config(train)
@@ -242,6 +350,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
+    _add_set(parser)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override a field of CONFIG"
     )
@@ -252,6 +364,29 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
     return value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(_positive, text.split(","))))
+
+
+def _bandwidth(text: str) -> float:
+    from hybridpipe.planning.whatif import parse_bandwidth
+
+    return _parsed(parse_bandwidth, text)
+
+
+def _seconds(text: str) -> float:
+    from hybridpipe.planning.whatif import parse_seconds
+
+    return _parsed(parse_seconds, text)
+
+
+def _parsed(parse: Callable[[str], float], text: str) -> float:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _plan_source(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, cast
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import non_negative_int, positive_int
-from hybridpipe.planning.plan import SCHEDULES
+from hybridpipe.planning.plan import SYNCHRONOUS
 
 SOURCES = ("auto", "dp", "straight")
 
@@ -138,8 +138,8 @@ class PlanConfig:
     source: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.schedule not in SYNCHRONOUS:
+            raise ValueError(f"schedule must be one of {', '.join(SYNCHRONOUS)}, got {self.schedule!r}")
         if self.source not in SOURCES and not self.source.endswith(".json"):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
 

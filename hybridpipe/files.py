@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -18,12 +18,15 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from hybridpipe.errors import UserError, shown, suggest
 from hybridpipe.planning.cluster import CLUSTER_FORMAT, Cluster
+from hybridpipe.planning.graph import LayerGraph
+from hybridpipe.planning.pipedream_format import parse_graph
 from hybridpipe.planning.plan import PLAN_FORMAT, Plan
 from hybridpipe.planning.profile import PROFILE_FORMAT, ModelProfile
 
 T = TypeVar("T")
 
 _WIDTH = 110  # columns; JSON that fits into them stays on one line
+_UNION_BRANCHES = ("int", "tuple[int, ...]")  # pydantic's names for them stand in the place of a mistake
 _LEADING = ("format", "num_layers", "schedule", "num_microbatches")  # fields written before all others
 
 
@@ -46,6 +49,15 @@ def read_cluster(path: str | Path) -> Cluster:
     return _read_json(path, Cluster, CLUSTER_FORMAT)
 
 
+def read_pipedream_graph(path: str | Path) -> LayerGraph:
+    """The layer graph in a graph.txt that PipeDream's profiler wrote."""
+    text = read_text(path)
+    try:
+        return parse_graph(text)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
 def write_json(path: str | Path, value: Any) -> None:
     """Writes a dataclass or a dict; a reader sees the old file or the new one, never a part.
 
@@ -55,6 +67,8 @@ def write_json(path: str | Path, value: Any) -> None:
         UserError: the file cannot be written.
     """
     document = to_jsonable_python(value, inf_nan_mode="null")
+    if is_dataclass(value):  # an optional field that is not there is left out; in a dict, None is a value
+        document = _present(document)
     document = {name: document[name] for name in _LEADING if name in document} | document
     write_text(path, _text(document) + "\n")
 
@@ -143,7 +157,7 @@ def _check_values(value: Any, path: str) -> None:
 
 def _told(kind: type, mistake: ErrorDetails) -> str:
     """Pydantic's mistake as `field: what is allowed, what was there`."""
-    location = mistake["loc"]
+    location = [part for part in mistake["loc"] if part not in _UNION_BRANCHES]
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     path = "".join(parts).removeprefix(".")
     match mistake["type"]:
@@ -169,6 +183,16 @@ def _fields_at(kind: Any, location: tuple[int | str, ...]) -> list[str]:
         if type(None) in get_args(kind):  # X | None
             kind = get_args(kind)[0]
     return [field.name for field in fields(kind) if field.init]
+
+
+def _present(value: Any) -> Any:
+    """Without what is None, at any depth."""
+    match value:
+        case dict():
+            return {name: _present(item) for name, item in value.items() if item is not None}
+        case list():
+            return [_present(item) for item in value]
+    return value
 
 
 def _text(value: Any, indent: str = "") -> str:

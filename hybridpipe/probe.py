@@ -1,32 +1,55 @@
-"""Probe: measures the machines under mpirun, in about a second, and returns a `Cluster`.
+"""Probe: measures the machines under mpirun, in a few seconds, and returns a `Cluster`.
 
-Measured: messages between two ranks of one host and of two (ping-pong through the runtime's own transport:
-bandwidth, latency, and the processor time that one takes),
-Horovod's all-reduce over all ranks, and how many of a host's ranks can compute at once.
+Measured as the runtime uses them: messages through its own transport, alone and several at once; Horovod's
+all-reduce by size, and how much of one a computing rank gets for nothing; how fast the ranks of a machine
+compute when several do. What the figures are made of from the timings is in `hybridpipe.planning.fit`.
+Invariant: what is measured on some ranks leaves the others asleep (`hybridpipe.together`), and all that take
+part do equally many repetitions.
 """
 
-import statistics
+import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hybridpipe.planning import fit
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.runtime.gradients import horovod
-from hybridpipe.runtime.transport import Transport
+from hybridpipe.runtime.transport import Pending
+from hybridpipe.together import idle_barrier, largest, machine_leaders
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SMALL_BYTES, LARGE_BYTES = 64, 4 * 2**20  # 3 s in all over 100 Mbit/s
-REPEATS = 7
-COMPUTE_SECONDS = 0.1
-_MATRIX = torch.ones(128, 128)
+Work = Callable[[], object]
+
+# Small ones for the latency, and more up to a bucket of gradients, as time is lost with those. None follows
+# one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB.
+SIZES_BYTES = (64, 2**11, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, BUCKET_BYTES)
+GROW_SECONDS = 0.04
+# A size is repeated for so long, within these numbers.
+SIZE_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.05, 3, 25
+STREAM_SECONDS = 0.06  # of the messages that one pair, or several at once, send one after another
+MAX_STREAMED = 16
+WAITING_SECONDS = 0.03
+WAKING_BYTES, WAKINGS, BETWEEN_SECONDS = 2**17, 40, 6e-3  # messages among computing, as in a pipeline
+COMPUTE_SECONDS = 0.1  # a time slice of the kernel is a few milliseconds
+ROUNDS = 3  # of what is compared, taken in turn, as the machines' speed drifts
+NUM_TENSORS = 4  # of a bucket: Horovod fuses them
 
 
-def probe(world: "MPI.Comm") -> Cluster:
+def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
     """Measure the machines behind `world`. Collective; the same cluster on every rank.
+
+    Args:
+        work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
+            product of matrices, which stays in the cache, and a sum, which does not.
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
@@ -34,20 +57,41 @@ def probe(world: "MPI.Comm") -> Cluster:
     if world.size == 1:
         return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # no link to measure, and none to use
     per_host = _ranks_per_host(world)
-    links = {}
-    if per_host > 1:
-        links["host", per_host] = _link(world, 0, 1)
-    if per_host < world.size:
-        links["network", world.size] = _link(world, 0, per_host)
+    per_machine = _equal_units(machine_leaders(world)) or per_host
+    units = [("host", 1, per_host), ("network", per_host, world.size)]
+    levels = [_Unit(*unit) for unit in units if unit[1] < unit[2]]
+    computing = _computing(world, per_machine, work or _default_work())
+    links = [_link(world, unit) for unit in levels]
+    reduced, overlap = zip(*map(partial(_allreduce, world), levels, links), strict=True)
     return Cluster(
         levels=tuple(
-            Level(name, ranks, link.bandwidth, link.latency_seconds) for (name, ranks), link in links.items()
+            Level(
+                unit.name,
+                unit.ranks,
+                bandwidth=1 / link.message.seconds_per_byte,
+                latency_seconds=link.message.start_seconds,
+                shared_bandwidth=link.shared_bandwidth,
+                allreduce=allreduce,
+                fit_error=link.message.error,
+            )
+            for unit, link, allreduce in zip(levels, links, reduced, strict=True)
         ),
-        allreduce=_allreduce(world),
-        node_ranks=per_host,
-        compute_slots=_compute_slots(world, per_host),
-        message_seconds=max(link.message_seconds for link in links.values()),
+        relative_speed=computing.relative_speed,
+        node_ranks=per_machine,
+        compute_speeds=computing.speeds,
+        message_seconds=max(link.handling_seconds for link in links),
+        message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
+        wakeup_seconds=_wakeup_seconds(world, per_machine, computing.speeds, links[0].message),
+        overlap=overlap[-1],
     )
+
+
+class _Unit(NamedTuple):
+    """The first unit of a level: `ranks` ranks, in units of the level below of `inner` ranks each."""
+
+    name: str
+    inner: int
+    ranks: int
 
 
 def _ranks_per_host(world: "MPI.Comm") -> int:
@@ -56,8 +100,8 @@ def _ranks_per_host(world: "MPI.Comm") -> int:
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
     leaders = world.allgather(host.bcast(world.rank))
     host.Free()
-    size = leaders.count(leaders[0])
-    if leaders != [rank - rank % size for rank in range(world.size)]:
+    size = _equal_units(leaders)
+    if size is None:
         raise ValueError(
             "probe needs the ranks host by host in equal numbers (mpirun --map-by slot, "
             f"srun --distribution=block), got ranks whose hosts begin at ranks {leaders}"
@@ -65,101 +109,318 @@ def _ranks_per_host(world: "MPI.Comm") -> int:
     return size
 
 
-class _Link(NamedTuple):
-    bandwidth: float
-    latency_seconds: float
-    message_seconds: float
+def _equal_units(leaders: Sequence[int]) -> int | None:
+    """The size of the units that `leaders`, each rank's first peer, describe; None if they are not alike."""
+    size = leaders.count(leaders[0])
+    return size if list(leaders) == [rank - rank % size for rank in range(len(leaders))] else None
 
 
-def _link(world: "MPI.Comm", rank: int, other: int) -> _Link:
-    """Figures of messages between two ranks, sent as the runtime sends them."""
+# ---- Repetitions --------------------------------------------------------------------------------
+
+
+class _Timed(NamedTuple):
+    num_bytes: int
+    seconds: float
+    processor_seconds: float  # of the thread that waits
+
+
+def _by_size(group: "MPI.Comm", prepare: Callable[[int], Callable[[], object]]) -> list[_Timed]:
+    """The time of `prepare(num_bytes)()`, in which all ranks of `group` take part, for growing sizes."""
+    timed: list[_Timed] = []
+    for num_bytes in SIZES_BYTES:
+        action = prepare(num_bytes)
+        action()  # fresh memory, and Horovod's first negotiation of a name
+        first, _ = _time(action)
+        repeats = int(SIZE_SECONDS / mean(group.allgather(first)))
+        taken = [_time(action) for _ in range(min(MAX_REPEATS, max(MIN_REPEATS, repeats)))]
+        seconds, processor = (median(values) for values in zip(*taken, strict=True))
+        gathered = group.allgather((seconds, processor))
+        timed.append(_Timed(num_bytes, *(mean(values) for values in zip(*gathered, strict=True))))
+        if timed[-1].seconds > GROW_SECONDS:
+            break
+    return timed
+
+
+def _time(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds and processor seconds of a call."""
+    began, processor_began = time.perf_counter(), time.thread_time()
+    action()
+    return time.perf_counter() - began, time.thread_time() - processor_began
+
+
+# ---- Messages -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    message: fit.Line
+    handling_seconds: float  # processor time at either end
+    handling_seconds_per_byte: float
+    shared_bandwidth: float | None
+
+
+def _link(world: "MPI.Comm", unit: _Unit) -> _Link:
+    """Messages between the first ranks of two units of the level below, then between all their ranks.
+
+    A network that limits a rate lets some hundred KiB pass at once, and a ping-pong gives it pauses; so the
+    bandwidth is at most what a stream sustains.
+    """
+    timed, waiting = _in_group(world, (0, unit.inner), _ping_pong)
+    timings = [(each.num_bytes, each.seconds) for each in timed]
+    both_units = range(2 * unit.inner)
+    streamed = fit.fit_line(timings).seconds_per_byte
+    one = _in_group(world, both_units, partial(_stream, num_pairs=1, seconds_per_byte=streamed))
+    message = fit.fit_line(timings, 1 / one)
+    shared = None
+    if unit.inner > 1:  # else it is the port of one rank
+        slower = unit.inner * message.seconds_per_byte
+        together = _in_group(
+            world, both_units, partial(_stream, num_pairs=unit.inner, seconds_per_byte=slower)
+        )
+        shared = fit.shared_bandwidth(one, together, unit.inner)
+    small, large = timed[0], timed[-1]
+    # what goes into looking whether a slow message is there is not the message's
+    looking = waiting * (large.seconds - small.seconds)
+    copying = large.processor_seconds - small.processor_seconds - looking
+    return _Link(message, small.processor_seconds, max(0.0, copying) / large.num_bytes, shared)
+
+
+def _ping_pong(group: "MPI.Comm") -> tuple[list[_Timed], float]:
+    """One way, by size: half of there and back; and the share of a processor that waiting takes."""
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
-    figures = None
-    own = world.Dup()
-    if world.rank in (rank, other):
-        peer = other if world.rank == rank else rank
-        with MpiTransport(own) as transport:
-            began = time.thread_time()
-            small = _one_way(transport, world.rank, peer, SMALL_BYTES)
-            message = (time.thread_time() - began) / (2 * REPEATS)
-            large = _one_way(transport, world.rank, peer, LARGE_BYTES)
-        figures = _Link(LARGE_BYTES / max(large - small, 1e-9), small, message)
-        idle_barrier(world)
-    else:  # computes meanwhile, as in training: with more ranks than cores a message waits for a time slice
-        done = world.Ibarrier()
-        while not done.Test():
-            _product()
-    own.Free()
-    found: _Link = world.bcast(figures, root=rank)
-    return found
+    peer = 1 - group.rank
+    with MpiTransport(group) as transport:
+
+        def prepare(num_bytes: int, pause_seconds: float = 0.0) -> Callable[[], object]:
+            sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+
+            def there_and_back() -> None:
+                receiving = transport.receive(received, peer, 0)
+                if group.rank > peer:
+                    receiving.wait()
+                time.sleep(pause_seconds)
+                sending = transport.send(sent, peer, 0)
+                receiving.wait()
+                sending.wait()
+
+            return there_and_back
+
+        timed = [_Timed(n, seconds / 2, cpu / 2) for n, seconds, cpu in _by_size(group, prepare)]
+        _, late = _time(prepare(SIZES_BYTES[0], WAITING_SECONDS))
+        waiting = max(0.0, late - 2 * timed[0].processor_seconds) / WAITING_SECONDS
+        return timed, waiting
 
 
-def _one_way(transport: Transport, rank: int, peer: int, num_bytes: int) -> float:
-    """Seconds that a message takes from one rank to the other: half of there and back."""
-    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+def _stream(group: "MPI.Comm", num_pairs: int, seconds_per_byte: float) -> float:
+    """Bytes per second that `num_pairs` ranks of the first half of the group send to those of the second.
 
-    def there_and_back() -> None:
-        receiving = transport.receive(received, peer, 0)
-        if rank > peer:
-            receiving.wait()
-        sending = transport.send(sent, peer, 0)
-        receiving.wait()
-        sending.wait()
+    Args:
+        seconds_per_byte: of each of them, about; decides how much is sent.
+    """
+    from hybridpipe.runtime.mpi_transport import MpiTransport
 
-    return _median_seconds(there_and_back) / 2
+    half = group.size // 2
+    num_bytes = STREAM_SECONDS / seconds_per_byte
+    count = min(MAX_STREAMED, math.ceil(num_bytes / SIZES_BYTES[-1]))
+    buffers = [
+        torch.zeros(min(SIZES_BYTES[-1], math.ceil(num_bytes / count)), dtype=torch.uint8)
+        for _ in range(count)
+    ]
+    taken = []
+    with MpiTransport(group) as transport:
+        for _ in range(1 + ROUNDS):
+            group.Barrier()
+            began = time.perf_counter()
+            pending: list[Pending] = []
+            if group.rank < num_pairs:
+                pending = [transport.send(buffer, group.rank + half, 0) for buffer in buffers]
+            elif half <= group.rank < half + num_pairs:
+                pending = [transport.receive(buffer, group.rank - half, 0) for buffer in buffers]
+            for each in pending:
+                each.wait()
+            taken.append(largest(group, time.perf_counter() - began))
+    return num_pairs * sum(buffer.nbytes for buffer in buffers) / median(taken[1:])
 
 
-def _allreduce(world: "MPI.Comm") -> AllReduce:
-    """Horovod's own, as the gradients will use it."""
-    hvd = horovod(world)
+def _in_group(world: "MPI.Comm", ranks: Sequence[int], measure: Callable[["MPI.Comm"], Any]) -> Any:
+    """What `measure` finds on the first of `ranks`, given their communicator, while the others sleep."""
+    from hybridpipe.runtime.mpi import MPI
 
-    def seconds(num_bytes: int) -> float:
-        tensor = torch.zeros(num_bytes // 4)
-        return _median_seconds(lambda: hvd.allreduce_(tensor, name=f"probe{num_bytes}", op=hvd.Sum))
-
-    small, large = seconds(SMALL_BYTES), seconds(LARGE_BYTES)
-    hvd.shutdown()
-    small, large = world.bcast((small, large))
-    moved = 2 * (world.size - 1) / world.size * (LARGE_BYTES - SMALL_BYTES)
-    return AllReduce(bandwidth=moved / max(large - small, 1e-9), latency_seconds=small)
-
-
-def _compute_slots(world: "MPI.Comm", per_host: int) -> float:
-    """Ranks' worth of compute of the slowest host: work done by all at once over work done by one alone."""
-    alone = _work() if world.rank == 0 else 0
+    group = world.Split(0 if world.rank in ranks else MPI.UNDEFINED, world.rank)
+    found = None
+    if group != MPI.COMM_NULL:
+        found = measure(group)
+        group.Free()
     idle_barrier(world)
-    alone = world.bcast(alone)
-    idle_barrier(world)
-    together = world.allgather(_work())
-    hosts = [sum(together[i : i + per_host]) for i in range(0, world.size, per_host)]
-    return float(min(per_host, max(1.0, min(hosts) / alone)))
+    return world.bcast(found)
 
 
-def _work() -> int:
-    """Products of matrices finished in COMPUTE_SECONDS."""
-    done, end = 0, time.perf_counter() + COMPUTE_SECONDS
+def _wakeup_seconds(
+    world: "MPI.Comm", per_machine: int, speeds: tuple[float, ...], alone: fit.Line
+) -> float:
+    """How much longer than alone a message takes to a rank that waits while the rest of its machine computes.
+
+    In a ping-pong both sides wait most of the time, and the kernel gives the processor at once to who has
+    used so little; a rank that computes between its messages waits for its turn.
+    """
+    cluster = Cluster.flat(per_machine, bandwidth=1.0, latency_seconds=0.0)
+    if not replace(cluster, node_ranks=per_machine, compute_speeds=speeds).is_busy(per_machine - 1):
+        return 0.0  # a processor for each
+    late = _in_group(world, range(per_machine), _lateness)
+    return max(0.0, float(late) - alone.start_seconds - WAKING_BYTES * alone.seconds_per_byte)
+
+
+def _lateness(group: "MPI.Comm") -> float:
+    """Mean seconds from the sending of a message to its arrival, of two ranks by turns, the others computing.
+
+    One machine has one clock.
+    """
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+
+    work, late = _default_work(), []
+    if group.rank > 1:
+        others = group.Ibarrier()
+        while not others.Test():
+            work()
+    else:
+        peer = 1 - group.rank
+        message = torch.zeros(WAKING_BYTES // 8, dtype=torch.float64)
+        with MpiTransport(group) as transport:
+            for turn in range(WAKINGS):
+                if turn % 2 == group.rank:
+                    _compute(work, BETWEEN_SECONDS)
+                    message[0] = time.perf_counter()
+                    sending = transport.send(message.view(torch.uint8), peer, 0)
+                    _compute(work, BETWEEN_SECONDS)
+                    sending.wait()
+                else:
+                    transport.receive(message.view(torch.uint8), peer, 0).wait()
+                    late.append(time.perf_counter() - float(message[0]))
+        idle_barrier(group)
+    gathered: list[list[float]] = group.allgather(late)
+    return mean(each for of_rank in gathered for each in of_rank)
+
+
+def _compute(work: Work, seconds: float) -> None:
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        _product()
+        work()
+
+
+# ---- All-reduce ---------------------------------------------------------------------------------
+
+
+def _allreduce(world: "MPI.Comm", unit: _Unit, link: _Link) -> tuple[AllReduce, float]:
+    """Horovod's own, as the gradients use it, over the first unit of a level; and its overlap there."""
+    timed, overlap = _in_group(world, range(unit.ranks), _reduce)
+    sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
+    line = fit.fit_line(
+        [(each.num_bytes, each.seconds) for each in timed], sent * link.message.seconds_per_byte
+    )
+    return AllReduce(sent / line.seconds_per_byte, line.start_seconds, line.error), overlap
+
+
+def _reduce(group: "MPI.Comm") -> tuple[list[_Timed], float]:
+    hvd = horovod(group)
+
+    def start(num_bytes: int) -> Callable[[], Callable[[], object]]:
+        tensors = [torch.zeros(num_bytes // 4 // NUM_TENSORS) for _ in range(NUM_TENSORS)]
+
+        def begin() -> Callable[[], object]:
+            handle = hvd.grouped_allreduce_async_(tensors, name=f"probe{num_bytes}", op=hvd.Sum)
+            return lambda: hvd.synchronize(handle)
+
+        return begin
+
+    def prepare(num_bytes: int) -> Callable[[], object]:
+        begin = start(num_bytes)
+        return lambda: begin()()
+
+    timed = _by_size(group, prepare)
+    overlap = _overlap(group, start(timed[-1].num_bytes), timed[-1].seconds)
+    hvd.shutdown()
+    return timed, overlap
+
+
+def _overlap(group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float) -> float:
+    """How much of an all-reduce of `seconds` is hidden behind as long a computation, all ranks computing."""
+    work = _default_work()
+    work()
+    units = max(1, round(seconds / mean(group.allgather(_time(work)[0]))))
+
+    def compute() -> None:
+        for _ in range(units):
+            work()
+
+    def both() -> None:
+        finish = begin()
+        compute()
+        finish()
+
+    begin()()
+    found = []
+    for _ in range(ROUNDS):
+        taken = []
+        for action in (compute, lambda: begin()(), both):
+            group.Barrier()
+            taken.append(mean(group.allgather(_time(action)[0])))
+        found.append(fit.overlap(*taken))
+    return median(found)
+
+
+# ---- Computing ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    speeds: tuple[float, ...]
+    relative_speed: tuple[float, ...] | None
+
+
+def _computing(world: "MPI.Comm", per_machine: int, work: Work) -> _Computing:
+    """How much work 1, 2, 4, ... and all ranks of a machine do at once; every machine at the same time."""
+    counts = sorted({*(2**i for i in range(per_machine.bit_length())), per_machine})
+    work()
+    rounds = ROUNDS if largest(world, _time(work)[0]) < COMPUTE_SECONDS else 1
+    firsts = range(0, world.size, per_machine)
+    done: dict[int, list[list[float]]] = {n: [] for n in counts}  # by machine, for each round
+    for _ in range(rounds):
+        for n in counts:
+            idle_barrier(world)
+            rate = _rate(work) if world.rank % per_machine < n else 0.0
+            idle_barrier(world)
+            rates = world.allgather(rate)
+            done[n].append([sum(rates[first : first + per_machine]) for first in firsts])
+    throughput = {
+        n: median(
+            all_of_it / alone
+            for together, by_one in zip(done[n], done[1], strict=True)
+            for all_of_it, alone in zip(together, by_one, strict=True)
+        )
+        for n in counts
+    }
+    machines = fit.relative_speeds([median(rates) for rates in zip(*done[1], strict=True)])
+    relative = machines and tuple(machines[rank // per_machine] for rank in range(world.size))
+    return _Computing(fit.compute_speeds(throughput), relative)
+
+
+def _rate(work: Work) -> float:
+    """Units of work a second, for COMPUTE_SECONDS or one unit."""
+    done, began = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < COMPUTE_SECONDS:
+        work()
         done += 1
-    return done
+    return done / elapsed
 
 
-def _product() -> None:
-    torch.mm(_MATRIX, _MATRIX)
+def _default_work() -> Work:
+    """About a millisecond, half of it in the cache and half of it through memory, as training is of both."""
+    matrix, vector = torch.ones(192, 192), torch.ones(2**19)
+    product, total = torch.empty_like(matrix), torch.empty_like(vector)
 
+    def work() -> None:
+        torch.mm(matrix, matrix, out=product)
+        torch.add(vector, vector, out=total)
 
-def idle_barrier(world: "MPI.Comm") -> None:
-    """A barrier that sleeps: a waiting rank must not take a core from the one being measured."""
-    request = world.Ibarrier()
-    while not request.Test():
-        time.sleep(1e-4)
-
-
-def _median_seconds(function: Callable[[], object]) -> float:
-    samples = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        function()
-        samples.append(time.perf_counter() - began)
-    return statistics.median(samples)
+    return work

@@ -1,40 +1,145 @@
 """Report: plans and runs as tables for people. Takes data, returns text."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tabulate import tabulate
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost import compute_share, stage_costs
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.cost import (
+    StageCost,
+    compute_share,
+    cut_figures,
+    exposed_seconds,
+    handling_seconds,
+    measured_speed,
+    stage_costs,
+)
+from hybridpipe.planning.memory import peak_memory_bytes
+from hybridpipe.planning.placement import dealt
+from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.search import Candidate
+from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.search import Candidate, fits, is_simulated, judged, short_name
+from hybridpipe.planning.simulate import predict
+from hybridpipe.planning.timeline import Parts
 
 NUM_CANDIDATES = 6
+MAX_LISTED = 8  # cuts, or runs of ranks
+TRAINED = ("1f1b", "gpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What a stage costs each of its ranks, and the cut behind it, by the terms of `cost.estimate`.
+
+    Args:
+        work_seconds: a microbatch's forward, backward and handling of messages.
+        sent_bytes, received_bytes: a microbatch's, over the cuts at both ends.
+        allreduce_seconds: one all-reduce, alone.
+        compute_seconds: a minibatch's work and update.
+        exposed_seconds: what no backward hides of a minibatch's all-reduce.
+        link_seconds: how long a minibatch keeps the busiest link of the cut behind occupied, one way.
+    """
+
+    work_seconds: float
+    sent_bytes: float
+    received_bytes: float
+    allreduce_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    link_seconds: float
+
+
+def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[StageFigures, ...]:
+    """One for each stage of the plan."""
+    none = StageCost(0.0, 0.0)
+    *costs, last = stage_costs(profile, plan, measured_speed(profile, cluster))
+    costs = [none, *costs, replace(last, output_bytes=0.0, gradient_bytes=0.0)]
+    share = compute_share(cluster, plan.ranks)
+    return tuple(
+        _figures(plan, s, costs[s], costs[s + 1], min(share[rank] for rank in stage.ranks), cluster)
+        for s, stage in enumerate(plan.stages)
+    )
+
+
+def _figures(
+    plan: Plan, s: int, before: StageCost, cost: StageCost, speed: float, cluster: Cluster
+) -> StageFigures:
+    stage = plan.stages[s]
+    cuts_bytes = [
+        each.output_bytes + each.gradient_bytes
+        for each, exists in ((before, s > 0), (cost, s + 1 < plan.num_stages))
+        if exists
+    ]
+    handling = sum(handling_seconds(cluster, num_bytes) for num_bytes in cuts_bytes)
+    work = (cost.forward_seconds + cost.backward_seconds + handling) / speed
+    weights = sum(bucket.num_bytes for bucket in cost.buckets)
+    allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
+    # Under an asynchronous schedule the replicas take turns: a minibatch is one of theirs, and one has it.
+    takes_turns = stage.replicas if plan.is_asynchronous else 1
+    rounds = ceil_div(plan.num_microbatches, stage.replicas)
+    return StageFigures(
+        work_seconds=work,
+        sent_bytes=cost.output_bytes + before.gradient_bytes,
+        received_bytes=before.output_bytes + cost.gradient_bytes,
+        allreduce_seconds=allreduce,
+        compute_seconds=(rounds * work + cost.update_seconds / speed) / takes_turns,
+        exposed_seconds=exposed_seconds(cluster, allreduce, cost.backward_seconds / speed) / takes_turns,
+        link_seconds=_link_seconds(plan, s, max(cost.output_bytes, cost.gradient_bytes), cluster),
+    )
+
+
+def _link_seconds(plan: Plan, s: int, num_bytes: float, cluster: Cluster) -> float:
+    if s + 1 == plan.num_stages:
+        return 0.0
+    ranks, behind = plan.stages[s].ranks, plan.stages[s + 1].ranks
+    # As if asynchronous: all of the minibatch's messages, not only those after the first.
+    cut = cut_figures(cluster, ranks, behind, plan.num_microbatches, asynchronous=True)
+    return cut.busy_seconds_per_byte * num_bytes
+
+
+def bottleneck(figures: Sequence[StageFigures], minibatch_seconds: float) -> tuple[str, float]:
+    """What takes most of a minibatch's time, and how many seconds of it.
+
+    That is a stage's computing, the part of an all-reduce that nothing hides, the traffic of a cut, or what
+    the busiest stage or cut leaves over.
+    """
+    terms = []
+    for s, each in enumerate(figures):
+        terms += [
+            (f"computing in stage {s}", each.compute_seconds),
+            (f"the all-reduce of stage {s}", each.exposed_seconds),
+            (f"the traffic between stages {s} and {s + 1}", each.link_seconds),
+        ]
+    busiest = max(max(each.compute_seconds + each.exposed_seconds, each.link_seconds) for each in figures)
+    terms.append(("filling, draining and waiting", minibatch_seconds - busiest))
+    return max(terms, key=lambda term: term[1])
 
 
 def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
     """The stages of a plan: who holds what, and what it is predicted to cost."""
-    share = compute_share(cluster, plan.ranks)
-    memory = dict(zip(plan.ranks, plan.predicted.peak_memory_bytes, strict=True)) if plan.predicted else {}
-    rows = []
-    for s, (stage, cost) in enumerate(zip(plan.stages, stage_costs(profile, plan), strict=True)):
-        names = [layer.name for layer in profile.layers[stage.start : stage.stop]]
-        speed = min(share[rank] for rank in stage.ranks)
-        weights = sum(layer.parameter_bytes for layer in profile.layers[stage.start : stage.stop])
+    peaks = peak_memory_bytes(profile, plan)
+    figures = stage_figures(plan, profile, cluster)
+    rows, first = [], 0
+    for s, (stage, each) in enumerate(zip(plan.stages, figures, strict=True)):
         rows.append(
             {
                 "stage": s,
-                "layers": f"{names[0]} .. {names[-1]} ({len(names)})" if len(names) > 1 else names[0],
-                "ranks": ",".join(map(str, stage.ranks)),
-                "compute": f"{(cost.forward_seconds + cost.backward_seconds) / speed * 1e3:.2f} ms",
-                "weights": megabytes(weights),
-                "sends on": megabytes(cost.output_bytes) if s + 1 < plan.num_stages else "-",
-                "all-reduce": _milliseconds(cluster.allreduce_seconds(weights, stage.ranks)),
-                "memory": megabytes(memory[stage.ranks[0]]) if memory else "-",
+                "layers": _layers(profile, stage),
+                "ranks": _ranges(stage.ranks),
+                "compute": duration(each.work_seconds),
+                "sends": _or_dash(size, each.sent_bytes),
+                "receives": _or_dash(size, each.received_bytes),
+                "link behind": _or_dash(duration, each.link_seconds),
+                "all-reduce": _or_dash(duration, each.allreduce_seconds),
+                "exposed": _or_dash(duration, each.exposed_seconds),
+                "memory": _memory(peaks[first], min(map(cluster.memory, stage.ranks))),
             }
         )
+        first += stage.replicas
     return tabulate(rows, headers="keys", disable_numparse=True)
 
 
@@ -46,35 +151,115 @@ def candidates_table(candidates: Sequence[Candidate], chosen: Plan) -> str:
     rows = [
         {
             "": "->" if candidate.plan == chosen else "",
-            "plan": candidate.plan.name,
+            "plan": short_name(candidate.plan),
             "ranks": candidate.plan.num_ranks,
             "cuts after layer": _cuts(candidate.plan),
-            "minibatch": _milliseconds(candidate.seconds),
-            "loses": "" if candidate.seconds == best else f"{candidate.seconds / best - 1:.0%}",
+            "microbatches": f"{candidate.plan.num_microbatches} x {candidate.samples}",
+            "minibatch": duration(candidate.seconds),
+            "loses": f"{candidate.seconds / best - 1:.0%}" if candidate.seconds > best > 0 else "",
             "bubble": f"{candidate.plan.predicted.bubble_fraction:.0%}" if candidate.plan.predicted else "-",
-            "proposed by": candidate.origin,
+            "proposed by": ", ".join(_remarks(candidate)),
         }
         for candidate in shown
     ]
     return tabulate(rows, headers="keys", disable_numparse=True)
 
 
-def explain(plan: Plan, candidates: Sequence[Candidate], profile: ModelProfile, cluster: Cluster) -> str:
-    """The plan and why it was chosen."""
-    unused = cluster.num_ranks - plan.num_ranks
+def _remarks(candidate: Candidate) -> Iterator[str]:
+    yield candidate.origin
+    if candidate.plan.recompute:
+        yield "recomputing"
+    if not is_simulated(candidate.plan):
+        yield "not simulated"
+
+
+def explain(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_ranks: int | None = None,
+) -> str:
+    """The plan and why it was chosen.
+
+    Args:
+        plan: with its prediction.
+        candidates: what it was chosen from, best first; none for a plan that was given.
+        profile: of its microbatch.
+        num_ranks: how many could be used; defaults to all of the cluster's.
+    """
+    ranks = cluster.num_ranks if num_ranks is None else num_ranks
     lines = [
-        f"plan {plan.name}: {plan.num_stages} stage(s) on {plan.num_ranks} of {cluster.num_ranks} ranks, "
-        f"{plan.schedule}, {plan.num_microbatches} microbatches of {profile.samples} samples",
+        f"plan {short_name(plan)}: {plan.num_stages} stage(s) on {plan.num_ranks} of {ranks} ranks, "
+        f"{plan.schedule}, {_slices(plan)} of {profile.samples} samples"
+        + (", activations recomputed" if plan.recompute else ""),
+        *_prediction(plan, profile, cluster),
         "",
         plan_table(plan, profile, cluster),
+        "(compute, sends and receives: a microbatch's; link behind and exposed: a minibatch's)",
         "",
-        f"considered, by predicted time{_sharing(cluster)}:",
-        "",
-        candidates_table(candidates, plan),
+        *_where_time_goes(plan, profile, cluster),
     ]
-    if unused and plan == candidates[0].plan:
-        lines += ["", f"{unused} rank(s) stay unused: more would cost more than they bring"]
+    if candidates:
+        lines += ["", f"considered, by predicted time{_sharing(cluster)}:", ""]
+        lines += [candidates_table(candidates, plan), *_unused(plan, candidates, ranks)]
+    if plan.schedule not in TRAINED:
+        lines += ["", f"{plan.schedule} is planned and simulated, but cannot be trained yet"]
     return "\n".join(lines)
+
+
+def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
+    assert plan.predicted is not None
+    samples = plan.num_microbatches * profile.samples
+    rate = plan.predicted.samples_per_second
+    total = plan.predicted.minibatch_seconds
+    yield f"{duration(total)} a minibatch of {samples} samples, {rate:,.0f} samples/s"
+    alone = min(plan.ranks, key=lambda rank: (-cluster.speed(rank), rank))
+    for others, ranks in (("one rank", (alone,)), ("data parallelism on the same ranks", plan.ranks)):
+        other = _one_stage(plan, dealt(cluster, ranks))
+        if total and other.stages != plan.stages:
+            seconds = _seconds(judged(other, profile, cluster))
+            misfit = "" if fits(other, profile, cluster) else ", which does not fit into memory"
+            yield f"{seconds / total:.2f} times as fast as {others}{misfit}"
+
+
+def _slices(plan: Plan) -> str:
+    if plan.is_asynchronous:
+        return "whole minibatches"
+    return "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
+
+
+def _one_stage(plan: Plan, ranks: tuple[int, ...]) -> Plan:
+    return replace(plan, stages=(StageSpec(0, plan.num_layers, len(ranks), ranks),), predicted=None)
+
+
+def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
+    total = _seconds(plan)
+    what, seconds = bottleneck(stage_figures(plan, profile, cluster), total)
+    yield f"bottleneck: {what}, {duration(seconds)} of {duration(total)}"
+    # An asynchronous pipeline's timeline holds its start and its end, which do not count.
+    if total and is_simulated(plan) and not plan.is_asynchronous:
+        timeline = predict(plan, profile, cluster)[0]
+        parts = asdict(timeline.parts(plan)).items()
+        shares = (f"{name.removesuffix('_seconds')} {part / timeline.seconds:.0%}" for name, part in parts)
+        yield f"the ranks' time, on average: {', '.join(shares)}"
+
+
+def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> Iterator[str]:
+    unused = sorted(set(range(num_ranks)).difference(plan.ranks))
+    if not unused:
+        return
+    yield ""
+    who = f"{len(unused)} rank(s) stay unused ({_ranges(unused)})"
+    larger = [candidate for candidate in candidates if candidate.plan.num_ranks > plan.num_ranks]
+    if plan != candidates[0].plan:  # it was asked for
+        yield who
+    elif larger:
+        best = larger[0].plan
+        loss = _seconds(best) / (_seconds(plan) or 1) - 1
+        yield f"{who}: the best plan with more, {short_name(best)} on {best.num_ranks}, loses {loss:.1%}"
+    else:
+        yield f"{who}: no plan with more that fits into memory is among the best"
 
 
 def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
@@ -96,8 +281,8 @@ def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
         row |= {
             "accuracy": _accuracy(run),
             "last loss": f"{run['loss_last']:.5f}",
-            "p2p": megabytes(run["bytes_sent_p2p"] / run["updates"]),
-            "all-reduced": megabytes(run["bytes_allreduced"] / run["updates"]),
+            "p2p": size(run["bytes_sent_p2p"] / run["updates"]),
+            "all-reduced": size(run["bytes_allreduced"] / run["updates"]),
         }
         rows.append(row)
     return (
@@ -106,25 +291,98 @@ def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
     )
 
 
-def megabytes(num_bytes: float) -> str:
+def compared(predicted: Parts, measured: Parts) -> dict[str, dict[str, float]]:
+    """What a minibatch's time goes into, in seconds, the mean over ranks: by part, predicted and measured."""
+    measured_parts = asdict(measured)
+    return {
+        name: {"predicted": seconds, "measured": measured_parts[name]}
+        for name, seconds in asdict(predicted).items()
+    }
+
+
+def parts_table(parts: Mapping[str, Mapping[str, float]]) -> str:
+    """`compared` as a table."""
+    rows = [
+        {
+            "part": name.removesuffix("_seconds"),
+            "predicted": duration(seconds["predicted"]),
+            "measured": duration(seconds["measured"]),
+        }
+        for name, seconds in parts.items()
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def size(num_bytes: float) -> str:
     """A size for people, such as "1.25 MB"."""
-    return f"{num_bytes / 1e6:.3g} MB"
+    return _scaled(num_bytes, 1e3, "B", "kB", "MB", "GB", "TB")
+
+
+def duration(seconds: float) -> str:
+    """A time for people, such as "12.5 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return _scaled(seconds * 1e6, 1e3, "us", "ms", "s")
+
+
+def _scaled(value: float, step: float, *units: str) -> str:
+    unit, *larger = units
+    for each in larger:
+        if value < step * (1 - 5e-4):  # 999.6 would be shown as 1e+03
+            break
+        value, unit = value / step, each
+    return f"{value:.3g} {unit}" if value < step else f"{value:,.0f} {unit}"
+
+
+def _or_dash(show: Callable[[float], str], value: float) -> str:
+    return show(value) if value else "-"
+
+
+def _memory(num_bytes: float, limit: float) -> str:
+    return size(num_bytes) if math.isinf(limit) else f"{size(num_bytes)} of {size(limit)}"
+
+
+def _layers(profile: ModelProfile, stage: StageSpec) -> str:
+    first, last = profile.layers[stage.start].name, profile.layers[stage.stop - 1].name
+    count = stage.stop - stage.start
+    return first if count == 1 else f"{first} .. {last} ({count})"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Numbers in ascending order, such as "0-3,8": which ranks, not which replica each is."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return _few([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], ",")
+
+
+def _few(items: Sequence[str], separator: str) -> str:
+    shown = items if len(items) <= MAX_LISTED else [*items[: MAX_LISTED - 1], "..", items[-1]]
+    return separator.join(shown)
+
+
+def _cuts(plan: Plan) -> str:
+    return _few([str(stage.stop - 1) for stage in plan.stages[:-1]], ", ") or "-"
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.minibatch_seconds
 
 
 def _sharing(cluster: Cluster) -> str:
-    if cluster.compute_slots is None:
+    a_machine = cluster.node_ranks or 1
+    speed = cluster.shared_speed(a_machine)
+    if speed == cluster.shared_speed(1):
         return ""
-    return f" (a host computes for {cluster.slots:.3g} of its {cluster.node_ranks or 1} ranks at once)"
+    return (
+        f" (ranks of a machine share its processors: {speed:.0%} of full speed while all {a_machine} compute)"
+    )
 
 
 def _accuracy(run: Mapping[str, Any]) -> str:
     accuracy = run["metrics"].get("accuracy")
     return "-" if accuracy is None else f"{accuracy:.2%}"
-
-
-def _cuts(plan: Plan) -> str:
-    return ", ".join(str(stage.stop - 1) for stage in plan.stages[:-1]) or "-"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"

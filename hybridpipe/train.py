@@ -1,7 +1,7 @@
 """Train: the command. From a config to a trained model and a folder of what was seen on the way.
 
     DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
-    DIR/profile.json  cluster.json    where the plan was made here
+    DIR/profile.json  cluster.json
 
 Rank 0 writes and prints; mistakes that all ranks see alike are told once.
 """
@@ -11,24 +11,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from hybridpipe import launcher
-from hybridpipe.batches import minibatches, num_minibatches
+from hybridpipe.batches import num_minibatches
 from hybridpipe.config import Config
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
-from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.simulate import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
+from hybridpipe.profiling import build_model
 from hybridpipe.progress import Progress
 from hybridpipe.recorder import MinibatchRecord
-from hybridpipe.report import explain
+from hybridpipe.report import compared, explain, parts_table
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.stage.measure import measure
 from hybridpipe.trainer import Trainer
 
 SUMMARY_FORMAT = "hybridpipe-summary/1"
@@ -38,7 +35,7 @@ def train(config: Config, plan: str, out: Path) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective."""
     failure.install()
     _check_launcher()
-    model, loss = _model(config), config.loss.build()
+    model, loss = build_model(config), config.loss.build()
     try:
         dataset, validation = config.data.build(), config.data.build_validation()
     except (OSError, ModuleNotFoundError) as error:  # data that is not there, told in one line
@@ -52,6 +49,7 @@ def train(config: Config, plan: str, out: Path) -> int:
             minibatch_size=config.train.minibatch,
             microbatch_size=config.train.microbatch,
             schedule=config.plan.schedule,
+            predict=True,
             seed=config.train.seed,
         )
         trainer.prepare(dataset)
@@ -86,22 +84,6 @@ def train(config: Config, plan: str, out: Path) -> int:
     return 0
 
 
-def profile_model(config: Config) -> ModelProfile:
-    """The profile of the config's model, on one microbatch of its data, on the CPU."""
-    model, dataset = _model(config), config.data.build()
-    size = config.train.microbatch or config.train.minibatch
-    minibatch = next(minibatches(dataset, size, size))
-    return measure(
-        model, minibatch.inputs(0), minibatch.targets(0), config.loss.build(), config.optimizer.build
-    )
-
-
-def _model(config: Config) -> nn.Module:
-    torch.manual_seed(config.train.seed)
-    model: nn.Module = config.model.build()
-    return model
-
-
 def _check_launcher() -> None:
     """Refuses to train in as many worlds of one rank as the launcher has started processes."""
     promised, size = launcher.promised_ranks() or 1, MPI.COMM_WORLD.size
@@ -114,9 +96,7 @@ def _tell_plan(trainer: Trainer, out: Path) -> None:
     """Print the plan and why it was chosen; write what it was made from beside it."""
     write_json(out / "plan.json", trainer.plan)
     choice = trainer.choice
-    if choice is None:
-        print(f"plan {trainer.plan.name}, {trainer.plan.schedule}, as given", flush=True)
-        return
+    assert choice is not None
     write_json(out / "profile.json", choice.profile)
     write_json(out / "cluster.json", choice.cluster)
     print(explain(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
@@ -127,23 +107,31 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
     if summary is None or state is None:
         return
-    predicted = summary["predicted_minibatch_seconds"]
-    rate = trainer.minibatch_size / predicted if predicted else None
+    choice = trainer.choice
+    assert choice is not None
+    simulated, _ = predict(trainer.plan, choice.profile, choice.cluster)
+    traces, parts = simulated.to_chrome_trace("predicted", process=1), None
+    if timeline is not None:  # there was a full minibatch
+        traces = timeline.to_chrome_trace("measured", process=0) + traces
+        parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
+    rate = trainer.minibatch_size / summary["predicted_minibatch_seconds"]
     write_json(
         out / "summary.json",
-        {"format": SUMMARY_FORMAT, **summary, "predicted_samples_per_second": rate, "epochs": history},
+        {
+            "format": SUMMARY_FORMAT,
+            **summary,
+            "predicted_samples_per_second": rate,
+            "parts": parts,
+            "epochs": history,
+        },
     )
-    traces = [] if timeline is None else timeline.to_chrome_trace("measured", process=0)
-    if trainer.choice is not None:
-        simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
-        traces += simulated.to_chrome_trace("predicted", process=1)
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
     save_file(state, out / "model.safetensors")
     figures = ", ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     print(
-        f"{summary['samples_per_second']:,.0f} samples/s measured"
-        + (f", {rate:,.0f} predicted" if rate else "")
-        + f"; last loss {summary['loss_last']:.5f}"
+        (f"{parts_table(parts)}\n" if parts else "")
+        + f"{summary['samples_per_second']:,.0f} samples/s measured, {rate:,.0f} predicted"
+        f"; last loss {summary['loss_last']:.5f}"
         + (f"; validation: {figures}" if figures else "")
         + f"; written to {out}",
         flush=True,

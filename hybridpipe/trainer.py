@@ -6,6 +6,7 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from hybridpipe.batches import minibatches, slice_minibatch
 from hybridpipe.config import SOURCES
 from hybridpipe.files import read_plan
 from hybridpipe.planning.checks import positive_int
-from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.plan import SYNCHRONOUS, Plan
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder
@@ -29,10 +29,11 @@ from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
 from hybridpipe.runtime.executor import Minibatch
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.worker import Sums, Worker
-from hybridpipe.stage.measure import OptimizerFactory, measure
-from hybridpipe.stage.split import layers_of
+from hybridpipe.stage.measure import OptimizerFactory, Rehearsal
+from hybridpipe.stage.split import check_plan, layers_of
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value, tensors_of
+from hybridpipe.together import measure_together
 
 PlanLike = Plan | str | os.PathLike[str]
 
@@ -50,6 +51,8 @@ class Trainer:
         microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank. A `Plan`
             says itself how many microbatches there are.
         schedule: likewise for a plan that goes by a name.
+        predict: measure model and machines under a given plan, too, so that the summary can set a prediction
+            beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer draws.
         device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
@@ -69,6 +72,7 @@ class Trainer:
         minibatch_size: int,
         microbatch_size: int | None = None,
         schedule: str = "1f1b",
+        predict: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
@@ -94,7 +98,11 @@ class Trainer:
         self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
         if isinstance(self._plan, Plan):
             self.microbatch_size = _microbatch_size(self._plan, minibatch_size, microbatch_size)
-            self._start(self._plan)
+            _check_trainable(self._plan)
+            check_plan(model, self._plan)
+            self._plan.check_world(self.world.size)
+            if not predict:
+                self._start(self._plan)
         else:
             self.microbatch_size = microbatch_size or ceil_div(minibatch_size, self.world.size)
 
@@ -105,9 +113,9 @@ class Trainer:
 
     @property
     def worker(self) -> Worker:
-        """This rank's running pieces. Raises RuntimeError before there is a plan."""
+        """This rank's running pieces. Raises RuntimeError before they are there."""
         if self._worker is None:
-            raise RuntimeError(f"plan {self._plan!r} is made from the first minibatch; train one first")
+            raise RuntimeError("model and machines are measured with the first minibatch; train one first")
         return self._worker
 
     def train_step(self, inputs: Value, targets: Value) -> float:
@@ -229,17 +237,20 @@ class Trainer:
         return sums
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        def measured() -> ModelProfile:
-            with failure.guard():  # the other ranks wait for what rank 0 measures
-                inputs, targets = minibatch.inputs(0), minibatch.targets(0)
-                try:
-                    return measure(self.model, inputs, targets, self.loss, self.optimizer, self.device)
-                except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
-                    raise RuntimeError("the first microbatch failed while the model was measured") from error
-
-        count = ceil_div(self.minibatch_size, self.microbatch_size)
-        self.choice = autoplan(str(self._plan), self.world, measured, count, self.schedule)
+        self.choice = self._choose(minibatch)
         self._start(self.choice.plan)
+
+    def _choose(self, minibatch: Minibatch) -> Choice:
+        with failure.guard():  # ranks that can be measured would wait for one that cannot
+            try:
+                rehearsal = Rehearsal(
+                    self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.device
+                )
+                profile = measure_together(self.world, partial(rehearsal.measure, self.optimizer))
+            except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
+                raise RuntimeError("the first microbatch failed while the model was measured") from error
+        count = ceil_div(self.minibatch_size, self.microbatch_size)
+        return autoplan(self._plan, self.world, profile, count, self.schedule, rehearsal.run)
 
     def _start(self, plan: Plan) -> None:
         self._worker = Worker(self.model, plan, self.loss, self.optimizer, self.world, self.device, self.seed)
@@ -286,6 +297,14 @@ def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | Non
             f"in num_microbatches = {plan.num_microbatches} makes {size}; leave microbatch_size out"
         )
     return size
+
+
+def _check_trainable(plan: Plan) -> None:
+    """Raises ValueError for what can be planned and simulated, but not run yet."""
+    if plan.is_asynchronous:
+        raise ValueError(f"schedule must be one of {', '.join(SYNCHRONOUS)} to train, got {plan.schedule!r}")
+    if plan.recompute:
+        raise ValueError("recompute must be false to train, got True")
 
 
 def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:

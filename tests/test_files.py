@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_cluster, read_plan, read_profile, write_json
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
-from hybridpipe.planning.plan import SCHEDULES, Plan, Prediction, StageSpec
+from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES, Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -30,6 +30,7 @@ PLAN = """\
     {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2]},
     {"start": 17, "stop": 21, "replicas": 1, "ranks": [3]}
   ],
+  "recompute": false,
   "predicted": {
     "minibatch_seconds": 0.41,
     "samples_per_second": 620.0,
@@ -50,13 +51,31 @@ PROFILE = """\
       "parameter_bytes": 8,
       "output_bytes": 16,
       "activation_bytes": 32,
-      "update_seconds": 0.0
+      "update_seconds": 0.0,
+      "gradient_bytes": 12
     }
   ],
   "samples": 8,
   "device": "cpu",
   "dtype": "float32",
   "state_factor": 1.0,
+  "others": [
+    {
+      "samples": 4,
+      "layers": [
+        {
+          "name": "conv",
+          "forward_seconds": 0.125,
+          "backward_seconds": 0.25,
+          "parameter_bytes": 8,
+          "output_bytes": 8,
+          "activation_bytes": 16,
+          "update_seconds": 0.0
+        }
+      ]
+    }
+  ],
+  "load": 2,
   "versions": {"torch": "2.9.0"}
 }
 """
@@ -66,14 +85,24 @@ CLUSTER = """\
   "format": "hybridpipe-cluster/1",
   "levels": [
     {"name": "node", "ranks": 2, "bandwidth": 10000000000.0, "latency_seconds": 1e-06},
-    {"name": "network", "ranks": 4, "bandwidth": 1250000000.0, "latency_seconds": 5e-05}
+    {
+      "name": "network",
+      "ranks": 4,
+      "bandwidth": 1250000000.0,
+      "latency_seconds": 5e-05,
+      "shared_bandwidth": 1250000000.0,
+      "allreduce": {"bandwidth": 1000000000.0, "latency_seconds": 0.0001, "fit_error": 0.1},
+      "fit_error": 0.2
+    }
   ],
-  "allreduce": {"bandwidth": 1000000000.0, "latency_seconds": 0.0001},
   "memory_bytes": 8589934592,
   "relative_speed": [1.0, 1.0, 0.5, 0.5],
   "node_ranks": 2,
-  "compute_slots": 1.5,
-  "message_seconds": 8e-05
+  "compute_speeds": [1.0, 0.75],
+  "message_seconds": 8e-05,
+  "message_seconds_per_byte": 1e-10,
+  "wakeup_seconds": 0.001,
+  "overlap": 0.5
 }
 """
 
@@ -179,6 +208,8 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("layers[0].ouput_bytes", 1, "unknown field (did you mean 'output_bytes'? allowed: name, "),
         ("layers[0].parameter_bytes", ABSENT, "is required, but missing"),
         ("samples", 0, "must be an integer >= 1, got 0"),
+        ("load", 0, "must be an integer >= 1, got 0"),
+        ("others[0].layers", [], "must hold the same 1 layers, got 0"),
         ("state_factor", -1, "must be a finite number >= 0, got -1"),
         ("versions.torch", 2.9, "must be a valid string, got 2.9"),
     ],
@@ -188,11 +219,16 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("levels[0].bandwidth", 0, "must be a finite number > 0, got 0"),
         ("levels[0].bandwith", 1, "unknown field (did you mean 'bandwidth'? allowed: name, ranks, "),
         ("levels[1].latency_seconds", -1, "must be a finite number >= 0, got -1"),
-        ("allreduce.bandwidth", -1, "must be a finite number > 0, got -1"),
-        ("allreduce.speed", 1, "unknown field (allowed: bandwidth, latency_seconds)"),
+        ("levels[1].shared_bandwidth", 0, "must be a finite number > 0, got 0"),
+        ("levels[1].allreduce.bandwidth", -1, "must be a finite number > 0, got -1"),
+        ("levels[1].allreduce.speed", 1, "unknown field (allowed: bandwidth, latency_seconds, fit_error)"),
         ("memory_bytes", "8 GB", "must be a valid integer, got '8 GB'"),
         ("relative_speed", [1.0], "must hold one figure for each of the 4 ranks, got 1"),
-        ("compute_slots", 0, "must be a finite number > 0, got 0"),
+        ("memory_bytes", [1, 2], "must hold one figure for each of the 4 ranks, got 2"),
+        ("compute_speeds", [], "must hold at least one figure, got none"),
+        ("compute_speeds", [1.0, 0.0], "must be a finite number > 0, got 0.0"),
+        ("wakeup_seconds", -1, "must be a finite number >= 0, got -1"),
+        ("overlap", 1.5, "must be a finite number <= 1, got 1.5"),
     ],
 }
 
@@ -212,6 +248,7 @@ def test_wrong_values(tmp_path: Path, name: str, field: str, value: Any, told: s
         ("plan.json", "stages[0].ranks", [0, 1, "2"], "stages[0].ranks[2]: must be a valid integer, got '2'"),
         ("plan.json", "stages[0].ranks", [0, 1, 3], "ranks: must hold one place each, got rank 3"),
         ("plan.json", "stages[0].ranks", [], "ranks: must be named for every stage or for none"),
+        ("profile.json", "others[0].samples", 8, "others: must be of different samples each, got [8, 8]"),
         ("plan.json", "num_layers", 22, "the last stage must stop at num_layers = 22, got 21"),
         (
             "cluster.json",
@@ -291,10 +328,14 @@ def plans(draw: st.DrawFn) -> Plan:
         edge, ranks = edge + span, ranks[num_replicas:]
     memory = st.tuples(*[sizes] * num_ranks)
     predicted = draw(st.none() | st.builds(Prediction, seconds, rates, st.floats(0, 1), memory))
-    return Plan(tuple(stages), draw(st.sampled_from(SCHEDULES)), draw(counts), predicted=predicted)
+    schedule = draw(st.sampled_from(SCHEDULES))
+    num_microbatches = 1 if schedule in ASYNCHRONOUS else draw(counts)
+    return Plan(
+        tuple(stages), schedule, num_microbatches, recompute=draw(st.booleans()), predicted=predicted
+    )
 
 
-layers = st.builds(LayerProfile, st.text(), seconds, seconds, sizes, sizes, sizes, seconds)
+layers = st.builds(LayerProfile, st.text(), seconds, seconds, sizes, sizes, sizes, seconds, st.none() | sizes)
 profiles = st.builds(
     ModelProfile,
     layers=st.lists(layers, min_size=1, max_size=4).map(tuple),
@@ -310,14 +351,19 @@ def clusters(draw: st.DrawFn) -> Cluster:
     levels, num_ranks = [], 1
     for factor in draw(st.lists(counts, min_size=1, max_size=3)):
         num_ranks *= factor
-        levels.append(Level(draw(st.text()), num_ranks, draw(rates), draw(seconds)))
+        reduced = draw(st.none() | st.builds(AllReduce, rates, seconds, st.none() | seconds))
+        shared = draw(st.none() | rates)
+        levels.append(Level(draw(st.text()), num_ranks, draw(rates), draw(seconds), shared, reduced))
     return Cluster(
         tuple(levels),
-        draw(st.none() | st.builds(AllReduce, rates, seconds)),
-        draw(st.none() | sizes),
+        draw(st.none() | sizes | st.tuples(*[sizes] * num_ranks)),
         draw(st.none() | st.tuples(*[rates] * num_ranks)),
         draw(st.none() | counts),
-        draw(st.none() | rates),
+        draw(st.none() | st.lists(rates, min_size=1, max_size=4).map(tuple)),
+        draw(seconds),
+        draw(seconds),
+        draw(seconds),
+        draw(st.floats(0, 1)),
     )
 
 

@@ -256,7 +256,7 @@ def test_a_plan_that_goes_by_its_name(make, name):
     model = mlp()
     reference, batches = copy.deepcopy(model), [data(8)[:] for _ in range(3)]
     trainer = make(model, plan=name, microbatch_size=2)
-    with pytest.raises(RuntimeError, match="made from the first minibatch"):
+    with pytest.raises(RuntimeError, match="measured with the first minibatch"):
         _ = trainer.plan
     losses = [trainer.train_step(*batch) for batch in batches]
     assert (trainer.plan.name, trainer.plan.num_microbatches) == ("1", 4)

@@ -5,11 +5,32 @@ it was measured (`hybridpipe.probe`). Ranks fill the units of a level in order, 
 them by default: with 4 ranks per node, ranks 0 to 3 are on the first node.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridpipe.planning.checks import non_negative, non_negative_int, positive, positive_int
 
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Horovod's ring all-reduce as measured: `latency + 2 (m-1)/m bytes / bandwidth` over m ranks.
+
+    `fit_error` is how far the worst measured size is off that line, relative to the measurement.
+    """
+
+    bandwidth: float
+    latency_seconds: float
+    fit_error: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("bandwidth", self.bandwidth)
+        non_negative("latency_seconds", self.latency_seconds)
+        if self.fit_error is not None:
+            non_negative("fit_error", self.fit_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +42,36 @@ class Level:
         ranks: how many ranks one unit of this level holds.
         bandwidth: bytes per second between two ranks of one unit, one way.
         latency_seconds: until the first byte of a message arrives.
+        shared_bandwidth: bytes per second, each way, that one unit of the level below has into this level for
+            all its ranks together, as the ranks of a node share its network card; None: each rank has
+            `bandwidth` to itself.
+        allreduce: measured figures of an all-reduce over this level; None: those of its links.
+        fit_error: how far the worst measured message is off `latency + bytes / bandwidth`, relative.
     """
 
     name: str
     ranks: int
     bandwidth: float
     latency_seconds: float
+    shared_bandwidth: float | None = None
+    allreduce: AllReduce | None = None
+    fit_error: float | None = None
 
     def __post_init__(self) -> None:
         positive_int("ranks", self.ranks)
         positive("bandwidth", self.bandwidth)
         non_negative("latency_seconds", self.latency_seconds)
+        if self.shared_bandwidth is not None:
+            positive("shared_bandwidth", self.shared_bandwidth)
+        if self.fit_error is not None:
+            non_negative("fit_error", self.fit_error)
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduce:
-    """Horovod's ring all-reduce as measured: `latency + 2 (m-1)/m bytes / bandwidth` over m ranks."""
+class Ring(NamedTuple):
+    """What an all-reduce over some ranks costs: `latency_seconds + num_bytes * seconds_per_byte`."""
 
-    bandwidth: float
     latency_seconds: float
-
-    def __post_init__(self) -> None:
-        positive("allreduce.bandwidth", self.bandwidth)
-        non_negative("allreduce.latency_seconds", self.latency_seconds)
+    seconds_per_byte: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +81,29 @@ class Cluster:
     Args:
         levels: from the inside out, each holding a multiple of the ranks of the one before; the last
             one holds all ranks.
-        allreduce: measured figures of the gradient all-reduce; None: the slowest link's figures.
-        memory_bytes: memory per rank; None: not limited.
+        memory_bytes: of each rank, or one figure for all; None: not limited.
         relative_speed: per rank, 1.0 for the rank that the profile was measured on; None: all equal.
-        node_ranks: how many ranks share one node's processors; None: each rank has its own.
-        compute_slots: how many of a node's ranks can compute at full speed at once; with more ranks
-            active they share, as four ranks on two cores do. None: as many as there are ranks.
+        node_ranks: how many ranks share one machine's processors; None: each rank has its own.
+        compute_speeds: entry n-1 is the speed of each of n ranks of a machine that compute at once, relative
+            to one that computes alone; None: 1.0 for as many as there are.
         message_seconds: processor time that a message takes from its sender, and again from its receiver
             (the overhead o of LogP, Culler et al. 1993).
+        message_seconds_per_byte: and what each of its bytes adds to that.
+        wakeup_seconds: how long a rank that has waited waits on for a processor where all of its machine's
+            are busy; a part of the kernel's time slice.
+        overlap: the share of an all-reduce that costs the computing rank nothing, in [0, 1]; the rest takes
+            its processor's time.
     """
 
     levels: tuple[Level, ...]
-    allreduce: AllReduce | None = None
-    memory_bytes: int | None = None
+    memory_bytes: int | tuple[int, ...] | None = None
     relative_speed: tuple[float, ...] | None = None
     node_ranks: int | None = None
-    compute_slots: float | None = None
+    compute_speeds: tuple[float, ...] | None = None
     message_seconds: float = 0.0
+    message_seconds_per_byte: float = 0.0
+    wakeup_seconds: float = 0.0
+    overlap: float = 1.0
     format: str = CLUSTER_FORMAT
 
     def __post_init__(self) -> None:
@@ -83,21 +117,33 @@ class Cluster:
                     f"level {outer.name!r} must hold a multiple of the {inner.ranks} ranks of level "
                     f"{inner.name!r}, got {outer.ranks}"
                 )
-        if self.memory_bytes is not None:
-            non_negative_int("memory_bytes", self.memory_bytes)
-        if self.relative_speed is not None:
-            if len(self.relative_speed) != self.num_ranks:
-                raise ValueError(
-                    f"relative_speed must hold one figure for each of the {self.num_ranks} ranks, "
-                    f"got {len(self.relative_speed)}"
-                )
-            for speed in self.relative_speed:
-                positive("relative_speed", speed)
+        self._check_per_rank()
         if self.node_ranks is not None:
             positive_int("node_ranks", self.node_ranks)
-        if self.compute_slots is not None:
-            positive("compute_slots", self.compute_slots)
+        if self.compute_speeds is not None:
+            if not self.compute_speeds:
+                raise ValueError("compute_speeds must hold at least one figure, got none")
+            for speed in self.compute_speeds:
+                positive("compute_speeds", speed)
         non_negative("message_seconds", self.message_seconds)
+        non_negative("message_seconds_per_byte", self.message_seconds_per_byte)
+        non_negative("wakeup_seconds", self.wakeup_seconds)
+        non_negative("overlap", self.overlap)
+        if self.overlap > 1:
+            raise ValueError(f"overlap must be a finite number <= 1, got {self.overlap!r}")
+
+    def _check_per_rank(self) -> None:
+        for name in ("memory_bytes", "relative_speed"):
+            figures = getattr(self, name)
+            if isinstance(figures, tuple) and len(figures) != self.num_ranks:
+                raise ValueError(
+                    f"{name} must hold one figure for each of the {self.num_ranks} ranks, got {len(figures)}"
+                )
+        if self.memory_bytes is not None:
+            for memory in self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,):
+                non_negative_int("memory_bytes", memory)
+        for speed in self.relative_speed or ():
+            positive("relative_speed", speed)
 
     @classmethod
     def flat(cls, ranks: int, bandwidth: float, latency_seconds: float) -> "Cluster":
@@ -109,34 +155,75 @@ class Cluster:
         """The ranks of the outermost level."""
         return self.levels[-1].ranks
 
-    def link(self, rank: int, other: int) -> Level:
-        """The innermost level whose unit holds both ranks: what a message between them crosses."""
-        for level in self.levels:
+    def level_index(self, rank: int, other: int) -> int:
+        """The innermost level whose unit holds both ranks, counted from the inside."""
+        for index, level in enumerate(self.levels):
             if rank // level.ranks == other // level.ranks:
-                return level
+                return index
         raise ValueError(f"ranks {rank} and {other} are not both among the cluster's {self.num_ranks}")
 
-    def slowest_link(self, ranks: tuple[int, ...]) -> Level:
+    def link(self, rank: int, other: int) -> Level:
+        """What a message between two ranks crosses."""
+        return self.levels[self.level_index(rank, other)]
+
+    def slowest_link(self, ranks: Sequence[int]) -> Level:
         """The outermost level that a ring through these (one or more) ranks crosses."""
         return self.link(min(ranks), max(ranks))
 
+    def unit_below(self, index: int, rank: int) -> int:
+        """Which unit of the level below `levels[index]` a rank is in: whose link it shares there."""
+        return rank // (self.levels[index - 1].ranks if index else 1)
+
     def speed(self, rank: int) -> float:
-        """Relative speed of a rank that computes alone on its node."""
+        """Relative speed of a rank that computes alone on its machine."""
         return 1.0 if self.relative_speed is None else self.relative_speed[rank]
 
+    def memory(self, rank: int) -> float:
+        """Bytes that a rank may use; infinite where memory is not limited."""
+        if self.memory_bytes is None:
+            return math.inf
+        return self.memory_bytes[rank] if isinstance(self.memory_bytes, tuple) else self.memory_bytes
+
     def node(self, rank: int) -> int:
-        """Which node the rank's processors belong to."""
+        """Which machine's processors the rank uses."""
         return rank // (self.node_ranks or 1)
 
-    @property
-    def slots(self) -> float:
-        """Ranks' worth of compute that one node gives at once."""
-        return float(self.node_ranks or 1) if self.compute_slots is None else self.compute_slots
+    def shared_speed(self, num_active: int) -> float:
+        """Speed of each of `num_active` ranks (or threads) that compute on one machine at once.
 
-    def allreduce_seconds(self, num_bytes: float, ranks: tuple[int, ...]) -> float:
-        """Ring (Patarasuk & Yuan 2009): every rank sends 2 (m-1)/m of the data, alone on its link."""
+        Beyond the figures measured they share what the most had together.
+        """
+        if self.compute_speeds is None:
+            return min(1.0, (self.node_ranks or 1) / num_active)
+        known = len(self.compute_speeds)
+        if num_active <= known:
+            return self.compute_speeds[num_active - 1]
+        return self.compute_speeds[-1] * known / num_active
+
+    def is_busy(self, num_active: int) -> bool:
+        """Whether one more than `num_active` on a machine finds no free processor: it adds less than half."""
+        if not num_active:
+            return False
+        now, then = (n * self.shared_speed(n) for n in (num_active, num_active + 1))
+        return then - now < self.shared_speed(1) / 2
+
+    def ring(self, ranks: Sequence[int]) -> Ring:
+        """Ring all-reduce (Patarasuk & Yuan 2009): each rank sends 2 (m-1)/m of the data.
+
+        The ring visits the ranks in order, so it crosses the link of each unit once in each direction, and is
+        as slow as the slowest link that it crosses.
+        """
         m = len(ranks)
         if m == 1:
-            return 0.0
-        figures = self.allreduce or self.slowest_link(ranks)
-        return figures.latency_seconds + 2 * (m - 1) / m * num_bytes / figures.bandwidth
+            return Ring(0.0, 0.0)
+        level = self.slowest_link(ranks)
+        figures = level.allreduce
+        if figures is None:
+            bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
+            figures = AllReduce(bandwidth, level.latency_seconds)
+        return Ring(figures.latency_seconds, 2 * (m - 1) / m / figures.bandwidth)
+
+    def allreduce_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of an all-reduce over these ranks, alone on its links."""
+        ring = self.ring(ranks)
+        return ring.latency_seconds + num_bytes * ring.seconds_per_byte

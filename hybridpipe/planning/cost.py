@@ -1,25 +1,38 @@
-"""Cost: what a plan's stages and cuts cost on a cluster, in seconds and bytes.
+"""Cost: what a plan's stages and cuts cost on a cluster, in seconds.
 
 Two users: the simulator takes a stage's pieces (`stage_costs`), the partitioner a closed formula
-(`estimate`). The formula for a synchronous minibatch of M microbatches is
+(`estimate`). For a synchronous minibatch of M microbatches the formula is
 
-    sum over stages w  +  sum over cuts 2 c            fill and drain of the pipeline
-    + max over stages (ceil(M/m) - 1) w + a + u        its slowest stage, or
-      max over cuts   (ceil(M/m) - 1) x                its slowest link
+    sum over stages w  +  sum over cuts c                fill and drain of the pipeline
+    + max over stages (ceil(M/m) - 1) w + e + u          its slowest stage, or
+      max over cuts   x after the first                  its busiest link
 
-with w = f + b + 2 k o a microbatch's forward and backward and the handling of its messages to and from k
-neighbours; c its transfer with latency and x without, charged at both ends: m is the smaller replica count
-of the two; a what the all-reduce takes beyond the backward that
-hides it; u the optimizer's step. With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's
-count (Huang et al. 2019); with one stage it is M/m microbatches and the all-reduce.
+with w = f + b + h the forward, backward and handling of messages of one microbatch; e the part of the
+all-reduce that the backward does not hide; u the optimizer's step; c the way of one microbatch over the cut
+and back, with latency; x the time that the microbatches keep the busiest port or shared link of the cut
+occupied, in the direction that carries more, charged at both ends. With p equal stages and nothing else it
+is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019); with one stage it is M/m microbatches and the
+all-reduce.
+
+An asynchronous pipeline never drains; a minibatch takes
+
+    max over stages (w + e + u) / m    and    max over cuts x for one minibatch
+
+as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole.
 """
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
+from hybridpipe.planning.schedules import ceil_div
 
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses what
 # is ready within a cycle up to 128 MiB; smaller buckets start earlier, larger ones pay latency less often.
@@ -36,29 +49,46 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage on one rank at full speed; times and activations are per microbatch."""
+    """One stage on one rank at full speed; times and sizes are per microbatch.
+
+    With recomputation the backward contains a forward.
+    """
 
     forward_seconds: float
     backward_seconds: float
     update_seconds: float = 0.0
     output_bytes: float = 0.0
+    gradient_bytes: float = 0.0
     buckets: tuple[GradientBucket, ...] = ()
 
 
-def stage_costs(profile: ModelProfile, plan: Plan) -> tuple[StageCost, ...]:
-    """The pieces of each stage that the simulator needs."""
+def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
+    """The pieces of each stage that the simulator needs.
+
+    Args:
+        load_speed: how fast a rank was, relative to one alone, while the profile was taken
+            (`measured_speed`); the costs are those of one alone.
+    """
     if profile.num_layers != plan.num_layers:
         raise ValueError(f"the plan cuts {plan.num_layers} layers, the profile has {profile.num_layers}")
-    return tuple(_stage_cost(profile, stage) for stage in plan.stages)
+    return tuple(_stage_cost(profile, stage, plan.recompute, load_speed) for stage in plan.stages)
 
 
-def _stage_cost(profile: ModelProfile, stage: StageSpec) -> StageCost:
+def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
+    """Speed of a rank, relative to one alone, under the load that the profile was measured with."""
+    return cluster.shared_speed(profile.load)
+
+
+def _stage_cost(profile: ModelProfile, stage: StageSpec, recompute: bool, load_speed: float) -> StageCost:
     layers = profile.layers[stage.start : stage.stop]
+    forward = sum(layer.forward_seconds for layer in layers) * load_speed
+    backward = sum(layer.backward_seconds for layer in layers) * load_speed
     return StageCost(
-        forward_seconds=sum(layer.forward_seconds for layer in layers),
-        backward_seconds=sum(layer.backward_seconds for layer in layers),
-        update_seconds=sum(layer.update_seconds for layer in layers),
+        forward_seconds=forward,
+        backward_seconds=backward + recompute * forward,
+        update_seconds=sum(layer.update_seconds for layer in layers) * load_speed,
         output_bytes=layers[-1].output_bytes,
+        gradient_bytes=layers[-1].returned_bytes,
         buckets=_buckets(profile, stage),
     )
 
@@ -79,59 +109,102 @@ def _buckets(profile: ModelProfile, stage: StageSpec) -> tuple[GradientBucket, .
     return tuple(buckets)
 
 
-def compute_share(cluster: Cluster, ranks: tuple[int, ...]) -> dict[int, float]:
+def compute_share(cluster: Cluster, ranks: Sequence[int]) -> dict[int, float]:
     """The part of full speed that each rank gets while all of `ranks` compute at once."""
-    on_node: dict[int, int] = {}
-    for rank in ranks:
-        on_node[cluster.node(rank)] = on_node.get(cluster.node(rank), 0) + 1
-    return {
-        rank: cluster.speed(rank) * min(1.0, cluster.slots / on_node[cluster.node(rank)]) for rank in ranks
-    }
+    on_node = Counter(map(cluster.node, ranks))
+    return {rank: cluster.speed(rank) * cluster.shared_speed(on_node[cluster.node(rank)]) for rank in ranks}
 
 
-def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
-    """Memory of each rank of the plan, in stage order: weights, gradients, optimizer state, stashes.
+class CutFigures(NamedTuple):
+    """How the ranks of two neighbouring stages reach each other.
 
-    Every microbatch in flight keeps its layers' activations and its received input, and has one
-    output on its way.
+    Args:
+        latency_seconds, seconds_per_byte: of one message over the slowest of the routes that occur.
+        busy_seconds_per_byte: how long the busiest port or shared link is occupied by a minibatch's messages
+            of one byte: by all after the first where the schedule flushes, else by all.
     """
-    peaks = []
-    stashes = in_flight_per_stage(plan, plan.num_microbatches)
-    for stage, num_in_flight in zip(plan.stages, stashes, strict=True):
-        peaks += [stage_memory_bytes(profile, stage.start, stage.stop, num_in_flight)] * stage.replicas
-    return tuple(peaks)
+
+    latency_seconds: float
+    seconds_per_byte: float
+    busy_seconds_per_byte: float
 
 
-def stage_memory_bytes(profile: ModelProfile, start: int, stop: int, num_in_flight: int) -> int:
-    """Memory of a rank that holds layers `[start, stop)` with that many microbatches in flight."""
-    layers = profile.layers[start:stop]
-    parameters = sum(layer.parameter_bytes for layer in layers)
-    received = profile.layers[start - 1].output_bytes if start else 0
-    stash = sum(layer.activation_bytes for layer in layers) + received
-    return round(parameters * (2 + profile.state_factor)) + num_in_flight * stash + layers[-1].output_bytes
+def cut_figures(
+    cluster: Cluster,
+    ranks: Sequence[int],
+    behind: Sequence[int],
+    num_microbatches: int,
+    asynchronous: bool = False,
+) -> CutFigures:
+    """Microbatch b goes from `ranks[b mod m]` to `behind[b mod k]`.
+
+    A shared link carries the part of the microbatches whose route crosses it; a rank's own port those
+    that the rank handles.
+    """
+    m, k = len(ranks), len(behind)
+    routes = np.arange(math.lcm(m, k))
+    sender, receiver = np.array(ranks)[routes % m], np.array(behind)[routes % k]
+    latency, per_byte, busy = 0.0, 0.0, 0.0
+    within = np.zeros(len(routes), dtype=bool)
+    below = 1  # ranks of a unit of the level below
+    for level in cluster.levels:
+        here = (sender // level.ranks == receiver // level.ranks) & ~within
+        if here.any():
+            latency = max(latency, level.latency_seconds)
+            per_byte = max(per_byte, 1 / level.bandwidth)
+            if level.shared_bandwidth is not None:
+                busiest = max(int(np.bincount(end[here] // below).max()) for end in (sender, receiver))
+                messages = num_microbatches * busiest / len(routes)
+                counted = messages if asynchronous else max(0.0, messages - 1)
+                busy = max(busy, counted / level.shared_bandwidth)
+        within |= here
+        below = level.ranks
+    if asynchronous:
+        in_a_row = num_microbatches / min(m, k)
+    else:
+        in_a_row = ceil_div(num_microbatches, min(m, k)) - 1
+    return CutFigures(latency, per_byte, max(busy, in_a_row * per_byte))
 
 
 def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """Seconds of a minibatch by the closed formula above; what `partition` minimises."""
+    """Seconds of a minibatch by the closed formula above; what `partition` minimises.
+
+    Every rank of the plan is taken to compute all the time, so ranks that share a machine's processors get
+    the speed they have while all of them are active.
+    """
+    costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     share = compute_share(cluster, plan.ranks)
     fill, slowest = 0.0, 0.0
-    for s, stage in enumerate(plan.stages):
-        cost = _stage_cost(profile, stage)
+    for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
         speed = min(share[rank] for rank in stage.ranks)
-        messages = 2 * ((s > 0) + (s + 1 < plan.num_stages))
-        work = cost.forward_seconds + cost.backward_seconds + messages * cluster.message_seconds
-        compute = work / speed
-        parameters = sum(layer.parameter_bytes for layer in profile.layers[stage.start : stage.stop])
-        allreduce = cluster.allreduce_seconds(parameters, stage.ranks) if parameters else 0.0
-        exposed = max(0.0, allreduce - cost.backward_seconds / speed)
-        rounds = ceil_div(plan.num_microbatches, stage.replicas)
-        fill += compute
-        slowest = max(slowest, (rounds - 1) * compute + exposed + cost.update_seconds / speed)
+        moved = cost.output_bytes + cost.gradient_bytes if s + 1 < plan.num_stages else 0.0
+        handling = handling_seconds(cluster, moved) if s + 1 < plan.num_stages else 0.0
+        if s:
+            handling += handling_seconds(cluster, costs[s - 1].output_bytes + costs[s - 1].gradient_bytes)
+        work = (cost.forward_seconds + cost.backward_seconds + handling) / speed
+        weights = sum(bucket.num_bytes for bucket in cost.buckets)
+        allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
+        after = exposed_seconds(cluster, allreduce, cost.backward_seconds / speed)
+        after += cost.update_seconds / speed
+        if plan.is_asynchronous:
+            slowest = max(slowest, (work + after) / stage.replicas)
+        else:
+            fill += work
+            slowest = max(slowest, (ceil_div(plan.num_microbatches, stage.replicas) - 1) * work + after)
         if s + 1 < plan.num_stages:
-            behind = plan.stages[s + 1]
-            link = cluster.slowest_link(stage.ranks + behind.ranks)
-            transfer = cost.output_bytes / link.bandwidth
-            fill += 2 * (transfer + link.latency_seconds)
-            in_a_row = ceil_div(plan.num_microbatches, min(stage.replicas, behind.replicas))
-            slowest = max(slowest, (in_a_row - 1) * transfer)
+            behind = plan.stages[s + 1].ranks
+            cut = cut_figures(cluster, stage.ranks, behind, plan.num_microbatches, plan.is_asynchronous)
+            slowest = max(slowest, cut.busy_seconds_per_byte * max(cost.output_bytes, cost.gradient_bytes))
+            if not plan.is_asynchronous:
+                fill += 2 * cut.latency_seconds + cut.seconds_per_byte * moved
     return fill + slowest
+
+
+def handling_seconds(cluster: Cluster, num_bytes: float) -> float:
+    """Processor time, at one side of a cut, of a microbatch's message there and the one back."""
+    return 2 * cluster.message_seconds + num_bytes * cluster.message_seconds_per_byte
+
+
+def exposed_seconds(cluster: Cluster, allreduce_seconds: float, backward_seconds: float) -> float:
+    """What an all-reduce adds to the backward it starts in."""
+    return allreduce_seconds - cluster.overlap * min(allreduce_seconds, backward_seconds)

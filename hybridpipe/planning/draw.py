@@ -1,21 +1,26 @@
-"""Draw: a timeline as text for terminals and logs, and as an SVG picture.
+"""Draw: a timeline as text for terminals and logs, and as an SVG picture, with memory over time below it.
 
 Pure: strings out, no files. One row a rank, time to the right; receives are left blank, because a rank
 that waits for a message idles. Predicted and measured timelines look alike, so that they can be compared.
+Of many ranks some are shown, and of bars too fine to be seen some are left out; the picture says so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from hybridpipe.planning.instructions import Backward, Forward, Instruction
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.memory import Curve
+from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.timeline import Event, Timeline, kind
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+MAX_RANKS = 32  # that are shown
+MAX_MARKS = 20_000  # bars, or steps of memory, in a picture: about a megabyte
 
 
 def text(timeline: Timeline, width: int = 100) -> str:
-    """One line a rank, at most `width` characters wide, in ASCII so that any log can hold it.
+    """One line a rank (of many, some), at most `width` characters wide, in ASCII so that any log can hold it.
 
         rank 0 |F0---F2--..B0========....B2=======*****.......|
         rank 1 |F1---F3--.........B1========....B3=======*****|
@@ -24,16 +29,18 @@ def text(timeline: Timeline, width: int = 100) -> str:
 
     A column shows what the rank does in its middle, so events much shorter than one may not show.
     """
-    names = [f"rank {rank}" for rank in timeline.events]
+    ranks = _shown(list(timeline.events))
+    names = [f"rank {rank}" for rank in ranks]
     margin = max(map(len, names), default=0)
     columns = max(width - margin - 3, 1)
     rows = [
-        f"{name:<{margin}} |{_row(events, timeline.seconds, columns)}|"
-        for name, events in zip(names, timeline.events.values(), strict=True)
+        f"{name:<{margin}} |{_row(timeline.events[rank], timeline.seconds, columns)}|"
+        for name, rank in zip(names, ranks, strict=True)
     ]
     unit, scale = _unit(timeline.seconds)
     key = "F forward, B backward, ~ all-reduce, * step, . waiting"
-    return "\n".join([*rows, f"0 to {timeline.seconds / scale:.3g} {unit}; {key}"])
+    left_out = f"; {len(ranks)} of {len(timeline.events)} ranks" if len(ranks) < len(timeline.events) else ""
+    return "\n".join([*rows, f"0 to {timeline.seconds / scale:.3g} {unit}; {key}{left_out}"])
 
 
 def _row(events: tuple[Event, ...], seconds: float, columns: int) -> str:
@@ -56,6 +63,7 @@ WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 1000, 150, 66, 74, 34, 26
 SPAN = WIDTH - LEFT - RIGHT
 CHARACTER = 6.6  # width of a digit in a bar
 COLOURS = {"forward": "#4c8bf5", "backward": "#f5a94c", "all-reduce": "#b99be3", "step": "#3fb68b"}
+MEMORY_COLOUR = "#9fb4d1"
 STYLE = """
     text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #5b6472 }
     .title { font-size: 17px; font-weight: 600; fill: #1f2733 }
@@ -69,10 +77,36 @@ STYLE = """
 """
 
 
-def svg(timeline: Timeline, plan: Plan | None = None, title: str = "") -> str:
-    """A self-contained SVG document. With a plan, rows carry their stage, and stand in its order."""
-    ranks = [rank for rank in plan.ranks if rank in timeline.events] if plan else list(timeline.events)
-    height = TOP + ROW * len(ranks) + 34
+def svg(
+    timeline: Timeline,
+    plan: Plan | None = None,
+    title: str = "",
+    memory: Mapping[int, Curve] | None = None,
+    prediction: Prediction | None = None,
+) -> str:
+    """A self-contained SVG document.
+
+    Args:
+        plan: gives rows their stage, and its order.
+        memory: of each rank over time (`memory.curves`), drawn below the timeline, all to one scale.
+        prediction: the figures of a minibatch, where they are not those of the whole timeline.
+    """
+    used = [rank for rank in plan.ranks if rank in timeline.events] if plan else list(timeline.events)
+    ranks, seconds = _shown(used), timeline.seconds
+    bottom = TOP + ROW * len(ranks)
+    finest = _finest([len(timeline.events[rank]) for rank in ranks])
+    left_out = f" · {len(ranks)} of {len(used)} ranks" if len(ranks) < len(used) else ""
+    left_out += " · finest bars left out" if finest else ""
+    lines = [*_header(timeline, title, left_out, prediction), *_axis(seconds, TOP, bottom)]
+    for i, rank in enumerate(ranks):
+        lines += _rank(timeline, plan, rank, TOP + ROW * i, finest)
+    height = bottom + 34
+    if memory is not None:
+        top = height + 26
+        height = top + ROW * len(ranks) + 34
+        lines += [_text(24, top - 14, "memory", "rank"), _text(WIDTH - 20, top - 14, "peak", "end")]
+        lines += _axis(seconds, top, height - 34)
+        lines += _memory({rank: memory[rank] for rank in ranks}, seconds, top)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
@@ -81,19 +115,34 @@ def svg(timeline: Timeline, plan: Plan | None = None, title: str = "") -> str:
             f"<style>{STYLE}</style>",
             f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="10" fill="#fff" '
             'stroke="#d9dee6"/>',
-            *_header(timeline, title),
-            *_axis(timeline.seconds, TOP + ROW * len(ranks)),
-            *(line for i, rank in enumerate(ranks) for line in _rank(timeline, plan, rank, TOP + ROW * i)),
+            *lines,
             "</svg>\n",
         ]
     )
 
 
-def _header(timeline: Timeline, title: str) -> Iterator[str]:
-    unit, scale = _unit(timeline.seconds)
+def _shown(ranks: Sequence[int]) -> list[int]:
+    """All ranks, or of too many the first, the last and some evenly between them."""
+    if len(ranks) <= MAX_RANKS:
+        return list(ranks)
+    return [ranks[i * (len(ranks) - 1) // (MAX_RANKS - 1)] for i in range(MAX_RANKS)]
+
+
+def _finest(marks: Sequence[int]) -> float:
+    """The grid, in pixels, that thins a row's marks out to stay within MAX_MARKS; 0: all are drawn.
+
+    The factor is irrational, as a regular pipeline in step with the grid would show one of its bars only.
+    """
+    return 1.618034 * SPAN * len(marks) / MAX_MARKS if sum(marks) > MAX_MARKS else 0.0
+
+
+def _header(timeline: Timeline, title: str, left_out: str, prediction: Prediction | None) -> Iterator[str]:
+    figures = prediction or timeline
+    seconds = prediction.minibatch_seconds if prediction else timeline.seconds
+    unit, scale = _unit(seconds)
     yield _text(24, 32, title, "title")
-    figures = f"{timeline.seconds / scale:.3g} {unit} a minibatch · bubble {timeline.bubble_fraction:.0%}"
-    yield _text(24, 53, figures)
+    bubble = f"bubble {figures.bubble_fraction:.0%}"
+    yield _text(24, 53, f"{seconds / scale:.3g} {unit} a minibatch · {bubble}{left_out}")
     x = WIDTH - RIGHT + 2
     for name, colour in reversed(COLOURS.items()):
         x -= 34 + round(CHARACTER * len(name))
@@ -102,16 +151,16 @@ def _header(timeline: Timeline, title: str) -> Iterator[str]:
     yield _text(WIDTH - 20, 53, "busy", "end")
 
 
-def _axis(seconds: float, bottom: int) -> Iterator[str]:
+def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
     unit, scale = _unit(seconds)
     step = _tick(seconds / scale)
     for i in range(int(seconds / scale / step + 1e-9) + 1):
         x = LEFT + i * step * scale / (seconds or 1.0) * SPAN
-        yield f'<path d="M{x:.1f} {TOP - 6}V{bottom + 2}" stroke="#e3e7ee"/>'
+        yield f'<path d="M{x:.1f} {top - 6}V{bottom + 2}" stroke="#e3e7ee"/>'
         yield _text(x, bottom + 18, f"{i * step:g}" + (f" {unit}" if i == 0 else ""), "tick")
 
 
-def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int) -> Iterator[str]:
+def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: float) -> Iterator[str]:
     """One row: label, light ground, one path a kind (thousands of events stay small), numbers, busy share."""
     per_second = SPAN / (timeline.seconds or 1.0)
     yield _text(24, y + (12 if plan else 17), f"rank {rank}", "rank")
@@ -123,9 +172,11 @@ def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int) -> Iterator[
     paths: dict[str, list[str]] = {name: [] for name in COLOURS}
     numbers = []
     for event in timeline.events[rank]:
+        x, length = LEFT + event.start_seconds * per_second, event.seconds * per_second
         if (name := kind(event.instruction)) not in COLOURS:
             continue
-        x, length = LEFT + event.start_seconds * per_second, event.seconds * per_second
+        if finest and x // finest == (x + length) // finest:  # no line of the grid in it
+            continue
         gap = min(1.0, length / 10)  # keeps neighbours apart
         paths[name].append(f"M{x + gap / 2:.2f} {y}h{length - gap:.2f}v{BAR}h-{length - gap:.2f}z")
         number = str(event.instruction)[1:]
@@ -137,6 +188,28 @@ def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int) -> Iterator[
     yield from numbers
     busy = timeline.busy_seconds(rank) / timeline.seconds if timeline.seconds else 0.0
     yield _text(WIDTH - 20, y + 17, f"{busy:.0%}", "end")
+
+
+def _memory(memory: Mapping[int, Curve], seconds: float, top: int) -> Iterator[str]:
+    """A row a rank: what it holds over time, as an area, and the most."""
+    per_second = SPAN / (seconds or 1.0)
+    most = max((num_bytes for curve in memory.values() for _, num_bytes in curve), default=0) or 1
+    finest = _finest([len(curve) for curve in memory.values()])
+    for i, (rank, curve) in enumerate(memory.items()):
+        y = top + ROW * i
+        peak = max(num_bytes for _, num_bytes in curve)
+        yield _text(24, y + 17, f"rank {rank}")
+        yield f'<rect x="{LEFT}" y="{y}" width="{SPAN}" height="{BAR}" fill="#f4f6f9"/>'
+        steps: list[tuple[float, int]] = []
+        for x, num_bytes in ((LEFT + at * per_second, num_bytes) for at, num_bytes in curve):
+            if steps and x < steps[-1][0] + finest:
+                steps[-1] = steps[-1][0], max(steps[-1][1], num_bytes)
+            else:
+                steps.append((x, num_bytes))
+        outline = "".join(f"H{x:.2f}V{y + BAR - BAR * num_bytes / most:.2f}" for x, num_bytes in steps)
+        yield f'<path fill="{MEMORY_COLOUR}" d="M{LEFT} {y + BAR}{outline}H{LEFT + SPAN}V{y + BAR}z"/>'
+        unit, scale = next((each for each in MEMORY_UNITS if peak >= each[1]), MEMORY_UNITS[-1])
+        yield _text(WIDTH - 20, y + 17, f"{peak / scale:.3g} {unit}", "end")
 
 
 def _text(x: float, y: int, content: str, style: str = "") -> str:

@@ -13,7 +13,9 @@ from typing import NamedTuple
 from hybridpipe.planning.checks import non_negative_int, positive_int
 
 PLAN_FORMAT = "hybridpipe-plan/1"
-SCHEDULES = ("1f1b", "gpipe")
+SYNCHRONOUS = ("1f1b", "gpipe")  # one update a minibatch, after a flush
+ASYNCHRONOUS = ("pipedream",)  # no flush; a minibatch travels whole
+SCHEDULES = SYNCHRONOUS + ASYNCHRONOUS
 MAX_REPLICAS = 2**20  # beyond any machine; a slip in a file must not fill the memory with ranks
 
 
@@ -71,6 +73,8 @@ class Plan:
         schedule: one of `SCHEDULES`.
         num_microbatches: how many microbatches a full minibatch is sliced into.
         num_layers: of the whole model; defaults to the last stage's `stop`.
+        recompute: stages keep only their inputs and run the forward again before the backward (GPipe, Huang
+            et al. 2019, section 2.3).
         predicted: what the simulator expects of it, if it was asked.
 
     Raises:
@@ -81,6 +85,7 @@ class Plan:
     schedule: str = "1f1b"
     num_microbatches: int = 1
     num_layers: int = 0
+    recompute: bool = False
     predicted: Prediction | None = None
     format: str = PLAN_FORMAT
 
@@ -95,6 +100,11 @@ class Plan:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         positive_int("num_microbatches", self.num_microbatches)
+        if self.is_asynchronous and self.num_microbatches != 1:
+            raise ValueError(
+                f"num_microbatches must be 1 under {self.schedule}, where a minibatch travels whole, "
+                f"got {self.num_microbatches}"
+            )
         positive_int("num_layers", self.num_layers)
         edge = 0
         for i, stage in enumerate(self.stages):
@@ -116,6 +126,11 @@ class Plan:
     ) -> "Plan":
         """One stage, replicated on every rank."""
         return cls((StageSpec(0, num_layers, num_ranks),), schedule, num_microbatches)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the pipeline never drains, so that its slowest stage alone sets the pace."""
+        return self.schedule in ASYNCHRONOUS
 
     @property
     def num_stages(self) -> int:

@@ -4,6 +4,7 @@ Lives here: the data and its sums over consecutive layers. Not known here: how i
 (`hybridpipe.stage.measure`) and where the layers will run.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -22,9 +23,11 @@ class LayerProfile:
         forward_seconds, backward_seconds: compute for one microbatch.
         parameter_bytes: the layer's trainable parameters, which is also what its gradients weigh.
         output_bytes: what a cut after this layer carries forward for one microbatch: every tensor
-            alive there. The gradient that comes back weighs the same at most.
+            alive there.
         activation_bytes: what one microbatch keeps in this layer until its backward.
         update_seconds: the optimizer's step over the layer's parameters.
+        gradient_bytes: what comes back over a cut after this layer; None: as much as goes forward.
+            Tensors without a gradient, such as token numbers and masks, make it less.
     """
 
     name: str
@@ -34,20 +37,43 @@ class LayerProfile:
     output_bytes: int
     activation_bytes: int
     update_seconds: float = 0.0
+    gradient_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds"):
             non_negative(name, getattr(self, name))
         for name in ("parameter_bytes", "output_bytes", "activation_bytes"):
             non_negative_int(name, getattr(self, name))
+        if self.gradient_bytes is not None:
+            non_negative_int("gradient_bytes", self.gradient_bytes)
+
+    @property
+    def returned_bytes(self) -> int:
+        """What comes back over a cut after this layer."""
+        return self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The layers of a model at one size of the microbatch."""
+
+    samples: int
+    layers: tuple[LayerProfile, ...]
+
+    def __post_init__(self) -> None:
+        positive_int("samples", self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
     """All layers of a model in order, and the circumstances of the measurement.
 
-    `samples` is the size of the microbatch that every figure belongs to; `state_factor` is the
-    optimizer's state in units of the parameters (0 for SGD, 1 with momentum, 2 for Adam).
+    Args:
+        layers, samples: the size of the microbatch that every layer's figures belong to.
+        state_factor: the optimizer's state in units of the parameters (0 for SGD, 1 with momentum, 2 for
+            Adam).
+        others: the same layers at other sizes of the microbatch, if they were measured.
+        load: how many ranks of a machine computed at once while this was measured.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -55,6 +81,8 @@ class ModelProfile:
     device: str = "cpu"
     dtype: str = "float32"
     state_factor: float = 0.0
+    others: tuple[Measurement, ...] = ()
+    load: int = 1
     versions: dict[str, str] = field(default_factory=dict)
     format: str = PROFILE_FORMAT
 
@@ -64,33 +92,71 @@ class ModelProfile:
         if not self.layers:
             raise ValueError("layers must hold at least one layer, got none")
         positive_int("samples", self.samples)
+        positive_int("load", self.load)
         non_negative("state_factor", self.state_factor)
+        for i, other in enumerate(self.others):
+            if len(other.layers) != len(self.layers):
+                raise ValueError(
+                    f"others[{i}].layers must hold the same {self.num_layers} layers, got {len(other.layers)}"
+                )
+        sizes = [self.samples, *(other.samples for other in self.others)]
+        if len(set(sizes)) < len(sizes):
+            raise ValueError(f"others must be of different samples each, got {sizes}")
 
     @property
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the microbatch that were measured, smallest first."""
+        return tuple(sorted((self.samples, *(other.samples for other in self.others))))
+
     def prefix_sums(self, value: Callable[[LayerProfile], float]) -> list[float]:
         """Running sums: the layers `[start, stop)` together cost `sums[stop] - sums[start]`."""
         return list(accumulate((value(layer) for layer in self.layers), initial=0.0))
 
     def scaled_to(self, samples: int) -> "ModelProfile":
-        """The profile of a microbatch of another size: compute and activations in proportion.
+        """The profile of a microbatch of another size.
 
-        A straight line through one measurement; small microbatches cost more than it says.
+        Times lie on straight lines between the sizes measured, and beyond them on the line through the two
+        nearest; with one size, in proportion, and then small microbatches cost more than it says. Sizes of
+        activations and outputs go in proportion.
         """
         if samples == self.samples:
             return self
-        factor = samples / self.samples
-        layers = tuple(
-            replace(
-                layer,
-                forward_seconds=layer.forward_seconds * factor,
-                backward_seconds=layer.backward_seconds * factor,
-                output_bytes=round(layer.output_bytes * factor),
-                activation_bytes=round(layer.activation_bytes * factor),
-            )
-            for layer in self.layers
+        positive_int("samples", samples)
+        measured = {other.samples: other.layers for other in self.others} | {self.samples: self.layers}
+        if samples in measured:
+            layers = measured.pop(samples)
+        else:
+            layers = tuple(map(_line(samples, sorted(measured)), *(measured[n] for n in sorted(measured))))
+        others = tuple(Measurement(n, measured[n]) for n in sorted(measured))
+        return replace(self, layers=layers, samples=samples, others=others)
+
+
+def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
+    """From a layer at each of `sizes` to the layer at `samples`."""
+    right = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)  # 0 where only one size is known
+    left = max(right - 1, 0)
+
+    def seconds(low: float, high: float) -> float:
+        if left == right:
+            return low * samples / sizes[left]
+        slope = (high - low) / (sizes[right] - sizes[left])
+        return max(0.0, low + slope * (samples - sizes[left]))
+
+    def layer(*measured: LayerProfile) -> LayerProfile:
+        low, high = measured[left], measured[right]
+        factor = samples / sizes[right]
+        return replace(
+            high,
+            forward_seconds=seconds(low.forward_seconds, high.forward_seconds),
+            backward_seconds=seconds(low.backward_seconds, high.backward_seconds),
+            output_bytes=round(high.output_bytes * factor),
+            gradient_bytes=None if high.gradient_bytes is None else round(high.gradient_bytes * factor),
+            activation_bytes=round(high.activation_bytes * factor),
         )
-        return replace(self, layers=layers, samples=samples)
+
+    return layer

@@ -1,13 +1,14 @@
 """Schedules: the order in which one replica of a stage visits its microbatches.
 
 Pure: stages, replicas and microbatches are integers here; tensors and ranks are not known.
-Every schedule runs Forward(m) before Backward(m), once each, for each microbatch of the replica, and
-ends in a flush: all-reduce, step. Sources: GPipe (Huang et al. 2019, section 2.3); 1F1B and its round
-robin over replicas (PipeDream, SOSP 2019, sections 3.2 and 3.3); 1F1B with a flush (PipeDream-2BW,
-ICML 2021, section 2.1).
+Every schedule runs Forward(m) before Backward(m), once each, for each microbatch of the replica. A
+synchronous one ends in a flush: all-reduce, step; an asynchronous one updates after each backward. Sources:
+GPipe (Huang et al. 2019, section 2.3); 1F1B and its round robin over replicas (PipeDream, SOSP 2019,
+sections 3.2 and 3.3); 1F1B with a flush (PipeDream-2BW, ICML 2021, section 2.1).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from hybridpipe.planning.instructions import (
     AllReduce,
@@ -18,7 +19,7 @@ from hybridpipe.planning.instructions import (
     Step,
     add_communication,
 )
-from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.plan import ASYNCHRONOUS, Place, Plan
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -41,7 +42,8 @@ def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> i
     """
     if schedule == "gpipe":
         return microbatches
-    return min(1 + ceil_div(behind, replicas), microbatches)
+    held = 1 + ceil_div(behind, replicas)
+    return held if schedule in ASYNCHRONOUS else min(held, microbatches)
 
 
 def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
@@ -67,20 +69,55 @@ def gpipe(microbatches: Sequence[int]) -> Iterator[Instruction]:
 
 def one_f_one_b(microbatches: Sequence[int], in_flight: int) -> Iterator[Instruction]:
     """Warm-up of `in_flight - 1` forwards, then one forward, one backward, then backwards, then the flush."""
-    warm_up = max(in_flight - 1, 0)
-    yield from map(Forward, microbatches[:warm_up])
-    for ahead, m in zip(microbatches[warm_up:], microbatches, strict=False):
-        yield from (Forward(ahead), Backward(m))
-    yield from map(Backward, microbatches[len(microbatches) - warm_up :])
+    yield from _alternate(microbatches, in_flight)
     yield from (AllReduce(), Step())
 
 
+def pipedream(
+    minibatches: Sequence[int], in_flight: int, num_rounds: int, replicas: int
+) -> Iterator[Instruction]:
+    """1F1B without a flush: an update after each backward, with the mean over the stage's replicas.
+
+    In a round each replica handles one minibatch; one that has none in the last round still joins the
+    all-reduce.
+    """
+    update: Program = (AllReduce(), Step()) if replicas > 1 else (Step(),)
+    yield from _alternate(minibatches, in_flight, update)
+    for _ in range(len(minibatches), num_rounds):
+        yield from update
+
+
+def _alternate(
+    microbatches: Sequence[int], in_flight: int, after_each: Program = ()
+) -> Iterator[Instruction]:
+    warm_up = min(max(in_flight - 1, 0), len(microbatches))
+    yield from map(Forward, microbatches[:warm_up])
+    for ahead, m in zip_longest(microbatches[warm_up:], microbatches):
+        if ahead is not None:
+            yield Forward(ahead)
+        yield Backward(m)
+        yield from after_each
+
+
 def compute_program(plan: Plan, place: Place, num_microbatches: int) -> Iterator[Instruction]:
-    """What the rank at `place` computes for a minibatch of `num_microbatches`, without communication."""
-    mine = plan.microbatches_of(place, num_microbatches)
-    if plan.schedule == "gpipe":
-        return gpipe(mine)
-    return one_f_one_b(mine, min(in_flight_per_stage(plan, num_microbatches)[place.stage], len(mine)))
+    """What the rank at `place` computes for a minibatch of `num_microbatches`, without communication.
+
+    Under an asynchronous schedule: for `num_microbatches` minibatches that travel whole, one after the other.
+    """
+    stash = in_flight_per_stage(plan, num_microbatches)[place.stage]
+    return _computing(plan, place, num_microbatches, stash)
+
+
+def _computing(plan: Plan, place: Place, count: int, in_flight: int) -> Iterator[Instruction]:
+    mine, replicas = plan.microbatches_of(place, count), plan.replicas[place.stage]
+    match plan.schedule:
+        case "gpipe":
+            return gpipe(mine)
+        case "1f1b":
+            return one_f_one_b(mine, in_flight)
+        case "pipedream":
+            return pipedream(mine, in_flight, ceil_div(count, replicas), replicas)
+    raise AssertionError(plan.schedule)
 
 
 def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Program]:
@@ -88,27 +125,31 @@ def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Progr
 
     Args:
         num_microbatches: of this minibatch; defaults to those of a full one. A short last minibatch
-            has fewer, and a replica that gets none still takes part in the all-reduce.
+            has fewer, and a replica that gets none still takes part in the all-reduce. Under an asynchronous
+            schedule, how many minibatches to run one after the other without a flush.
     """
     count = plan.num_microbatches if num_microbatches is None else num_microbatches
-    return {rank: _program(plan, rank, count) for rank in plan.ranks}
-
-
-def _program(plan: Plan, rank: int, num_microbatches: int) -> Program:
-    place = plan.place(rank)
-    assert place is not None
-    computing = compute_program(plan, place, num_microbatches)
-    return tuple(add_communication(computing, place.stage, plan.num_stages))
+    stashes = in_flight_per_stage(plan, count)
+    return {
+        rank: _communicating(plan, place, _computing(plan, place, count, stashes[place.stage]))
+        for rank, place in _places(plan)
+    }
 
 
 def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, Program]:
     """Programs of an evaluation: forwards only, over the same routes."""
     return {
-        rank: tuple(
-            add_communication(
-                map(Forward, plan.microbatches_of(place, num_microbatches)), place.stage, plan.num_stages
-            )
-        )
-        for rank in plan.ranks
-        if (place := plan.place(rank)) is not None
+        rank: _communicating(plan, place, map(Forward, plan.microbatches_of(place, num_microbatches)))
+        for rank, place in _places(plan)
     }
+
+
+def _places(plan: Plan) -> Iterator[tuple[int, Place]]:
+    """The ranks of the plan in stage order, and where they stand."""
+    for s, stage in enumerate(plan.stages):
+        for replica, rank in enumerate(stage.ranks):
+            yield rank, Place(s, replica)
+
+
+def _communicating(plan: Plan, place: Place, computing: Iterable[Instruction]) -> Program:
+    return tuple(add_communication(computing, place.stage, plan.num_stages))

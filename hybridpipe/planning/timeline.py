@@ -3,18 +3,30 @@
 Lives here: the data, its figures, its export. A timeline does not know whether it is a prediction.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
 
-from hybridpipe.planning.instructions import AllReduce, Backward, Forward, Instruction, Step
+from hybridpipe.planning.instructions import (
+    AllReduce,
+    Backward,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Step,
+)
+from hybridpipe.planning.plan import Plan
 
 COMPUTE = (Forward, Backward, Step)
 TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto passes over the field
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One instruction on one rank. A receive lasts as long as the rank waited for it."""
 
     instruction: Instruction
@@ -28,19 +40,54 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """What the ranks' time goes into: seconds of one minibatch, the mean over ranks.
+
+    Args:
+        traffic_seconds: sending, and waiting for what was already being sent.
+        allreduce_seconds: waiting for the sum of the gradients once every replica waits for it.
+        idle_seconds: the rest: bubbles, and whatever a measured timeline does not name.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
+    traffic_seconds: float
+    allreduce_seconds: float
+    idle_seconds: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forwards, backwards, updates."""
+        return self.forward_seconds + self.backward_seconds + self.step_seconds
+
+    @property
+    def seconds(self) -> float:
+        """All of it: the timeline's length."""
+        return float(sum(astuple(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
-    """The events of one minibatch for each rank, in order; time 0 is the minibatch's start."""
+    """The events of one minibatch for each rank, in order; time 0 is the minibatch's start.
+
+    An asynchronous schedule's holds several minibatches, from the first forward to the last backward.
+    """
 
     events: Mapping[int, tuple[Event, ...]]
 
     @property
     def seconds(self) -> float:
         """From the start until the last rank is done."""
-        return max((event.end_seconds for events in self.events.values() for event in events), default=0.0)
+        return max((events[-1].end_seconds for events in self.events.values() if events), default=0.0)
 
-    def busy_seconds(self, rank: int) -> float:
-        """Time that the rank spent computing: forwards, backwards, updates."""
-        return sum(event.seconds for event in self.events[rank] if isinstance(event.instruction, COMPUTE))
+    def busy_seconds(self, rank: int, begin: float = 0.0, end: float = math.inf) -> float:
+        """Time between `begin` and `end` that the rank spent computing: forwards, backwards, updates."""
+        return sum(
+            max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
+            for event in self.events[rank]
+            if type(event.instruction) in COMPUTE
+        )
 
     @property
     def bubble_fraction(self) -> float:
@@ -51,6 +98,59 @@ class Timeline:
         """
         available = self.seconds * len(self.events)
         return 1.0 - sum(map(self.busy_seconds, self.events)) / available if available else 0.0
+
+    def parts(self, plan: Plan) -> Parts:
+        """Where the time goes; predicted and measured timelines are split by the same rule.
+
+        Of a receive, what lies before its send began is the sender's lateness, thus idle, and the rest
+        traffic; of an all-reduce, what lies before the last replica came to it is idle. The ranks must be on
+        one clock. Time between events is idle.
+        """
+        sent, entered = self._sent(plan), self._entered(plan)
+        spent: defaultdict[str, float] = defaultdict(float)
+        for s, stage in enumerate(plan.stages):
+            for rank in stage.ranks:
+                num_rounds = 0
+                for instruction, start, end in self.events.get(rank, ()):
+                    name = kind(instruction)
+                    if isinstance(instruction, ReceiveActivation | ReceiveGradient):
+                        forward = isinstance(instruction, ReceiveActivation)
+                        sender = s - 1 if forward else s + 1
+                        ready = sent.get((sender, forward, instruction.microbatch), start)
+                        start = min(max(start, ready), end)
+                    elif isinstance(instruction, AllReduce):
+                        start = min(max(start, entered[s, num_rounds]), end)
+                        num_rounds += 1
+                    spent[name] += end - start
+        num_ranks = len(self.events) or 1
+        return Parts(
+            forward_seconds=spent["forward"] / num_ranks,
+            backward_seconds=spent["backward"] / num_ranks,
+            step_seconds=spent["step"] / num_ranks,
+            traffic_seconds=spent["message"] / num_ranks,
+            allreduce_seconds=spent["all-reduce"] / num_ranks,
+            idle_seconds=self.seconds - sum(spent.values()) / num_ranks,
+        )
+
+    def _sent(self, plan: Plan) -> dict[tuple[int, bool, int], float]:
+        """When each message began to be sent, by the sender's stage, direction and microbatch."""
+        return {
+            (s, isinstance(instruction, SendActivation), instruction.microbatch): start
+            for s, stage in enumerate(plan.stages)
+            for rank in stage.ranks
+            for instruction, start, _ in self.events.get(rank, ())
+            if isinstance(instruction, SendActivation | SendGradient)
+        }
+
+    def _entered(self, plan: Plan) -> dict[tuple[int, int], float]:
+        """When the last replica of each stage came to its all-reduce, round by round."""
+        entered: dict[tuple[int, int], float] = {}
+        for s, stage in enumerate(plan.stages):
+            for rank in stage.ranks:
+                starts = [event[1] for event in self.events.get(rank, ()) if type(event[0]) is AllReduce]
+                for i, start in enumerate(starts):
+                    entered[s, i] = max(start, entered.get((s, i), start))
+        return entered
 
     def to_chrome_trace(self, name: str, process: int = 0) -> list[dict[str, Any]]:
         """Events of the Trace Event Format, which Perfetto opens: a process `name`, a thread a rank."""

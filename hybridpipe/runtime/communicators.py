@@ -14,7 +14,8 @@ class Communicators(NamedTuple):
     """The communicators of one rank.
 
     `control` joins all ranks (losses, plans, state); `peers` joins all ranks for activations and
-    gradients between stages; `replicas` joins the ranks of one stage (None on an unused rank).
+    gradients between stages; `replicas` joins the ranks of one stage (None on an unused rank), by rank
+    whatever the order of the replicas, so that Horovod's ring goes from host to host once.
     """
 
     control: MPI.Comm
@@ -32,7 +33,7 @@ def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
     """Split the world as the plan says. Collective over `world`."""
     place = plan.place(world.rank)
     at = Place(MPI.UNDEFINED, 0) if place is None else place
-    replicas = world.Split(color=at.stage, key=at.replica)
+    replicas = world.Split(color=at.stage, key=world.rank)
     return Communicators(world.Dup(), world.Dup(), None if place is None else replicas)
 
 

@@ -23,7 +23,7 @@ from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MpiTransport
 from hybridpipe.runtime.transport import Pending
 from hybridpipe.stage.measure import OptimizerFactory
-from hybridpipe.stage.split import check_plan, layers_of
+from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage
 from hybridpipe.stage.values import Value
 
@@ -47,7 +47,10 @@ class Sums:
 
 
 class Worker:
-    """One rank under a plan. Collective over `world`; the model's weights become those of rank 0."""
+    """One rank under a plan that fits model and world.
+
+    Collective over `world`; the model's weights become those of rank 0.
+    """
 
     def __init__(
         self,
@@ -59,8 +62,6 @@ class Worker:
         device: torch.device,
         seed: int,
     ) -> None:
-        check_plan(model, plan)
-        plan.check_world(world.size)
         self.model, self.plan, self.device = model, plan, device
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)

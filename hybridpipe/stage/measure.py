@@ -1,17 +1,18 @@
 """Measure: from a model and one microbatch to its profile, on stock PyTorch.
 
 The model runs as single-layer stages, all layers forward and then all backward, as training would; each
-layer's figure is the median over the repetitions. What it costs to run a layer by itself (Python
-included) is thereby in the figure. Copies are measured, so model and data stay as they were.
+layer's figure is what it typically takes over many repetitions. What it costs to run a layer by itself
+(Python included) is thereby in the figure. Copies are measured, so model and data stay as they were. Ranks
+that measure at once, each its own copy, do equally many repetitions; how they agree is not known here.
 """
 
 import copy
+import math
 import platform
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,15 @@ from hybridpipe.stage.stage import Loss, Stage, received
 from hybridpipe.stage.values import Value, map_tensors, tensors_of
 
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+Agree = Callable[[float], float]  # the largest of all measuring ranks' numbers; a barrier, too
+_Key = TypeVar("_Key", bound=Hashable)
 
-# Warm-up lets allocators and oneDNN settle; the budget keeps big models from taking minutes.
-WARM_UP = 3
-MAX_REPEATS = 15
-BUDGET_SECONDS = 10.0
+# Warm-up lets allocators and oneDNN settle. A repetition is of as many passes as it takes to see many time
+# slices of the kernel, which are some milliseconds. The budget keeps big models from taking minutes.
+WARM_UP = 2
+REPETITION_SECONDS = 0.04
+MIN_REPEATS, MAX_REPEATS = 3, 16
+BUDGET_SECONDS = 4.0
 
 
 def measure(
@@ -36,53 +41,98 @@ def measure(
     loss: Loss,
     optimizer: OptimizerFactory | None = None,
     device: torch.device | None = None,
+    agree: Agree = float,
 ) -> ModelProfile:
-    """Measure every layer on one microbatch.
+    """Measure every layer on one microbatch; see `Rehearsal`."""
+    return Rehearsal(model, inputs, targets, loss, device).measure(optimizer, agree)
+
+
+class Rehearsal:
+    """A copy of the model, and of one microbatch to run through it.
 
     Args:
         inputs, targets: one microbatch, samples in the first dimension.
         loss: counted with the last layer.
-        optimizer: its step over each layer's parameters is measured too, and the weight of its state.
     """
-    device = device or torch.device("cpu")
-    layers = layers_of(copy.deepcopy(model))
-    stages = [Stage([layer], i, device) for i, layer in enumerate(layers.values())]
-    stages[-1].loss = loss
-    inputs, targets = (  # copies, as the first layer may work in place
-        map_tensors(lambda tensor: tensor.to(device, copy=True), value) for value in (inputs, targets)
-    )
 
-    activation_bytes, output_bytes = _measure_bytes(stages, inputs, targets)
-    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    began = time.perf_counter()
-    for repeat in range(WARM_UP + MAX_REPEATS):
-        sample = _pass(stages, inputs, targets, device)
-        if repeat >= WARM_UP:
-            for key, value in sample.items():
-                seconds[key].append(value)
-            if time.perf_counter() - began > BUDGET_SECONDS:
-                break
-    updates, state_bytes = _measure_updates(stages, optimizer, device)
-    parameter_bytes = [_bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages]
-    return ModelProfile(
-        layers=tuple(
-            LayerProfile(
-                name=name,
-                forward_seconds=statistics.median(seconds["forward", i]),
-                backward_seconds=statistics.median(seconds["backward", i]),
-                parameter_bytes=parameter_bytes[i],
-                output_bytes=output_bytes[i],
-                activation_bytes=activation_bytes[i],
-                update_seconds=updates[i],
-            )
-            for i, name in enumerate(layers)
-        ),
-        samples=len(tensors_of(inputs)[0]),
-        device=str(device),
-        dtype=_dtype(model, inputs),
-        state_factor=state_bytes / sum(parameter_bytes) if sum(parameter_bytes) else 0.0,
-        versions={"python": platform.python_version(), "torch": torch.__version__},
-    )
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Value,
+        targets: Value,
+        loss: Loss,
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        layers = layers_of(copy.deepcopy(model))
+        self.names = list(layers)
+        self.stages = [Stage([layer], i, self.device) for i, layer in enumerate(layers.values())]
+        self.stages[-1].loss = loss
+        self.inputs, self.targets = (  # copies, as the first layer may work in place
+            map_tensors(lambda tensor: tensor.to(self.device, copy=True), value)
+            for value in (inputs, targets)
+        )
+
+    def run(self) -> None:
+        """One forward and one backward of the microbatch."""
+        _pass(self.stages, self.inputs, self.targets, self.device)
+
+    def measure(self, optimizer: OptimizerFactory | None = None, agree: Agree = float) -> ModelProfile:
+        """What each layer takes, keeps and passes on.
+
+        Args:
+            optimizer: its step over each layer's parameters is measured too, and the weight of its state.
+            agree: with the other ranks that measure at once.
+        """
+        stages, inputs, device = self.stages, self.inputs, self.device
+        activation_bytes, output_bytes, gradient_bytes = _measure_bytes(stages, inputs, self.targets)
+        seconds = _typical(lambda: _pass(stages, inputs, self.targets, device), agree)
+        updates, state_bytes = _measure_updates(stages, optimizer, device, agree)
+        parameter_bytes = [
+            _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
+        ]
+        return ModelProfile(
+            layers=tuple(
+                LayerProfile(
+                    name=name,
+                    forward_seconds=seconds["forward", i],
+                    backward_seconds=seconds["backward", i],
+                    parameter_bytes=parameter_bytes[i],
+                    output_bytes=output_bytes[i],
+                    activation_bytes=activation_bytes[i],
+                    update_seconds=updates.get(i, 0.0),
+                    gradient_bytes=gradient_bytes[i],
+                )
+                for i, name in enumerate(self.names)
+            ),
+            samples=len(tensors_of(inputs)[0]),
+            device=str(device),
+            dtype=_dtype(stages, inputs),
+            state_factor=state_bytes / sum(parameter_bytes) if sum(parameter_bytes) else 0.0,
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+
+
+def _typical(sample: Callable[[], Mapping[_Key, float]], agree: Agree) -> dict[_Key, float]:
+    """What each figure of `sample`, in seconds, typically is.
+
+    Where ranks share cores, a time slice is longer than most layers: a layer either waits for none or for a
+    whole one, and its median says how fast it is alone (four ranks on two cores: 1.1 instead of 2 times as
+    long). So the medians give the proportions, and repetitions of many slices the sum.
+    """
+    for _ in range(WARM_UP):
+        began = time.perf_counter()
+        sample()
+    slowest = agree(time.perf_counter() - began)
+    length = math.ceil(REPETITION_SECONDS / slowest)
+    num_repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(BUDGET_SECONDS / (length * slowest))))
+    samples = [sample() for _ in range(num_repeats * length)]
+    medians = {key: statistics.median(each[key] for each in samples) for key in samples[0]}
+    totals = [sum(each.values()) for each in samples]
+    repetitions = sorted(sum(totals[i : i + length]) / length for i in range(0, len(totals), length))
+    middle = repetitions[num_repeats // 4 : num_repeats - num_repeats // 4]
+    factor = statistics.mean(middle) / (sum(medians.values()) or 1.0)
+    return {key: value * factor for key, value in medians.items()}
 
 
 def _pass(
@@ -107,8 +157,13 @@ def _pass(
     return seconds
 
 
-def _measure_bytes(stages: list[Stage], inputs: Value, targets: Value) -> tuple[list[int], list[int]]:
-    """What each layer keeps for its backward and passes on; a storage counts where it is first kept."""
+def _measure_bytes(
+    stages: list[Stage], inputs: Value, targets: Value
+) -> tuple[list[int], list[int], list[int]]:
+    """What each layer keeps for its backward, passes on, and gets back for that.
+
+    A storage counts where it is first kept.
+    """
     kept: dict[int, Any] = {
         tensor.untyped_storage().data_ptr(): tensor
         for stage in stages
@@ -123,49 +178,55 @@ def _measure_bytes(stages: list[Stage], inputs: Value, targets: Value) -> tuple[
             counting[-1] += storage.nbytes()
         return tensor
 
-    activation_bytes, output_bytes = [], []
+    activation_bytes, output_bytes, gradient_bytes = [], [], []
     value = inputs
     for stage in stages:
         counting.append(0)
+        crossing: tuple[Tensor, ...] = ()  # nothing goes on behind the loss
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             if stage.loss is None:
                 outputs = stage.forward(0, value, step=0)
                 value = _leaves(outputs)
-                output_bytes.append(_bytes(tensors_of(outputs)))
+                crossing = tensors_of(outputs)
             else:
                 stage.forward_loss(0, value, targets, share=1.0, step=0)
-                output_bytes.append(0)
         activation_bytes.append(counting[-1])
+        output_bytes.append(_bytes(crossing))
+        gradient_bytes.append(_bytes(tensor for tensor in crossing if tensor.requires_grad))
     gradients: tuple[Tensor | None, ...] = ()
     for stage in reversed(stages):
         gradients = stage.backward(0, gradients)
-    return activation_bytes, output_bytes
+    return activation_bytes, output_bytes, gradient_bytes
 
 
 def _measure_updates(
-    stages: list[Stage], optimizer: OptimizerFactory | None, device: torch.device
-) -> tuple[list[float], int]:
-    """Seconds of the optimizer's step over each layer, and the bytes of its state over all."""
-    updates, state_bytes = [], 0
-    for stage in stages:
+    stages: list[Stage], optimizer: OptimizerFactory | None, device: torch.device, agree: Agree
+) -> tuple[dict[int, float], int]:
+    """Seconds of the optimizer's step over each layer that it trains, and the bytes of its state over all."""
+    optimizers = {}
+    for i, stage in enumerate(stages):
         parameters = [p for p in stage.module.parameters() if p.grad is not None]
-        if optimizer is None or not parameters:
-            updates.append(0.0)
-            continue
-        over_layer = optimizer(parameters)
-        over_layer.step()
-        samples = []
-        for _ in range(WARM_UP):
+        if optimizer is not None and parameters:
+            for gradient in (p.grad for p in parameters if p.grad is not None):
+                gradient.zero_()  # a step of nothing costs as much, and leaves the copy fit for use
+            optimizers[i] = optimizer(parameters)
+
+    def steps() -> dict[int, float]:
+        seconds = {}
+        for i, over_layer in optimizers.items():
             began = _now(device)
             over_layer.step()
-            samples.append(_now(device) - began)
-        updates.append(statistics.median(samples))
-        state_bytes += _bytes(
-            value
-            for state in over_layer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.numel() > 1
-        )
+            seconds[i] = _now(device) - began
+        return seconds
+
+    updates = _typical(steps, agree)
+    state_bytes = _bytes(
+        value
+        for over_layer in optimizers.values()
+        for state in over_layer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.numel() > 1
+    )
     return updates, state_bytes
 
 
@@ -180,8 +241,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _dtype(model: nn.Module, inputs: Value) -> str:
-    tensor = next(model.parameters(), tensors_of(inputs)[0])
+def _dtype(stages: list[Stage], inputs: Value) -> str:
+    parameters = (parameter for stage in stages for parameter in stage.module.parameters())
+    tensor = next(parameters, tensors_of(inputs)[0])
     return str(tensor.dtype).removeprefix("torch.")
 
 

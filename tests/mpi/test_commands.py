@@ -60,7 +60,7 @@ train small.toml --plan gap.json
 train small.toml --plan extra.json
     extra.json: stages[0].replica: unknown field (did you mean 'replicas'?
 train small.toml --plan schedule.json
-    schedule.json: schedule: must be one of 1f1b, gpipe, got 'pipedream2'
+    schedule.json: schedule: must be one of 1f1b, gpipe, pipedream, got 'pipedream2'
 train small.toml --plan huge.json
     huge.json: stages[0].replicas: must be an integer <= 1048576
 train small.toml --set train.minibatch=0
@@ -90,7 +90,7 @@ plan --profile p.json --cluster gap.json
 plan --profile p.json --cluster c.json --ranks 9
     ranks must be at most the cluster's 4, got 9
 plan --profile p.json --cluster c.json --memory 10
-    no plan fits into memory_bytes = 10
+    no plan fits into memory: 1 comes closest and needs
 plan --profile p.json --cluster c.json --ranks 0
     --ranks: must be an integer >= 1, got '0'
 simulate --plan six.json --profile p.json --cluster c.json
@@ -154,7 +154,12 @@ def test_from_measurement_to_trained_model(job, folder):
     assert summary.keys() >= SUMMARY
     assert summary["loss_last"] < summary["loss_first"] and summary["ranks"] == 4
     assert len((out / "metrics.jsonl").read_text().splitlines()) == summary["updates"] == 3 * 4
-    assert read_plan(out / "plan.json") == plan
+    run = read_plan(out / "plan.json")
+    assert run.stages == plan.stages and run.predicted  # anew, from what this job has measured
+    assert all(part["predicted"] >= 0 <= part["measured"] for part in summary["parts"].values())
+    seconds = sum(part["predicted"] for part in summary["parts"].values())
+    assert seconds == pytest.approx(summary["predicted_minibatch_seconds"])
+    assert "measured" in done.stdout.split("minibatch 12/12")[1]
     assert (out / "model.safetensors").stat().st_size > 0
     assert "minibatch 12/12" in done.stdout
 

@@ -1,8 +1,10 @@
+import math
 import re
+from dataclasses import replace
 
 import pytest
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import AllReduce, Cluster, Level, Ring
 
 NODE, RACK, ALL = Level("node", 2, 100.0, 1.0), Level("rack", 4, 10.0, 2.0), Level("all", 8, 1.0, 3.0)
 LEVELS = (NODE, RACK, ALL)
@@ -19,7 +21,7 @@ LEVELS = (NODE, RACK, ALL)
         (lambda: Level("node", 0, 1.0, 0.0), "ranks must be an integer >= 1, got 0"),
         (lambda: Level("node", 1, 0.0, 0.0), "bandwidth must be a finite number > 0, got 0.0"),
         (lambda: Level("node", 1, 1.0, -1.0), "latency_seconds must be a finite number >= 0, got -1.0"),
-        (lambda: AllReduce(0.0, 0.0), "allreduce.bandwidth must be a finite number > 0, got 0.0"),
+        (lambda: AllReduce(0.0, 0.0), "bandwidth must be a finite number > 0, got 0.0"),
         (
             lambda: Cluster((NODE,), relative_speed=(1.0,)),
             "relative_speed must hold one figure for each of the 2 ranks, got 1",
@@ -27,7 +29,31 @@ LEVELS = (NODE, RACK, ALL)
         (lambda: Cluster((NODE,), relative_speed=(1.0, 0.0)), "relative_speed must be a finite number > 0"),
         (lambda: Cluster((NODE,), memory_bytes=-1), "memory_bytes must be an integer >= 0, got -1"),
         (lambda: Cluster((NODE,), node_ranks=0), "node_ranks must be an integer >= 1, got 0"),
-        (lambda: Cluster((NODE,), compute_slots=0), "compute_slots must be a finite number > 0, got 0"),
+        (
+            lambda: Cluster((NODE,), compute_speeds=()),
+            "compute_speeds must hold at least one figure, got none",
+        ),
+        (
+            lambda: Cluster((NODE,), compute_speeds=(1.0, 0)),
+            "compute_speeds must be a finite number > 0, got 0",
+        ),
+        (
+            lambda: Cluster((NODE,), memory_bytes=(1,)),
+            "memory_bytes must hold one figure for each of the 2 ranks, got 1",
+        ),
+        (
+            lambda: Cluster((NODE,), message_seconds=-1),
+            "message_seconds must be a finite number >= 0, got -1",
+        ),
+        (
+            lambda: Cluster((NODE,), message_seconds_per_byte=-1),
+            "message_seconds_per_byte must be a finite number >= 0, got -1",
+        ),
+        (lambda: Cluster((NODE,), overlap=1.5), "overlap must be a finite number <= 1, got 1.5"),
+        (
+            lambda: Level("node", 1, 1.0, 0.0, shared_bandwidth=0.0),
+            "shared_bandwidth must be a finite number > 0, got 0.0",
+        ),
         (lambda: Cluster((NODE,), format="x"), "format must be 'hybridpipe-cluster/1', got 'x'"),
         (lambda: Cluster((NODE,)).link(1, 2), "ranks 1 and 2 are not both among the cluster's 2"),
     ],
@@ -54,14 +80,43 @@ def test_allreduce_sends_2_m_minus_1_over_m_of_the_data():
     assert cluster.allreduce_seconds(300.0, (0,)) == 0
     assert cluster.allreduce_seconds(300.0, (0, 1)) == 1 + 300 / 100
     assert cluster.allreduce_seconds(300.0, (0, 1, 2)) == 2 + 400 / 10
-    measured = Cluster(LEVELS, allreduce=AllReduce(50.0, 7.0))
-    assert measured.allreduce_seconds(300.0, (0, 1, 2)) == 7 + 400 / 50
+
+
+def test_allreduce_is_that_of_the_level_it_crosses():
+    measured = replace(RACK, allreduce=AllReduce(50.0, 7.0))
+    cluster = Cluster((NODE, measured, replace(ALL, shared_bandwidth=0.5)))
+    assert cluster.allreduce_seconds(300.0, (0, 1, 2)) == 7 + 400 / 50
+    assert cluster.allreduce_seconds(300.0, (0, 1)) == 1 + 300 / 100
+    assert cluster.ring((7, 0)) == Ring(3.0, 1 / 0.5)  # a shared link is crossed once in each direction
+    assert cluster.ring((3,)) == Ring(0.0, 0.0)
+
+
+@pytest.mark.parametrize("index, rank, unit", [(0, 5, 5), (1, 5, 2), (2, 5, 1), (2, 3, 0)])
+def test_whose_link_a_rank_shares(index, rank, unit):
+    assert Cluster(LEVELS).unit_below(index, rank) == unit
+
+
+def test_memory():
+    assert Cluster(LEVELS).memory(3) == math.inf
+    assert Cluster(LEVELS, memory_bytes=5).memory(3) == 5
+    assert Cluster(LEVELS, memory_bytes=tuple(range(8))).memory(3) == 3
 
 
 def test_processors():
     alone = Cluster.flat(4, 1.0, 0.0)
-    assert [alone.node(rank) for rank in range(4)] == [0, 1, 2, 3] and alone.slots == 1
+    assert [alone.node(rank) for rank in range(4)] == [0, 1, 2, 3]
     shared = Cluster((ALL,), node_ranks=4)
-    assert [shared.node(rank) for rank in (0, 3, 4, 7)] == [0, 0, 1, 1] and shared.slots == 4
-    assert Cluster((ALL,), node_ranks=4, compute_slots=1.5).slots == 1.5
+    assert [shared.node(rank) for rank in (0, 3, 4, 7)] == [0, 0, 1, 1]
     assert Cluster((NODE,), relative_speed=(1.0, 0.5)).speed(1) == 0.5 and alone.speed(1) == 1
+
+
+@pytest.mark.parametrize(
+    "cluster, speeds",
+    [
+        (Cluster((ALL,)), [1, 1 / 2, 1 / 3, 1 / 4]),
+        (Cluster((ALL,), node_ranks=2), [1, 1, 2 / 3, 1 / 2]),
+        (Cluster((ALL,), node_ranks=4, compute_speeds=(1.0, 0.6)), [1.0, 0.6, 0.4, 0.3]),
+    ],
+)
+def test_beyond_the_measured_ranks_they_share_what_the_most_had(cluster, speeds):
+    assert [cluster.shared_speed(n) for n in (1, 2, 3, 4)] == pytest.approx(speeds)

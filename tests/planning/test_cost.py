@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from pytest import approx
 
@@ -7,13 +9,14 @@ from hybridpipe.planning.cost import (
     GradientBucket,
     StageCost,
     compute_share,
+    cut_figures,
     estimate,
-    peak_memory_bytes,
+    measured_speed,
     stage_costs,
 )
 from hybridpipe.planning.plan import Plan, StageSpec
 
-from .helpers import layer, model, plan
+from .helpers import free, layer, model, plan
 
 HALF = BUCKET_BYTES // 2
 
@@ -23,8 +26,8 @@ def test_a_stage_adds_up_its_layers():
         layer(1, 2, update=0.1, output=7), layer(10, 20, update=0.2, output=8), layer(100, 200, output=9)
     )
     first, second = stage_costs(profile, Plan((StageSpec(0, 2), StageSpec(2, 3))))
-    assert first == StageCost(11, 22, approx(0.3), output_bytes=8)
-    assert second == StageCost(100, 200, 0.0, output_bytes=9)
+    assert first == StageCost(11, 22, approx(0.3), output_bytes=8, gradient_bytes=8)
+    assert second == StageCost(100, 200, 0.0, output_bytes=9, gradient_bytes=9)
 
 
 @pytest.mark.parametrize(
@@ -43,31 +46,61 @@ def test_buckets_fill_in_backward_order(layers, buckets):
     assert cost.buckets == tuple(GradientBucket(*bucket) for bucket in buckets)
 
 
-@pytest.mark.parametrize(
-    "schedule, expected",
-    [
-        # weights, gradients, state; stashes: activations and the received input; one output
-        ("1f1b", [100 * 4 + 2 * 3 + 7, 100 * 4 + 2 * 3 + 7, 10 * 4 + 1 * (5 + 7) + 1]),
-        ("gpipe", [100 * 4 + 4 * 3 + 7, 100 * 4 + 4 * 3 + 7, 10 * 4 + 8 * (5 + 7) + 1]),
-    ],
-)
-def test_peak_memory_of_2_1(schedule, expected):
-    profile = model(
-        layer(parameters=100, activation=3, output=7),
-        layer(parameters=10, activation=5, output=1),
-        state_factor=2,
-    )
-    assert peak_memory_bytes(profile, plan([2, 1], 8, schedule)) == tuple(expected)
+def test_recomputation_puts_a_forward_into_the_backward():
+    profile = model(layer(1, 2, output=7), layer(3, 4, output=9))
+    (cost,) = stage_costs(profile, Plan((StageSpec(0, 2),), recompute=True))
+    assert (cost.forward_seconds, cost.backward_seconds) == (4, 10)
+
+
+def test_costs_are_those_of_a_rank_alone():
+    """Measured while two ranks shared the machine at half speed: alone it is twice as fast."""
+    profile = replace(model(layer(1, 2, update=3, output=7)), load=2)
+    cluster = replace(Cluster.flat(2, 1.0, 0.0), node_ranks=2, compute_speeds=(1.0, 0.5))
+    assert measured_speed(profile, cluster) == 0.5
+    (cost,) = stage_costs(profile, Plan.data_parallel(1, 1, 1), measured_speed(profile, cluster))
+    assert (cost.forward_seconds, cost.backward_seconds, cost.update_seconds) == (0.5, 1.0, 1.5)
+    assert estimate(Plan.data_parallel(1, 2, 2), profile, cluster) == approx(1 + 2 + 3)
+
+
+def test_plan_and_profile_must_have_the_same_layers():
+    with pytest.raises(ValueError, match="the plan cuts 2 layers, the profile has 1"):
+        stage_costs(model(layer()), plan([1, 1], 1))
 
 
 def test_compute_share():
     cluster = Cluster(
         (Level("network", 6, 1.0, 0.0),),
         node_ranks=3,
-        compute_slots=1.5,
+        compute_speeds=(1.0, 0.75, 0.5),
         relative_speed=(1.0, 1.0, 0.5, 1.0, 1.0, 1.0),
     )
     assert compute_share(cluster, (0, 1, 2, 3)) == {0: 0.5, 1: 0.5, 2: 0.25, 3: 1.0}
+
+
+@pytest.mark.parametrize(
+    "ranks, behind, expected",
+    [
+        ((0,), (1,), (0.1, 1 / 100, 5 / 100)),  # inside a node: a rank's own port, five after the first
+        ((0,), (2,), (0.5, 1 / 10, 5 / 10)),  # the shared link is as wide as it can be used
+        ((0, 1), (2, 3), (0.5, 1 / 10, 5 / 10)),  # both ranks' messages over one link; each port sees two
+        ((0, 2), (1, 3), (0.1, 1 / 100, 2 / 100)),  # spread alike: nothing crosses
+        ((0, 2), (3, 1), (0.5, 1 / 10, 2 / 10)),  # the other way round: half of it each way
+        ((0, 1, 2), (3,), (0.5, 1 / 10, 5 / 10)),  # all through one receiver, four of six over the link
+    ],
+)
+def test_cut_figures(ranks, behind, expected):
+    """Two nodes of two ranks, 100 bytes/s inside; between them 10, which both ranks of a node share."""
+    cluster = Cluster((Level("node", 2, 100.0, 0.1), Level("network", 4, 10.0, 0.5, shared_bandwidth=10.0)))
+    assert cut_figures(cluster, ranks, behind, 6) == approx(expected)
+
+
+def test_a_shared_link_carries_what_all_its_ranks_send():
+    narrow = Cluster((Level("node", 4, 100.0, 0.0), Level("network", 8, 10.0, 0.0, shared_bandwidth=2.0)))
+    figures = cut_figures(narrow, (0, 1, 2, 3), (4, 5, 6, 7), 8)
+    assert figures.busy_seconds_per_byte == 7 / 2  # its ports are busy for 1/10 only
+    assert cut_figures(narrow, (0, 1), (4,), 1, asynchronous=True).busy_seconds_per_byte == 1 / 2
+    wide = replace(narrow, levels=(narrow.levels[0], replace(narrow.levels[1], shared_bandwidth=1000.0)))
+    assert cut_figures(wide, (0, 1, 2, 3), (4, 5, 6, 7), 8).busy_seconds_per_byte == 1 / 10
 
 
 def test_estimate_by_hand():
@@ -80,5 +113,38 @@ def test_estimate_by_hand():
     assert estimate(plan([2, 1], 5), profile, cluster) == approx(3 + 6 + 5 + stage_1)
     heavy = model(layer(1, 2, parameters=1000, output=20, update=0.25), layer(2, 4))
     assert estimate(plan([2, 1], 5), heavy, cluster) == approx(3 + 6 + 5 + stage_0 + 90)
+    half_hidden = replace(cluster, overlap=0.5)
+    assert estimate(plan([2, 1], 5), heavy, half_hidden) == approx(3 + 6 + 5 + stage_0 + 90 + 0.5 * 2)
     slow = Cluster.flat(3, 1.0, 0.5)
     assert estimate(plan([2, 1], 5), model(layer(output=20), layer()), slow) == approx(3 + 3 + 41 + 4 * 20)
+
+
+def test_less_may_come_back_than_goes_forward():
+    profile = model(replace(layer(1, 2, output=20), gradient_bytes=4), layer(1, 2))
+    cluster = Cluster.flat(2, 10.0, 0.5)
+    assert estimate(plan([1, 1], 1), profile, cluster) == approx(3 + 3 + 2 * 0.5 + 24 / 10)
+
+
+def test_messages_take_their_ranks_time():
+    """Two messages at each side of a cut, 0.25 s each and 0.01 s a byte; nothing behind the last stage."""
+    profile, cluster = model(layer(1, 2, output=20), layer(1, 1)), Cluster.flat(2, 1e300, 0.0)
+    busy = replace(cluster, message_seconds=0.25, message_seconds_per_byte=0.01)
+    handling = 2 * 0.25 + 40 * 0.01
+    slowest = 3 * (3 + handling)
+    assert estimate(plan([1, 1], 4), profile, busy) == approx(3 + handling + 2 + handling + slowest)
+
+
+def test_an_asynchronous_pipeline_is_as_fast_as_its_slowest_part():
+    profile = model(layer(1, 2, parameters=100, output=20, update=0.25), layer(2, 4, update=1))
+    fast, slow = Cluster.flat(3, 10.0, 0.5), Cluster.flat(3, 1.0, 0.0)
+    stage_0 = (3 + (10.5 - 2) + 0.25) / 2
+    assert estimate(plan([2, 1], 1, "pipedream"), profile, fast) == approx(max(stage_0, 6 + 1))
+    assert estimate(plan([2, 1], 1, "pipedream"), profile, slow) == approx((3 + 98 + 0.25) / 2)
+    assert estimate(plan([1, 1], 1, "pipedream"), profile, slow) == approx(20)
+
+
+@pytest.mark.parametrize("num_stages, num_microbatches", [(1, 1), (2, 3), (4, 8)])
+def test_equal_stages_take_the_papers_count(num_stages, num_microbatches):
+    profile = model(*[layer(1, 2)] * num_stages)
+    straight = plan([1] * num_stages, num_microbatches)
+    assert estimate(straight, profile, free(num_stages)) == approx((num_microbatches + num_stages - 1) * 3)

@@ -1,14 +1,14 @@
 import random
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 
 import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.draw import COLOURS, SPAN, svg, text
+from hybridpipe.planning.draw import COLOURS, MAX_RANKS, MEMORY_COLOUR, SPAN, svg, text
 from hybridpipe.planning.instructions import Step
+from hybridpipe.planning.memory import curves
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.simulate import predict
 from hybridpipe.planning.timeline import Event, Timeline
@@ -28,7 +28,7 @@ def noisy(num_microbatches: int) -> Timeline:
     return Timeline(
         {
             rank: tuple(
-                replace(event, start_seconds=event.start_seconds + 0.3 * draw.random() * event.seconds)
+                event._replace(start_seconds=event.start_seconds + 0.3 * draw.random() * event.seconds)
                 for event in rank_events
             )
             for rank, rank_events in events.items()
@@ -142,3 +142,57 @@ def test_svg_of_a_noisy_timeline_stays_small():
 
 def test_svg_of_nothing():
     assert "rank 1" in words(svg(EMPTY)) and words(svg(Timeline({})))
+
+
+def test_svg_draws_memory_below_the_timeline():
+    """To one scale, with each rank's most: two microbatches in flight on ranks 0 and 1, one on rank 2."""
+    profile = model(layer(2e-3, 4e-3, activation=500_000, update=2e-3), layer(1e-3, 2e-3, activation=250_000))
+    memory = curves(profile, PLAN, TIMELINE)
+    picture = svg(TIMELINE, PLAN, memory=memory)
+    assert [word for word in words(picture) if word.endswith("B")] == ["1 MB", "1 MB", "250 kB"]
+    areas = [
+        path.get("d")
+        for path in ET.fromstring(picture).iter(f"{SVG}path")
+        if path.get("fill") == MEMORY_COLOUR
+    ]
+    heights = [26 - min(float(y) for y in re.findall(r"V([\d.]+)", area)) for area in areas]
+    bottoms = [float(re.match(r"M\d+ (\d+)", area)[1]) for area in areas]
+    assert [bottom - 26 + height for bottom, height in zip(bottoms, heights)] == approx([26, 26, 26 / 4])
+    assert "memory" not in words(svg(TIMELINE, PLAN))
+
+
+def test_svg_takes_the_figures_of_a_minibatch_from_the_prediction():
+    made = plan([1, 1], 1, "pipedream")
+    timeline, prediction = predict(made, model(layer(1, 2), layer(1, 2)), free(2))
+    assert words(svg(timeline, made, prediction=prediction))[1] == "3 s a minibatch · bubble 0%"
+    assert words(svg(timeline, made))[1] != words(svg(timeline, made, prediction=prediction))[1]
+
+
+def test_of_many_ranks_some_are_shown():
+    made = plan([1] * 300, 8)
+    profile = model(*[layer(activation=9)] * 300)
+    timeline, _ = predict(made, profile, free(300))
+    picture = svg(timeline, made, memory=curves(profile, made, timeline))
+    rows = [word for word in words(picture) if word.startswith("rank ")]
+    assert len(rows) == 2 * MAX_RANKS and rows[0] == "rank 0" and rows[-1] == "rank 299"
+    assert words(picture)[1].endswith(f" · {MAX_RANKS} of 300 ranks")
+    lines = text(timeline).splitlines()
+    assert len(lines) == MAX_RANKS + 1 and lines[-1].endswith(f"; {MAX_RANKS} of 300 ranks")
+    assert " of " not in words(svg(TIMELINE))[1] + text(TIMELINE)
+
+
+def test_a_picture_of_very_many_events_stays_light_and_keeps_their_outline():
+    made = plan([1], 100_000)
+    profile = model(layer(1, 1.618, activation=10))
+    timeline, _ = predict(made, profile, free(1))
+    picture = svg(timeline, made, memory=curves(profile, made, timeline))
+    assert len(picture) < 2_000_000
+    assert "10 B" in words(picture) and words(picture)[1].endswith(" · finest bars left out")
+    starts = [
+        float(x)
+        for path in ET.fromstring(picture).iter(f"{SVG}path")
+        if path.get("fill") == COLOURS["backward"]
+        for x in re.findall(r"M([\d.]+) ", path.get("d"))
+    ]
+    assert min(starts) < 152 and max(starts) > 150 + SPAN - 2
+    assert len(starts) == approx(20_000 / 2.618, rel=0.05)  # in proportion to their time

@@ -4,15 +4,20 @@ import itertools
 import math
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from pytest import approx
 
+from hybridpipe.planning import partition as module
+from hybridpipe.planning import placement
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 from hybridpipe.planning.cost import estimate
-from hybridpipe.planning.partition import partition
-from hybridpipe.planning.plan import SCHEDULES, Plan, StageSpec
+from hybridpipe.planning.memory import peak_memory_bytes
+from hybridpipe.planning.partition import _Search, partition
+from hybridpipe.planning.placement import dealt
+from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 
 from .helpers import free, layer, model
@@ -20,207 +25,408 @@ from .helpers import free, layer, model
 NUM_INSTANCES = 1000  # of which more than half have a plan that fits
 
 
-def reference(cuts, replicas, profile, cluster, num_microbatches, schedule):
-    """Seconds of the plan with these edges between its stages; infinite where it does not fit."""
-    M = num_microbatches
-    used = sum(replicas)
-    node = [r // (cluster.node_ranks or 1) for r in range(used)]
-    slots = cluster.compute_slots or cluster.node_ranks or 1
-    speeds = cluster.relative_speed or [1.0] * used
-    speed = [speeds[r] * min(1.0, slots / node.count(node[r])) for r in range(used)]
-    total, maxima, first = 0.0, [], 0
-    for s, m in enumerate(replicas):
-        layers, last = profile.layers[cuts[s] : cuts[s + 1]], first + m - 1
-        slowest = min(speed[first : last + 1])
-        f = sum(one.forward_seconds for one in layers) / slowest
-        b = sum(one.backward_seconds for one in layers) / slowest
-        u = sum(one.update_seconds for one in layers) / slowest
+class Reference:
+    """Seconds of all plans of one instance by the docstring's formula; infinite where one does not fit."""
+
+    def __init__(self, profile, cluster, num_microbatches, schedule, recompute):
+        self.profile, self.cluster = profile, cluster
+        self.M, self.schedule, self.recompute = num_microbatches, schedule, recompute
+        self.load = self.machine_speed(profile.load)
+
+    def machine_speed(self, active):
+        speeds = self.cluster.compute_speeds
+        if speeds is None:
+            return min(1.0, (self.cluster.node_ranks or 1) / active)
+        return speeds[active - 1] if active <= len(speeds) else speeds[-1] * len(speeds) / active
+
+    def crossed(self, a, b):
+        return next(i for i, level in enumerate(self.cluster.levels) if a // level.ranks == b // level.ranks)
+
+    def speeds(self, placement):
+        active = Counter(rank // (self.cluster.node_ranks or 1) for ranks in placement for rank in ranks)
+        relative = self.cluster.relative_speed or [1.0] * self.cluster.num_ranks
+        return [
+            min(relative[r] * self.machine_speed(active[r // (self.cluster.node_ranks or 1)]) for r in ranks)
+            for ranks in placement
+        ]
+
+    def ring(self, ranks):
+        """Latency and seconds per byte of an all-reduce."""
+        m = len(ranks)
+        if m == 1:
+            return 0.0, 0.0
+        level = self.cluster.levels[max(self.crossed(a, b) for a in ranks for b in ranks)]
+        bandwidth, latency = min(level.bandwidth, level.shared_bandwidth or math.inf), level.latency_seconds
+        if level.allreduce:
+            bandwidth, latency = level.allreduce.bandwidth, level.allreduce.latency_seconds
+        return latency, 2 * (m - 1) / m / bandwidth
+
+    def cut(self, ranks, behind):
+        """Latency, seconds per byte, and seconds a byte that the busiest port or link is occupied."""
+        routes = [
+            (ranks[b % len(ranks)], behind[b % len(behind)]) for b in range(math.lcm(len(ranks), len(behind)))
+        ]
+        levels = [self.cluster.levels[self.crossed(a, b)] for a, b in routes]
+        after_first = 0 if self.schedule == "pipedream" else 1
+        busy = Counter()
+        for a, b in routes:
+            i = self.crossed(a, b)
+            below = self.cluster.levels[i - 1].ranks if i else 1
+            if self.cluster.levels[i].shared_bandwidth:
+                busy[i, "out", a // below] += self.M / len(routes)
+                busy[i, "in", b // below] += self.M / len(routes)
+        slowest = max(1 / level.bandwidth for level in levels)
+        fewest = min(len(ranks), len(behind))
+        handled = self.M / fewest if after_first == 0 else math.ceil(self.M / fewest) - 1
+        links = [
+            max(0.0, count - after_first) / self.cluster.levels[i].shared_bandwidth
+            for (i, _, _), count in busy.items()
+        ]
+        return max(level.latency_seconds for level in levels), slowest, max([handled * slowest, *links])
+
+    def in_flight(self, placement):
+        found, held = [], 0
+        for m in map(len, reversed(placement)):
+            mine = math.ceil(self.M / m)
+            held_each = 1 + math.ceil(held / m)
+            count = {"gpipe": mine, "1f1b": min(mine, held_each), "pipedream": held_each}[self.schedule]
+            found.insert(0, count)
+            held = m * count
+        return found
+
+    def fits(self, start, stop, m, stashes, memory):
+        layers = self.profile.layers[start:stop]
         weights = sum(one.parameter_bytes for one in layers)
-        ring = cluster.allreduce or crossed(cluster, first, last)
-        a = ring.latency_seconds + 2 * (m - 1) / m * weights / ring.bandwidth if m > 1 and weights else 0.0
-        w = f + b + 2 * ((s > 0) + (s + 1 < len(replicas))) * cluster.message_seconds / slowest
-        total += w
-        maxima.append((math.ceil(M / m) - 1) * w + max(0.0, a - b) + u)
+        peak = round(weights * (2 + self.profile.state_factor)) + (min(weights, 2**27) if m > 1 else 0)
+        if self.schedule == "pipedream":
+            peak += (stashes - 1) * weights
+        received = self.profile.layers[start - 1].output_bytes if start else 0
+        inside = sum(one.activation_bytes for one in layers) + layers[-1].output_bytes
+        peak += stashes * received + inside if self.recompute else stashes * (received + inside)
+        return peak <= memory
 
-        stashes = stashes_of(replicas, M, schedule)[s]
-        received = profile.layers[cuts[s] - 1].output_bytes if s else 0
-        stashed = sum(one.activation_bytes for one in layers) + received
-        memory = round(weights * (2 + profile.state_factor)) + stashes * stashed + layers[-1].output_bytes
-        if cluster.memory_bytes is not None and memory > cluster.memory_bytes:
-            return math.inf
+    def best(self, placement):
+        """The least seconds of all cuts, for stages on these ranks."""
+        n, stages = self.profile.num_layers, len(placement)
+        speeds, rings = self.speeds(placement), [self.ring(ranks) for ranks in placement]
+        links = [self.cut(a, b) for a, b in itertools.pairwise(placement)]
+        stashes = self.in_flight(placement)
+        memory = self.cluster.memory_bytes
+        limit = [
+            math.inf
+            if memory is None
+            else min(memory[r] for r in ranks)
+            if isinstance(memory, tuple)
+            else memory
+            for ranks in placement
+        ]
+        best = math.inf
+        for inner in itertools.combinations(range(1, n), stages - 1):
+            cuts = (0, *inner, n)
+            if all(
+                self.fits(cuts[s], cuts[s + 1], len(placement[s]), stashes[s], limit[s])
+                for s in range(stages)
+            ):
+                best = min(best, self.seconds(cuts, [len(r) for r in placement], speeds, rings, links))
+        return best
 
-        if s + 1 < len(replicas):
-            link = crossed(cluster, first, last + replicas[s + 1])
-            x = layers[-1].output_bytes / link.bandwidth
-            total += 2 * (x + link.latency_seconds)
-            maxima.append((math.ceil(M / min(m, replicas[s + 1])) - 1) * x)
-        first = last + 1
-    return total + max(maxima)
+    def seconds(self, cuts, replicas, speeds, rings, links):
+        total, slowest = 0.0, 0.0
+        for s, m in enumerate(replicas):
+            layers = self.profile.layers[cuts[s] : cuts[s + 1]]
+            edges = [e for e in cuts[s : s + 2] if 0 < e < self.profile.num_layers]
+            forward = sum(one.forward_seconds for one in layers) * self.load
+            backward = sum(one.backward_seconds for one in layers) * self.load + self.recompute * forward
+            weights = sum(one.parameter_bytes for one in layers)
+            handling = sum(
+                2 * self.cluster.message_seconds + sum(self.sizes(e)) * self.cluster.message_seconds_per_byte
+                for e in edges
+            )
+            w = (forward + backward + handling) / speeds[s]
+            a = rings[s][0] + rings[s][1] * weights if weights else 0.0
+            e = a - self.cluster.overlap * min(a, backward / speeds[s])
+            u = sum(one.update_seconds for one in layers) * self.load / speeds[s]
+            if self.schedule == "pipedream":
+                slowest = max(slowest, (w + e + u) / m)
+            else:
+                total += w
+                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + e + u)
+        for edge, (latency, per_byte, busy) in zip(cuts[1:-1], links):
+            slowest = max(slowest, busy * max(self.sizes(edge)))
+            if self.schedule != "pipedream":
+                total += 2 * latency + per_byte * sum(self.sizes(edge))
+        return total + slowest
+
+    def sizes(self, edge):
+        one = self.profile.layers[edge - 1]
+        return one.output_bytes, one.output_bytes if one.gradient_bytes is None else one.gradient_bytes
 
 
-def stashes_of(replicas, M, schedule):
-    """1F1B: the microbatch at work and a share of what the next stage holds; GPipe: every microbatch."""
-    found, held = [], 0
-    for m in reversed(replicas):
-        found.insert(
-            0, math.ceil(M / m) if schedule == "gpipe" else min(math.ceil(M / m), 1 + math.ceil(held / m))
-        )
-        held = m * found[0]
-    return found
-
-
-def crossed(cluster, first, last):
-    return next(level for level in cluster.levels if first // level.ranks == last // level.ranks)
-
-
-def compositions(total):
-    if total == 0:
-        yield ()
-    for first in range(1, total + 1):
-        for rest in compositions(total - first):
-            yield (first, *rest)
-
-
-def every_plan(num_layers, num_ranks, max_replicas=None):
-    """Edges and replicas of every plan on exactly that many ranks."""
-    for replicas in compositions(num_ranks):
-        if len(replicas) <= num_layers and max(replicas) <= (max_replicas or num_ranks):
-            for inner in itertools.combinations(range(1, num_layers), len(replicas) - 1):
-                yield (0, *inner, num_layers), replicas
+def every_placement(ranks, max_stages, max_replicas, used=()):
+    """Every way to give stages disjoint sets of these ranks."""
+    for size in range(1, min(len(ranks), max_replicas) + 1):
+        for first in itertools.combinations(ranks, size):
+            yield (first,)
+            rest = [rank for rank in ranks if rank not in first]
+            if max_stages > 1:
+                for others in every_placement(rest, max_stages - 1, max_replicas):
+                    yield (first, *others)
 
 
 def random_instance(seed):
-    """Few layers and ranks, and everything that can differ: levels, speeds, slots, memory, schedule."""
+    """Few layers and ranks, and everything that can differ."""
     draw = random.Random(seed)
     figure = (lambda: draw.randint(0, 4)) if seed % 5 == 0 else draw.random  # small integers: exact ties
+    num_ranks = draw.choice([1, 2, 3, 3, 4, 4, 4, 4, 5])
     profile = ModelProfile(
         tuple(
             LayerProfile(
                 str(i),
                 figure(),
                 2 * figure(),
-                draw.choice([0, draw.randint(0, 10**6)]),
+                draw.choice([0, draw.randint(0, 10**6), draw.choice([1, 10**9]) * draw.randint(0, 10)]),
                 draw.randint(0, 10**6),
                 draw.randint(0, 10**6),
                 0.1 * figure(),
+                draw.choice([None, None, draw.randint(0, 2 * 10**6)]),
             )
-            for i in range(draw.randint(1, 7))
+            for i in range(draw.randint(1, 4 if num_ranks == 5 else 5))
         ),
         samples=8,
         state_factor=draw.choice([0.0, 1.0, 0.5]),
+        load=draw.choice([1, 1, 2]),
     )
-    in_node = draw.choice([1, 2, 3])
+
+    def allreduce():
+        return draw.choice([None, None, AllReduce(10 ** draw.uniform(5, 8), 0.01 * figure())])
+
+    def shared():
+        return draw.choice([None, None, 10 ** draw.uniform(4, 7)])
+
+    node = draw.choice([1, 2, 2, 3])
+    sizes = draw.choice([[6 * node], [node, 6 * node], [node, 2 * node, 6 * node]])
+    levels = tuple(
+        Level(str(size), size, 10 ** draw.uniform(4, 8), 0.05 * figure(), shared(), allreduce())
+        for size in sizes
+    )
+    world = sizes[-1]
+    speeds = tuple(draw.choice([1.0, 0.5, 0.7]) for _ in range(world))
+    memories = tuple(draw.randint(10**6, 10**7) for _ in range(world))
     cluster = Cluster(
-        (
-            Level("node", in_node, 10 ** draw.uniform(5, 8), 0.01 * figure()),
-            Level("network", 6 * in_node, 10 ** draw.uniform(4, 7), 0.1 * figure()),
+        levels,
+        memory_bytes=draw.choice([None, None, draw.randint(10**6, 10**7), memories]),
+        relative_speed=draw.choice([None, None, speeds]),
+        node_ranks=draw.choice([None, node, 2]),
+        compute_speeds=draw.choice(
+            [None, (1.0, draw.uniform(0.4, 1)), tuple(draw.random() + 0.1 for _ in "123")]
         ),
-        allreduce=draw.choice([None, AllReduce(10 ** draw.uniform(5, 8), 0.01 * figure())]),
-        memory_bytes=draw.choice([None, draw.randint(10**6, 10**7)]),
-        relative_speed=draw.choice([None, tuple(draw.choice([1.0, 0.5]) for _ in range(6 * in_node))]),
-        node_ranks=draw.choice([None, in_node]),
-        compute_slots=draw.choice([None, 0.75, 1.5]),
         message_seconds=draw.choice([0.0, 0.1 * figure()]),
+        message_seconds_per_byte=draw.choice([0.0, 1e-7 * figure()]),
+        overlap=draw.choice([1.0, 0.5, 0.0]),
     )
+    schedule = draw.choice(["1f1b", "1f1b", "gpipe", "pipedream"])
     options = {
-        "num_ranks": draw.randint(1, 6),
-        "num_microbatches": draw.choice([1, 2, 3, 4, 8, 16, 17]),
-        "schedule": draw.choice(SCHEDULES),
+        "num_microbatches": 1 if schedule == "pipedream" else draw.choice([1, 2, 3, 4, 8, 16, 17]),
+        "schedule": schedule,
+        "recompute": draw.random() < 0.3,
     }
-    return profile, cluster, options, draw.choice([None, None, 1, 2])
+    ranks = sorted(draw.sample(range(world), num_ranks) if draw.random() < 0.3 else range(num_ranks))
+    return profile, cluster, options, ranks, draw.choice([None, None, None, 1, 2])
 
 
 @pytest.mark.parametrize("batch", range(10))
 def test_equals_brute_force(batch):
     fitting = 0
     for seed in range(batch, NUM_INSTANCES, 10):
-        profile, cluster, options, max_replicas = random_instance(seed)
-        costs = [
-            reference(cuts, replicas, profile, cluster, options["num_microbatches"], options["schedule"])
-            for cuts, replicas in every_plan(profile.num_layers, options["num_ranks"], max_replicas)
-        ]
-        best = min(costs, default=math.inf)
-        found = partition(profile, cluster, max_replicas=max_replicas, **options)
-        if found is None:
-            assert best == math.inf, seed
+        profile, cluster, options, ranks, max_replicas = random_instance(seed)
+        reference = Reference(profile, cluster, **options)
+        best = min(
+            reference.best([dealt(cluster, stage) for stage in placement])
+            for placement in every_placement(ranks, profile.num_layers, max_replicas or len(ranks))
+        )
+        found = partition(profile, cluster, ranks=ranks, max_replicas=max_replicas, **options)
+        assert bool(found) == (best < math.inf), seed
+        if not found:
             continue
         fitting += 1
-        edges = (0, *(stage.stop for stage in found.stages))
-        assert found.num_ranks == options["num_ranks"] and max(found.replicas) <= (max_replicas or 6), seed
-        mine = reference(
-            edges, found.replicas, profile, cluster, options["num_microbatches"], options["schedule"]
-        )
-        assert mine == approx(best, rel=1e-9) and estimate(found, profile, cluster) == approx(mine), seed
+        assert estimate(found[0], profile, cluster) == approx(best, rel=1e-9), seed
+        for plan in found:
+            assert set(plan.ranks) <= set(ranks) and max(plan.replicas) <= (max_replicas or len(ranks)), seed
+            peaks = zip(plan.ranks, peak_memory_bytes(profile, plan))
+            assert all(peak <= cluster.memory(rank) for rank, peak in peaks), seed
     assert fitting >= NUM_INSTANCES / 10 / 2
+
+
+def found_on(profile, cluster, ranks, max_replicas, options):
+    """All that a search comes upon, balanced plans that it begins with left out."""
+    search = _Search(
+        profile,
+        cluster,
+        options["num_microbatches"],
+        options["schedule"],
+        tuple(ranks),
+        max_replicas,
+        options["recompute"],
+    )
+    search.run()
+    return [found for found in search.found.values() if not math.isnan(found.program_seconds)]
+
+
+@pytest.mark.parametrize("on_lines", [False, True])
+def test_the_program_and_the_estimate_agree(on_lines, monkeypatch):
+    """On lines only without shared processors: there all ranks of the line count as computing."""
+    if on_lines:
+        monkeypatch.setattr(module, "every_placement", lambda *_: None)
+    checked = 0
+    for seed in range(150):
+        profile, cluster, options, ranks, max_replicas = random_instance(seed)
+        if on_lines:
+            cluster = replace(cluster, node_ranks=None, compute_speeds=None)
+        for found in found_on(profile, cluster, ranks, max_replicas, options):
+            assert found.program_seconds == approx(found.seconds, rel=1e-9), seed
+            checked += 1
+    assert checked > 100
+
+
+@pytest.mark.parametrize(
+    "names", [{"PATIENCE": 0}, {"MAX_STEPS": 2000}, {"MAX_STEPS": 2000, "MAX_PAIRS": 20}]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_beyond_the_budget_plans_are_still_good(names, schedule, monkeypatch):
+    """Layers merged and stages left out: at most 10 % worse here; 4 % were seen."""
+    for seed in range(4):
+        draw = random.Random(seed)
+        layers = [
+            layer(draw.random(), 2 * draw.random(), draw.randrange(10**6), draw.randrange(10**6), 10)
+            for _ in range(30)
+        ]
+        cluster = Cluster(
+            (Level("node", 4, 1e8, 1e-3), Level("network", 16, 1e7, 1e-2, 2e7)), memory_bytes=10**9
+        )
+        options = {"num_microbatches": 1 if schedule == "pipedream" else 32, "schedule": schedule}
+        exact = estimate(partition(model(*layers), cluster, **options)[0], model(*layers), cluster)
+        with monkeypatch.context() as patch:
+            for name, value in names.items():
+                patch.setattr(placement if hasattr(placement, name) else module, name, value)
+            rough = estimate(partition(model(*layers), cluster, **options)[0], model(*layers), cluster)
+        assert exact * (1 - 1e-9) <= rough <= 1.1 * exact
 
 
 def test_equal_plans_are_told_apart_the_same_way_each_time():
     profile, cluster = model(*[layer(1, 1)] * 6), free(4)
-    found = [partition(profile, cluster, num_ranks=4, num_microbatches=4) for _ in range(3)]
+    found = [partition(profile, cluster, num_microbatches=4) for _ in range(3)]
     assert found[0] == found[1] == found[2]
-    assert estimate(found[0], profile, cluster) == min(
-        reference(cuts, replicas, profile, cluster, 4, "1f1b") for cuts, replicas in every_plan(6, 4)
+    assert found[0][0] == Plan.data_parallel(6, 4, 4)
+    assert len({(plan.stages, plan.ranks) for plan in found[0]}) == len(found[0]) <= 16
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_runners_up_are_in_order(schedule):
+    profile = model(*[layer(i, 2 * i, 1000 * i, 100) for i in range(1, 9)])
+    cluster = Cluster.flat(4, 1e3, 0.1)
+    found = partition(
+        profile, cluster, num_microbatches=1 if schedule == "pipedream" else 8, schedule=schedule
     )
+    seconds = [estimate(plan, profile, cluster) for plan in found]
+    assert len(found) > 2 and seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("schedule, num_microbatches", [("1f1b", 2), ("gpipe", 2), ("pipedream", 1)])
+def test_ties_go_to_fewer_ranks(schedule, num_microbatches):
+    """Three ranks share two microbatches no better than two, and here they are slower."""
+    found = partition(
+        model(layer(1, 1)),
+        replace(free(3), compute_speeds=(1.0, 1.0, 0.5), node_ranks=3),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+    )
+    assert found[0].num_ranks == 2
 
 
 def test_layers_may_cost_nothing():
-    nothing = layer(0, 0)
-    found = partition(model(*[nothing] * 3), free(3), num_ranks=3, num_microbatches=2)
-    assert found is not None and estimate(found, model(*[nothing] * 3), free(3)) == 0
-    ends = partition(
-        model(nothing, layer(1, 2), nothing), free(2), num_ranks=2, num_microbatches=4, max_replicas=1
-    )
-    assert ends is not None and ends.name == "1-1"
+    nothing = model(*[layer(0, 0)] * 3)
+    assert estimate(partition(nothing, free(3), num_microbatches=2)[0], nothing, free(3)) == 0
+    ends = model(layer(0, 0), layer(1, 2), layer(0, 0))
+    assert partition(ends, free(2), num_microbatches=4, max_replicas=1)[0].name == "1"
+    nothing_async = partition(nothing, free(3), num_microbatches=1, schedule="pipedream")
+    assert nothing_async[0].name == "1"
 
 
 def test_very_unequal_layers():
-    """Sums over a range are differences of running sums; a small layer beside a huge one is not lost."""
+    """A small layer behind a huge one is not lost, as it is in a difference of running sums."""
     profile = model(layer(1e9, 1e9), layer(1e-6, 1e-6), layer(1e-6, 1e-6))
-    found = partition(profile, free(2), num_ranks=2, num_microbatches=64, max_replicas=1)
-    assert found is not None and found.stages[0].stop == 1
-
-
-@pytest.mark.parametrize("num_ranks, max_replicas", [(3, 1), (4, 1)])
-def test_more_ranks_than_layers_need_replicas(num_ranks, max_replicas):
-    profile = model(layer(), layer())
-    options = {"num_ranks": num_ranks, "num_microbatches": 4}
-    assert partition(profile, free(num_ranks), max_replicas=max_replicas, **options) is None
-    assert partition(profile, free(num_ranks), **options).num_ranks == num_ranks
+    costs = module._LayerCosts(profile, free(2), recompute=False)
+    assert costs.between("work", 2)[1, 1] == 4e-6
 
 
 def test_one_layer_is_data_parallel():
-    found = partition(model(layer(parameters=10)), free(3), num_ranks=3, num_microbatches=6)
-    assert found == Plan.data_parallel(1, 3, 6)
+    found = partition(model(layer(parameters=10)), free(3), num_microbatches=6)
+    assert found[0] == Plan.data_parallel(1, 3, 6)
 
 
 def test_known_optima():
     """Heavy weights on a slow network: do not replicate them. Heavy activations: do not cut there."""
     cluster = Cluster.flat(4, bandwidth=100.0, latency_seconds=0.0)
     heavy_weights = model(layer(3, 6), layer(1, 2, parameters=10**6))
-    found = partition(heavy_weights, cluster, num_ranks=4, num_microbatches=12)
-    assert found.stages == (StageSpec(0, 1, 3, (0, 1, 2)), StageSpec(1, 2, 1, (3,)))
+    found = partition(heavy_weights, cluster, num_microbatches=12)
+    assert found[0].stages == (StageSpec(0, 1, 3, (0, 1, 2)), StageSpec(1, 2, 1, (3,)))
     heavy_activations = model(*[layer(1, 2, output=10**6)] * 4)
-    assert partition(heavy_activations, cluster, num_ranks=4, num_microbatches=12).name == "4"
+    assert partition(heavy_activations, cluster, num_microbatches=12)[0].name == "4"
+
+
+def test_stages_meet_within_nodes_where_cuts_are_heavy():
+    """Two nodes: activations stay inside, the light weights cross. Heavy weights turn it around."""
+    cluster = Cluster((Level("node", 2, 1e9, 0.0), Level("network", 4, 10.0, 0.0)))
+    light = model(layer(1, 2, output=100), layer(1, 2, parameters=10))
+    options = {"num_microbatches": 8, "max_replicas": 2}
+    assert [stage.ranks for stage in partition(light, cluster, **options)[0].stages] == [(0, 2), (1, 3)]
+    heavy = model(layer(1, 2, parameters=10**5, output=1), layer(1, 2, parameters=10**5))
+    assert [stage.ranks for stage in partition(heavy, cluster, **options)[0].stages] == [(0, 1), (2, 3)]
+
+
+def test_a_slow_rank_gets_little_or_nothing():
+    cluster = replace(free(3), relative_speed=(0.01, 1.0, 1.0))
+    assert partition(model(*[layer()] * 4), cluster, num_microbatches=8)[0].ranks == (1, 2)
+    named = partition(model(*[layer()] * 4), cluster, num_microbatches=8, ranks=[0, 2])
+    assert all(set(plan.ranks) <= {0, 2} for plan in named) and named[0].ranks == (2,)
 
 
 def test_memory_forces_a_cut():
     profile, cluster = model(*[layer(parameters=100)] * 4), free(4)
-    options = {"num_ranks": 4, "num_microbatches": 4}
-    assert partition(profile, replace(cluster, memory_bytes=800), **options).name == "4"
-    assert partition(profile, replace(cluster, memory_bytes=799), **options).num_stages > 1
-    assert partition(profile, replace(cluster, memory_bytes=200), **options).name == "1-1-1-1"
-    assert partition(profile, replace(cluster, memory_bytes=199), **options) is None
+    replicated, alone = 400 * 2 + 400, 400 * 2  # weights and gradients; and Horovod's buffer
+
+    def names(memory):
+        found = partition(profile, replace(cluster, memory_bytes=memory), num_microbatches=4)
+        return [plan.name for plan in found]
+
+    assert names(replicated)[0] == "4"
+    assert "4" not in names(replicated - 1) and names(replicated - 1)
+    assert all("-" in name for name in names(alone - 1))
+    assert names(200) == ["1-1-1-1"]
+    assert names(199) == []
+    assert partition(profile, replace(cluster, memory_bytes=(199, 800, 199, 199)), num_microbatches=4)[
+        0
+    ].ranks == (1,)
 
 
-def test_a_real_size_takes_milliseconds():
+@pytest.mark.parametrize("node", [0, 8])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_large_machine_takes_seconds(node, schedule):
     draw = random.Random(0)
     profile = model(
         *(
             layer(draw.random(), draw.random(), draw.randrange(10**7), draw.randrange(10**6))
-            for _ in range(21)
+            for _ in range(200)
         )
     )
-    cluster = replace(Cluster.flat(4, 1e7, 1e-5), memory_bytes=10**9)
+    cluster = Cluster.flat(64, 1e7, 1e-5)
+    if node:
+        cluster = Cluster((Level("node", node, 1e8, 1e-6), Level("network", 64, 1e7, 1e-5, 1e7)))
+    cluster = replace(cluster, memory_bytes=10**10)
     start = time.process_time()
-    assert partition(profile, cluster, num_ranks=4, num_microbatches=16) is not None
-    assert time.process_time() - start < 0.2
+    found = partition(
+        profile, cluster, num_microbatches=1 if schedule == "pipedream" else 256, schedule=schedule
+    )
+    assert time.process_time() - start < 30
+    parallel = Plan.data_parallel(200, 64, found[0].num_microbatches, schedule)
+    assert estimate(found[0], profile, cluster) <= estimate(parallel, profile, cluster)

@@ -26,7 +26,14 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
         (lambda: Plan(stages((0, 2, 1), (3, 4, 1))), "stages[1].start must be 2, where the stage before"),
         (lambda: Plan(stages((0, 2, 1), (1, 4, 1))), "stages[1].start must be 2, where the stage before"),
         (lambda: Plan(stages((0, 2, 1)), num_layers=3), "must stop at num_layers = 3, got 2"),
-        (lambda: Plan(stages((0, 2, 1)), "2f2b"), "schedule must be one of 1f1b, gpipe, got '2f2b'"),
+        (
+            lambda: Plan(stages((0, 2, 1)), "2f2b"),
+            "schedule must be one of 1f1b, gpipe, pipedream, got '2f2b'",
+        ),
+        (
+            lambda: Plan(stages((0, 2, 1)), "pipedream", 2),
+            "num_microbatches must be 1 under pipedream, where a minibatch travels whole, got 2",
+        ),
         (
             lambda: Plan(stages((0, 2, 1)), num_microbatches=0),
             "num_microbatches must be an integer >= 1, got 0",

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from hybridpipe.planning.profile import LayerProfile, Measurement
+
 from .helpers import layer, model
 
 
@@ -20,7 +22,18 @@ from .helpers import layer, model
         (lambda: model(), "layers must hold at least one layer, got none"),
         (lambda: model(layer(), samples=0), "samples must be an integer >= 1, got 0"),
         (lambda: model(layer(), state_factor=-1), "state_factor must be a finite number >= 0, got -1"),
+        (lambda: replace(layer(), gradient_bytes=-1), "gradient_bytes must be an integer >= 0, got -1"),
         (lambda: replace(model(layer()), format="x"), "format must be 'hybridpipe-profile/1', got 'x'"),
+        (lambda: replace(model(layer()), load=0), "load must be an integer >= 1, got 0"),
+        (lambda: Measurement(0, (layer(),)), "samples must be an integer >= 1, got 0"),
+        (
+            lambda: replace(model(layer()), others=(Measurement(2, (layer(), layer())),)),
+            "others[0].layers must hold the same 1 layers, got 2",
+        ),
+        (
+            lambda: replace(model(layer(), samples=4), others=(Measurement(4, (layer(),)),)),
+            "others must be of different samples each, got [4, 4]",
+        ),
     ],
 )
 def test_a_mistake_is_named(make, message):
@@ -36,7 +49,59 @@ def test_prefix_sums_give_the_cost_of_consecutive_layers():
 
 def test_a_larger_microbatch_scales_compute_and_activations_but_not_weights():
     profile = model(layer(1, 2, parameters=40, output=6, activation=3, update=5), samples=4)
-    assert profile.scaled_to(10) == model(
-        layer(2.5, 5, parameters=40, output=15, activation=8, update=5), samples=10
-    )
+    scaled = profile.scaled_to(10)
+    assert scaled.layers == (layer(2.5, 5, parameters=40, output=15, activation=8, update=5),)
+    assert scaled.samples == 10 and scaled.scaled_to(4).layers == profile.layers
     assert profile.scaled_to(4) is profile
+
+
+def several(**by_size):
+    """A profile measured at several sizes, the first being its own."""
+    (samples, own), *others = ((int(name.removeprefix("s")), made) for name, made in by_size.items())
+    return replace(model(own, samples=samples), others=tuple(Measurement(n, (made,)) for n, made in others))
+
+
+PROFILE = several(
+    s8=layer(10.0, 20.0, parameters=5, output=80, activation=160, update=3.0),
+    s4=layer(8.0, 12.0, parameters=5, output=40, activation=80, update=3.0),
+    s16=layer(18.0, 44.0, parameters=5, output=160, activation=320, update=3.0),
+)
+
+
+def test_sizes_are_all_that_was_measured():
+    assert PROFILE.sizes == (4, 8, 16)
+    assert model(layer(), samples=3).sizes == (3,)
+
+
+def test_a_size_that_was_measured_is_taken_as_it_is():
+    assert PROFILE.scaled_to(8) is PROFILE
+    small = PROFILE.scaled_to(4)
+    assert small.layers == PROFILE.others[0].layers and small.samples == 4
+    assert small.sizes == PROFILE.sizes, "nothing is forgotten"
+    assert small.scaled_to(8).layers == PROFILE.layers and small.scaled_to(16).layers[0].forward_seconds == 18
+
+
+@pytest.mark.parametrize(
+    "samples, forward, backward",
+    [(6, 9, 16), (12, 14, 32), (20, 22, 56), (2, 7, 8), (1, 6.5, 6)],
+)
+def test_other_sizes_lie_on_the_line_through_the_nearest_two(samples, forward, backward):
+    scaled = PROFILE.scaled_to(samples)
+    assert scaled.samples == samples
+    (made,) = scaled.layers
+    assert (made.forward_seconds, made.backward_seconds) == pytest.approx((forward, backward))
+    assert (made.output_bytes, made.activation_bytes) == (10 * samples, 20 * samples)
+    assert (made.parameter_bytes, made.update_seconds) == (5, 3.0)
+
+
+def test_no_time_is_negative_however_steep_the_line():
+    steep = several(s8=layer(10.0, 1.0), s4=layer(2.0, 1.0))
+    assert steep.scaled_to(1).layers[0].forward_seconds == 0
+
+
+def test_what_comes_back_over_a_cut():
+    assert layer(output=7).returned_bytes == 7
+    tokens = replace(layer(output=7), gradient_bytes=0)
+    assert tokens.returned_bytes == 0
+    half = replace(model(replace(layer(output=8), gradient_bytes=6), samples=4)).scaled_to(2)
+    assert half.layers == (LayerProfile("layer", 0.5, 1.0, 0, 4, 0, 0.0, 3),)

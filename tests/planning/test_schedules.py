@@ -15,7 +15,7 @@ from hybridpipe.planning.instructions import (
     Step,
     text,
 )
-from hybridpipe.planning.plan import SCHEDULES, Place
+from hybridpipe.planning.plan import SYNCHRONOUS, Place
 from hybridpipe.planning.schedules import compute_program, forward_programs, in_flight_per_stage, programs
 from hybridpipe.planning.simulate import predict
 
@@ -25,7 +25,7 @@ PLANS = st.builds(
     plan,
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(1, 20),
-    st.sampled_from(SCHEDULES),
+    st.sampled_from(SYNCHRONOUS),
 )
 
 
@@ -62,6 +62,52 @@ def test_1f1b(replicas, num_microbatches, place, expected):
 )
 def test_gpipe(replicas, num_microbatches, place, expected):
     assert computing("gpipe", replicas, num_microbatches, *place) == expected
+
+
+@pytest.mark.parametrize(
+    "replicas, count, place, expected",
+    [
+        ((1, 1, 1), 4, (0, 0), "F0 F1 F2 B0 step F3 B1 step B2 step B3 step"),
+        ((1, 1, 1), 4, (2, 0), "F0 B0 step F1 B1 step F2 B2 step F3 B3 step"),
+        ((1, 1, 1), 1, (0, 0), "F0 B0 step"),
+        ((2, 1), 4, (0, 1), "F1 F3 B1 all-reduce step B3 all-reduce step"),
+        ((3,), 4, (0, 0), "F0 B0 all-reduce step F3 B3 all-reduce step"),
+        ((3,), 4, (0, 2), "F2 B2 all-reduce step all-reduce step"),  # nothing in the last round
+        ((1, 3), 2, (1, 2), "all-reduce step"),
+    ],
+)
+def test_pipedream(replicas, count, place, expected):
+    made = plan(replicas, 1, "pipedream")
+    assert text(compute_program(made, Place(*place), count)) == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12, 30])
+def test_under_pipedream_all_replicas_of_a_stage_update_once_a_round(count):
+    for replicas in itertools.product(range(1, 5), repeat=3):
+        made = plan(replicas, 1, "pipedream")
+        for rank, program in programs(made, count).items():
+            stage, replica = made.place(rank)
+            mine = list(range(replica, count, replicas[stage]))
+            assert [i.microbatch for i in program if isinstance(i, Forward)] == mine
+            assert [i.microbatch for i in program if isinstance(i, Backward)] == mine
+            num_rounds = -(-count // replicas[stage])
+            assert program.count(Step()) == num_rounds
+            assert program.count(AllReduce()) == (num_rounds if replicas[stage] > 1 else 0)
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_pipedream_holds_no_more_than_memory_is_counted_for(count):
+    """However many minibatches run; after the warm-up, exactly as many before each backward."""
+    for replicas in itertools.product(range(1, 5), repeat=3):
+        made = plan(replicas, 1, "pipedream")
+        allowed = in_flight_per_stage(made, 1)
+        for rank, program in programs(made, count).items():
+            stage = made.place(rank).stage
+            held = [0]
+            for i in program:
+                held.append(held[-1] + isinstance(i, Forward) - isinstance(i, Backward))
+            mine = sum(isinstance(i, Forward) for i in program)
+            assert max(held) == min(allowed[stage], mine) and held[-1] == 0
 
 
 def test_programs_of_2_1():
@@ -158,6 +204,6 @@ def test_1f1b_is_about_as_fast_as_gpipe_for_any_replicas():
         model_, cluster = model(*(layer(m, 2 * m) for m in replicas)), free(sum(replicas))
         seconds = {
             schedule: predict(plan(replicas, 24, schedule), model_, cluster)[0].seconds
-            for schedule in SCHEDULES
+            for schedule in SYNCHRONOUS
         }
         assert seconds["1f1b"] <= 1.05 * seconds["gpipe"], replicas

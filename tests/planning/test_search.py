@@ -1,35 +1,64 @@
 import re
+import time
 from dataclasses import replace
 
 import pytest
 from pytest import approx
 
-from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.search import NoPlanFits, data_parallel, search, straight
+from hybridpipe.planning import search as module
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cost import estimate
+from hybridpipe.planning.plan import Plan, Prediction, StageSpec
+from hybridpipe.planning.profile import Measurement
+from hybridpipe.planning.search import (
+    Candidate,
+    NoPlanFits,
+    data_parallel,
+    fits,
+    is_simulated,
+    judged,
+    ranked,
+    search,
+    search_sizes,
+    straight,
+)
 from hybridpipe.planning.simulate import predict
 
 from .helpers import free, layer, model
 
 FOUR = model(*[layer(1, 2, parameters=100, output=10)] * 4)
+SCHEDULES = pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@SCHEDULES
 @pytest.mark.parametrize("bandwidth", [1.0, 100.0, 1e6])
-def test_data_parallelism_and_the_straight_pipeline_always_compete(schedule, bandwidth):
+def test_data_parallelism_and_a_straight_pipeline_always_compete(schedule, bandwidth):
     candidates = search(FOUR, Cluster.flat(4, bandwidth, 1e-3), 8, schedule=schedule)
-    names = {candidate.origin: candidate.plan.name for candidate in candidates if candidate.origin != "exact"}
-    assert names == {"dp": "4", "straight": "1-1-1-1"}
+    plans = {candidate.origin: candidate.plan for candidate in candidates if candidate.origin != "exact"}
+    assert plans["dp"].name == "4"
+    assert set(plans["straight"].replicas) == {1} and plans["straight"].num_stages > 1
     seconds = [candidate.seconds for candidate in candidates]
     assert seconds == sorted(seconds)
     assert len({candidate.plan for candidate in candidates}) == len(candidates)
     assert {candidate.plan.schedule for candidate in candidates} == {schedule}
 
 
-def test_each_candidate_carries_its_prediction():
+@pytest.mark.parametrize("schedule, count", [("1f1b", 8), ("pipedream", 1)])
+def test_each_candidate_carries_its_prediction(schedule, count):
     cluster = Cluster.flat(4, 100.0, 1e-3)
-    for candidate in search(FOUR, cluster, 8):
+    for candidate in search(FOUR, cluster, count, schedule=schedule):
         assert candidate.plan.predicted == predict(candidate.plan, FOUR, cluster)[1]
         assert candidate.seconds == candidate.plan.predicted.minibatch_seconds
+        assert candidate.samples == FOUR.samples
+
+
+def test_the_simulator_decides_not_the_formula():
+    """Both stages' all-reduces cross the one link between two nodes at once; the formula sees each alone."""
+    layers = [layer(1, 2, parameters=1000, output=1)] * 2
+    nodes = Level("node", 2, 1e9, 0.0), Level("network", 4, 1e3, 0.0, shared_bandwidth=100.0)
+    candidates = search(model(*layers), Cluster(nodes), 4)
+    by_formula = min(candidates, key=lambda c: estimate(c.plan, model(*layers), Cluster(nodes)))
+    assert candidates[0].seconds <= by_formula.seconds
 
 
 def test_ranks_that_do_not_help_stay_unused():
@@ -38,14 +67,42 @@ def test_ranks_that_do_not_help_stay_unused():
     assert best.plan.name == "1" and best.seconds == approx(4 * 3 * 8)
 
 
+def test_ranks_that_share_processors_compete_in_smaller_numbers():
+    """Eight ranks on the processors of one: the more compute, the more is lost."""
+    speeds = tuple(1 / n**1.2 for n in range(1, 9))
+    shared = replace(free(8), node_ranks=8, compute_speeds=speeds)
+    candidates = search(FOUR, shared, 8)
+    assert {c.plan.name for c in candidates if c.origin == "dp"} >= {"8", "1"}
+    assert candidates[0].plan.num_ranks == 1
+
+
 def test_ties_go_to_fewer_ranks():
     """With one microbatch in free space, a pipeline gains nothing over one rank."""
     best = search(model(*[layer(1, 2)] * 2), free(4), 1)[0]
     assert best.plan.name == "1"
 
 
+def test_equal_predictions_are_ranked_by_simplicity():
+    def candidate(seconds, *replicas, shift=0):
+        edge, stages = shift, []
+        for i, m in enumerate(replicas):
+            stages.append(StageSpec(i, i + 1, m, tuple(range(edge, edge + m))))
+            edge += m
+        return Candidate("exact", Plan(tuple(stages), predicted=Prediction(seconds, 1.0, 0.0, ())), 1)
+
+    slow = candidate(1.1, 1)
+    order = [
+        candidate(1.0, 2),
+        candidate(1.0 + 1e-10, 2, shift=1),
+        candidate(1.0, 1, 1),
+        candidate(1.0, 3),
+        slow,
+    ]
+    assert ranked(order[::-1]) == order
+
+
 def test_fewer_ranks_may_be_asked_for_but_not_more():
-    assert {c.plan.num_ranks for c in search(FOUR, free(4), 8, num_ranks=2)} <= {1, 2}
+    assert {r for c in search(FOUR, free(4), 8, num_ranks=2) for r in c.plan.ranks} == {0, 1}
     with pytest.raises(ValueError, match=r"^ranks must be at most the cluster's 4, got 5$"):
         search(FOUR, free(4), 8, num_ranks=5)
 
@@ -56,28 +113,143 @@ def test_more_ranks_than_layers():
     assert candidates[0].plan.num_ranks == 5
 
 
-def test_memory_is_respected():
-    """Data parallelism keeps all weights and their gradients, 4 × 100 × 2 bytes, and has one output."""
-    for limit in (810, 600, 420, 250):
-        cluster = replace(free(4), memory_bytes=limit)
-        candidates = search(FOUR, cluster, 8)
-        assert max(max(c.plan.predicted.peak_memory_bytes) for c in candidates) <= limit
-        assert ("dp" in {c.origin for c in candidates}) == (limit >= 810)
+@SCHEDULES
+@pytest.mark.parametrize("limit", [920, 600, 420])
+def test_memory_is_respected(schedule, limit):
+    """Data parallelism keeps weights, gradients and Horovod's buffer, 3 × 400, and the outputs."""
+    for memory in (limit, (limit, 2 * limit, limit, limit)):
+        cluster = replace(free(4), memory_bytes=memory)
+        candidates = search(FOUR, cluster, 8, schedule=schedule)
+        for candidate in candidates:
+            assert fits(candidate.plan, FOUR, cluster)
+            peaks = candidate.plan.predicted.peak_memory_bytes
+            assert all(p <= cluster.memory(r) for p, r in zip(peaks, candidate.plan.ranks, strict=True))
+    assert "dp" not in {c.origin for c in candidates}
+
+
+def test_recomputation_competes_where_memory_is_limited():
+    """Activations of 8 microbatches under GPipe do not fit, inputs do."""
+    profile = model(*[layer(1, 2, parameters=1, output=1, activation=100)] * 2)
+    cluster = replace(free(2), memory_bytes=600)
+    best = search(profile, cluster, 16, schedule="gpipe", recompute=True)[0]
+    assert best.plan.recompute
+    with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
+        search(profile, cluster, 16, schedule="gpipe")
+    roomy = search(profile, replace(free(2), memory_bytes=10**6), 16, recompute=True)
+    assert {c.plan.recompute for c in roomy} == {False, True} and not roomy[0].plan.recompute
+    assert not any(c.plan.recompute for c in search(profile, free(2), 16, recompute=True))
+
+
+def refusal(profile, cluster, num_microbatches, **asked):
+    with pytest.raises(NoPlanFits) as caught:
+        search(profile, cluster, num_microbatches, **asked)
+    return str(caught.value)
 
 
 def test_no_plan_fits():
-    cluster = replace(free(4), memory_bytes=239)
-    message = (
-        "no plan fits into memory_bytes = 239: the straight pipeline on 4 ranks needs 240 on one rank; "
-        "smaller microbatches or more ranks would help"
+    """One layer a rank: weights and gradients 200, in flight what comes in and goes out."""
+    told = refusal(FOUR, replace(free(4), memory_bytes=239), 8)
+    closest = re.fullmatch(
+        r"no plan fits into memory: (\S+) comes closest and needs (\d+) bytes on rank (\d), .*", told
     )
-    with pytest.raises(NoPlanFits, match=f"^{re.escape(message)}$"):
-        search(FOUR, cluster, 8)
-    assert search(FOUR, replace(cluster, memory_bytes=240), 8)[0].plan.name == "1-1-1-1"
+    assert closest and 239 < int(closest[2]) <= 260
+    assert "which has 239; none of these would help: recomputation, 8 ranks, 16 ranks" in told
+    assert search(FOUR, replace(free(4), memory_bytes=int(closest[2])), 8)
+
+
+def test_what_would_help_is_computed():
+    weights = model(*[layer(1, 2, parameters=100)] * 4)
+    assert refusal(weights, replace(free(2), memory_bytes=250), 2).endswith("; 4 ranks would help")
+    outputs = model(layer(1, 2, output=8, activation=80), samples=8)
+    assert refusal(outputs, replace(free(1), memory_bytes=50), 2).endswith(
+        "microbatches of 4 sample(s) would help"
+    )
+    assert refusal(outputs, replace(free(1), memory_bytes=30), 2).endswith(
+        "microbatches of 2 sample(s) would help"
+    )
+    chain = model(*[layer(1, 2, parameters=10, output=10)] * 2)
+    gpipe = refusal(chain, replace(free(2), memory_bytes=45), 8, schedule="gpipe", recompute=True)
+    assert gpipe.endswith("the schedule 1f1b would help")
+
+
+def test_memory_that_differs_is_told_of_the_right_rank():
+    told = refusal(model(layer(1, 2, parameters=100)), replace(free(2), memory_bytes=(50, 150)), 1)
+    assert "1 comes closest and needs 200 bytes on rank 1, which has 150" in told
+
+
+def test_the_size_of_the_microbatch_is_chosen():
+    """Twice the samples in less than twice the time: the larger size wins until the pipeline starves."""
+
+    def at(samples, seconds):
+        return Measurement(samples, (layer(seconds, 2 * seconds, output=samples),))
+
+    profile = model(layer(1.0, 2.0, output=1), samples=1)
+    profile = replace(profile, others=(at(4, 2.0), at(16, 16.0), at(64, 1.0)))
+    candidates = search_sizes(profile, free(1), 16)
+    assert {(c.samples, c.plan.num_microbatches) for c in candidates} == {(1, 16), (4, 4), (16, 1)}
+    assert candidates[0].samples == 4 and candidates[0].seconds == approx(4 * 6)
+    assert [c.samples for c in search_sizes(replace(profile, others=()), free(1), 5)] == [1]
+    (whole,) = search_sizes(replace(profile, samples=32, others=()), free(1), 16)
+    assert (whole.samples, whole.plan.num_microbatches) == (16, 1)
+
+
+def test_an_asynchronous_minibatch_travels_whole():
+    candidates = search_sizes(FOUR, free(4), 12, schedule="pipedream")
+    assert {(c.samples, c.plan.num_microbatches) for c in candidates} == {(12, 1)}
+    assert candidates[0].seconds == approx(12 * 4 * 3 / 4)
+
+
+def test_sizes_that_do_not_fit_are_passed_over():
+    profile = model(layer(1, 2, activation=10), samples=1)
+    profile = replace(profile, others=(Measurement(4, (layer(1, 2, activation=40),)),))
+    cluster = replace(free(1), memory_bytes=20)
+    assert {c.samples for c in search_sizes(profile, cluster, 8)} == {1}
+    with pytest.raises(NoPlanFits, match="needs 10 bytes on rank 0, which has 5; "):
+        search_sizes(profile, replace(cluster, memory_bytes=5), 8)
 
 
 def test_the_two_baselines_on_their_own():
     cluster = replace(free(4), memory_bytes=239)
     assert data_parallel(FOUR, cluster, 4, 8, "gpipe").predicted.minibatch_seconds == approx(24)
     assert straight(FOUR, cluster, 4, 8, "gpipe") is None
-    assert straight(FOUR, free(4), 3, 8, "1f1b").replicas == (1, 1, 1)
+    assert straight(FOUR, free(4), 4, 8, "1f1b").replicas == (1, 1, 1, 1)
+    assert straight(model(layer()), free(4), 4, 8, "1f1b").name == "1"
+
+
+@pytest.mark.parametrize("num_stages", [1, 30])
+def test_what_would_take_minutes_to_simulate_is_estimated(num_stages, monkeypatch):
+    profile = model(*[layer(1, 2, update=1)] * num_stages)
+    plan = Plan(tuple(StageSpec(i, i + 1) for i in range(num_stages)), num_microbatches=2 * num_stages)
+    simulated = judged(plan, profile, free(num_stages)).predicted
+    assert is_simulated(plan)
+    monkeypatch.setattr(module, "MAX_INSTRUCTIONS", 1)
+    assert not is_simulated(plan)
+    formula = judged(plan, profile, free(num_stages)).predicted
+    assert formula.minibatch_seconds == estimate(plan, profile, free(num_stages))
+    assert formula == replace(
+        simulated,
+        **{
+            name: approx(getattr(simulated, name))
+            for name in ("minibatch_seconds", "samples_per_second", "bubble_fraction")
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "num_layers, cluster, told",
+    [
+        (1, Cluster.flat(10**6, 1e9, 1e-5), "ranks must be at most 4096 to be planned, got 1000000"),
+        (10_000, free(4096), "layers times ranks must be at most 8388608 to be planned, got 40960000"),
+        (100_001, free(1), "layers must be at most 100000 to be planned, got 100001"),
+    ],
+)
+def test_what_is_too_large_is_refused(num_layers, cluster, told):
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        search(model(*[layer()] * num_layers), cluster, 8)
+
+
+@pytest.mark.parametrize("num_microbatches", [10**9, 4096])
+def test_a_long_minibatch_is_judged_at_once(num_microbatches):
+    begin = time.monotonic()
+    assert search(FOUR, Cluster.flat(16, 1e3, 1e-3), num_microbatches)
+    assert time.monotonic() - begin < 30

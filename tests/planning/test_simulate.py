@@ -1,6 +1,8 @@
 import itertools
+import math
 import random
 import re
+import time
 from dataclasses import replace
 from functools import cache
 
@@ -9,9 +11,9 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import AllReduce as AllReduceFigures
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost import BUCKET_BYTES, StageCost, estimate, stage_costs
+from hybridpipe.planning.cost import BUCKET_BYTES, GradientBucket, StageCost, estimate, stage_costs
 from hybridpipe.planning.instructions import AllReduce, Backward, Forward, Step, parse, text
-from hybridpipe.planning.plan import SCHEDULES, Plan
+from hybridpipe.planning.plan import SYNCHRONOUS, Plan
 from hybridpipe.planning.schedules import forward_programs, programs
 from hybridpipe.planning.simulate import Deadlock, predict, simulate
 
@@ -34,7 +36,7 @@ def times(timeline, rank, kind):
 # The pipeline
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("p, m", [(1, 1), (1, 8), (2, 1), (2, 3), (3, 7), (4, 2), (4, 8), (8, 32)])
 def test_bubble_matches_the_paper(schedule, p, m):
     timeline, _ = predict(plan([1] * p, m, schedule), model(*[layer(1, 2)] * p), free(p))
@@ -42,35 +44,57 @@ def test_bubble_matches_the_paper(schedule, p, m):
     assert timeline.seconds == approx(3 * (m + p - 1))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_no_rank_idles_once_replicas_and_cuts_balance(schedule):
     """Stage 0 costs twice as much and has twice the ranks: after the fill, nobody waits."""
     _, prediction = predict(plan([2, 1], 40, schedule), model(layer(2, 4), layer(1, 2)), free(3))
     assert prediction.bubble_fraction < 0.1
 
 
-def recurrence(orders, forward, backward, transfer, latency):
-    """When the last rank of a straight pipeline ends, from two recurrences; `orders`: one list a stage.
+def shared(ready, transfer):
+    """When equal messages that are ready at these times have crossed a link that they share evenly."""
+    left, ends, now = {}, {}, 0.0
+    coming = sorted(range(len(ready)), key=lambda b: (ready[b], b))
+    while coming or left:
+        step = min(
+            [work * len(left) for work in left.values()] + [max(ready[b] - now, 0.0) for b in coming[:1]]
+        )
+        now += step
+        left = {b: work - step / len(left) for b, work in left.items()}
+        ends |= {b: now for b, work in left.items() if work < 1e-9}
+        left = {b: work for b, work in left.items() if b not in ends}
+        while coming and ready[coming[0]] <= now + 1e-9:
+            left[coming.pop(0)] = transfer
+    return [ends[b] for b in range(len(ready))]
 
-    Work starts when the stage has done what stands before it and its input is there; a message starts
-    when it is ready and the one before it has left.
+
+def recurrence(orders, num_microbatches, forward, backward, transfer, latency):
+    """When the last rank of a straight pipeline ends; `orders`: one list a stage.
+
+    Work starts when the stage has done what stands before it and its input is there. When that is depends
+    on how messages share links, and that on when work ends: begun without sharing, the answers settle.
     """
+    sent = {}
 
-    @cache
-    def end(s, what, b):
-        i = orders[s].index((what, b))
-        ready = [end(s, *orders[s][i - 1])] if i else [0.0]
-        if what == "F" and s > 0:
-            ready.append(sent(s - 1, what, b) + latency)
-        if what == "B" and s < len(orders) - 1:
-            ready.append(sent(s + 1, what, b) + latency)
-        return max(ready) + (forward if what == "F" else backward)[s]
+    def ends():
+        @cache
+        def end(s, what, b):
+            i = orders[s].index((what, b))
+            ready = [end(s, *orders[s][i - 1])] if i else [0.0]
+            sender = s - 1 if what == "F" else s + 1
+            if 0 <= sender < len(orders):
+                ready.append(sent.get((sender, what, b), end(sender, what, b) + transfer) + latency)
+            return max(ready) + (forward if what == "F" else backward)[s]
 
-    @cache
-    def sent(s, what, b):
-        return max(end(s, what, b), sent(s, what, b - 1) if b else 0.0) + transfer
+        return {(s, what, b): end(s, what, b) for s, order in enumerate(orders) for what, b in order}
 
-    return max(end(s, *order[-1]) for s, order in enumerate(orders))
+    seen = None
+    while seen != (seen := ends()):
+        for s in range(len(orders)):
+            for what in "FB":
+                crossed = shared([seen[s, what, b] for b in range(num_microbatches)], transfer)
+                sent |= {(s, what, b): at for b, at in enumerate(crossed)}
+    return max(seen.values())
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -80,14 +104,16 @@ def test_straight_pipelines_match_the_recurrence(seed):
     stages, m = draw.choice([2, 2, 3, 4]), draw.randint(1, 9)
     forward, backward = ([draw.randint(1, 20) / 10 for _ in range(stages)] for _ in "FB")
     transfer, latency = (draw.randint(0, 25) / 10 if stages == 2 else 0.0), draw.randint(0, 10) / 10
-    straight = plan([1] * stages, m, draw.choice(SCHEDULES))
-    costs = [StageCost(f, b, output_bytes=transfer) for f, b in zip(forward, backward)]
+    straight = plan([1] * stages, m, draw.choice(SYNCHRONOUS))
+    costs = [
+        StageCost(f, b, output_bytes=transfer, gradient_bytes=transfer) for f, b in zip(forward, backward)
+    ]
     ran = programs(straight)
     orders = [
         [(word[0], int(word[1:])) for word in text(ran[rank]).split() if word[0] in "FB"] for rank in ran
     ]
     timeline = simulate(ran, straight, costs, Cluster.flat(stages, 1.0, latency))
-    assert timeline.seconds == approx(recurrence(orders, forward, backward, transfer, latency))
+    assert timeline.seconds == approx(recurrence(orders, m, forward, backward, transfer, latency))
 
 
 @pytest.mark.parametrize("p, m", [(2, 5), (4, 8)])
@@ -135,7 +161,7 @@ def test_an_evaluation_can_be_simulated():
 # Deadlock
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 def test_no_deadlock_with_buffered_sends(schedule, num_microbatches):
     """Every replica count may meet every other."""
@@ -233,14 +259,28 @@ def test_a_replica_that_skips_the_all_reduce_is_waited_for():
     ],
 )
 def test_ranks_of_a_node_share_its_processors(num_microbatches, seconds):
-    cluster = Cluster((Level("node", 4, 1e300, 0.0),), node_ranks=4, compute_slots=2)
+    cluster = Cluster((Level("node", 4, 1e300, 0.0),), node_ranks=4, compute_speeds=(1.0, 1.0, 2 / 3, 0.5))
     assert predict(plan([4], num_microbatches), model(layer(1, 2)), cluster)[0].seconds == approx(seconds)
 
 
 def test_nodes_do_not_share():
-    cluster = Cluster((Level("network", 4, 1e300, 0.0),), node_ranks=2, compute_slots=1)
+    cluster = Cluster((Level("network", 4, 1e300, 0.0),), node_ranks=2, compute_speeds=(1.0, 0.5))
     timeline, _ = predict(plan([4], 3), model(layer(1, 2)), cluster)
     assert times(timeline, 0, Backward) == [(2, 6)] and times(timeline, 2, Backward) == [(1, 3)]
+
+
+@pytest.mark.parametrize("speed_of_two, start", [(0.5, 1.25), (1.0, 1.0)])
+def test_a_rank_that_waited_waits_on_while_all_processors_are_busy(speed_of_two, start):
+    """Stage 1 waits for its first activation, and then stage 0 goes on with its second forward."""
+    cluster = Cluster(
+        (Level("node", 2, 1e300, 0.0),),
+        node_ranks=2,
+        compute_speeds=(1.0, speed_of_two),
+        wakeup_seconds=0.25,
+    )
+    timeline, _ = predict(plan([1, 1], 2), model(layer(1, 2), layer(1, 2)), cluster)
+    first = next(event for event in timeline.events[1] if isinstance(event.instruction, Forward))
+    assert first.start_seconds == approx(start)
 
 
 def test_a_slow_rank_takes_longer():
@@ -255,12 +295,12 @@ def test_a_slow_rank_takes_longer():
 @pytest.mark.parametrize(
     "replicas, forward_seconds, starts",
     [
-        ((2, 1), 1.0, {2: [2.25, 3.25]}),  # both are ready at 1 and take turns at the receiver's port
+        ((2, 1), 1.0, {2: [3.25, 3.375]}),  # both are ready at 1 and share the receiver's port
         ((2, 2), 1.0, {2: [2.25], 3: [2.25]}),  # nothing is shared
-        ((1, 2), 0.5, {1: [1.75], 2: [2.75]}),  # ready at 0.5 and 1; the sender's port is free again at 1.5
+        ((1, 2), 0.5, {1: [2.25], 2: [2.75]}),  # ready at 0.5 and 1; they share the sender's port till 2
     ],
 )
-def test_messages_take_turns_at_a_port(replicas, forward_seconds, starts):
+def test_messages_share_a_port(replicas, forward_seconds, starts):
     costs = [StageCost(forward_seconds, 0.0, output_bytes=100), StageCost(0.125, 0.0)]
     made = plan(replicas, 2, "gpipe")
     timeline = simulate(programs(made), made, costs, Cluster.flat(made.num_ranks, 100.0, 0.25))
@@ -294,7 +334,7 @@ def test_a_message_within_a_node_is_faster():
 def test_the_all_reduce_hides_behind_the_backward(bucket_seconds, wait):
     layers = layer(1, 2, parameters=BUCKET_BYTES), layer(1, 4, parameters=BUCKET_BYTES, update=0.5)
     figures = AllReduceFigures(BUCKET_BYTES / bucket_seconds, latency_seconds=0.0)
-    cluster = replace(free(2), allreduce=figures)
+    cluster = Cluster((Level("network", 2, 1e300, 0.0, allreduce=figures),))
     timeline, _ = predict(Plan.data_parallel(2, 2, 2), model(*layers), cluster)
     for rank in range(2):
         assert times(timeline, rank, Backward) == [(2, 8)]
@@ -324,7 +364,7 @@ def test_prediction():
     assert prediction.minibatch_seconds == approx(12)
     assert prediction.samples_per_second == approx(1)
     assert prediction.bubble_fraction == approx(0.25)
-    assert prediction.peak_memory_bytes == (10 * 2 + 2 * 5 + 3, 7 + 3)
+    assert prediction.peak_memory_bytes == (10 * 2 + 2 * (5 + 3), 7 + 3)
 
 
 @pytest.mark.parametrize(
@@ -342,9 +382,179 @@ def test_what_does_not_belong_together_is_refused(made, message):
 def test_a_message_takes_processor_time_at_both_ends():
     """One microbatch through two stages (f = 1, b = 2): two messages, each handled twice for 0.25."""
     made = plan((1, 1), 1)
-    costs = [StageCost(1.0, 2.0)] * 2
-    cluster = replace(free(2), message_seconds=0.25)
+    costs = [StageCost(1.0, 2.0, output_bytes=20, gradient_bytes=20)] * 2
+    cluster = replace(free(2), message_seconds=0.125, message_seconds_per_byte=0.125 / 20)
     timeline = simulate(programs(made), made, costs, cluster)
     assert timeline.seconds == approx(1 + 2 + 1 + 2 + 2 * 2 * 0.25)
     assert str(timeline.events[0][1].instruction) == "sa0"
     assert timeline.events[0][1].seconds == approx(0.25)
+
+
+def test_gradients_may_weigh_less_than_activations():
+    made = plan((1, 1), 1)
+    costs = [StageCost(1.0, 2.0, output_bytes=100, gradient_bytes=10), StageCost(1.0, 2.0)]
+    assert simulate(programs(made), made, costs, Cluster.flat(2, 10.0, 0.0)).seconds == approx(6 + 10 + 1)
+
+
+# Contention
+
+
+def test_ranks_of_a_node_share_its_link():
+    """Both replicas send 100 bytes at 1 s to other nodes: over one link of 50 bytes/s, or over two."""
+    costs = [StageCost(1.0, 0.0, output_bytes=100), StageCost(0.5, 0.0)]
+    made = plan((2, 2), 2, "gpipe")
+    for node, arrival in ((2, 1 + 4), (1, 1 + 2)):
+        cluster = Cluster((Level("node", node, 100.0, 0.0), Level("network", 4, 100.0, 0.0, 50.0)))
+        timeline = simulate(programs(made), made, costs, cluster)
+        for rank in (2, 3):
+            assert times(timeline, rank, Forward) == [(arrival, arrival + 0.5)]
+
+
+def test_an_all_reduce_and_a_message_share_a_port():
+    """Stage 1 reduces from 2 s on, 100 bytes a rank, just when rank 1 sends 100 back: both at half speed."""
+    costs = [
+        StageCost(0.0, 1.0, gradient_bytes=100),
+        StageCost(1.0, 1.0, buckets=(GradientBucket(100, 1.0),)),
+    ]
+    made = plan((1, 2), 2, "gpipe")
+    programs_ = {
+        0: parse("F0 sa0 F1 sa1 rg0 B0"),
+        1: parse("ra0 F0 B0 sg0 all-reduce"),
+        2: parse("ra1 F1 B1 all-reduce"),
+    }
+    timeline = simulate(programs_, made, costs, Cluster.flat(3, 100.0, 0.0))
+    assert times(timeline, 0, Backward) == [(4, 5)]
+    for rank in (1, 2):
+        assert times(timeline, rank, AllReduce) == [(2, 4)]
+
+
+@pytest.mark.parametrize("overlap, seconds", [(1.0, 14), (0.75, 15), (0.0, 18)])
+def test_what_an_all_reduce_takes_of_the_processor_slows_the_backward(overlap, seconds):
+    """A first bucket, ready in the middle of a backward of 8 s, is reduced in 4 s; the second, at its end."""
+    cost = StageCost(2.0, 8.0, buckets=(GradientBucket(40, 0.5), GradientBucket(40, 1.0)))
+    cluster = replace(Cluster.flat(2, 10.0, 0.0), overlap=overlap)
+    timeline = simulate(programs(plan([2], 2)), plan([2], 2), [cost], cluster)
+    assert timeline.seconds == approx(seconds)
+
+
+def test_an_all_reduce_costs_nothing_where_a_processor_is_spare():
+    cost = StageCost(2.0, 8.0, buckets=(GradientBucket(40, 0.5), GradientBucket(40, 1.0)))
+    cluster = replace(
+        Cluster.flat(2, 10.0, 0.0), overlap=0.0, node_ranks=2, compute_speeds=(1.0, 1.0, 1.0, 1.0)
+    )
+    assert simulate(programs(plan([2], 2)), plan([2], 2), [cost], cluster).seconds == approx(14)
+
+
+def test_simulating_again_gives_the_same():
+    cluster = Cluster(
+        (Level("node", 4, 100.0, 0.01), Level("network", 8, 20.0, 0.1, 30.0)),
+        node_ranks=4,
+        compute_speeds=(1.0, 0.9, 0.7, 0.6),
+        message_seconds=0.01,
+        overlap=0.5,
+    )
+    profile = model(*[layer(1, 2, parameters=50, output=9)] * 3)
+    runs = [predict(plan([3, 4, 1], 12), profile, cluster)[0] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+# Asynchronous
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 7])
+def test_a_full_pipeline_takes_its_slowest_stage_a_minibatch(stages):
+    profile = model(*[layer(1, 2, update=0.25)] * stages, samples=4)
+    timeline, prediction = predict(plan([1] * stages, 1, "pipedream"), profile, free(stages))
+    assert prediction.minibatch_seconds == approx(3.25)
+    assert prediction.samples_per_second == approx(4 / 3.25)
+    assert prediction.bubble_fraction == approx(0.0, abs=1e-9)
+    assert timeline.bubble_fraction > 0 or stages == 1  # of the whole run, which fills and drains
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_unbalanced_straight_pipeline_takes_its_slowest_stage(seed):
+    draw = random.Random(seed)
+    layers = [layer(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(draw.randint(2, 6))]
+    _, prediction = predict(plan([1] * len(layers), 1, "pipedream"), model(*layers), free(len(layers)))
+    slowest = max(each.forward_seconds + each.backward_seconds for each in layers)
+    assert prediction.minibatch_seconds == approx(slowest)
+    busy = sum(each.forward_seconds + each.backward_seconds for each in layers)
+    assert prediction.bubble_fraction == approx(1 - busy / slowest / len(layers), abs=0.02)
+
+
+def test_replicas_of_a_full_pipeline_update_round_by_round():
+    """Data parallelism without a flush: a round of two minibatches takes 3 s and the all-reduce of 1 s."""
+    profile = model(layer(1, 2, parameters=10))
+    made = plan([2], 1, "pipedream")
+    timeline, prediction = predict(made, profile, Cluster.flat(2, 10.0, 0.0))
+    assert prediction.minibatch_seconds == approx((3 + 1) / 2)
+    for rank in (0, 1):
+        assert times(timeline, rank, AllReduce)[:2] == [(3, 4), (7, 8)]
+
+
+@pytest.mark.parametrize("replicas", [(1, 2, 1), (2, 3), (4, 3, 2), (7, 5, 4), (9, 8, 7)])
+def test_the_pace_of_a_full_pipeline_is_that_of_a_long_run(replicas):
+    """Also where a whole round of all stages, here 504 minibatches for the last, is too long to simulate."""
+    made = plan(replicas, 1, "pipedream")
+    profile = model(*[layer(m, 2 * m, parameters=9, output=2) for m in replicas])
+    cluster = Cluster.flat(24, 20.0, 0.01)
+    whole = 1008 // math.lcm(*replicas) * math.lcm(*replicas)
+    timeline = simulate(programs(made, 3 * whole), made, stage_costs(profile, made), cluster)
+    returned = {
+        event.instruction.microbatch: event.end_seconds
+        for rank in made.stages[0].ranks
+        for event in timeline.events[rank]
+        if isinstance(event.instruction, Backward)
+    }
+    measured = (returned[2 * whole] - returned[whole]) / whole
+    assert predict(made, profile, cluster)[1].minibatch_seconds == approx(measured, rel=0.02)
+
+
+def test_no_deadlock_of_asynchronous_programs():
+    """Every replica count may meet every other, also where the last round is not full."""
+    for replicas in COMBINATIONS:
+        made = plan(replicas, 1, "pipedream")
+        costs = stage_costs(model(*[layer(parameters=1)] * len(replicas)), made)
+        for count in (1, 5, 13):
+            timeline = simulate(programs(made, count), made, costs, Cluster.flat(made.num_ranks, 3.0, 0.1))
+            assert {
+                rank: tuple(event.instruction for event in events) for rank, events in timeline.events.items()
+            } == programs(made, count)
+
+
+# Large plans
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (4, 2, 1), (3, 1), (2, 4, 3), (6,)])
+def test_a_long_minibatch_lies_on_a_line_with_two_shorter_ones(monkeypatch, schedule, replicas):
+    cluster = Cluster(
+        (Level("node", 4, 80.0, 0.01), Level("network", 12, 40.0, 0.1, 60.0)),
+        node_ranks=4,
+        compute_speeds=(1.0, 0.9, 0.8, 0.7),
+        message_seconds=0.02,
+        overlap=0.5,
+    )
+    profile = model(*(layer(m, 1.5 * m, parameters=40, output=8, update=0.3) for m in replicas))
+    made = plan(replicas, 240, schedule)
+    whole, full = predict(made, profile, cluster)
+    monkeypatch.setattr("hybridpipe.planning.simulate.MAX_INSTRUCTIONS", 100)
+    part, extended = predict(made, profile, cluster)
+    assert sum(map(len, part.events.values())) < sum(map(len, whole.events.values())) / 2
+    assert extended.minibatch_seconds == approx(full.minibatch_seconds, rel=0.01)
+    assert extended.bubble_fraction == approx(full.bubble_fraction, abs=0.01)
+
+
+def test_an_asynchronous_pipeline_too_deep_to_fill_has_the_pace_of_the_formula(monkeypatch):
+    monkeypatch.setattr("hybridpipe.planning.simulate.MAX_INSTRUCTIONS", 100)
+    _, prediction = predict(plan([1] * 8, 1, "pipedream"), model(*[layer(1, 2)] * 8), free(8))
+    assert prediction.minibatch_seconds == approx(3) and prediction.bubble_fraction == approx(0)
+
+
+def test_a_thousand_ranks_are_simulated_within_a_generous_limit():
+    """Seconds; what grows with the square of the ranks would take minutes."""
+    began = time.perf_counter()
+    cluster = Cluster.flat(1000, 1e9, 1e-5)
+    predict(plan([1000], 8000), model(layer(parameters=10**6)), cluster)
+    predict(plan([1] * 1000, 8), model(*[layer(output=1000)] * 1000), cluster)
+    assert time.perf_counter() - began < 60

@@ -1,10 +1,16 @@
 import json
+from dataclasses import astuple, replace
 
 import pytest
 from pytest import approx
 
+from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.instructions import parse
+from hybridpipe.planning.plan import SCHEDULES
+from hybridpipe.planning.simulate import predict
 from hybridpipe.planning.timeline import Event, Timeline, kind
+
+from .helpers import layer, model, plan
 
 
 def timeline(**ranks: str) -> Timeline:
@@ -24,6 +30,57 @@ def test_figures():
     assert seen.seconds == 10
     assert (seen.busy_seconds(0), seen.busy_seconds(1)) == (4, 3)
     assert seen.bubble_fraction == approx(1 - 7 / 20)
+
+
+def test_busy_within_a_window():
+    seen = timeline(r0="F0:0-1 sa0:1-2 rg0:2-5 B0:5-7 step:9-10")
+    assert [seen.busy_seconds(0, *window) for window in ((0.5, 6), (1, 5), (6, 9.5))] == [1.5, 0, 1.5]
+
+
+def test_parts_by_hand():
+    """Rank 0 sends at 1; rank 1 waits from 0: idle till then, traffic till it arrives; and so back."""
+    seen = timeline(
+        r0="F0:0-1 sa0:1-2 rg0:2-9 B0:9-11 all-reduce:11-11 step:11-12",
+        r1="ra0:0-3 F0:3-5 B0:5-8 sg0:8-8.5 all-reduce:8.5-8.5 step:8.5-9",
+    )
+    parts = seen.parts(plan([1, 1], 1))
+    assert parts.forward_seconds == approx((1 + 2) / 2)
+    assert parts.backward_seconds == approx((2 + 3) / 2)
+    assert parts.step_seconds == approx((1 + 0.5) / 2)
+    assert parts.traffic_seconds == approx((1 + (9 - 8) + (3 - 1) + 0.5) / 2)
+    assert parts.allreduce_seconds == 0
+    assert parts.idle_seconds == approx(((8 - 2) + 1 + (12 - 9)) / 2)
+    assert parts.seconds == approx(seen.seconds) == approx(12)
+
+
+def test_parts_of_an_all_reduce_begin_with_its_last_replica():
+    """In each round; a gap between two events is idle."""
+    seen = timeline(
+        r0="B0:0-2 all-reduce:2-5 B2:5-6 all-reduce:6-10", r1="B1:0-4 all-reduce:4-5 B3:6-7 all-reduce:8-10"
+    )
+    parts = seen.parts(plan([2], 4))
+    assert parts.allreduce_seconds == approx((1 + 2 + 1 + 2) / 2)
+    assert parts.idle_seconds == approx((2 + 2 + 1 + 1) / 2)
+
+
+def test_parts_of_a_message_that_was_there_already_are_its_handling():
+    seen = timeline(r0="F0:0-1 sa0:1-2", r1="F9:0-5 ra0:5-5.5 F0:5.5-6")
+    assert seen.parts(plan([1, 1], 1)).traffic_seconds == approx((1 + 0.5) / 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("replicas", [(1,), (4,), (1, 1, 1), (3, 2, 1), (1, 4, 2)])
+def test_parts_add_up_to_the_timeline(schedule, replicas):
+    profile = model(*[layer(1, 2, parameters=30, output=9, update=0.5)] * len(replicas))
+    made = plan(replicas, 1 if schedule == "pipedream" else 7, schedule)
+    seen, _ = predict(made, profile, replace(Cluster.flat(8, 10.0, 0.25), message_seconds=0.125))
+    parts = seen.parts(made)
+    assert parts.seconds == approx(seen.seconds)
+    assert min(astuple(parts)) >= -1e-9
+    busy = sum(map(seen.busy_seconds, seen.events)) / len(seen.events)
+    assert parts.compute_seconds == approx(busy)
+    assert (parts.allreduce_seconds > 0) == (max(replicas) > 1)
+    assert (parts.traffic_seconds > 0) == (len(replicas) > 1)
 
 
 @pytest.mark.parametrize("empty", [Timeline({}), Timeline({0: ()}), timeline(r0="F0:0-0")])

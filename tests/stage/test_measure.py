@@ -9,7 +9,7 @@ from torch import nn
 
 from hybridpipe.files import read_profile, write_json
 from hybridpipe.stage import measure as module
-from hybridpipe.stage.measure import measure
+from hybridpipe.stage.measure import Rehearsal, measure
 
 from .helpers import Call, OnFirst, fork, join
 
@@ -62,6 +62,24 @@ def test_a_cut_through_a_skip_connection_carries_every_tensor():
     assert figures(profile_of(model), "output_bytes") == expected
 
 
+def test_only_what_requires_a_gradient_comes_back():
+    with_mask = Call(lambda v: (v, v > 0))
+    model = nn.Sequential(nn.Linear(4, 6), with_mask, Call(lambda v: v[0] * v[1]), nn.Linear(6, 3))
+    profile, tensor = profile_of(model), 5 * 6 * FLOAT
+    assert figures(profile, "output_bytes") == [tensor, tensor + 5 * 6, tensor, 0]
+    assert figures(profile, "gradient_bytes") == [tensor, tensor, tensor, 0]
+
+
+def test_nothing_comes_back_to_layers_that_are_not_trained():
+    model = nn.Sequential(Call(lambda v: v + 1), *mlp())
+    model[1].requires_grad_(False)
+    assert figures(profile_of(model), "gradient_bytes") == [0, 0, 0, 0]
+    tokens = nn.Sequential(Call(lambda v: v % 7), nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3))
+    profile = profile_of(tokens, torch.randint(0, 99, (5, 2)))
+    assert figures(profile, "output_bytes") == [5 * 2 * LONG, 5 * 2 * 4 * FLOAT, 5 * 2 * 4 * FLOAT, 0]
+    assert figures(profile, "gradient_bytes") == [0, 5 * 2 * 4 * FLOAT, 5 * 2 * 4 * FLOAT, 0]
+
+
 def test_a_storage_is_counted_where_it_is_first_kept():
     square = Call(lambda v: (v[0] * v[0], v[1]))
     model = nn.Sequential(nn.Linear(4, 4), fork(), square, join(), nn.Linear(4, 3))
@@ -97,6 +115,41 @@ def test_a_slow_layer_is_seen_to_be_slow():
     profile = profile_of(nn.Sequential(nn.Linear(4, 8), Call(spin), nn.Linear(8, 3)))
     first, slow, last = figures(profile, "forward_seconds")
     assert slow >= 0.003 and first < slow > last
+
+
+def test_layers_shorter_than_a_time_slice_show_the_load_together():
+    """Every other pass one layer waits for a slice; no layer's median sees it."""
+    passes = [0]
+
+    def sample():
+        passes[0] += 1
+        waiting = passes[0] % 4
+        return {i: 0.001 + 0.003 * (i == waiting) for i in range(4)}
+
+    typical = module._typical(sample, agree=lambda _: 0.002)
+    assert sum(typical.values()) == pytest.approx(0.007, rel=0.05)
+    assert typical[0] == typical[3]
+
+
+def test_ranks_that_measure_at_once_repeat_equally_often():
+    """The slowest decides, whatever this rank's own time was."""
+    count = {}
+    for slowest in (module.BUDGET_SECONDS, module.REPETITION_SECONDS / 10):
+        samples = []
+        module._typical(lambda s=samples: s.append(0) or {0: 1.0}, agree=lambda _, s=slowest: s)
+        count[slowest] = len(samples) - module.WARM_UP
+    slow, quick = count.values()
+    assert slow == module.MIN_REPEATS and quick == 10 * module.MAX_REPEATS
+
+
+def test_the_copy_can_be_run_after_it_was_measured():
+    rehearsal = Rehearsal(mlp(), torch.randn(5, 4), torch.randint(0, 3, (5,)), cross_entropy)
+    before = copy.deepcopy([stage.module.state_dict() for stage in rehearsal.stages])
+    rehearsal.measure(partial(torch.optim.SGD, lr=1e9, momentum=0.9))
+    rehearsal.run()
+    after = [stage.module.state_dict() for stage in rehearsal.stages]
+    assert str(after) == str(before), "an update of nothing"
+    assert not any(stage.num_stashed for stage in rehearsal.stages)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,138 @@
+"""Published: our plan beside the one that PipeDream published, both costed by the same simulator.
+
+    python benchmarks/published.py                     the table in docs/published.md
+
+Reads the layer graphs that PipeDream published, from ../shared/profiles or $PROFILES; they are not part of
+this repository. The schedule is the paper's: an asynchronous pipeline in which a minibatch travels whole,
+so that the pace of the slowest stage counts (SOSP 2019, section 3.1); "dp" then updates once in a round of
+as many minibatches as there are ranks. Of a published choice only the replica counts are known; its cuts
+are those that the simulator likes best among the ones of least `cost.estimate`.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hybridpipe.files import read_pipedream_graph
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cost import estimate
+from hybridpipe.planning.linearise import narrow_order
+from hybridpipe.planning.placement import dealt
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.search import data_parallel, judged, search, straight
+
+ROOT = Path(__file__).resolve().parents[1]
+PROFILES = Path(os.environ.get("PROFILES", ROOT / "../shared/profiles"))
+SCHEDULE = "pipedream"
+NUM_SIMULATED = 8
+
+TEN_GBIT = 1.25e9
+WITHIN_A_SERVER = Level("server", 4, 1e10, 1e-5)
+CLUSTERS = {
+    # Four GPUs of a server that send at once have a quarter of its link each, as in the published runs.
+    "4×4, 10 Gbit/s a server, a quarter each": Cluster(
+        (WITHIN_A_SERVER, Level("network", 16, TEN_GBIT / 4, 5e-5))
+    ),
+    # The same link, used by one ring at a time: an all-reduce crosses it once.
+    "4×4, 10 Gbit/s a server, shared": Cluster(
+        (WITHIN_A_SERVER, Level("network", 16, TEN_GBIT, 5e-5, shared_bandwidth=TEN_GBIT))
+    ),
+    "16, 10 Gbit/s each": Cluster.flat(16, TEN_GBIT, 5e-5),
+    "4, 10 Gbit/s each": Cluster.flat(4, TEN_GBIT, 5e-5),
+}
+SAMPLES = {"vgg16": 128, "resnet50": 128, "alexnet": 256, "resnet18": 256, "squeezenet1_0": 256, "gnmt": 64}
+# What the paper's table 1 says was chosen on 16 workers; the others were not published.
+PUBLISHED = {"vgg16": "15-1", "alexnet": "15-1", "resnet50": "dp", "gnmt": "straight"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on one cluster; times are predicted seconds a minibatch."""
+
+    model: str
+    cluster: str
+    ours: Plan
+    published: Plan | None
+    data_parallel: Plan
+    planning_seconds: float
+
+    def cells(self) -> dict[str, str]:
+        """For the table."""
+        theirs = self.published
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "ours": self.ours.name,
+            "a minibatch": _milliseconds(self.ours),
+            "published": theirs.name if theirs else "-",
+            "a minibatch ": _milliseconds(theirs) if theirs else "-",
+            "ours is faster by": f"{_seconds(theirs) / _seconds(self.ours):.2f}×" if theirs else "-",
+            "than dp by": f"{_seconds(self.data_parallel) / _seconds(self.ours):.2f}×",
+            "planned in": f"{self.planning_seconds * 1e3:.0f} ms",
+        }
+
+
+def rows() -> Iterator[Row]:
+    """Every profile on every cluster."""
+    for model, samples in SAMPLES.items():
+        graph = read_pipedream_graph(PROFILES / model / "graph.txt")
+        profile = graph.profile(narrow_order(graph), samples, "published")
+        for name, cluster in CLUSTERS.items():
+            began = time.perf_counter()
+            ours = search(profile, cluster, 1, schedule=SCHEDULE)[0].plan
+            seconds = time.perf_counter() - began
+            on_all = data_parallel(profile, cluster, cluster.num_ranks, 1, SCHEDULE)
+            yield Row(model, name, ours, published(model, profile, cluster), on_all, seconds)
+
+
+def published(model: str, profile: ModelProfile, cluster: Cluster) -> Plan | None:
+    """The published choice for this many ranks, if there is one."""
+    match PUBLISHED.get(model):
+        case None:
+            return None
+        case "dp":
+            return data_parallel(profile, cluster, cluster.num_ranks, 1, SCHEDULE)
+        case "straight":
+            return straight(profile, cluster, cluster.num_ranks, 1, SCHEDULE)
+        case replicas if sum(map(int, replicas.split("-"))) == cluster.num_ranks:
+            return _best_cuts(tuple(map(int, replicas.split("-"))), profile, cluster)
+    return None
+
+
+def _best_cuts(replicas: tuple[int, ...], profile: ModelProfile, cluster: Cluster) -> Plan:
+    """Replica counts with the cuts that take the least time in the simulator."""
+    edges = [sum(replicas[:i]) for i in range(len(replicas) + 1)]
+    ranks = [dealt(cluster, range(*edge)) for edge in pairwise(edges)]
+    plans = [
+        Plan(tuple(map(StageSpec, (0, *cuts), (*cuts, profile.num_layers), replicas, ranks)), SCHEDULE)
+        for cuts in combinations(range(1, profile.num_layers), len(replicas) - 1)
+    ]
+    plans.sort(key=lambda plan: estimate(plan, profile, cluster))
+    return min((judged(plan, profile, cluster) for plan in plans[:NUM_SIMULATED]), key=_seconds)
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.minibatch_seconds
+
+
+def _milliseconds(plan: Plan) -> str:
+    return f"{_seconds(plan) * 1e3:.1f} ms"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.parse_args()
+    print(tabulate([row.cells() for row in rows()], headers="keys", tablefmt="github"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Cluster report: what was measured of the machines, as a table for people. Takes data, returns text."""
+
+from tabulate import tabulate
+
+from hybridpipe.planning.cluster import Cluster, Level
+
+
+def describe(cluster: Cluster, num_cores: int | None = None) -> str:
+    """The links, the all-reduce, and what the ranks of a machine have of its processors.
+
+    Args:
+        num_cores: of the machine, if it is known.
+    """
+    lines = [tabulate(map(_row, cluster.levels), headers="keys", disable_numparse=True), ""]
+    ranks = cluster.node_ranks or 1
+    lines.append(f"{cluster.num_ranks} rank(s), {ranks} on a machine")
+    if cluster.compute_speeds is not None:
+        speeds = ", ".join(f"{n}: {cluster.compute_speeds[n - 1]:.0%}" for n in _shown(ranks))
+        lines.append(f"speed of each rank of a machine, by how many compute at once: {speeds}")
+    if num_cores is not None and ranks > num_cores:
+        lines.append(f"{ranks} ranks on the {num_cores} core(s) of a machine: their compute contends")
+    if cluster.wakeup_seconds:
+        lines.append(
+            f"a rank that waited waits {cluster.wakeup_seconds * 1e3:.1f} ms on while all processors are busy"
+        )
+    if cluster.relative_speed is not None:
+        lines.append("relative speed of the ranks: " + ", ".join(f"{s:.2f}" for s in cluster.relative_speed))
+    lines.append(
+        f"a message takes {cluster.message_seconds * 1e6:.0f} us and "
+        f"{cluster.message_seconds_per_byte * 1e9:.2f} ns a byte of a processor at either end; "
+        f"a computing rank gets {cluster.overlap:.0%} of an all-reduce for nothing"
+    )
+    return "\n".join(lines)
+
+
+def _row(level: Level) -> dict[str, str]:
+    reduced = level.allreduce
+    return {
+        "level": level.name,
+        "ranks": str(level.ranks),
+        "bandwidth": _bandwidth(level.bandwidth),
+        "latency": _microseconds(level.latency_seconds),
+        "fit": _error(level.fit_error),
+        "a host's ranks together": _bandwidth(level.shared_bandwidth) if level.shared_bandwidth else "-",
+        "all-reduce": _bandwidth(reduced.bandwidth) if reduced else "-",
+        "its latency": _microseconds(reduced.latency_seconds) if reduced else "-",
+        "its fit": _error(reduced.fit_error) if reduced else "-",
+    }
+
+
+def _shown(ranks: int) -> list[int]:
+    return sorted({*(2**i for i in range(ranks.bit_length())), ranks})
+
+
+def _bandwidth(bytes_per_second: float) -> str:
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.2f} GB/s"
+    return f"{bytes_per_second / 1e6:.1f} MB/s"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us"
+
+
+def _error(relative: float | None) -> str:
+    return "-" if relative is None else f"±{relative:.0%}"

@@ -1,0 +1,95 @@
+"""Contention: which resources computing, a message and an all-reduce occupy on a cluster.
+
+A machine's processors are one resource, with the speeds that were measured. A link has two directions, each
+a resource: every rank has a port at every level, and where a level's bandwidth is shared, so has every unit
+below it. Not known here: who computes or sends what, and when.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.sharing import Resource, Shares, even
+
+
+class Route(NamedTuple):
+    """The way of a message: what it occupies until its last byte, and the latency after that."""
+
+    resources: tuple[Resource, ...]
+    latency_seconds: float
+
+
+class RingRoute(NamedTuple):
+    """An all-reduce over some ranks.
+
+    A bucket is a job of `work_per_byte` each byte that goes on at `cap` at most, so that alone it takes what
+    `cluster.allreduce_seconds` says.
+    """
+
+    resources: tuple[Resource, ...]
+    latency_seconds: float
+    work_per_byte: float
+    cap: float
+
+
+class Machines:
+    """The resources of a cluster, made when they are first asked for."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._speeds = Shares(cluster.shared_speed)
+        self._nodes: dict[int, tuple[Resource]] = {}
+        self._shares = {
+            (index, shared): even(bandwidth)
+            for index, level in enumerate(cluster.levels)
+            for shared, bandwidth in ((False, level.bandwidth), (True, level.shared_bandwidth))
+            if bandwidth is not None
+        }
+        self._links: dict[tuple[int, bool, bool, int], Resource] = {}  # level, shared?, outgoing?, number
+        self._routes: dict[tuple[int, int], Route] = {}
+
+    def processors(self, rank: int) -> tuple[Resource]:
+        """What a rank computes on."""
+        node = self.cluster.node(rank)
+        if node not in self._nodes:
+            self._nodes[node] = (Resource(self._speeds),)
+        return self._nodes[node]
+
+    def is_busy(self, rank: int) -> bool:
+        """Whether the processors of the rank's machine have as many jobs as they can run at once."""
+        (processors,) = self.processors(rank)
+        return self.cluster.is_busy(len(processors.jobs))
+
+    def route(self, sender: int, receiver: int) -> Route:
+        """What a message between two ranks crosses."""
+        found = self._routes.get((sender, receiver))
+        if found is None:
+            index = self.cluster.level_index(sender, receiver)
+            links = self._links_of(index, [sender], True) + self._links_of(index, [receiver], False)
+            found = Route(tuple(links), self.cluster.levels[index].latency_seconds)
+            self._routes[sender, receiver] = found
+        return found
+
+    def ring(self, ranks: Sequence[int]) -> RingRoute:
+        """What an all-reduce over these (two or more) ranks crosses, each link once each way."""
+        index = self.cluster.level_index(min(ranks), max(ranks))
+        links = self._links_of(index, ranks, True) + self._links_of(index, ranks, False)
+        latency, seconds_per_byte = self.cluster.ring(ranks)
+        sent_per_byte = 2 * (len(ranks) - 1) / len(ranks)
+        # A measured all-reduce may be faster than a message: then each byte counts as less work.
+        cap = min(sent_per_byte / seconds_per_byte, *(link.shares[1] for link in links))
+        return RingRoute(tuple(links), latency, seconds_per_byte * cap, cap)
+
+    def _links_of(self, index: int, ranks: Sequence[int], outgoing: bool) -> list[Resource]:
+        """The ports of the ranks at a level, and where its links are shared those of their units."""
+        links = [self._link(index, False, outgoing, rank) for rank in ranks]
+        if (index, True) in self._shares:
+            units = dict.fromkeys(self.cluster.unit_below(index, rank) for rank in ranks)
+            links += [self._link(index, True, outgoing, unit) for unit in units]
+        return links
+
+    def _link(self, index: int, shared: bool, outgoing: bool, number: int) -> Resource:
+        key = (index, shared, outgoing, number)
+        if key not in self._links:
+            self._links[key] = Resource(self._shares[index, shared])
+        return self._links[key]

@@ -1,0 +1,117 @@
+"""Fit: from what was timed to the few figures that a `Cluster` and a `ModelProfile` hold.
+
+Lives here: pure functions of numbers. Not known here: who timed them (`hybridpipe.probe`,
+`hybridpipe.stage.measure`). Timings on shared machines have outliers, always to the slow side and sometimes
+many; so medians and least absolute deviations, no means and no squares.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
+
+# Less than the timings vary by; a link, or a machine, is called shared, or different, beyond it.
+SHARING_TOLERANCE = 0.1
+SPEED_TOLERANCE = 0.05
+LEAST_SECONDS_PER_BYTE = 1e-15  # stands for none, so that a bandwidth is finite
+
+
+class Line(NamedTuple):
+    """`seconds = start_seconds + num_bytes * seconds_per_byte`, and the worst deviation, relative."""
+
+    start_seconds: float
+    seconds_per_byte: float
+    error: float
+
+
+def fit_line(
+    timings: Sequence[tuple[int, float]], least_seconds_per_byte: float = LEAST_SECONDS_PER_BYTE
+) -> Line:
+    """The line through (num_bytes, seconds) with the least sum of absolute logarithms of its ratios to them.
+
+    By ratio, sizes from 64 bytes to megabytes count alike: the small ones find the start and the large ones
+    the slope; twice as long is as wrong as half as long. Deviations are not squared, so a few wrong timings
+    matter little. The line is looked for among those through two of the points, where least absolute
+    deviations have their minimum, or, at the limits of start and slope, through one.
+
+    Args:
+        least_seconds_per_byte: the slope is not less, as is known from elsewhere; the start not less than 0.
+
+    Raises:
+        ValueError: fewer than two different sizes, or a size or time that is not positive.
+    """
+    if len({num_bytes for num_bytes, _ in timings}) < 2:
+        raise ValueError(f"timings must hold at least two different sizes, got {list(timings)}")
+    for num_bytes, seconds in timings:
+        if not (num_bytes > 0 and seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"timings must be of finite numbers > 0, got {(num_bytes, seconds)}")
+    sizes, measured = (np.array(values, dtype=float) for values in zip(*timings, strict=True))
+    slopes = [*(measured / sizes), least_seconds_per_byte]
+    slopes += [
+        (measured[j] - measured[i]) / (sizes[j] - sizes[i])
+        for i, j in combinations(range(len(sizes)), 2)
+        if sizes[i] != sizes[j]
+    ]
+
+    def distance(candidate: tuple[float, float]) -> float:
+        start, slope = candidate
+        return float(np.abs(np.log((start + slope * sizes) / measured)).sum())
+
+    allowed = [slope for slope in slopes if slope >= least_seconds_per_byte]
+    starts = {slope: np.maximum(measured - slope * sizes, 0.0) for slope in allowed}
+    start, slope = min(((start, slope) for slope in allowed for start in starts[slope]), key=distance)
+    error = np.abs((start + slope * sizes) / measured - 1).max()
+    return Line(float(start), float(slope), float(error))
+
+
+def shared_bandwidth(one: float, together: float, num_pairs: int) -> float | None:
+    """What `num_pairs` pairs of ranks have in common, if they move less together than each would alone."""
+    return None if together >= (1 - SHARING_TOLERANCE) * num_pairs * one else together
+
+
+def overlap(compute_seconds: float, allreduce_seconds: float, both_seconds: float) -> float:
+    """The share of the shorter one that ran behind the longer one while both were under way, in [0, 1]."""
+    hidden = compute_seconds + allreduce_seconds - both_seconds
+    return min(1.0, max(0.0, hidden / min(compute_seconds, allreduce_seconds)))
+
+
+def compute_speeds(throughput: Mapping[int, float]) -> tuple[float, ...]:
+    """From what n ranks of a machine get done at once to the speed of each, relative to one alone.
+
+    Args:
+        throughput: by n, in any unit; holds 1. Between the n that were measured it lies on straight lines.
+
+    Returns:
+        entry n-1 for each n up to the largest, none above 1.
+    """
+    known = sorted(throughput)
+    alone = throughput[1]
+    total = np.interp(range(1, known[-1] + 1), known, [throughput[n] / alone for n in known])
+    return tuple(min(1.0, float(done) / n) for n, done in enumerate(total, start=1))
+
+
+def relative_speeds(rates: Sequence[float]) -> tuple[float, ...] | None:
+    """Each machine's speed relative to the first; None where none differs by more than SPEED_TOLERANCE."""
+    speeds = tuple(rate / rates[0] for rate in rates)
+    return speeds if any(abs(speed - 1) > SPEED_TOLERANCE for speed in speeds) else None
+
+
+def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
+    """The profile that several ranks of one machine measured at once: the median of each layer's times."""
+
+    def layer(*measured: LayerProfile) -> LayerProfile:
+        return replace(
+            measured[0],
+            forward_seconds=median(each.forward_seconds for each in measured),
+            backward_seconds=median(each.backward_seconds for each in measured),
+            update_seconds=median(each.update_seconds for each in measured),
+        )
+
+    layers = tuple(map(layer, *(profile.layers for profile in profiles)))
+    return replace(profiles[0], layers=layers, load=len(profiles))

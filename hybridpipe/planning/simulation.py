@@ -1,0 +1,334 @@
+"""Simulation: the programs of all ranks, each an instruction at a time, on a model of the machines.
+
+Computing, messages and all-reduces are jobs on the resources that `contention` names, and slow each other
+down wherever they share one. What is here: which instruction starts which job, and what waits for what.
+A send ends when the message is handed over; a receive when it has arrived and was taken; an all-reduce when
+all buckets are summed, one after the other, each begun when the last backward of every replica has filled it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.contention import Machines, Route
+from hybridpipe.planning.cost import StageCost
+from hybridpipe.planning.instructions import (
+    AllReduce,
+    Backward,
+    Forward,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Step,
+)
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.sharing import Engine
+from hybridpipe.planning.timeline import Event, Timeline
+
+Key = tuple[int, int, bool, int]  # sender, receiver, forward?, microbatch
+
+
+class Deadlock(RuntimeError):
+    """Nothing can advance; the message names each waiting rank, its stage and its instruction."""
+
+
+class _Rank:
+    """One rank: what it computes on, and how far it is in its program."""
+
+    def __init__(
+        self,
+        number: int,
+        stage: int,
+        program: Program,
+        cost: StageCost,
+        replicas: "_Replicas",
+        machines: Machines,
+    ) -> None:
+        self.number, self.stage, self.program, self.cost = number, stage, program, cost
+        self.replicas = replicas
+        self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
+        self.position = 0
+        self.since = 0.0  # when the instruction at `position` began
+        self.events: list[Event] = []
+        self.finals = _final_backwards(program) if replicas.buckets else frozenset[int]()
+        self.round = self.bucket = 0  # which bucket of gradients it fills next
+
+
+class _Replicas:
+    """One stage: its ranks, and the gradients that they reduce together."""
+
+    def __init__(self, ranks: Sequence[int], cost: StageCost, machines: Machines) -> None:
+        self.numbers = ranks
+        self.buckets = cost.buckets if len(ranks) > 1 else ()
+        self.ring = machines.ring(ranks) if self.buckets else None
+        self.ranks: list[_Rank] = []
+        self.filled: Counter[int] = Counter()  # by how many replicas; buckets are counted on over all rounds
+        self.num_reduced = 0
+        self.num_parts = 0  # of the bucket being reduced: what is not done yet
+        self.waiting: list[_Rank] = []
+
+
+class _Message:
+    """On its way from one rank to another; made by whichever comes to it first."""
+
+    __slots__ = ("arrived", "key", "num_bytes", "offered", "receiver", "route", "sender")
+    sender: _Rank
+    route: Route
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.num_bytes = 0.0
+        self.receiver: _Rank | None = None  # once it waits
+        self.offered = self.arrived = False
+
+
+class Simulation:
+    """One run; the arguments are those of `simulate.simulate`."""
+
+    def __init__(
+        self,
+        programs: Mapping[int, Program],
+        plan: Plan,
+        costs: Sequence[StageCost],
+        cluster: Cluster,
+        synchronous: bool,
+    ) -> None:
+        self.cluster, self.synchronous = cluster, synchronous
+        self.engine = Engine()
+        self.machines = Machines(cluster)
+        self.messages: dict[Key, _Message] = {}  # that not both sides are done with
+        self.stages: list[_Replicas] = []
+        for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
+            replicas = _Replicas(stage.ranks, cost, self.machines)
+            replicas.ranks = [
+                _Rank(rank, s, programs[rank], cost, replicas, self.machines) for rank in stage.ranks
+            ]
+            self.stages.append(replicas)
+        self.ranks = [rank for stage in self.stages for rank in stage.ranks]
+        # How each instruction starts; True: it is done at once.
+        self.start: dict[type, Callable[[_Rank, Any], bool]] = {
+            Forward: self.forward,
+            Backward: self.backward,
+            Step: self.step,
+            AllReduce: self.allreduce,
+            SendActivation: self.send_activation,
+            SendGradient: self.send_gradient,
+            ReceiveActivation: self.receive_activation,
+            ReceiveGradient: self.receive_gradient,
+        }
+
+    def run(self) -> Timeline:
+        """What each rank did when. Raises Deadlock."""
+        for rank in self.ranks:
+            self.advance(rank)
+        self.engine.run()
+        waiting = [rank for rank in self.ranks if rank.position < len(rank.program)]
+        if waiting:
+            raise Deadlock(
+                "nothing can advance: "
+                + "; ".join(
+                    f"rank {rank.number} (stage {rank.stage}) waits at instruction {rank.position}, "
+                    f"{rank.program[rank.position]}"
+                    for rank in waiting
+                )
+            )
+        return Timeline({rank.number: tuple(rank.events) for rank in self.ranks})
+
+    def advance(self, rank: _Rank) -> None:
+        """Start instructions until one takes time; its end calls `finish`."""
+        program, start = rank.program, self.start
+        now = rank.since = self.engine.now
+        while rank.position < len(program):
+            instruction = program[rank.position]
+            if not start[type(instruction)](rank, instruction):
+                return
+            rank.events.append(Event(instruction, now, now))
+            rank.position += 1
+
+    def finish(self, rank: _Rank) -> None:
+        rank.events.append(Event(rank.program[rank.position], rank.since, self.engine.now))
+        rank.position += 1
+        self.advance(rank)
+
+    # Computing
+
+    def compute(self, rank: _Rank, seconds: float, done: Callable[[Any], None], argument: object) -> bool:
+        self.engine.start(seconds / rank.speed, rank.processors, done, argument)
+        return False
+
+    def forward(self, rank: _Rank, _: Forward) -> bool:
+        return self.compute(rank, rank.cost.forward_seconds, self.finish, rank)
+
+    def backward(self, rank: _Rank, _: Backward) -> bool:
+        if rank.position in rank.finals:
+            return self.backward_piece(rank)
+        return self.compute(rank, rank.cost.backward_seconds, self.finish, rank)
+
+    def step(self, rank: _Rank, _: Step) -> bool:
+        return self.compute(rank, rank.cost.update_seconds, self.finish, rank)
+
+    def backward_piece(self, rank: _Rank) -> bool:
+        """The last backward in pieces: at the end of each one more bucket of gradients is ready."""
+        buckets, i = rank.cost.buckets, rank.bucket
+        begin = buckets[i - 1].fraction if i else 0.0
+        end, done = (buckets[i].fraction, self.piece_done) if i < len(buckets) else (1.0, self.finish)
+        return self.compute(rank, (end - begin) * rank.cost.backward_seconds, done, rank)
+
+    def piece_done(self, rank: _Rank) -> None:
+        self.fill(rank)
+        self.backward_piece(rank)
+
+    def wake(self, rank: _Rank, done: Callable[[Any], None], argument: object) -> None:
+        """Go on with a rank that has waited: at once, or when a busy machine gives it a processor."""
+        seconds = self.cluster.wakeup_seconds
+        if seconds and self.machines.is_busy(rank.number):
+            self.engine.after(seconds, done, argument)
+        else:
+            done(argument)
+
+    # Gradients
+
+    def allreduce(self, rank: _Rank, _: AllReduce) -> bool:
+        replicas = rank.replicas
+        while rank.bucket < len(replicas.buckets):  # a replica without a microbatch has zeros ready
+            self.fill(rank)
+        rank.round, rank.bucket = rank.round + 1, 0
+        if replicas.num_reduced == rank.round * len(replicas.buckets):
+            return True
+        replicas.waiting.append(rank)
+        return False
+
+    def fill(self, rank: _Rank) -> None:
+        rank.replicas.filled[rank.round * len(rank.replicas.buckets) + rank.bucket] += 1
+        rank.bucket += 1
+        self.reduce_next(rank.replicas)
+
+    def reduce_next(self, replicas: _Replicas) -> None:
+        ring = replicas.ring
+        if ring is None or replicas.num_parts or replicas.filled[replicas.num_reduced] < len(replicas.ranks):
+            return
+        num_bytes = replicas.buckets[replicas.num_reduced % len(replicas.buckets)].num_bytes
+        replicas.num_parts = 1
+        work = num_bytes * ring.work_per_byte
+        self.engine.start(work, ring.resources, self.ring_done, replicas, ring.cap)
+        if self.cluster.overlap < 1:
+            seconds = self.cluster.allreduce_seconds(num_bytes, replicas.numbers)
+            for rank in replicas.ranks:
+                replicas.num_parts += 1
+                handling = (1 - self.cluster.overlap) * seconds
+                self.engine.start(handling, rank.processors, self.part_done, replicas)
+
+    def ring_done(self, replicas: _Replicas) -> None:
+        assert replicas.ring is not None
+        self.engine.after(replicas.ring.latency_seconds, self.part_done, replicas)
+
+    def part_done(self, replicas: _Replicas) -> None:
+        replicas.num_parts -= 1
+        if replicas.num_parts:
+            return
+        del replicas.filled[replicas.num_reduced]
+        replicas.num_reduced += 1
+        if replicas.num_reduced % len(replicas.buckets) == 0:
+            waiting, replicas.waiting = replicas.waiting, []
+            for rank in waiting:
+                self.wake(rank, self.finish, rank)
+        self.reduce_next(replicas)
+
+    # Messages
+
+    def send_activation(self, rank: _Rank, instruction: SendActivation) -> bool:
+        key = (rank.number, self.peer(rank.stage + 1, instruction.microbatch), True, instruction.microbatch)
+        return self.send(rank, key, rank.cost.output_bytes)
+
+    def send_gradient(self, rank: _Rank, instruction: SendGradient) -> bool:
+        key = (rank.number, self.peer(rank.stage - 1, instruction.microbatch), False, instruction.microbatch)
+        return self.send(rank, key, self.stages[rank.stage - 1].ranks[0].cost.gradient_bytes)
+
+    def receive_activation(self, rank: _Rank, instruction: ReceiveActivation) -> bool:
+        peer = self.peer(rank.stage - 1, instruction.microbatch)
+        return self.receive(rank, (peer, rank.number, True, instruction.microbatch))
+
+    def receive_gradient(self, rank: _Rank, instruction: ReceiveGradient) -> bool:
+        peer = self.peer(rank.stage + 1, instruction.microbatch)
+        return self.receive(rank, (peer, rank.number, False, instruction.microbatch))
+
+    def peer(self, stage: int, microbatch: int) -> int:
+        numbers = self.stages[stage].numbers
+        return numbers[microbatch % len(numbers)]
+
+    def message(self, key: Key) -> _Message:
+        found = self.messages.get(key)
+        if found is None:
+            found = self.messages[key] = _Message(key)
+        return found
+
+    def handle(self, rank: _Rank, num_bytes: float, done: Callable[[Any], None], argument: object) -> bool:
+        """The processor time that a message takes at either end; True where it takes none."""
+        seconds = self.cluster.message_seconds + num_bytes * self.cluster.message_seconds_per_byte
+        return self.compute(rank, seconds, done, argument) if seconds else True
+
+    def send(self, rank: _Rank, key: Key, num_bytes: float) -> bool:
+        message = self.message(key)
+        message.sender, message.num_bytes = rank, num_bytes
+        return self.handle(rank, num_bytes, self.handed_over, message) and self.hand_over(message)
+
+    def handed_over(self, message: _Message) -> None:
+        if self.hand_over(message):
+            self.finish(message.sender)
+
+    def hand_over(self, message: _Message) -> bool:
+        message.offered = True
+        if not self.synchronous or message.receiver is not None:
+            self.transfer(message)
+        return not self.synchronous
+
+    def receive(self, rank: _Rank, key: Key) -> bool:
+        message = self.message(key)
+        message.receiver = rank
+        if message.arrived:
+            return self.take(message, rank)
+        if self.synchronous and message.offered:
+            self.transfer(message)
+        return False
+
+    def transfer(self, message: _Message) -> None:
+        message.route = self.machines.route(message.key[0], message.key[1])
+        self.engine.start(message.num_bytes, message.route.resources, self.transferred, message)
+
+    def transferred(self, message: _Message) -> None:
+        if self.synchronous:
+            self.finish(message.sender)
+        if message.route.latency_seconds:
+            self.engine.after(message.route.latency_seconds, self.arrive, message)
+        else:
+            self.arrive(message)
+
+    def arrive(self, message: _Message) -> None:
+        message.arrived = True
+        if message.receiver is not None:
+            self.wake(message.receiver, self.taken_late, message)
+
+    def taken_late(self, message: _Message) -> None:
+        rank = message.receiver
+        assert rank is not None
+        if self.take(message, rank):
+            self.finish(rank)
+
+    def take(self, message: _Message, rank: _Rank) -> bool:
+        del self.messages[message.key]
+        return self.handle(rank, message.num_bytes, self.finish, rank)
+
+
+def _final_backwards(program: Program) -> frozenset[int]:
+    """Where each round's last backward stands, during which gradients become final."""
+    finals, last = set(), -1
+    for i, instruction in enumerate(program):
+        if isinstance(instruction, Backward):
+            last = i
+        elif isinstance(instruction, AllReduce):
+            finals.add(last)
+            last = -1
+    return frozenset(finals)

@@ -1,0 +1,124 @@
+"""What if: a cluster with another link or more ranks than the one that was measured.
+
+Pure: clusters in, clusters out. What was measured and does not follow from the change is kept.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from hybridpipe.planning.checks import positive_int
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.plan import Plan
+
+FIGURES = ("plan", "ranks used", "microbatches", "minibatch", "samples/s", "bubble", "most memory")
+T = TypeVar("T")
+
+PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second of "100Gbit", "1.2GB/s", or a plain number of bytes per second.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?(?:([kMGT]?)(bit|B)(?:/s)?)?", text)
+    value = float(match[1]) * PREFIXES[match[2] or ""] / (8 if match[3] == "bit" else 1) if match else 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"must be such as 100Gbit, 12.5GB or 1.25e10 bytes per second, got {text!r}")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "5us", "0.1ms", or a plain number of seconds.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?(s|ms|us|µs|ns|)", text)
+    value = float(match[1]) * SECONDS[match[2]] if match else math.inf
+    if math.isinf(value):
+        raise ValueError(f"must be such as 5us, 0.1ms or 5e-6 seconds, got {text!r}")
+    return value
+
+
+def figures(plans: Mapping[str, Plan]) -> str:
+    """A table of what plans are predicted to do, side by side, a named column each."""
+    rows = [("", *plans), *zip(FIGURES, *map(_figures, plans.values()), strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _figures(plan: Plan) -> Iterator[str]:
+    predicted = plan.predicted
+    assert predicted is not None
+    yield plan.name
+    yield str(plan.num_ranks)
+    yield str(plan.num_microbatches)
+    yield f"{predicted.minibatch_seconds * 1e3:.2f} ms"
+    yield f"{predicted.samples_per_second:,.0f}"
+    yield f"{predicted.bubble_fraction:.0%}"
+    yield f"{max(predicted.peak_memory_bytes) / 1e6:,.0f} MB"
+
+
+def changed(
+    cluster: Cluster, bandwidth: float | None, latency_seconds: float | None, num_ranks: int | None
+) -> Cluster:
+    """The cluster with all the changes that are asked for."""
+    if bandwidth is not None:
+        cluster = with_bandwidth(cluster, bandwidth)
+    if latency_seconds is not None:
+        cluster = with_latency(cluster, latency_seconds)
+    return cluster if num_ranks is None else with_ranks(cluster, num_ranks)
+
+
+def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
+    """The cluster with another bandwidth of its outermost level, and in proportion what goes over it."""
+    level = cluster.levels[-1]
+    ratio = bandwidth / level.bandwidth
+    shared = level.shared_bandwidth and level.shared_bandwidth * ratio
+    figures = level.allreduce and replace(level.allreduce, bandwidth=level.allreduce.bandwidth * ratio)
+    return _outermost(
+        cluster, replace(level, bandwidth=bandwidth, shared_bandwidth=shared, allreduce=figures)
+    )
+
+
+def with_latency(cluster: Cluster, seconds: float) -> Cluster:
+    """The cluster with another latency of its outermost level; a measured all-reduce's goes in proportion."""
+    level = cluster.levels[-1]
+    figures = level.allreduce
+    if figures and level.latency_seconds:
+        ratio = seconds / level.latency_seconds
+        figures = replace(figures, latency_seconds=figures.latency_seconds * ratio)
+    return _outermost(cluster, replace(level, latency_seconds=seconds, allreduce=figures))
+
+
+def with_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
+    """The cluster with more or fewer units of its outermost level, as many as hold `num_ranks`.
+
+    New ranks are like those that were measured, in turn. The figures of the links stay, also those of an
+    all-reduce over more ranks.
+    """
+    positive_int("ranks", num_ranks)
+    unit = cluster.levels[-2].ranks if len(cluster.levels) > 1 else 1
+    count = math.ceil(num_ranks / unit) * unit
+    memory, speed = cluster.memory_bytes, cluster.relative_speed
+    return replace(
+        cluster,
+        levels=(*cluster.levels[:-1], replace(cluster.levels[-1], ranks=count)),
+        memory_bytes=_repeated(memory, count) if isinstance(memory, tuple) else memory,
+        relative_speed=speed and _repeated(speed, count),
+    )
+
+
+def _repeated(figures: tuple[T, ...], count: int) -> tuple[T, ...]:
+    return tuple(figures[i % len(figures)] for i in range(count))
+
+
+def _outermost(cluster: Cluster, level: Level) -> Cluster:
+    return replace(cluster, levels=(*cluster.levels[:-1], level))

@@ -1,0 +1,25 @@
+"""All ranks measure the model at once, and all have the same profile, which says so."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from hybridpipe.runtime.mpi import MPI
+from hybridpipe.stage import measure
+from hybridpipe.stage.measure import Rehearsal
+from hybridpipe.together import largest, machine_leaders, measure_together
+
+world = MPI.COMM_WORLD
+measure.MAX_REPEATS = 3
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+targets = torch.zeros(8, dtype=torch.long)
+rehearsal = Rehearsal(model, torch.ones(8, 64), targets, nn.functional.cross_entropy)
+profile = measure_together(world, partial(rehearsal.measure, partial(torch.optim.SGD, lr=0.1)))
+
+assert world.allgather(profile) == [profile] * world.size
+assert profile.load == world.size and profile.samples == 8
+assert all(layer.forward_seconds > 0 and layer.backward_seconds > 0 for layer in profile.layers)
+assert largest(world, world.rank) == world.size - 1
+assert machine_leaders(world) == [0] * world.size
