@@ -1,4 +1,5 @@
-"""How the time that `partition` takes grows with layers and ranks.
+"""How the time that planning takes grows with layers and ranks: `partition` alone, and `search` with its
+simulations.
 
     python benchmarks/planner.py [--out planner.json]
 
@@ -14,11 +15,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tabulate import tabulate
+
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost import estimate
 from hybridpipe.planning.partition import partition
-from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.search import data_parallel, search, short_name
 
 MICROBATCHES_A_RANK = 4
 CASES = [  # layers, ranks, ranks of a node (0: one switch for all)
@@ -73,18 +75,22 @@ def measure() -> Iterator[dict[str, object]]:
             profile, machines = model(num_layers), cluster(num_ranks, node)
             count = 1 if schedule == "pipedream" else MICROBATCHES_A_RANK * num_ranks
             start, start_processor = time.perf_counter(), time.process_time()
-            plan = partition(profile, machines, num_microbatches=count, schedule=schedule)[0]
+            partition(profile, machines, num_microbatches=count, schedule=schedule)
             seconds, processor = time.perf_counter() - start, time.process_time() - start_processor
-            parallel = estimate(Plan.data_parallel(num_layers, num_ranks, count, schedule), profile, machines)
+            start = time.perf_counter()
+            best = search(profile, machines, count, schedule=schedule)[0]
+            parallel = data_parallel(profile, machines, num_ranks, count, schedule)
+            assert parallel.predicted is not None
             yield {
                 "layers": num_layers,
                 "ranks": num_ranks,
                 "node": node or "flat",
                 "schedule": schedule,
-                "seconds": round(seconds, 4),
-                "processor_seconds": round(processor, 4),
-                "plan": plan.name if plan.num_stages < 8 else f"{plan.name[:20]}… ({plan.num_stages} stages)",
-                "times_data_parallel": round(parallel / estimate(plan, profile, machines), 3),
+                "partition_seconds": round(seconds, 4),
+                "partition_processor_seconds": round(processor, 4),
+                "search_seconds": round(time.perf_counter() - start, 4),
+                "plan": short_name(best.plan),
+                "times_data_parallel": round(parallel.predicted.minibatch_seconds / best.seconds, 3),
             }
 
 
@@ -97,8 +103,8 @@ def main() -> None:
     rows = []
     for row in measure():
         rows.append(row)
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
-        sys.stdout.flush()
+        print(f"{row['layers']} layers, {row['ranks']} ranks, {row['schedule']}", file=sys.stderr, flush=True)
+    print(tabulate(rows, headers="keys", tablefmt="github"))
     if out:
         out.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -176,7 +177,7 @@ def _told(kind: type, mistake: ErrorDetails) -> str:
             return f"{path}: must be {allowed}, got {shown(mistake['input'])}"
 
 
-def _fields_at(kind: Any, location: tuple[int | str, ...]) -> list[str]:
+def _fields_at(kind: Any, location: Sequence[int | str]) -> list[str]:
     """The names of the fields that the dataclass at this place of the file has."""
     for part in location:
         kind = get_args(kind)[0] if isinstance(part, int) else get_type_hints(kind)[part]

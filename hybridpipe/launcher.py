@@ -75,8 +75,8 @@ def mpirun_command(
         # Two ranks on two cores: 1.70 instead of 1.19 times the speed of one.
         if 2 * num_local_ranks > num_cores():
             added["OMPI_MCA_mpi_yield_when_idle"] = "1"
-            # Horovod's thread looks every millisecond whether anybody has something to reduce, and each look is
-            # a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that.
+            # Horovod's thread looks every millisecond whether anybody has something to reduce, and each look
+            # is a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that.
             added["HOROVOD_CYCLE_TIME"] = "10"
         if os.geteuid() == 0:
             added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

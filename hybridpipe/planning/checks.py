@@ -2,6 +2,9 @@
 
 import math
 
+# Seconds, factors; and the least of bandwidths and speeds. Sums, products and quotients of such stay finite.
+LARGEST, SMALLEST = 1e30, 1e-30
+
 
 def positive_int(name: str, value: int) -> None:
     """Raises ValueError unless `value` is an integer >= 1."""
@@ -19,9 +22,13 @@ def non_negative(name: str, value: float) -> None:
     """Raises ValueError unless `value` is a finite number >= 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+    if value > LARGEST:
+        raise ValueError(f"{name} must be a number <= {LARGEST}, got {value!r}")
 
 
 def positive(name: str, value: float) -> None:
     """Raises ValueError unless `value` is a finite number > 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+    if value < SMALLEST:
+        raise ValueError(f"{name} must be a number >= {SMALLEST}, got {value!r}")
