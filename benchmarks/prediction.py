@@ -122,7 +122,8 @@ def machine(network: str) -> Iterator[Machine]:
         environment = dict(line.split("=", 1) for line in lines if "=" in line)
         environment |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {hosts}", "PATH": os.environ["PATH"]}
         # The hosts share this machine's cores, which a launcher that counts ranks by host cannot see.
-        environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "10", "OMP_NUM_THREADS": "1"}
+        environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "10"}
+        environment |= {"OMP_NUM_THREADS": "1"}
         settings = [word for name, value in environment.items() for word in ("-e", f"{name}={value}")]
         yield Machine(network, environment, (str(NETCLUSTER), "run", *settings, "h1"))
     finally:

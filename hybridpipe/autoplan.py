@@ -69,6 +69,7 @@ def choose(
     num_microbatches: int,
     schedule: str,
     num_ranks: int | None = None,
+    recompute: bool = False,
 ) -> Choice:
     """The plan that `name` stands for; data parallelism also where it does not fit into memory.
 
@@ -82,7 +83,10 @@ def choose(
     if name not in SOURCES:
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
     ranks = num_ranks or cluster.num_ranks
-    candidates = tuple(search(profile, cluster, num_microbatches, num_ranks=ranks, schedule=schedule))
+    found = search(
+        profile, cluster, num_microbatches, num_ranks=ranks, schedule=schedule, recompute=recompute
+    )
+    candidates = tuple(found)
     plan: Plan | None = candidates[0].plan
     if name == "dp":
         plan = data_parallel(profile, cluster, ranks, num_microbatches, schedule)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from hybridpipe.errors import UserError
-from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES, Plan
+from hybridpipe.planning.profile import ModelProfile
 
 RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -32,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tell(mistake: str) -> None:
-    """Print a mistake that all ranks see alike on rank 0, once.
+    """Print a mistake that all ranks see alike on rank 0, once, in one line whatever names it quotes.
 
     A rank that ended first would make mpirun end rank 0 before that has printed; so the others wait for it.
     """
     if _launched_rank() == 0:
-        print(mistake, file=sys.stderr, flush=True)
+        print(" ".join(mistake.splitlines()), file=sys.stderr, flush=True)
     else:
         time.sleep(RANK0_SECONDS)
 
@@ -156,36 +158,28 @@ def _minibatch(options: argparse.Namespace, samples: int, ranks: int) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     from hybridpipe.files import read_cluster, read_plan, read_profile, write_json, write_text
-    from hybridpipe.planning import draw, whatif
+    from hybridpipe.planning import draw
     from hybridpipe.planning.memory import curves
-    from hybridpipe.planning.schedules import ceil_div
     from hybridpipe.planning.simulate import predict
     from hybridpipe.planning.timeline import TRACE_FORMAT
 
-    plan, profile, cluster = (
-        read_plan(options.plan),
-        read_profile(options.profile),
-        read_cluster(options.cluster),
-    )
+    plan, profile = read_plan(options.plan), read_profile(options.profile)
+    cluster = read_cluster(options.cluster)
+    profile = profile.scaled_to(plan.microbatch_samples or profile.samples)
     try:
         timeline, prediction = predict(plan, profile, cluster)
     except ValueError as error:
         raise UserError(f"{options.plan}: {error}") from None
-    shown = {"before": replace(plan, predicted=prediction)}
-    changes = (options.bandwidth, options.latency, options.ranks)
-    if changes != (None, None, None):
+    plan = replace(plan, predicted=prediction)
+    before: Plan | None = None
+    if (options.bandwidth, options.latency, options.ranks) != (None, None, None):
+        before = plan
         try:
-            changed = whatif.changed(cluster, *changes)
-            if options.ranks is not None:  # the plan is for another number: choose anew, as much a rank
-                from hybridpipe.autoplan import choose
-
-                count = plan.num_microbatches * options.ranks
-                count = 1 if plan.is_asynchronous else ceil_div(count, cluster.num_ranks)
-                plan = choose("auto", profile, changed, count, plan.schedule, options.ranks).plan
-            timeline, prediction = predict(plan, profile, changed)
+            plan, cluster = _changed(plan, profile, cluster, options)
         except ValueError as error:
             raise UserError(f"simulate: {error}") from None
-        shown["after"] = replace(plan, predicted=prediction)
+        timeline, prediction = predict(plan, profile, cluster)
+        plan = replace(plan, predicted=prediction)
     if options.trace:
         events = timeline.to_chrome_trace("predicted")
         write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
@@ -193,19 +187,48 @@ def _simulate(options: argparse.Namespace) -> int:
         slices = "" if plan.is_asynchronous else f", {plan.num_microbatches} microbatches"
         title = f"Plan {plan.name} under {plan.schedule}{slices}"
         write_text(options.plot, draw.svg(timeline, plan, title, curves(profile, plan, timeline), prediction))
-    if options.json and len(shown) == 1:
-        print(json.dumps(asdict(prediction)))
-    elif options.json:
-        print(json.dumps({name: asdict(each) for name, each in shown.items()}))
-    else:
+    if not options.json:
         print(draw.text(timeline), end="\n\n")
-        if len(shown) == 1:
-            seconds, rate = prediction.minibatch_seconds, prediction.samples_per_second
-            print(f"{seconds * 1e3:.2f} ms a minibatch, {rate:,.0f} samples/s, ", end="")
-            print(f"bubble {prediction.bubble_fraction:.0%}")
-        else:
-            print(whatif.figures(shown))
+    _print_prediction(plan, before, options.json)
     return 0
+
+
+def _changed(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, options: argparse.Namespace
+) -> tuple[Plan, Cluster]:
+    """What the plan and the cluster become with --bandwidth, --latency and --ranks.
+
+    A plan is for its number of ranks: for another it is chosen anew, with as many microbatches a rank.
+    """
+    from hybridpipe.autoplan import choose
+    from hybridpipe.planning import whatif
+    from hybridpipe.planning.schedules import ceil_div
+
+    changed = whatif.changed(cluster, options.bandwidth, options.latency, options.ranks)
+    if options.ranks is None:
+        return plan, changed
+    count = ceil_div(plan.num_microbatches * options.ranks, cluster.num_ranks)
+    count = 1 if plan.is_asynchronous else count
+    choice = choose("auto", profile, changed, count, plan.schedule, options.ranks, plan.recompute)
+    return choice.plan, changed
+
+
+def _print_prediction(plan: Plan, before: Plan | None, as_json: bool) -> None:
+    """The figures of a plan, beside those from before a change if there was one."""
+    from hybridpipe.planning import whatif
+
+    assert plan.predicted is not None
+    shown = {"after": plan} if before is None else {"before": before, "after": plan}
+    if as_json and before is None:
+        print(json.dumps(asdict(plan.predicted)))
+    elif as_json:
+        print(json.dumps({name: asdict(each) for name, each in shown.items()}))
+    elif before is None:
+        seconds, rate = plan.predicted.minibatch_seconds, plan.predicted.samples_per_second
+        print(f"{seconds * 1e3:.2f} ms a minibatch, {rate:,.0f} samples/s, ", end="")
+        print(f"bubble {plan.predicted.bubble_fraction:.0%}")
+    else:
+        print(whatif.figures(shown))
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -28,7 +28,8 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
     lines.append(
         f"a message takes {cluster.message_seconds * 1e6:.0f} us and "
         f"{cluster.message_seconds_per_byte * 1e9:.2f} ns a byte of a processor at either end; "
-        f"a computing rank gets {cluster.overlap:.0%} of an all-reduce for nothing"
+        f"a rank of a replicated stage has {cluster.replicated_speed:.0%} of the speed of another, and "
+        f"{cluster.overlap:.0%} of an all-reduce for nothing"
     )
     return "\n".join(lines)
 

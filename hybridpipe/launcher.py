@@ -75,6 +75,7 @@ def mpirun_command(
         # Two ranks on two cores: 1.70 instead of 1.19 times the speed of one.
         if 2 * num_local_ranks > num_cores():
             added["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        if num_local_ranks > num_cores():
             # Horovod's thread looks every millisecond whether anybody has something to reduce, and each look
             # is a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that.
             added["HOROVOD_CYCLE_TIME"] = "10"

@@ -8,10 +8,12 @@ part do equally many repetitions.
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Work = Callable[[], object]
+_MEMORY = Path("/proc/meminfo")
 
 # Small ones for the latency, and more up to a bucket of gradients, as time is lost with those. None follows
 # one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB.
@@ -62,7 +65,7 @@ def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
     levels = [_Unit(*unit) for unit in units if unit[1] < unit[2]]
     computing = _computing(world, per_machine, work or _default_work())
     links = [_link(world, unit) for unit in levels]
-    reduced, overlap = zip(*map(partial(_allreduce, world), levels, links), strict=True)
+    reduced, overlap, replicated_speed = zip(*map(partial(_allreduce, world), levels, links), strict=True)
     return Cluster(
         levels=tuple(
             Level(
@@ -76,12 +79,14 @@ def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
             )
             for unit, link, allreduce in zip(levels, links, reduced, strict=True)
         ),
+        memory_bytes=_memory_bytes(world, per_machine),
         relative_speed=computing.relative_speed,
         node_ranks=per_machine,
         compute_speeds=computing.speeds,
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
         wakeup_seconds=_wakeup_seconds(world, per_machine, computing.speeds, links[0].message),
+        replicated_speed=replicated_speed[-1],
         overlap=overlap[-1],
     )
 
@@ -136,7 +141,7 @@ def _by_size(group: "MPI.Comm", prepare: Callable[[int], Callable[[], object]]) 
         seconds, processor = (median(values) for values in zip(*taken, strict=True))
         gathered = group.allgather((seconds, processor))
         timed.append(_Timed(num_bytes, *(mean(values) for values in zip(*gathered, strict=True))))
-        if timed[-1].seconds > GROW_SECONDS:
+        if len(timed) > 1 and timed[-1].seconds > GROW_SECONDS:  # a line wants two
             break
     return timed
 
@@ -146,6 +151,20 @@ def _time(action: Callable[[], object]) -> tuple[float, float]:
     began, processor_began = time.perf_counter(), time.thread_time()
     action()
     return time.perf_counter() - began, time.thread_time() - processor_began
+
+
+# ---- Memory -------------------------------------------------------------------------------------
+
+
+def _memory_bytes(world: "MPI.Comm", per_machine: int) -> int | None:
+    """What a rank may use: what its GPU has left, or its share of what the machine has; None if unknown."""
+    if torch.cuda.is_available():
+        left = torch.cuda.mem_get_info()[0]
+    else:
+        told = re.search(r"MemAvailable: *(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
+        left = int(told[1]) * 1024 // per_machine if told else 0
+    least: int = min(world.allgather(left))
+    return least or None
 
 
 # ---- Messages -----------------------------------------------------------------------------------
@@ -311,18 +330,22 @@ def _compute(work: Work, seconds: float) -> None:
 # ---- All-reduce ---------------------------------------------------------------------------------
 
 
-def _allreduce(world: "MPI.Comm", unit: _Unit, link: _Link) -> tuple[AllReduce, float]:
-    """Horovod's own, as the gradients use it, over the first unit of a level; and its overlap there."""
-    timed, overlap = _in_group(world, range(unit.ranks), _reduce)
+def _allreduce(world: "MPI.Comm", unit: _Unit, link: _Link) -> tuple[AllReduce, float, float]:
+    """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
+    ranks compute while it has nothing to do, relative to those without it.
+    """
+    timed, overlap, speed = _in_group(world, range(unit.ranks), _reduce)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     line = fit.fit_line(
         [(each.num_bytes, each.seconds) for each in timed], sent * link.message.seconds_per_byte
     )
-    return AllReduce(sent / line.seconds_per_byte, line.start_seconds, line.error), overlap
+    return AllReduce(sent / line.seconds_per_byte, line.start_seconds, line.error), overlap, speed
 
 
-def _reduce(group: "MPI.Comm") -> tuple[list[_Timed], float]:
+def _reduce(group: "MPI.Comm") -> tuple[list[_Timed], float, float]:
+    without = _mean_rate(group)
     hvd = horovod(group)
+    speed = min(1.0, _mean_rate(group) / without)
 
     def start(num_bytes: int) -> Callable[[], Callable[[], object]]:
         tensors = [torch.zeros(num_bytes // 4 // NUM_TENSORS) for _ in range(NUM_TENSORS)]
@@ -340,7 +363,16 @@ def _reduce(group: "MPI.Comm") -> tuple[list[_Timed], float]:
     timed = _by_size(group, prepare)
     overlap = _overlap(group, start(timed[-1].num_bytes), timed[-1].seconds)
     hvd.shutdown()
-    return timed, overlap
+    return timed, overlap, speed
+
+
+def _mean_rate(group: "MPI.Comm") -> float:
+    """Units of work a second of each rank, all computing at once."""
+    work, rates = _default_work(), []
+    for _ in range(ROUNDS):
+        group.Barrier()
+        rates.append(mean(group.allgather(_rate(work))))
+    return float(median(rates))
 
 
 def _overlap(group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float) -> float:

@@ -16,6 +16,7 @@ from hybridpipe.planning.cost import (
     handling_seconds,
     measured_speed,
     stage_costs,
+    stage_speed,
 )
 from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.placement import dealt
@@ -28,7 +29,6 @@ from hybridpipe.planning.timeline import Parts
 
 NUM_CANDIDATES = 6
 MAX_LISTED = 8  # cuts, or runs of ranks
-TRAINED = ("1f1b", "gpipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[
     costs = [none, *costs, replace(last, output_bytes=0.0, gradient_bytes=0.0)]
     share = compute_share(cluster, plan.ranks)
     return tuple(
-        _figures(plan, s, costs[s], costs[s + 1], min(share[rank] for rank in stage.ranks), cluster)
+        _figures(plan, s, costs[s], costs[s + 1], stage_speed(cluster, stage.ranks, share), cluster)
         for s, stage in enumerate(plan.stages)
     )
 
@@ -203,8 +203,9 @@ def explain(
     if candidates:
         lines += ["", f"considered, by predicted time{_sharing(cluster)}:", ""]
         lines += [candidates_table(candidates, plan), *_unused(plan, candidates, ranks)]
-    if plan.schedule not in TRAINED:
-        lines += ["", f"{plan.schedule} is planned and simulated, but cannot be trained yet"]
+    for what, is_used in ((plan.schedule, plan.is_asynchronous), ("recomputation", plan.recompute)):
+        if is_used:
+            lines += ["", f"{what} is planned and simulated, but cannot be trained yet"]
     return "\n".join(lines)
 
 
@@ -230,7 +231,8 @@ def _slices(plan: Plan) -> str:
 
 
 def _one_stage(plan: Plan, ranks: tuple[int, ...]) -> Plan:
-    return replace(plan, stages=(StageSpec(0, plan.num_layers, len(ranks), ranks),), predicted=None)
+    stages = (StageSpec(0, plan.num_layers, len(ranks), ranks),)
+    return replace(plan, stages=stages, recompute=False, predicted=None)
 
 
 def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:

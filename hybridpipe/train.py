@@ -96,7 +96,9 @@ def _tell_plan(trainer: Trainer, out: Path) -> None:
     """Print the plan and why it was chosen; write what it was made from beside it."""
     write_json(out / "plan.json", trainer.plan)
     choice = trainer.choice
-    assert choice is not None
+    if choice is None:
+        print(f"plan {trainer.plan.name}, {trainer.plan.schedule}, as given", flush=True)
+        return
     write_json(out / "profile.json", choice.profile)
     write_json(out / "cluster.json", choice.cluster)
     print(explain(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
@@ -107,14 +109,14 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
     if summary is None or state is None:
         return
-    choice = trainer.choice
-    assert choice is not None
-    simulated, _ = predict(trainer.plan, choice.profile, choice.cluster)
-    traces, parts = simulated.to_chrome_trace("predicted", process=1), None
-    if timeline is not None:  # there was a full minibatch
-        traces = timeline.to_chrome_trace("measured", process=0) + traces
-        parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
-    rate = trainer.minibatch_size / summary["predicted_minibatch_seconds"]
+    traces, parts = [] if timeline is None else timeline.to_chrome_trace("measured", process=0), None
+    if trainer.choice is not None:
+        simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
+        traces += simulated.to_chrome_trace("predicted", process=1)
+        if timeline is not None:  # there was a full minibatch
+            parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
+    predicted = summary["predicted_minibatch_seconds"]
+    rate = trainer.minibatch_size / predicted if predicted else None
     write_json(
         out / "summary.json",
         {
@@ -130,8 +132,9 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     figures = ", ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     print(
         (f"{parts_table(parts)}\n" if parts else "")
-        + f"{summary['samples_per_second']:,.0f} samples/s measured, {rate:,.0f} predicted"
-        f"; last loss {summary['loss_last']:.5f}"
+        + f"{summary['samples_per_second']:,.0f} samples/s measured"
+        + (f", {rate:,.0f} predicted" if rate else "")
+        + f"; last loss {summary['loss_last']:.5f}"
         + (f"; validation: {figures}" if figures else "")
         + f"; written to {out}",
         flush=True,

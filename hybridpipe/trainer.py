@@ -4,6 +4,7 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -237,8 +238,15 @@ class Trainer:
         return sums
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        self.choice = self._choose(minibatch)
-        self._start(self.choice.plan)
+        try:
+            self.choice = self._choose(minibatch)
+            self._start(self.choice.plan)
+        except ValueError as error:  # the same on every rank
+            if not isinstance(self._plan, Plan):
+                raise
+            if self.world.rank == 0:
+                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
+            self._start(self._plan)
 
     def _choose(self, minibatch: Minibatch) -> Choice:
         with failure.guard():  # ranks that can be measured would wait for one that cannot

@@ -102,6 +102,7 @@ CLUSTER = """\
   "message_seconds": 8e-05,
   "message_seconds_per_byte": 1e-10,
   "wakeup_seconds": 0.001,
+  "replicated_speed": 0.9,
   "overlap": 0.5
 }
 """
@@ -363,6 +364,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         draw(seconds),
         draw(seconds),
         draw(seconds),
+        draw(rates),
         draw(st.floats(0, 1)),
     )
 

@@ -2,7 +2,7 @@
 
 import math
 
-# Seconds, factors; and the least of bandwidths and speeds. Sums, products and quotients of such stay finite.
+# Beyond these, of seconds and factors and of what is divided by, products and quotients may overflow.
 LARGEST, SMALLEST = 1e30, 1e-30
 
 
@@ -19,15 +19,21 @@ def non_negative_int(name: str, value: int) -> None:
 
 
 def non_negative(name: str, value: float) -> None:
-    """Raises ValueError unless `value` is a finite number >= 0."""
+    """Raises ValueError unless `value` is a finite number >= 0 and <= LARGEST."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
     if value > LARGEST:
         raise ValueError(f"{name} must be a number <= {LARGEST}, got {value!r}")
 
 
+def factor(name: str, value: float) -> None:
+    """Raises ValueError unless `value` is a finite number >= SMALLEST and <= LARGEST."""
+    positive(name, value)
+    non_negative(name, value)
+
+
 def positive(name: str, value: float) -> None:
-    """Raises ValueError unless `value` is a finite number > 0."""
+    """Raises ValueError unless `value` is a finite number > 0 and >= SMALLEST."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
     if value < SMALLEST:

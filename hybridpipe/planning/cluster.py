@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybridpipe.planning.checks import non_negative, non_negative_int, positive, positive_int
+from hybridpipe.planning.checks import factor, non_negative, non_negative_int, positive, positive_int
 
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
 
@@ -91,6 +91,8 @@ class Cluster:
         message_seconds_per_byte: and what each of its bytes adds to that.
         wakeup_seconds: how long a rank that has waited waits on for a processor where all of its machine's
             are busy; a part of the kernel's time slice.
+        replicated_speed: speed of a rank that shares its stage, relative to one that has it alone: Horovod's
+            thread keeps asking the others whether there is something to reduce, which takes processor time.
         overlap: the share of an all-reduce that costs the computing rank nothing, in [0, 1]; the rest takes
             its processor's time.
     """
@@ -103,6 +105,7 @@ class Cluster:
     message_seconds: float = 0.0
     message_seconds_per_byte: float = 0.0
     wakeup_seconds: float = 0.0
+    replicated_speed: float = 1.0
     overlap: float = 1.0
     format: str = CLUSTER_FORMAT
 
@@ -124,10 +127,11 @@ class Cluster:
             if not self.compute_speeds:
                 raise ValueError("compute_speeds must hold at least one figure, got none")
             for speed in self.compute_speeds:
-                positive("compute_speeds", speed)
+                factor("compute_speeds", speed)
         non_negative("message_seconds", self.message_seconds)
         non_negative("message_seconds_per_byte", self.message_seconds_per_byte)
         non_negative("wakeup_seconds", self.wakeup_seconds)
+        factor("replicated_speed", self.replicated_speed)
         non_negative("overlap", self.overlap)
         if self.overlap > 1:
             raise ValueError(f"overlap must be a finite number <= 1, got {self.overlap!r}")
@@ -143,7 +147,7 @@ class Cluster:
             for memory in self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,):
                 non_negative_int("memory_bytes", memory)
         for speed in self.relative_speed or ():
-            positive("relative_speed", speed)
+            factor("relative_speed", speed)
 
     @classmethod
     def flat(cls, ranks: int, bandwidth: float, latency_seconds: float) -> "Cluster":
@@ -208,10 +212,10 @@ class Cluster:
         return then - now < self.shared_speed(1) / 2
 
     def ring(self, ranks: Sequence[int]) -> Ring:
-        """Ring all-reduce (Patarasuk & Yuan 2009): each rank sends 2 (m-1)/m of the data.
+        """Ring all-reduce (Patarasuk & Yuan 2009): in each of 2 (m-1) steps a rank sends 1/m of the data.
 
-        The ring visits the ranks in order, so it crosses the link of each unit once in each direction, and is
-        as slow as the slowest link that it crosses.
+        The ring visits the ranks in order, so it crosses the link of each unit once in each direction. It is
+        as slow as the outermost level that it crosses; a measured one has the latency of the whole level.
         """
         m = len(ranks)
         if m == 1:
@@ -220,7 +224,7 @@ class Cluster:
         figures = level.allreduce
         if figures is None:
             bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
-            figures = AllReduce(bandwidth, level.latency_seconds)
+            figures = AllReduce(bandwidth, 2 * (m - 1) * level.latency_seconds)
         return Ring(figures.latency_seconds, 2 * (m - 1) / m / figures.bandwidth)
 
     def allreduce_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:

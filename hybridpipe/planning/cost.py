@@ -23,7 +23,7 @@ as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,8 +75,11 @@ def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> t
 
 
 def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
-    """Speed of a rank, relative to one alone, under the load that the profile was measured with."""
-    return cluster.shared_speed(profile.load)
+    """Speed of a rank, relative to one alone, under the load that the profile was measured with.
+
+    1.0 where the cluster does not say how ranks of a machine hamper each other: then the load stays in.
+    """
+    return 1.0 if cluster.compute_speeds is None else cluster.shared_speed(profile.load)
 
 
 def _stage_cost(profile: ModelProfile, stage: StageSpec, recompute: bool, load_speed: float) -> StageCost:
@@ -113,6 +116,11 @@ def compute_share(cluster: Cluster, ranks: Sequence[int]) -> dict[int, float]:
     """The part of full speed that each rank gets while all of `ranks` compute at once."""
     on_node = Counter(map(cluster.node, ranks))
     return {rank: cluster.speed(rank) * cluster.shared_speed(on_node[cluster.node(rank)]) for rank in ranks}
+
+
+def stage_speed(cluster: Cluster, ranks: Sequence[int], share: Mapping[int, float]) -> float:
+    """Speed of a stage's slowest rank, given the part of full speed that each rank gets."""
+    return min(share[rank] for rank in ranks) * (cluster.replicated_speed if len(ranks) > 1 else 1.0)
 
 
 class CutFigures(NamedTuple):
@@ -176,7 +184,7 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     share = compute_share(cluster, plan.ranks)
     fill, slowest = 0.0, 0.0
     for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
-        speed = min(share[rank] for rank in stage.ranks)
+        speed = stage_speed(cluster, stage.ranks, share)
         moved = cost.output_bytes + cost.gradient_bytes if s + 1 < plan.num_stages else 0.0
         handling = handling_seconds(cluster, moved) if s + 1 < plan.num_stages else 0.0
         if s:

@@ -89,8 +89,9 @@ def partition(
         max_replicas: per stage; 1 asks for the best straight pipeline.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
-    search = _Search(profile, cluster, num_microbatches, schedule, usable, max_replicas, recompute)
-    search.run()
+    with np.errstate(over="ignore"):  # what takes for ever is infinite
+        search = _Search(profile, cluster, num_microbatches, schedule, usable, max_replicas, recompute)
+        search.run()
     return search.best_plans()
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost import compute_share
+from hybridpipe.planning.cost import compute_share, stage_speed
 from hybridpipe.planning.plan import ASYNCHRONOUS
 from hybridpipe.planning.schedules import ceil_div, in_flight
 
@@ -326,7 +326,7 @@ def slot_graph(
 def _stand(cluster: Cluster, ranks: Ints, share: dict[int, float]) -> tuple[int, float, float, float, float]:
     members = ranks.tolist()
     ring = cluster.ring(members)
-    return len(members), min(share[r] for r in members), *ring, min(map(cluster.memory, members))
+    return len(members), stage_speed(cluster, members, share), *ring, min(map(cluster.memory, members))
 
 
 def _counted(

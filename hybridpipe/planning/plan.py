@@ -133,6 +133,14 @@ class Plan:
         return self.schedule in ASYNCHRONOUS
 
     @property
+    def microbatch_samples(self) -> int | None:
+        """Samples of a microbatch, as the prediction has them; None without one."""
+        if self.predicted is None or not self.predicted.minibatch_seconds:
+            return None
+        samples = self.predicted.samples_per_second * self.predicted.minibatch_seconds
+        return round(samples / self.num_microbatches) or None
+
+    @property
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.stages)

@@ -1,13 +1,12 @@
 """What a model costs, layer by layer, for one microbatch on one rank at full speed.
 
-Lives here: the data and its sums over consecutive layers. Not known here: how it was measured
+Lives here: the data, and what another size of the microbatch makes of it. Not known here: how it was measured
 (`hybridpipe.stage.measure`) and where the layers will run.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
 
@@ -112,10 +111,6 @@ class ModelProfile:
     def sizes(self) -> tuple[int, ...]:
         """The sizes of the microbatch that were measured, smallest first."""
         return tuple(sorted((self.samples, *(other.samples for other in self.others))))
-
-    def prefix_sums(self, value: Callable[[LayerProfile], float]) -> list[float]:
-        """Running sums: the layers `[start, stop)` together cost `sums[stop] - sums[start]`."""
-        return list(accumulate((value(layer) for layer in self.layers), initial=0.0))
 
     def scaled_to(self, samples: int) -> "ModelProfile":
         """The profile of a microbatch of another size.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost import compute_share, estimate, measured_speed, stage_costs
+from hybridpipe.planning.cost import compute_share, estimate, measured_speed, stage_costs, stage_speed
 from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.partition import partition
 from hybridpipe.planning.placement import dealt
@@ -218,7 +218,7 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
             plan.num_microbatches * (cost.forward_seconds + cost.backward_seconds)
             + stage.replicas * cost.update_seconds
         )
-        / min(share[rank] for rank in stage.ranks)
+        / stage_speed(cluster, stage.ranks, share)
         for stage, cost in zip(
             plan.stages, stage_costs(profile, plan, measured_speed(profile, cluster)), strict=True
         )

@@ -9,6 +9,7 @@ that it keeps up once it is full.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost import StageCost, estimate, measured_speed, stage_costs
@@ -58,9 +59,11 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
     pipeline so deep that it takes more instructions to fill is taken at the pace of `cost.estimate`.
 
     Raises:
-        ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks.
+        ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or so
+            many microbatches or replicas that simulating them would take minutes.
     """
     plan.check_world(cluster.num_ranks)
+    _check_size(plan)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     if plan.is_asynchronous:
         timeline, seconds, bubble_fraction = _steady(plan, costs, profile, cluster)
@@ -73,6 +76,19 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
         bubble_fraction=bubble_fraction,
         peak_memory_bytes=peak_memory_bytes(profile, plan),
     )
+
+
+def _check_size(plan: Plan) -> None:
+    """Raises ValueError for what no simulation would come to an end with."""
+    routes = max((math.lcm(*pair) for pair in pairwise(plan.replicas)), default=1)
+    num_instructions = sum(_representative(plan)) * _instructions_per_microbatch(plan)
+    if not plan.is_asynchronous and num_instructions > 50 * MAX_INSTRUCTIONS:
+        told = f"its num_microbatches make {num_instructions} instructions"
+    elif routes > MAX_INSTRUCTIONS:
+        told = f"replicas of neighbouring stages make {routes} routes"
+    else:
+        return
+    raise ValueError(f"plan is too large to simulate: {told}")
 
 
 def _flushed(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Timeline, float, float]:

@@ -50,6 +50,8 @@ class _Rank:
         self.number, self.stage, self.program, self.cost = number, stage, program, cost
         self.replicas = replicas
         self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
+        if len(replicas.numbers) > 1:
+            self.speed *= machines.cluster.replicated_speed
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
         self.events: list[Event] = []

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import MAX_REPLICAS, Plan
 
 FIGURES = ("plan", "ranks used", "microbatches", "minibatch", "samples/s", "bubble", "most memory")
 T = TypeVar("T")
@@ -103,8 +103,18 @@ def with_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
 
     New ranks are like those that were measured, in turn. The figures of the links stay, also those of an
     all-reduce over more ranks.
+
+    Raises:
+        ValueError: the cluster is one machine whose ranks share its processors: no network is known.
     """
     positive_int("ranks", num_ranks)
+    if num_ranks > MAX_REPLICAS:
+        raise ValueError(f"ranks must be an integer <= {MAX_REPLICAS}, got {num_ranks}")
+    if num_ranks > cluster.num_ranks <= (cluster.node_ranks or 0):
+        raise ValueError(
+            f"ranks must be at most {cluster.num_ranks}, got {num_ranks}: the cluster is one machine, and a "
+            "second needs a network; write a level for it into the cluster file"
+        )
     unit = cluster.levels[-2].ranks if len(cluster.levels) > 1 else 1
     count = math.ceil(num_ranks / unit) * unit
     memory, speed = cluster.memory_bytes, cluster.relative_speed

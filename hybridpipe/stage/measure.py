@@ -219,7 +219,7 @@ def _measure_updates(
             seconds[i] = _now(device) - began
         return seconds
 
-    updates = _typical(steps, agree)
+    updates = _typical(steps, agree) if optimizers else {}
     state_bytes = _bytes(
         value
         for over_layer in optimizers.values()

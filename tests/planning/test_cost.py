@@ -104,10 +104,13 @@ def test_a_shared_link_carries_what_all_its_ranks_send():
 
 
 def test_estimate_by_hand():
-    """2-1, five microbatches, 10 bytes/s and 0.5 s of latency: sums 3 + 6 and 2 (2 + 0.5), then a maximum."""
+    """2-1, five microbatches, 10 bytes/s and 0.5 s of latency: sums 3 + 6 and 2 (2 + 0.5), then a maximum.
+
+    The ring over two ranks has two steps.
+    """
     profile = model(layer(1, 2, parameters=100, output=20, update=0.25), layer(2, 4))
     cluster = Cluster.flat(3, 10.0, 0.5)
-    stage_0 = 2 * 3 + (100 / 10 + 0.5 - 2) + 0.25
+    stage_0 = 2 * 3 + (100 / 10 + 2 * 0.5 - 2) + 0.25
     stage_1 = 4 * 6
     assert max(stage_0, stage_1) == stage_1
     assert estimate(plan([2, 1], 5), profile, cluster) == approx(3 + 6 + 5 + stage_1)
@@ -117,6 +120,20 @@ def test_estimate_by_hand():
     assert estimate(plan([2, 1], 5), heavy, half_hidden) == approx(3 + 6 + 5 + stage_0 + 90 + 0.5 * 2)
     slow = Cluster.flat(3, 1.0, 0.5)
     assert estimate(plan([2, 1], 5), model(layer(output=20), layer()), slow) == approx(3 + 3 + 41 + 4 * 20)
+
+
+def test_a_load_is_taken_out_where_the_cluster_says_how_ranks_hamper_each_other():
+    profile, alone = model(layer(1, 2)), plan([1], 1)
+    loaded = replace(profile, load=4)
+    contended = replace(Cluster.flat(4, 1.0, 0.0), node_ranks=4, compute_speeds=(1.0, 1.0, 0.6, 0.5))
+    assert estimate(alone, loaded, contended) == approx(1.5)
+    assert estimate(alone, loaded, Cluster.flat(4, 1.0, 0.0)) == approx(3)  # nothing is known of it
+
+
+def test_horovods_thread_slows_the_replicas_down():
+    cluster = replace(free(2), replicated_speed=0.5)
+    assert estimate(plan([2], 2), model(layer(1, 2)), cluster) == approx(6)
+    assert estimate(plan([1], 2), model(layer(1, 2)), cluster) == approx(6)
 
 
 def test_less_may_come_back_than_goes_forward():
@@ -137,7 +154,7 @@ def test_messages_take_their_ranks_time():
 def test_an_asynchronous_pipeline_is_as_fast_as_its_slowest_part():
     profile = model(layer(1, 2, parameters=100, output=20, update=0.25), layer(2, 4, update=1))
     fast, slow = Cluster.flat(3, 10.0, 0.5), Cluster.flat(3, 1.0, 0.0)
-    stage_0 = (3 + (10.5 - 2) + 0.25) / 2
+    stage_0 = (3 + (10 + 2 * 0.5 - 2) + 0.25) / 2
     assert estimate(plan([2, 1], 1, "pipedream"), profile, fast) == approx(max(stage_0, 6 + 1))
     assert estimate(plan([2, 1], 1, "pipedream"), profile, slow) == approx((3 + 98 + 0.25) / 2)
     assert estimate(plan([1, 1], 1, "pipedream"), profile, slow) == approx(20)

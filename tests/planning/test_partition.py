@@ -31,7 +31,7 @@ class Reference:
     def __init__(self, profile, cluster, num_microbatches, schedule, recompute):
         self.profile, self.cluster = profile, cluster
         self.M, self.schedule, self.recompute = num_microbatches, schedule, recompute
-        self.load = self.machine_speed(profile.load)
+        self.load = self.machine_speed(profile.load) if cluster.compute_speeds else 1.0
 
     def machine_speed(self, active):
         speeds = self.cluster.compute_speeds
@@ -47,6 +47,7 @@ class Reference:
         relative = self.cluster.relative_speed or [1.0] * self.cluster.num_ranks
         return [
             min(relative[r] * self.machine_speed(active[r // (self.cluster.node_ranks or 1)]) for r in ranks)
+            * (self.cluster.replicated_speed if len(ranks) > 1 else 1)
             for ranks in placement
         ]
 
@@ -56,7 +57,8 @@ class Reference:
         if m == 1:
             return 0.0, 0.0
         level = self.cluster.levels[max(self.crossed(a, b) for a in ranks for b in ranks)]
-        bandwidth, latency = min(level.bandwidth, level.shared_bandwidth or math.inf), level.latency_seconds
+        bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
+        latency = 2 * (m - 1) * level.latency_seconds
         if level.allreduce:
             bandwidth, latency = level.allreduce.bandwidth, level.allreduce.latency_seconds
         return latency, 2 * (m - 1) / m / bandwidth
@@ -222,6 +224,7 @@ def random_instance(seed):
         ),
         message_seconds=draw.choice([0.0, 0.1 * figure()]),
         message_seconds_per_byte=draw.choice([0.0, 1e-7 * figure()]),
+        replicated_speed=draw.choice([1.0, 0.8]),
         overlap=draw.choice([1.0, 0.5, 0.0]),
     )
     schedule = draw.choice(["1f1b", "1f1b", "gpipe", "pipedream"])

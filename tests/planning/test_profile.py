@@ -41,12 +41,6 @@ def test_a_mistake_is_named(make, message):
         make()
 
 
-def test_prefix_sums_give_the_cost_of_consecutive_layers():
-    sums = model(layer(1), layer(10), layer(100)).prefix_sums(lambda one: one.forward_seconds)
-    assert sums == [0, 1, 11, 111]
-    assert sums[3] - sums[1] == 110
-
-
 def test_a_larger_microbatch_scales_compute_and_activations_but_not_weights():
     profile = model(layer(1, 2, parameters=40, output=6, activation=3, update=5), samples=4)
     scaled = profile.scaled_to(10)

@@ -21,6 +21,6 @@ assert 1e5 < level.allreduce.bandwidth <= level.bandwidth * 1.001, "no ring is f
 assert 0 <= level.allreduce.latency_seconds < 5 and level.allreduce.fit_error >= 0
 assert len(cluster.compute_speeds) == world.size and cluster.compute_speeds[0] == 1
 assert all(0.01 < speed <= 1 for speed in cluster.compute_speeds)
-assert cluster.relative_speed is None and cluster.memory_bytes is None
+assert cluster.relative_speed is None and cluster.memory_bytes > 0
 assert 0 < cluster.message_seconds < 0.1 and 0 <= cluster.message_seconds_per_byte < 1e-6
 assert 0 <= cluster.overlap <= 1
