@@ -1,6 +1,6 @@
 """Published: our plan beside the one that PipeDream published, both costed by the same simulator.
 
-    python benchmarks/published.py                     the table in docs/published.md
+    python benchmarks/published.py                     the table in docs/planner.md
 
 Reads the layer graphs that PipeDream published, from ../shared/profiles or $PROFILES; they are not part of
 this repository. The schedule is the paper's: an asynchronous pipeline in which a minibatch travels whole,

@@ -302,7 +302,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_sizes,
         default=(),
         metavar="SAMPLES,...",
-        help="the sizes to measure, first the one that `plan` takes by default; default: the config's",
+        help="the sizes to measure, for `plan` to choose among; default: the config's",
     )
     profile.add_argument("--out", type=Path, default=Path("profile.json"))
 

@@ -82,7 +82,7 @@ def _check_size(plan: Plan) -> None:
     """Raises ValueError for what no simulation would come to an end with."""
     routes = max((math.lcm(*pair) for pair in pairwise(plan.replicas)), default=1)
     num_instructions = sum(_representative(plan)) * _instructions_per_microbatch(plan)
-    if not plan.is_asynchronous and num_instructions > 50 * MAX_INSTRUCTIONS:
+    if not plan.is_asynchronous and num_instructions > 10 * MAX_INSTRUCTIONS:
         told = f"its num_microbatches make {num_instructions} instructions"
     elif routes > MAX_INSTRUCTIONS:
         told = f"replicas of neighbouring stages make {routes} routes"

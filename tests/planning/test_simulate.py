@@ -283,6 +283,18 @@ def test_a_rank_that_waited_waits_on_while_all_processors_are_busy(speed_of_two,
     assert first.start_seconds == approx(start)
 
 
+@pytest.mark.parametrize(
+    "replicas, num_microbatches, told",
+    [
+        ([577, 521], 2**40, "num_microbatches make"),
+        ([2**20, 2**20 - 1], 4, "replicas of neighbouring stages make"),
+    ],
+)
+def test_what_would_never_end_is_refused(replicas, num_microbatches, told):
+    with pytest.raises(ValueError, match=f"too large to simulate: .*{told}"):
+        predict(plan(replicas, num_microbatches), model(*[layer()] * 2), free(2**21))
+
+
 def test_a_slow_rank_takes_longer():
     cluster = Cluster((Level("network", 2, 1e300, 0.0),), relative_speed=(1.0, 0.5))
     timeline, _ = predict(plan([2], 2), model(layer(1, 2)), cluster)

@@ -1,4 +1,4 @@
-"""The model fails while rank 0 measures it, and the script catches what it can."""
+"""The model fails while all ranks measure it, and the script catches what it can."""
 
 from functools import partial
 
