@@ -25,6 +25,8 @@ __all__ = ["MAX_INSTRUCTIONS", "Deadlock", "predict", "simulate"]
 
 # Beyond so many a plan's minibatch is not simulated whole where that can be avoided: a few seconds.
 MAX_INSTRUCTIONS = 400_000
+# Beyond these it is not simulated at all: a minute, and some hundred megabytes.
+MOST_INSTRUCTIONS, MOST_ROUTES = 4_000_000, 4_000_000
 
 
 def simulate(
@@ -82,9 +84,9 @@ def _check_size(plan: Plan) -> None:
     """Raises ValueError for what no simulation would come to an end with."""
     routes = max((math.lcm(*pair) for pair in pairwise(plan.replicas)), default=1)
     num_instructions = sum(_representative(plan)) * _instructions_per_microbatch(plan)
-    if not plan.is_asynchronous and num_instructions > 10 * MAX_INSTRUCTIONS:
+    if not plan.is_asynchronous and num_instructions > MOST_INSTRUCTIONS:
         told = f"its num_microbatches make {num_instructions} instructions"
-    elif routes > MAX_INSTRUCTIONS:
+    elif routes > MOST_ROUTES:
         told = f"replicas of neighbouring stages make {routes} routes"
     else:
         return
