@@ -129,8 +129,7 @@ def _milliseconds(plan: Plan) -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print(tabulate([row.cells() for row in rows()], headers="keys", tablefmt="github"))
 
 

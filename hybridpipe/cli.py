@@ -311,8 +311,10 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument(
         "--flat", type=_positive, metavar="RANKS", help="measure nothing: equal ranks behind one switch"
     )
-    probe.add_argument("--bandwidth", type=float, default=1.25e9, help="bytes per second, with --flat")
-    probe.add_argument("--latency", type=float, default=5e-5, help="seconds, with --flat")
+    probe.add_argument(
+        "--bandwidth", type=_bandwidth, default=1.25e9, help="with --flat: bytes per second, or 10Gbit"
+    )
+    probe.add_argument("--latency", type=_seconds, default=5e-5, help="with --flat: seconds, or 50us")
 
     plan = command("plan", _plan, "choose stages and replicas from a profile and a cluster")
     plan.add_argument("--profile", type=Path, required=True)

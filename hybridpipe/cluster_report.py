@@ -3,6 +3,7 @@
 from tabulate import tabulate
 
 from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.report import duration, size
 
 
 def describe(cluster: Cluster, num_cores: int | None = None) -> str:
@@ -40,11 +41,11 @@ def _row(level: Level) -> dict[str, str]:
         "level": level.name,
         "ranks": str(level.ranks),
         "bandwidth": _bandwidth(level.bandwidth),
-        "latency": _microseconds(level.latency_seconds),
+        "latency": duration(level.latency_seconds),
         "fit": _error(level.fit_error),
         "a host's ranks together": _bandwidth(level.shared_bandwidth) if level.shared_bandwidth else "-",
         "all-reduce": _bandwidth(reduced.bandwidth) if reduced else "-",
-        "its latency": _microseconds(reduced.latency_seconds) if reduced else "-",
+        "its latency": duration(reduced.latency_seconds) if reduced else "-",
         "its fit": _error(reduced.fit_error) if reduced else "-",
     }
 
@@ -54,13 +55,7 @@ def _shown(ranks: int) -> list[int]:
 
 
 def _bandwidth(bytes_per_second: float) -> str:
-    if bytes_per_second >= 1e9:
-        return f"{bytes_per_second / 1e9:.2f} GB/s"
-    return f"{bytes_per_second / 1e6:.1f} MB/s"
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us"
+    return f"{size(bytes_per_second)}/s"
 
 
 def _error(relative: float | None) -> str:

@@ -23,8 +23,8 @@ from hybridpipe.planning.placement import dealt
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import ceil_div
-from hybridpipe.planning.search import Candidate, fits, is_simulated, judged, short_name
-from hybridpipe.planning.simulate import predict
+from hybridpipe.planning.search import Candidate, fits, judged, short_name
+from hybridpipe.planning.simulate import is_simulated, predict
 from hybridpipe.planning.timeline import Parts
 
 NUM_CANDIDATES = 6

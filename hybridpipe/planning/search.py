@@ -17,8 +17,8 @@ from hybridpipe.planning.partition import partition
 from hybridpipe.planning.placement import dealt
 from hybridpipe.planning.plan import ASYNCHRONOUS, Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
-from hybridpipe.planning.simulate import MAX_INSTRUCTIONS, predict
+from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.simulate import is_simulated, predict
 from hybridpipe.planning.whatif import with_ranks
 
 # Beyond these an answer would take minutes; far beyond, the input is a slip of the pen.
@@ -199,15 +199,6 @@ def judged(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     rate = profile.samples * plan.num_microbatches / seconds if seconds else 0.0
     bubble = 1 - _busy_seconds(plan, profile, cluster) / (seconds * plan.num_ranks) if seconds else 0.0
     return replace(plan, predicted=Prediction(seconds, rate, bubble, peak_memory_bytes(profile, plan)))
-
-
-def is_simulated(plan: Plan) -> bool:
-    """Whether seconds suffice to simulate a minibatch, or a part that fills the pipeline a few times."""
-    depth = in_flight_per_stage(replace(plan, schedule="1f1b"), plan.num_microbatches)[0] * plan.replicas[0]
-    round_length = math.lcm(*plan.replicas)
-    enough = 6 * ceil_div(depth, round_length) * round_length
-    per_microbatch = 6 * plan.num_stages - 4  # forward and backward, and at each cut two sends and receives
-    return min(plan.num_microbatches, enough) * per_microbatch <= MAX_INSTRUCTIONS
 
 
 def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:

@@ -21,7 +21,7 @@ from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage, program
 from hybridpipe.planning.simulation import Deadlock, Simulation
 from hybridpipe.planning.timeline import Timeline
 
-__all__ = ["MAX_INSTRUCTIONS", "Deadlock", "predict", "simulate"]
+__all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"]
 
 # Beyond so many a plan's minibatch is not simulated whole where that can be avoided: a few seconds.
 MAX_INSTRUCTIONS = 400_000
@@ -80,6 +80,12 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
     )
 
 
+def is_simulated(plan: Plan) -> bool:
+    """Whether `predict` simulates what its figures are of, in a few seconds."""
+    count = sum(_window(plan)) if plan.is_asynchronous else _representative(plan)[-1]
+    return count * _instructions_per_microbatch(plan) <= MAX_INSTRUCTIONS
+
+
 def _check_size(plan: Plan) -> None:
     """Raises ValueError for what no simulation would come to an end with."""
     routes = max((math.lcm(*pair) for pair in pairwise(plan.replicas)), default=1)
@@ -127,20 +133,10 @@ def _representative(plan: Plan) -> tuple[int, ...]:
 def _steady(
     plan: Plan, costs: Sequence[StageCost], profile: ModelProfile, cluster: Cluster
 ) -> tuple[Timeline, float, float]:
-    """An asynchronous pipeline: timeline, seconds a minibatch and bubble while it is full.
-
-    It is full some time after the first minibatch has come back; then the time between two minibatches a
-    whole number of rounds of every stage apart is measured. Where that is too many, so many are taken that
-    the part of a round that is missing counts little (within 2 % under 9-8-7).
-    """
-    depth, round_length = _depth(plan), math.lcm(*plan.replicas)
-    first = 2 * depth
-    window = max(depth, 32)
-    if round_length > 8 * window:
-        window, round_length = 8 * window, plan.replicas[0]
-    window = ceil_div(window, round_length) * round_length
-    count = first + window + depth
-    if count * _instructions_per_microbatch(plan) > MAX_INSTRUCTIONS:
+    """An asynchronous pipeline: timeline, seconds a minibatch and bubble while it is full."""
+    first, window, last = _window(plan)
+    count = first + window + last
+    if not is_simulated(plan):
         count = max(1, MAX_INSTRUCTIONS // _instructions_per_microbatch(plan))
         timeline = simulate(programs(plan, count), plan, costs, cluster)
         seconds = estimate(plan, profile, cluster)
@@ -150,6 +146,20 @@ def _steady(
     begin, end = (_returned(timeline, plan, b) for b in (first, first + window))
     busy = sum(timeline.busy_seconds(rank, begin, end) for rank in timeline.events)
     return timeline, (end - begin) / window, _idle_share(busy, end - begin, plan.num_ranks)
+
+
+def _window(plan: Plan) -> tuple[int, int, int]:
+    """How many minibatches fill an asynchronous pipeline, are measured, and keep it full behind them.
+
+    It is full some time after the first minibatch has come back; then the time between two minibatches a
+    whole number of rounds of every stage apart is measured. Where that is too many, so many are taken that
+    the part of a round that is missing counts little (within 2 % under 9-8-7).
+    """
+    depth, round_length = _depth(plan), math.lcm(*plan.replicas)
+    window = max(depth, 32)
+    if round_length > 8 * window:
+        window, round_length = 8 * window, plan.replicas[0]
+    return 2 * depth, ceil_div(window, round_length) * round_length, depth
 
 
 def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:

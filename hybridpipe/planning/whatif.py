@@ -26,7 +26,7 @@ def parse_bandwidth(text: str) -> float:
     Raises:
         ValueError: it is none of these.
     """
-    match = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?(?:([kMGT]?)(bit|B)(?:/s)?)?", text)
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) ?(?:([kMGT]?)(bit|B)(?:/s)?)?", text)
     value = float(match[1]) * PREFIXES[match[2] or ""] / (8 if match[3] == "bit" else 1) if match else 0.0
     if not 0 < value < math.inf:
         raise ValueError(f"must be such as 100Gbit, 12.5GB or 1.25e10 bytes per second, got {text!r}")
@@ -39,7 +39,7 @@ def parse_seconds(text: str) -> float:
     Raises:
         ValueError: it is none of these.
     """
-    match = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?(s|ms|us|µs|ns|)", text)
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) ?(s|ms|us|µs|ns|)", text)
     value = float(match[1]) * SECONDS[match[2]] if match else math.inf
     if math.isinf(value):
         raise ValueError(f"must be such as 5us, 0.1ms or 5e-6 seconds, got {text!r}")
