@@ -10,13 +10,11 @@ from tabulate import tabulate
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost import (
     StageCost,
-    compute_share,
+    StageTerms,
     cut_figures,
-    exposed_seconds,
-    handling_seconds,
     measured_speed,
     stage_costs,
-    stage_speed,
+    stage_terms,
 )
 from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.placement import dealt
@@ -56,39 +54,29 @@ class StageFigures:
 def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[StageFigures, ...]:
     """One for each stage of the plan."""
     none = StageCost(0.0, 0.0)
-    *costs, last = stage_costs(profile, plan, measured_speed(profile, cluster))
-    costs = [none, *costs, replace(last, output_bytes=0.0, gradient_bytes=0.0)]
-    share = compute_share(cluster, plan.ranks)
+    costs = stage_costs(profile, plan, measured_speed(profile, cluster))
+    over_cuts = [none, *costs[:-1], none]
     return tuple(
-        _figures(plan, s, costs[s], costs[s + 1], stage_speed(cluster, stage.ranks, share), cluster)
-        for s, stage in enumerate(plan.stages)
+        _figures(plan, s, terms, over_cuts[s], over_cuts[s + 1], cluster)
+        for s, terms in enumerate(stage_terms(plan, costs, cluster))
     )
 
 
 def _figures(
-    plan: Plan, s: int, before: StageCost, cost: StageCost, speed: float, cluster: Cluster
+    plan: Plan, s: int, terms: StageTerms, before: StageCost, behind: StageCost, cluster: Cluster
 ) -> StageFigures:
-    stage = plan.stages[s]
-    cuts_bytes = [
-        each.output_bytes + each.gradient_bytes
-        for each, exists in ((before, s > 0), (cost, s + 1 < plan.num_stages))
-        if exists
-    ]
-    handling = sum(handling_seconds(cluster, num_bytes) for num_bytes in cuts_bytes)
-    work = (cost.forward_seconds + cost.backward_seconds + handling) / speed
-    weights = sum(bucket.num_bytes for bucket in cost.buckets)
-    allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
+    replicas = plan.stages[s].replicas
     # Under an asynchronous schedule the replicas take turns: a minibatch is one of theirs, and one has it.
-    takes_turns = stage.replicas if plan.is_asynchronous else 1
-    rounds = ceil_div(plan.num_microbatches, stage.replicas)
+    takes_turns = replicas if plan.is_asynchronous else 1
+    work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds
     return StageFigures(
-        work_seconds=work,
-        sent_bytes=cost.output_bytes + before.gradient_bytes,
-        received_bytes=before.output_bytes + cost.gradient_bytes,
-        allreduce_seconds=allreduce,
-        compute_seconds=(rounds * work + cost.update_seconds / speed) / takes_turns,
-        exposed_seconds=exposed_seconds(cluster, allreduce, cost.backward_seconds / speed) / takes_turns,
-        link_seconds=_link_seconds(plan, s, max(cost.output_bytes, cost.gradient_bytes), cluster),
+        work_seconds=terms.work_seconds,
+        sent_bytes=behind.output_bytes + before.gradient_bytes,
+        received_bytes=before.output_bytes + behind.gradient_bytes,
+        allreduce_seconds=terms.allreduce_seconds,
+        compute_seconds=(work + terms.update_seconds) / takes_turns,
+        exposed_seconds=terms.exposed_seconds / takes_turns,
+        link_seconds=_link_seconds(plan, s, max(behind.output_bytes, behind.gradient_bytes), cluster),
     )
 
 

@@ -25,6 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -174,6 +175,44 @@ def cut_figures(
     return CutFigures(latency, per_byte, max(busy, in_a_row * per_byte))
 
 
+class StageTerms(NamedTuple):
+    """What a stage takes at the speed of its slowest rank, all ranks of the plan computing.
+
+    Args:
+        work_seconds: a microbatch's forward, backward and handling of messages.
+        allreduce_seconds: one all-reduce, alone; of it `exposed_seconds` are not hidden by the backward.
+        update_seconds: the optimizer's step.
+    """
+
+    work_seconds: float
+    allreduce_seconds: float
+    exposed_seconds: float
+    update_seconds: float
+
+
+def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageTerms, ...]:
+    """One for each stage, given `stage_costs`."""
+    share = compute_share(cluster, plan.ranks)
+    over_cuts = [handling_seconds(cluster, cost.output_bytes + cost.gradient_bytes) for cost in costs[:-1]]
+    terms = []
+    for stage, cost, before, behind in zip(
+        plan.stages, costs, [0.0, *over_cuts], [*over_cuts, 0.0], strict=True
+    ):
+        speed = stage_speed(cluster, stage.ranks, share)
+        backward = cost.backward_seconds / speed
+        weights = sum(bucket.num_bytes for bucket in cost.buckets)
+        allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
+        terms.append(
+            StageTerms(
+                work_seconds=(cost.forward_seconds + cost.backward_seconds + before + behind) / speed,
+                allreduce_seconds=allreduce,
+                exposed_seconds=allreduce - cluster.overlap * min(allreduce, backward),
+                update_seconds=cost.update_seconds / speed,
+            )
+        )
+    return tuple(terms)
+
+
 def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     """Seconds of a minibatch by the closed formula above; what `partition` minimises.
 
@@ -181,38 +220,23 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     the speed they have while all of them are active.
     """
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
-    share = compute_share(cluster, plan.ranks)
     fill, slowest = 0.0, 0.0
-    for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
-        speed = stage_speed(cluster, stage.ranks, share)
-        moved = cost.output_bytes + cost.gradient_bytes if s + 1 < plan.num_stages else 0.0
-        handling = handling_seconds(cluster, moved) if s + 1 < plan.num_stages else 0.0
-        if s:
-            handling += handling_seconds(cluster, costs[s - 1].output_bytes + costs[s - 1].gradient_bytes)
-        work = (cost.forward_seconds + cost.backward_seconds + handling) / speed
-        weights = sum(bucket.num_bytes for bucket in cost.buckets)
-        allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
-        after = exposed_seconds(cluster, allreduce, cost.backward_seconds / speed)
-        after += cost.update_seconds / speed
+    for stage, terms in zip(plan.stages, stage_terms(plan, costs, cluster), strict=True):
+        work, after = terms.work_seconds, terms.exposed_seconds + terms.update_seconds
         if plan.is_asynchronous:
             slowest = max(slowest, (work + after) / stage.replicas)
         else:
             fill += work
             slowest = max(slowest, (ceil_div(plan.num_microbatches, stage.replicas) - 1) * work + after)
-        if s + 1 < plan.num_stages:
-            behind = plan.stages[s + 1].ranks
-            cut = cut_figures(cluster, stage.ranks, behind, plan.num_microbatches, plan.is_asynchronous)
-            slowest = max(slowest, cut.busy_seconds_per_byte * max(cost.output_bytes, cost.gradient_bytes))
-            if not plan.is_asynchronous:
-                fill += 2 * cut.latency_seconds + cut.seconds_per_byte * moved
+    for cost, (stage, behind) in zip(costs, pairwise(plan.stages), strict=False):
+        cut = cut_figures(cluster, stage.ranks, behind.ranks, plan.num_microbatches, plan.is_asynchronous)
+        slowest = max(slowest, cut.busy_seconds_per_byte * max(cost.output_bytes, cost.gradient_bytes))
+        if not plan.is_asynchronous:
+            moved = cost.output_bytes + cost.gradient_bytes
+            fill += 2 * cut.latency_seconds + cut.seconds_per_byte * moved
     return fill + slowest
 
 
 def handling_seconds(cluster: Cluster, num_bytes: float) -> float:
     """Processor time, at one side of a cut, of a microbatch's message there and the one back."""
     return 2 * cluster.message_seconds + num_bytes * cluster.message_seconds_per_byte
-
-
-def exposed_seconds(cluster: Cluster, allreduce_seconds: float, backward_seconds: float) -> float:
-    """What an all-reduce adds to the backward it starts in."""
-    return allreduce_seconds - cluster.overlap * min(allreduce_seconds, backward_seconds)

@@ -99,15 +99,6 @@ def _alternate(
         yield from after_each
 
 
-def compute_program(plan: Plan, place: Place, num_microbatches: int) -> Iterator[Instruction]:
-    """What the rank at `place` computes for a minibatch of `num_microbatches`, without communication.
-
-    Under an asynchronous schedule: for `num_microbatches` minibatches that travel whole, one after the other.
-    """
-    stash = in_flight_per_stage(plan, num_microbatches)[place.stage]
-    return _computing(plan, place, num_microbatches, stash)
-
-
 def _computing(plan: Plan, place: Place, count: int, in_flight: int) -> Iterator[Instruction]:
     mine, replicas = plan.microbatches_of(place, count), plan.replicas[place.stage]
     match plan.schedule:

@@ -96,7 +96,7 @@ plan --profile p.json --cluster c.json --ranks 0
 simulate --plan six.json --profile p.json --cluster c.json
     plan needs 6 = 6 ranks, got 4
 probe --flat 4 --bandwidth -1
-    bandwidth must be a finite number > 0, got -1
+    --bandwidth: must be such as 100Gbit, 12.5GB or 1.25e10 bytes per second, got '-1'
 compare small.toml --ranks 2 --baselines nccl
     baseline_nccl.py must be there
 compare small.toml
