@@ -1,18 +1,22 @@
-"""Schedules: the order in which one replica of a stage visits its microbatches.
+"""Schedules: the order in which one rank visits its microbatches, and the weights that each of them sees.
 
 Pure: stages, replicas and microbatches are integers here; tensors and ranks are not known.
-Every schedule runs Forward(m) before Backward(m), once each, for each microbatch of the replica. A
-synchronous one ends in a flush: all-reduce, step; an asynchronous one updates after each backward. Sources:
-GPipe (Huang et al. 2019, section 2.3); 1F1B and its round robin over replicas (PipeDream, SOSP 2019,
-sections 3.2 and 3.3); 1F1B with a flush (PipeDream-2BW, ICML 2021, section 2.1).
+Every schedule runs each microbatch's forward before its backward, once each. A synchronous one ends in a
+flush: all-reduce, step; an asynchronous one updates as it goes. Sources: GPipe (Huang et al. 2019, section
+2.3); 1F1B and its round robin over replicas (PipeDream, SOSP 2019, sections 3.2 and 3.3); 1F1B with a flush,
+and double-buffered weights (PipeDream-2BW, ICML 2021, sections 2.1 and 3.1); interleaved 1F1B (Narayanan et
+al., SC 2021, section 2.2.2); ZB-H1 (Qi et al., ICLR 2024, section 2.2).
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from hybridpipe.planning.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     Program,
@@ -20,6 +24,9 @@ from hybridpipe.planning.instructions import (
     add_communication,
 )
 from hybridpipe.planning.plan import ASYNCHRONOUS, Place, Plan
+
+UPDATE: Program = (AllReduce(), Step())
+UNLIMITED = 2**62
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -47,11 +54,18 @@ def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> i
 
 
 def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
-    """`in_flight` of each stage's replica 0, which has the most microbatches."""
+    """`in_flight` of each stage's replica 0, which has the most microbatches, within the plan's limit.
+
+    Where ranks hold several stages: of each of them, what `interleaved_1f1b` lets it hold.
+    """
+    if plan.schedule == "interleaved-1f1b":
+        return _interleaved_in_flight(plan, num_microbatches)
+    limit = plan.max_in_flight or UNLIMITED
     counts: list[int] = []
     behind = 0
     for replicas in reversed(plan.replicas):
-        counts.append(in_flight(plan.schedule, ceil_div(num_microbatches, replicas), replicas, behind))
+        held = in_flight(plan.schedule, ceil_div(num_microbatches, replicas), replicas, behind)
+        counts.append(min(held, limit))
         behind = replicas * counts[-1]
     return tuple(reversed(counts))
 
@@ -64,13 +78,85 @@ def gpipe(microbatches: Sequence[int]) -> Iterator[Instruction]:
     """
     yield from map(Forward, microbatches)
     yield from map(Backward, microbatches)
-    yield from (AllReduce(), Step())
+    yield from UPDATE
 
 
 def one_f_one_b(microbatches: Sequence[int], in_flight: int) -> Iterator[Instruction]:
     """Warm-up of `in_flight - 1` forwards, then one forward, one backward, then backwards, then the flush."""
     yield from _alternate(microbatches, in_flight)
-    yield from (AllReduce(), Step())
+    yield from UPDATE
+
+
+def zero_bubble(microbatches: Sequence[int], in_flight: int, lag: int) -> Iterator[Instruction]:
+    """ZB-H1: 1F1B whose backwards are halved; the weights' half fills what would be the bubble.
+
+    Args:
+        lag: by how many microbatches the weights' half follows the inputs': as many more as the first stage
+            holds in flight, so that no rank stashes more than that one.
+    """
+    late: deque[int] = deque()
+    for instruction in _alternate(microbatches, in_flight):
+        if not isinstance(instruction, Backward):
+            yield instruction
+            continue
+        yield BackwardInput(instruction.microbatch)
+        late.append(instruction.microbatch)
+        if len(late) > lag:
+            yield BackwardWeight(late.popleft())
+    yield from map(BackwardWeight, late)
+    yield from UPDATE
+
+
+def interleaved_1f1b(
+    microbatches: Sequence[int], group: int, num_groups: int, chunks: int
+) -> Iterator[Instruction]:
+    """1F1B over `chunks` stages on each rank, microbatches taking turns in groups of `num_groups`.
+
+    The paper wants a multiple of `num_groups` microbatches; what is left over goes through the stages at
+    last, all forwards first. It is so little that it stashes no more than the rest.
+
+    Args:
+        group: this rank's, 0 for the one that holds the first stage.
+    """
+    whole = len(microbatches) // num_groups * num_groups
+    for part in (microbatches[:whole], microbatches[whole:]):
+        forwards = list(_turns(part, num_groups, range(chunks)))
+        backwards = list(_turns(part, num_groups, range(chunks)[::-1]))
+        warm_up = 2 * (num_groups - group - 1) + (chunks - 1) * num_groups
+        if len(part) < num_groups:
+            warm_up = len(forwards)
+        yield from (Forward(*each) for each in forwards[:warm_up])
+        for ahead, back in zip_longest(forwards[warm_up:], backwards):
+            if ahead is not None:
+                yield Forward(*ahead)
+            yield Backward(*back)
+    yield from UPDATE
+
+
+def _turns(microbatches: Sequence[int], size: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(microbatch, chunk): `size` microbatches through one chunk, then the same ones through the next."""
+    for start in range(0, len(microbatches), size):
+        for chunk in chunks:
+            for m in microbatches[start : start + size]:
+                yield m, chunk
+
+
+def _interleaved_in_flight(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
+    """The most microbatches whose forward, but not backward, each stage has run."""
+    counts = []
+    for s, replicas in enumerate(plan.replicas):
+        group, chunk = s % plan.num_groups, s // plan.num_groups
+        mine = range(0, num_microbatches, replicas)
+        held = most = 0
+        for instruction in interleaved_1f1b(mine, group, plan.num_groups, plan.chunks):
+            match instruction:
+                case Forward(chunk=at) if at == chunk:
+                    held += 1
+                    most = max(most, held)
+                case Backward(chunk=at) if at == chunk:
+                    held -= 1
+        counts.append(most)
+    return tuple(counts)
 
 
 def pipedream(
@@ -81,10 +167,30 @@ def pipedream(
     In a round each replica handles one minibatch; one that has none in the last round still joins the
     all-reduce.
     """
-    update: Program = (AllReduce(), Step()) if replicas > 1 else (Step(),)
+    update: Program = UPDATE if replicas > 1 else UPDATE[1:]
     yield from _alternate(minibatches, in_flight, update)
     for _ in range(len(minibatches), num_rounds):
         yield from update
+
+
+def two_buffered(
+    microbatches: Sequence[int], in_flight: int, per_minibatch: int, num_minibatches: int
+) -> Iterator[Instruction]:
+    """1F1B without a flush: an update after each minibatch, first seen by the next but one.
+
+    A minibatch's forwards wait for that update, so two versions of the weights are enough.
+    """
+    ahead, held = deque(microbatches), deque[int]()
+    updates = 0
+    while updates < num_minibatches:
+        if ahead and len(held) < in_flight and ahead[0] // per_minibatch <= updates + 1:
+            held.append(ahead.popleft())
+            yield Forward(held[-1])
+        elif held and held[0] // per_minibatch == updates:
+            yield Backward(held.popleft())
+        else:
+            yield from UPDATE
+            updates += 1
 
 
 def _alternate(
@@ -99,16 +205,39 @@ def _alternate(
         yield from after_each
 
 
-def _computing(plan: Plan, place: Place, count: int, in_flight: int) -> Iterator[Instruction]:
-    mine, replicas = plan.microbatches_of(place, count), plan.replicas[place.stage]
+def _computing(plan: Plan, place: Place, count: int, in_flight: Sequence[int]) -> Iterator[Instruction]:
+    mine, held = plan.microbatches_of(place, count), in_flight[place.stage]
     match plan.schedule:
         case "gpipe":
             return gpipe(mine)
         case "1f1b":
-            return one_f_one_b(mine, in_flight)
+            return one_f_one_b(mine, held)
+        case "zero-bubble":
+            return zero_bubble(mine, held, max(in_flight) - held)
+        case "interleaved-1f1b":
+            return interleaved_1f1b(mine, place.stage, plan.num_groups, plan.chunks)
         case "pipedream":
-            return pipedream(mine, in_flight, ceil_div(count, replicas), replicas)
+            replicas = plan.replicas[place.stage]
+            return pipedream(mine, held, ceil_div(count, replicas), replicas)
+        case "pipedream-2bw":
+            return two_buffered(mine, held, plan.num_microbatches, ceil_div(count, plan.num_microbatches))
     raise AssertionError(plan.schedule)
+
+
+def version_of(plan: Plan, stage: int, microbatch: int) -> int:
+    """The weights that a microbatch's forward and backward use: how many updates the stage has seen.
+
+    PipeDream: the newest there are, which is those of the rounds that came back before it. Vertical sync: the
+    newest that contain no minibatch which the input stage's do not. 2BW: one update behind the newest.
+    """
+    if plan.schedule == "pipedream-2bw":
+        return max(0, microbatch // plan.num_microbatches - 1)
+    if plan.schedule != "pipedream":
+        raise ValueError(f"{plan.schedule} has one version of the weights at a time")
+    asked = 0 if plan.vertical_sync else stage
+    held = in_flight_per_stage(plan, microbatch + 1)[asked]
+    version = max(0, microbatch // plan.replicas[asked] + 1 - held)
+    return version * plan.replicas[0] // plan.replicas[stage] if plan.vertical_sync else version
 
 
 def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Program]:
@@ -117,12 +246,12 @@ def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Progr
     Args:
         num_microbatches: of this minibatch; defaults to those of a full one. A short last minibatch
             has fewer, and a replica that gets none still takes part in the all-reduce. Under an asynchronous
-            schedule, how many minibatches to run one after the other without a flush.
+            schedule those of all minibatches that are to run one after the other without a flush.
     """
     count = plan.num_microbatches if num_microbatches is None else num_microbatches
     stashes = in_flight_per_stage(plan, count)
     return {
-        rank: _communicating(plan, place, _computing(plan, place, count, stashes[place.stage]))
+        rank: _communicating(plan, place, _computing(plan, place, count, stashes))
         for rank, place in _places(plan)
     }
 
@@ -130,17 +259,22 @@ def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Progr
 def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, Program]:
     """Programs of an evaluation: forwards only, over the same routes."""
     return {
-        rank: _communicating(plan, place, map(Forward, plan.microbatches_of(place, num_microbatches)))
+        rank: _communicating(plan, place, _forwards(plan, place, num_microbatches))
         for rank, place in _places(plan)
     }
 
 
+def _forwards(plan: Plan, place: Place, num_microbatches: int) -> Iterator[Instruction]:
+    mine = plan.microbatches_of(place, num_microbatches)
+    return (Forward(*each) for each in _turns(mine, plan.num_groups, range(plan.chunks)))
+
+
 def _places(plan: Plan) -> Iterator[tuple[int, Place]]:
     """The ranks of the plan in stage order, and where they stand."""
-    for s, stage in enumerate(plan.stages):
+    for s, stage in enumerate(plan.stages[: plan.num_groups]):
         for replica, rank in enumerate(stage.ranks):
             yield rank, Place(s, replica)
 
 
 def _communicating(plan: Plan, place: Place, computing: Iterable[Instruction]) -> Program:
-    return tuple(add_communication(computing, place.stage, plan.num_stages))
+    return tuple(add_communication(computing, plan.held_stages(place), plan.num_stages))

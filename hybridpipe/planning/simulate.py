@@ -17,7 +17,7 @@ from hybridpipe.planning.instructions import Backward, Program
 from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage, programs
+from hybridpipe.planning.schedules import UNLIMITED, ceil_div, in_flight_per_stage, programs
 from hybridpipe.planning.simulation import Deadlock, Simulation
 from hybridpipe.planning.timeline import Timeline
 
@@ -170,8 +170,7 @@ def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:
 
 def _depth(plan: Plan) -> int:
     """Microbatches in flight while the pipeline is full."""
-    unlimited = 2**62
-    return in_flight_per_stage(plan, unlimited)[0] * plan.replicas[0]
+    return in_flight_per_stage(plan, UNLIMITED)[0] * plan.replicas[0]
 
 
 def _instructions_per_microbatch(plan: Plan) -> int:

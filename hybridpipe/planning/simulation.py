@@ -23,6 +23,7 @@ from hybridpipe.planning.instructions import (
     SendActivation,
     SendGradient,
     Step,
+    final_backwards,
 )
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.sharing import Engine
@@ -55,7 +56,7 @@ class _Rank:
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
         self.events: list[Event] = []
-        self.finals = _final_backwards(program) if replicas.buckets else frozenset[int]()
+        self.finals = final_backwards(program) if replicas.buckets else frozenset[int]()
         self.round = self.bucket = 0  # which bucket of gradients it fills next
 
 
@@ -322,15 +323,3 @@ class Simulation:
     def take(self, message: _Message, rank: _Rank) -> bool:
         del self.messages[message.key]
         return self.handle(rank, message.num_bytes, self.finish, rank)
-
-
-def _final_backwards(program: Program) -> frozenset[int]:
-    """Where each round's last backward stands, during which gradients become final."""
-    finals, last = set(), -1
-    for i, instruction in enumerate(program):
-        if isinstance(instruction, Backward):
-            last = i
-        elif isinstance(instruction, AllReduce):
-            finals.add(last)
-            last = -1
-    return frozenset(finals)

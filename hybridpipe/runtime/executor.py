@@ -20,7 +20,7 @@ from hybridpipe.planning.instructions import (
     SendActivation,
     SendGradient,
     Step,
-    last_backward,
+    final_backwards,
 )
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
@@ -73,7 +73,7 @@ class Executor:
         """
         self.stage.module.train()
         self.boundary.begin(program, minibatch.sizes, step, training=True)
-        final = last_backward(program)
+        finals = final_backwards(program)
         values: dict[int, Value] = {}
         gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         losses: dict[int, torch.Tensor] = {}
@@ -98,7 +98,7 @@ class Executor:
                 case ReceiveGradient(m):
                     gradients[m] = self.boundary.receive_gradient(m)
                 case Backward(m):
-                    if i == final:
+                    if i in finals:
                         self.gradients.arm()
                     gradients[m] = self.stage.backward(m, gradients.pop(m, ()))
                 case SendGradient(m):
