@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from hybridpipe.planning.plan import microbatch_sizes
-from hybridpipe.runtime.executor import Minibatch
+from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.stage.randomness import random_key
 from hybridpipe.stage.values import Value, map_tensors, tensors_of
 

@@ -8,6 +8,7 @@ and double-buffered weights (PipeDream-2BW, ICML 2021, sections 2.1 and 3.1); in
 al., SC 2021, section 2.2.2); ZB-H1 (Qi et al., ICLR 2024, section 2.2).
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -238,6 +239,26 @@ def version_of(plan: Plan, stage: int, microbatch: int) -> int:
     held = in_flight_per_stage(plan, microbatch + 1)[asked]
     version = max(0, microbatch // plan.replicas[asked] + 1 - held)
     return version * plan.replicas[0] // plan.replicas[stage] if plan.vertical_sync else version
+
+
+def delay_of(plan: Plan, stage: int) -> int:
+    """How many updates a stage's gradients are late once the pipeline is full; 0 under a flush."""
+    if not plan.is_asynchronous:
+        return 0
+    per_update = plan.num_microbatches if plan.schedule == "pipedream-2bw" else plan.replicas[stage]
+    late = 2 * per_update * math.lcm(*plan.replicas) * max(in_flight_per_stage(plan, UNLIMITED))
+    return late // per_update - version_of(plan, stage, late)
+
+
+def minibatches_in_update(plan: Plan, stage: int, update: int, num_minibatches: int) -> int:
+    """How many minibatches a stage's update is the mean of, out of a stream of so many.
+
+    Under PipeDream the replicas' round, of which the last may have fewer; else a minibatch is an update.
+    """
+    if plan.schedule != "pipedream":
+        return 1
+    replicas = plan.replicas[stage]
+    return min(replicas, num_minibatches - update * replicas)
 
 
 def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Program]:

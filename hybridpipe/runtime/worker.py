@@ -4,25 +4,28 @@ Everything collective is a method here, called by all ranks in the same order; a
 leaves unused takes part in the collectives and does nothing else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.planning.instructions import AllReduce, Program, Step
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import forward_programs, programs
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.communicators import communicators
-from hybridpipe.runtime.executor import Executor, Minibatch
+from hybridpipe.runtime.executor import Executor
 from hybridpipe.runtime.gradients import HorovodGradients, LocalGradients
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MpiTransport
+from hybridpipe.runtime.stream import Minibatch, Stream
 from hybridpipe.runtime.transport import Pending
-from hybridpipe.stage.measure import OptimizerFactory
+from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage
 from hybridpipe.stage.values import Value
@@ -57,7 +60,7 @@ class Worker:
         model: nn.Module,
         plan: Plan,
         loss: Loss,
-        optimizer: OptimizerFactory,
+        rule: UpdateRule,
         world: MPI.Comm,
         device: torch.device,
         seed: int,
@@ -70,32 +73,48 @@ class Worker:
         self.executor: Executor | None = None
         _broadcast_state(model, self.control)
         if self.place is not None:
-            self.executor = self._executor(loss, optimizer, seed)
+            self.executor = self._executor(loss, rule, seed)
         self.programs = lru_cache(maxsize=8)(lambda count: programs(plan, count))
 
-    def _executor(self, loss: Loss, optimizer: OptimizerFactory, seed: int) -> Executor:
-        assert self.place is not None
-        spec = self.plan.stages[self.place.stage]
-        stage = Stage(
-            list(layers_of(self.model).values())[spec.start : spec.stop],
-            spec.start,
-            self.device,
-            seed,
-            loss if self.place.stage == self.plan.num_stages - 1 else None,
-        )
-        trained = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
-        replicas = self.communicators.replicas
-        assert replicas is not None
+    def _executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
+        assert self.place is not None and self.communicators.replicas is not None
+        plan, replicas = self.plan, self.communicators.replicas
+        held = plan.held_stages(self.place)
+        layers = list(layers_of(self.model).values())
+        stages = [
+            Stage(
+                layers[plan.stages[s].start : plan.stages[s].stop],
+                plan.stages[s].start,
+                self.device,
+                seed,
+                loss if s == plan.num_stages - 1 else None,
+                recompute=plan.recomputes(s),
+                split_backward=plan.schedule == "zero-bubble",
+            )
+            for s in held
+        ]
+        trained = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
         return Executor(
-            stage,
-            self.place.stage,
-            Boundary(self.plan, self.place.stage, self.transport, self.device),
+            plan,
+            self.place,
+            stages,
+            [Boundary(plan, s, self.transport, self.device) for s in held],
             HorovodGradients(trained, replicas) if replicas.size > 1 and trained else LocalGradients(),
-            optimizer(trained) if trained else None,
+            rule.build(trained, plan, self.place.stage, self._add_up),
         )
 
-    def train(self, minibatch: Minibatch, step: int) -> tuple[Sums, list[Event]]:
-        """Train on one minibatch.
+    def _add_up(self, number: float) -> float:
+        """The sum over the stages; replicas have the same number."""
+        used, replicas = self.communicators.used, self.communicators.replicas
+        assert used is not None and replicas is not None
+        total: float = used.allreduce(number if replicas.rank == 0 else 0.0)
+        return total
+
+    def train(self, minibatch: Minibatch, step: int, update: bool = True) -> tuple[Sums, list[Event]]:
+        """Train on one minibatch, and flush.
+
+        Args:
+            update: False: add the gradients up, and leave the weights as they are.
 
         Returns:
             the shares of the loss, one for each microbatch, on their way to all ranks; this rank's events.
@@ -105,10 +124,37 @@ class Worker:
         with failure.guard():
             if self.executor is not None:
                 program = self.programs(len(minibatch.sizes))[self.control.rank]
-                losses, events = self.executor.run(program, minibatch, step)
-            numbers = np.zeros(len(minibatch.sizes))
-            numbers[list(losses)] = list(losses.values())
-            return self.share(numbers), events
+                if not update:
+                    program = _without_update(program)
+                for done in self.executor.run(program, Stream([minibatch], step)):
+                    losses, events = done
+            return self._share_losses(minibatch, losses), events
+
+    def stream(self, minibatches: Sequence[Minibatch], step: int) -> Iterator[tuple[Sums, list[Event]]]:
+        """Train on minibatches without a flush in between, under an asynchronous schedule.
+
+        Yields for each minibatch, in order, what `train` returns; the events are those of this rank since
+        the one before.
+        """
+        stream, losses, finished = Stream(minibatches, step), dict[int, float](), 0
+        first = [0, *accumulate(len(minibatch.sizes) for minibatch in minibatches)]
+        with failure.guard():
+            if self.executor is not None:
+                program = programs(self.plan, len(stream.sizes))[self.control.rank]
+                for done in self.executor.run(program, stream):
+                    losses.update(done.losses)
+                    events = done.events
+                    for i in range(finished, min(finished + self.executor.update_size, len(minibatches))):
+                        mine = {m: losses.pop(first[i] + m) for m in range(first[i+1] - first[i]) if first[i] + m in losses}
+                        yield self._share_losses(minibatches[i], mine), events
+                        events, finished = [], i + 1
+            for minibatch in minibatches[finished:]:
+                yield self._share_losses(minibatch, {}), []
+
+    def _share_losses(self, minibatch: Minibatch, losses: dict[int, float]) -> Sums:
+        numbers = np.zeros(len(minibatch.sizes))
+        numbers[list(losses)] = list(losses.values())
+        return self.share(numbers)
 
     def infer(self, minibatch: Minibatch, judge: Callable[[Value, Value], list[float]], width: int) -> Sums:
         """Evaluate on one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.
@@ -142,7 +188,8 @@ class Worker:
             return
         statistics = [
             buffer
-            for module in self.executor.stage.module.modules()
+            for stage in self.executor.stages
+            for module in stage.module.modules()
             if isinstance(module, nn.modules.batchnorm._NormBase)
             for buffer in (module.running_mean, module.running_var)
             if buffer is not None
@@ -178,6 +225,10 @@ class Worker:
             self.executor.gradients.close()
         self.transport.close()
         self.communicators.free()
+
+
+def _without_update(program: Program) -> Program:
+    return tuple(each for each in program if not isinstance(each, AllReduce | Step))
 
 
 def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
