@@ -35,7 +35,8 @@ def change(versions, model) -> None:
     """An update, such as an optimizer makes it: in place."""
     with versions.update(), torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(1.0)
+            if parameter.requires_grad:
+                parameter.add_(1.0)
 
 
 def values(weights) -> list[torch.Tensor]:
