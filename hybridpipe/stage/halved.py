@@ -194,9 +194,7 @@ class Halves:
         # torch.compile would compile a module anew for each microbatch's forward
         compiled = {part for module in layers.modules() if _is_compiled(module) for part in module.modules()}
         self._candidates = [
-            module
-            for module in layers.modules()
-            if type(module) in _CALLS and module not in compiled and "forward" not in vars(module)
+            module for module in layers.modules() if type(module) in _CALLS and module not in compiled
         ]
 
     def whole(self) -> list[tuple[str, nn.Module]]:
@@ -226,9 +224,10 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _splits(module: nn.Module) -> bool:
-    """Not where it is parametrised (the weight is then no parameter), or where a hook sees its backward."""
+    """Not where it is parametrised (the weight is then no parameter), or where someone else watches it."""
     weight = module._parameters.get("weight")
-    if weight is None or not weight.requires_grad or module._backward_hooks or module._backward_pre_hooks:
+    watched = module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
+    if weight is None or not weight.requires_grad or watched:
         return False
     match module:
         case nn.Embedding():

@@ -161,6 +161,8 @@ def test_what_is_not_split_is_named():
     inner = nn.Sequential()
     inner.add_module("norm", nn.LayerNorm(3))
     inner.add_module("linear", nn.Linear(3, 3))
+    compiled = nn.Sequential(nn.Linear(3, 3))
+    compiled.compile()
     changed = nn.Linear(3, 3)
     changed.forward = changed.forward
     layers = [
@@ -176,6 +178,7 @@ def test_what_is_not_split_is_named():
         nn.Conv1d(2, 2, 4, padding="same"),
         nn.Conv1d(2, 2, 4),
         nn.LazyLinear(3),
+        compiled,
     ]
     assert stage_of(layers, first_layer=2, split_backward=True).not_split == [
         "3.norm (LayerNorm)",
@@ -187,6 +190,7 @@ def test_what_is_not_split_is_named():
         "10 (LSTM)",
         "11 (Conv1d)",
         "13 (LazyLinear)",
+        "14.0 (Linear)",
     ]
 
 
