@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hybridpipe.runtime.worker import Worker
 
 # The first minibatches negotiate shapes and warm caches up; they are in the losses, not in the speeds.
 WARM_UP = 3
+KEPT = 64  # updates whose events are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +39,15 @@ class Recorder:
         self.records: list[MinibatchRecord] = []
         self._full_seconds: list[float] = []
         self._busy_seconds: list[float] = []
-        self._events: deque[list[Event]] = deque(maxlen=5)  # a few full minibatches, for a typical timeline
+        self._events: deque[list[Event]] = deque(maxlen=KEPT)  # for a typical timeline
         self.metrics: dict[str, float] = {}
 
-    def keep(self, events: list[Event], full: bool) -> None:
-        """The events of a minibatch; short minibatches are not typical."""
+    def keep(self, events: list[Event], full: bool, num_minibatches: int = 1) -> None:
+        """The events of an update; short minibatches are not typical."""
         if full:
             self._events.append(events)
-            self._busy_seconds.append(
-                sum(event.seconds for event in events if isinstance(event.instruction, COMPUTE))
-            )
+            busy = sum(event.seconds for event in events if isinstance(event.instruction, COMPUTE))
+            self._busy_seconds.append(busy / num_minibatches)
 
     def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
         """A finished minibatch; `seconds` on this rank, in an epoch since the end of the one before."""
@@ -62,12 +63,11 @@ class Recorder:
         `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
         """
         busy = self._busy_seconds[WARM_UP:] or self._busy_seconds
-        boundary = worker.executor and worker.executor.boundary
         notes = worker.control.gather(
             {
                 "busy": statistics.median(busy) if busy else 0.0,
                 "memory": _peak_memory_bytes(worker.device),
-                "p2p": boundary.bytes_sent if boundary else 0,
+                "p2p": worker.executor.bytes_sent if worker.executor else 0,
                 "allreduced": worker.executor.gradients.bytes_reduced if worker.executor else 0,
             }
         )
@@ -99,6 +99,8 @@ class Recorder:
     def timeline(self, worker: Worker) -> Timeline | None:
         """A typical full minibatch, all ranks on one clock, on rank 0; None elsewhere. Collective.
 
+        Without a flush there is no such thing, and it is the last time that all ranks have notes of.
+
         Ranks are aligned by the wall clock: exactly on one host, as well as NTP does between hosts.
         """
         offset = time.time() - time.perf_counter()
@@ -106,6 +108,8 @@ class Recorder:
         if kept is None:
             return None
         used = {rank: kept[rank] for rank in worker.plan.ranks}
+        if worker.plan.is_asynchronous:
+            return _in_common({rank: list(chain(*events)) for rank, events in used.items()})
         count = min(map(len, used.values()))
         if not count:
             return None
@@ -113,6 +117,20 @@ class Recorder:
         events = {rank: used[rank][typical] for rank in used}
         start = min(event.start_seconds for rank_events in events.values() for event in rank_events)
         return Timeline({rank: tuple(_shifted(events[rank], -start)) for rank in sorted(events)})
+
+
+def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
+    """What happened while every rank took notes."""
+    if not all(events.values()):
+        return None
+    begin = max(rank_events[0].start_seconds for rank_events in events.values())
+    end = min(rank_events[-1].end_seconds for rank_events in events.values())
+    return Timeline(
+        {
+            rank: tuple(_shifted([e for e in events[rank] if begin <= e[1] and e[2] <= end], -begin))
+            for rank in sorted(events)
+        }
+    )
 
 
 def _shifted(events: list[Event], seconds: float) -> list[Event]:

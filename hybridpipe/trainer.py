@@ -3,10 +3,13 @@
 The same script runs under `mpirun -n 4 python train.py` and, with one rank, by itself.
 """
 
+import operator
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +23,16 @@ from hybridpipe.batches import minibatches, slice_minibatch
 from hybridpipe.config import SOURCES
 from hybridpipe.files import read_plan
 from hybridpipe.planning.checks import positive_int
-from hybridpipe.planning.plan import SYNCHRONOUS, Plan
-from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
-from hybridpipe.runtime.executor import Minibatch
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.stream import Minibatch
+from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
 from hybridpipe.runtime.worker import Sums, Worker
 from hybridpipe.stage.measure import OptimizerFactory, Rehearsal
 from hybridpipe.stage.split import check_plan, layers_of
@@ -51,7 +55,15 @@ class Trainer:
         minibatch_size: samples behind one update.
         microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank. A `Plan`
             says itself how many microbatches there are.
-        schedule: likewise for a plan that goes by a name.
+        schedule, vertical_sync, max_in_flight, recompute: likewise for a plan that goes by a name; "auto"
+            is the best synchronous schedule.
+        lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
+            step_size=100)`; it counts minibatches.
+        clip_grad_norm: gradients are scaled down to this norm over the whole model, if they exceed it.
+        scale_learning_rate: under pipedream a stage's learning rate is multiplied by its replicas over the
+            first stage's, as it updates that much more seldom (PipeDream's code).
+        delay_warm_up: under asynchronous schedules, for so many minibatches a stage whose gradients are d
+            updates late takes smaller steps, at first by d, then by less (PipeMare, MLSys 2021, section 3.1).
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer draws.
@@ -73,6 +85,13 @@ class Trainer:
         minibatch_size: int,
         microbatch_size: int | None = None,
         schedule: str = "1f1b",
+        vertical_sync: bool = False,
+        max_in_flight: int | None = None,
+        recompute: bool = False,
+        lr_scheduler: SchedulerFactory | None = None,
+        clip_grad_norm: float | None = None,
+        scale_learning_rate: bool = True,
+        delay_warm_up: int = 0,
         predict: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -84,8 +103,15 @@ class Trainer:
         positive_int("minibatch_size", minibatch_size)
         if microbatch_size is not None:
             positive_int("microbatch_size", microbatch_size)
-        self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.schedule, self.seed = schedule, seed
+        self.model, self.loss, self.seed = model, loss, seed
+        self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
+        self._asked = {
+            "schedule": schedule,
+            "vertical_sync": vertical_sync,
+            "max_in_flight": max_in_flight,
+            "recompute": recompute,
+        }
+        self._updates = True
         self.minibatch_size = minibatch_size
         keep_freed_memory()
         self.device, num_threads = _device(self.world, device)
@@ -99,7 +125,7 @@ class Trainer:
         self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
         if isinstance(self._plan, Plan):
             self.microbatch_size = _microbatch_size(self._plan, minibatch_size, microbatch_size)
-            _check_trainable(self._plan)
+            self.rule.check(self._plan)
             check_plan(model, self._plan)
             self._plan.check_world(self.world.size)
             if not predict:
@@ -124,12 +150,34 @@ class Trainer:
 
         Returns:
             the mean loss over the minibatch, the same float on every rank.
+
+        Raises:
+            ValueError: the schedule is an asynchronous one, which wants the next minibatch before the end.
         """
         began = time.perf_counter()
+        if self._worker is None:
+            self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
+        if self.plan.is_asynchronous:
+            raise ValueError(
+                f"train_step makes no sense under {self.plan.schedule}, whose minibatches follow each other "
+                "without a pause; use fit"
+            )
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         sums = self._train(minibatch)
         sums.wait()
         return self._record(self.epoch, minibatch, sums, time.perf_counter() - began).loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, `train_step` adds its gradients up and leaves the weights as they are.
+
+        The first one outside applies the sum, as with DistributedDataParallel; every rank does the same.
+        """
+        self._updates = False
+        try:
+            yield
+        finally:
+            self._updates = True
 
     def fit(
         self,
@@ -214,28 +262,40 @@ class Trainer:
         batches = minibatches(
             dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
         )
-        pending: tuple[Minibatch, Sums, float] | None = None  # whose loss travels while the next one runs
+        trained = self._stream(list(batches)) if self.plan.is_asynchronous else map(self._train_one, batches)
+        late = _lateness(self.plan)
+        pending: deque[tuple[Minibatch, Sums, float]] = deque()  # whose losses travel while others run
         began = time.perf_counter()
-        for minibatch in batches:
-            sums = self._train(minibatch)
+        for together in trained:
             began, seconds = (now := time.perf_counter()), now - began
-            if pending is not None:
-                yield self._record(epoch, *pending)
-            pending = minibatch, sums, seconds
-        if pending is not None:
-            yield self._record(epoch, *pending)
+            pending += [(*each, seconds / len(together)) for each in together]
+            while len(pending) > late:
+                yield self._record(epoch, *pending.popleft())
+        for each in pending:
+            yield self._record(epoch, *each)
 
     def _record(self, epoch: int, minibatch: Minibatch, sums: Sums, seconds: float) -> MinibatchRecord:
         full = minibatch.num_samples == self.minibatch_size
         return self.recorder.note(epoch, _total(sums), minibatch.num_samples, seconds, full)
 
     def _train(self, minibatch: Minibatch) -> Sums:
-        if self._worker is None:
-            self._make_plan(minibatch)
-        sums, events = self.worker.train(minibatch, self.step)
+        sums, events = self.worker.train(minibatch, self.step, self._updates)
         self.recorder.keep(events, full=minibatch.num_samples == self.minibatch_size)
         self.step += 1
         return sums
+
+    def _train_one(self, minibatch: Minibatch) -> list[tuple[Minibatch, Sums]]:
+        return [(minibatch, self._train(minibatch))]
+
+    def _stream(self, batches: list[Minibatch]) -> Iterator[list[tuple[Minibatch, Sums]]]:
+        """An epoch without a flush, by updates."""
+        ahead = deque(batches)
+        for sums, events in self.worker.stream(batches, self.step):
+            together = [(ahead.popleft(), each) for each in sums]
+            full = all(minibatch.num_samples == self.minibatch_size for minibatch, _ in together)
+            self.recorder.keep(events, full, len(together))
+            self.step += len(together)
+            yield together
 
     def _make_plan(self, minibatch: Minibatch) -> None:
         try:
@@ -254,14 +314,16 @@ class Trainer:
                 rehearsal = Rehearsal(
                     self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.device
                 )
-                profile = measure_together(self.world, partial(rehearsal.measure, self.optimizer))
+                profile = measure_together(self.world, partial(rehearsal.measure, self.rule.optimizer))
             except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
         count = ceil_div(self.minibatch_size, self.microbatch_size)
-        return autoplan(self._plan, self.world, profile, count, self.schedule, rehearsal.run)
+        return autoplan(self._plan, self.world, profile, count, work=rehearsal.run, **self._asked)
 
     def _start(self, plan: Plan) -> None:
-        self._worker = Worker(self.model, plan, self.loss, self.optimizer, self.world, self.device, self.seed)
+        self.rule.check(plan)
+        self.microbatch_size = _microbatch_size(plan, self.minibatch_size, None)
+        self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
 
     def _judge(self, outputs: Value, targets: Value) -> list[float]:
         """Summed loss, right answers and answers judged, for one microbatch."""
@@ -307,12 +369,15 @@ def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | Non
     return size
 
 
-def _check_trainable(plan: Plan) -> None:
-    """Raises ValueError for what can be planned and simulated, but not run yet."""
-    if plan.is_asynchronous:
-        raise ValueError(f"schedule must be one of {', '.join(SYNCHRONOUS)} to train, got {plan.schedule!r}")
-    if plan.recompute:
-        raise ValueError("recompute must be false to train, got True")
+def _lateness(plan: Plan) -> int:
+    """How many minibatches after it a minibatch's loss is waited for, at most.
+
+    Late enough that no rank waits for one that waits for it: what is in flight, and a round more.
+    """
+    if not plan.is_asynchronous:
+        return 1
+    held = in_flight_per_stage(plan, plan.num_microbatches)
+    return max(map(operator.mul, held, plan.replicas)) + 2 * max(plan.replicas)
 
 
 def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:

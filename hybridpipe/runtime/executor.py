@@ -6,6 +6,7 @@ program, which weights a microbatch sees and who the peers are in the plan, how 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from hybridpipe.runtime.stream import Minibatch, Stream
 from hybridpipe.runtime.update import Update
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.values import Value, map_tensors
-from hybridpipe.stage.weights import WeightVersions
+from hybridpipe.stage.weights import Weights, WeightVersions
 
 Gradient = Sequence[torch.Tensor | None]
 
@@ -46,10 +47,12 @@ class Done(NamedTuple):
     Args:
         losses: the share of the loss of each microbatch that ended here (the last stage's ranks have them).
         events: in seconds of this host's monotonic clock.
+        num_minibatches: that the update was made of; 0 without one.
     """
 
     losses: dict[int, float]
     events: list[Event]
+    num_minibatches: int
 
 
 class Executor:
@@ -147,14 +150,17 @@ class _Run:
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.events: list[Event] = []
-        self.num_updates = 0
+        self.weights: dict[int, Weights] = {}  # that microbatches in flight see
+        self.num_updates = self.first_version = 0
+        self.applied = 0  # minibatches, since `take`
         if executor.versions is not None:
-            executor.versions.begin()
+            self.first_version = executor.versions.newest
+            executor.versions.keep_from(self.first_version)
 
     def take(self) -> Done:
         """What has come in since this was called last."""
-        done = Done({m: loss.item() for m, loss in self.losses.items()}, self.events)
-        self.losses, self.events = {}, []
+        done = Done({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
+        self.losses, self.events, self.applied = {}, [], 0
         return done
 
     def do(self, instruction: Instruction, is_final: bool) -> None:
@@ -184,15 +190,15 @@ class _Run:
     def forward(self, m: int, c: int) -> None:
         executor, stage, at = self.executor, self.executor.stages[c], self.stream[m]
         self.step = at.step
-        weights = None
-        if executor.versions is not None:
-            weights = executor.versions.of(m, self.version(m), self.version(m + self.replicas))
+        weights = self.weights_of(m)
         inputs = self.values.pop((m, c)) if executor.held[c] else executor.to_device(at.inputs)
         if stage.loss is None:
-            self.values[m, c] = stage.forward(m, inputs, at.step, at.microbatch, weights)
+            self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
             return
         targets = executor.to_device(at.targets)
-        self.losses[m] = stage.forward_loss(m, inputs, targets, at.share, at.step, at.microbatch, weights)
+        self.losses[m] = stage.forward_loss(
+            at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
+        )
 
     def backward(self, instruction: Backward | BackwardInput | BackwardWeight) -> None:
         m, c = instruction.microbatch, instruction.chunk
@@ -207,20 +213,15 @@ class _Run:
         if self.executor.held[c] == 0:
             self.gradients.pop((m, c), None)  # no one before it
         if self.executor.versions is not None:
-            self.executor.versions.collect(m, 1 / self.minibatches_due)
+            self.executor.versions.collect(self.weights.pop(m), 1 / self.minibatches_due)
 
     def apply(self) -> None:
         """The update that is due."""
-        if self.executor.versions is None:
-            self.executor.update.step(self.minibatches_due)
-        else:
-            with self.executor.versions.updating():
-                self.executor.update.step(self.minibatches_due)
+        count, versions = self.minibatches_due, self.executor.versions
+        with nullcontext() if versions is None else versions.update():
+            self.executor.update.step(count)
         self.num_updates += 1
-
-    @property
-    def replicas(self) -> int:
-        return self.executor.plan.replicas[self.executor.place.stage]
+        self.applied += count
 
     @property
     def minibatches_due(self) -> int:
@@ -228,6 +229,15 @@ class _Run:
         plan, stage, count = self.executor.plan, self.executor.place.stage, len(self.stream.minibatches)
         return minibatches_in_update(plan, stage, self.num_updates, count)
 
-    def version(self, microbatch: int) -> int:
-        """The weights that a microbatch sees here."""
-        return version_of(self.executor.plan, self.executor.place.stage, microbatch)
+    def weights_of(self, microbatch: int) -> Weights | None:
+        """What a microbatch sees here; None: the parameters, as there is one version at a time."""
+        plan, stage, versions = self.executor.plan, self.executor.place.stage, self.executor.versions
+        if versions is None:
+            return None
+        seen, next_seen = (
+            self.first_version + version_of(plan, stage, m)
+            for m in (microbatch, microbatch + plan.replicas[stage])
+        )
+        weights = self.weights[microbatch] = versions.version(seen)
+        versions.keep_from(next_seen)
+        return weights

@@ -4,9 +4,9 @@ Everything collective is a method here, called by all ranks in the same order; a
 leaves unused takes part in the collectives and does nothing else.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -127,34 +127,31 @@ class Worker:
                 if not update:
                     program = _without_update(program)
                 for done in self.executor.run(program, Stream([minibatch], step)):
-                    losses, events = done
-            return self._share_losses(minibatch, losses), events
+                    losses, events = done.losses, done.events
+            numbers = np.zeros(len(minibatch.sizes))
+            numbers[list(losses)] = list(losses.values())
+            return self.share(numbers), events
 
-    def stream(self, minibatches: Sequence[Minibatch], step: int) -> Iterator[tuple[Sums, list[Event]]]:
+    def stream(
+        self, minibatches: Sequence[Minibatch], step: int
+    ) -> Iterator[tuple[list[Sums], list[Event]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
-        Yields for each minibatch, in order, what `train` returns; the events are those of this rank since
-        the one before.
+        Yields, for each update of this rank, what `train` returns, with shares of the loss for each
+        minibatch that the update was of. A rank that the plan leaves unused sees them one by one.
         """
-        stream, losses, finished = Stream(minibatches, step), dict[int, float](), 0
-        first = [0, *accumulate(len(minibatch.sizes) for minibatch in minibatches)]
+        stream = Stream(minibatches, step)
+        numbers = [np.zeros(len(minibatch.sizes)) for minibatch in minibatches]
+        ahead = deque(numbers)
         with failure.guard():
             if self.executor is not None:
-                program = programs(self.plan, len(stream.sizes))[self.control.rank]
-                for done in self.executor.run(program, stream):
-                    losses.update(done.losses)
-                    events = done.events
-                    for i in range(finished, min(finished + self.executor.update_size, len(minibatches))):
-                        mine = {m: losses.pop(first[i] + m) for m in range(first[i+1] - first[i]) if first[i] + m in losses}
-                        yield self._share_losses(minibatches[i], mine), events
-                        events, finished = [], i + 1
-            for minibatch in minibatches[finished:]:
-                yield self._share_losses(minibatch, {}), []
-
-    def _share_losses(self, minibatch: Minibatch, losses: dict[int, float]) -> Sums:
-        numbers = np.zeros(len(minibatch.sizes))
-        numbers[list(losses)] = list(losses.values())
-        return self.share(numbers)
+                for done in self.executor.run(self.programs(len(stream.sizes))[self.control.rank], stream):
+                    for m, loss in done.losses.items():
+                        at = stream[m]
+                        numbers[at.step - step][at.microbatch] = loss
+                    yield [self.share(ahead.popleft()) for _ in range(done.num_minibatches)], done.events
+            while ahead:
+                yield [self.share(ahead.popleft())], []
 
     def infer(self, minibatch: Minibatch, judge: Callable[[Value, Value], list[float]], width: int) -> Sums:
         """Evaluate on one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.

@@ -25,6 +25,7 @@ _Result = TypeVar("_Result")
 class _Call(NamedTuple):
     """What a microbatch's forward is given."""
 
+    slot: int  # of the stash
     microbatch: int
     step: int
     inputs: Value
@@ -94,19 +95,28 @@ class Stage:
             names.append(f"{self.first_layer + int(layer)}{dot}{name} ({type(module).__name__})")
         return names
 
-    def forward(self, microbatch: int, inputs: Value, step: int, weights: Weights | None = None) -> Value:
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Value,
+        step: int,
+        weights: Weights | None = None,
+        slot: int | None = None,
+    ) -> Value:
         """Run the layers and stash the graph.
 
         Args:
             inputs: leaf tensors; those that require grad get one in `backward`.
-            step: the number of updates before this one; a part of the random key.
+            step: the number of minibatches before this one; a part of the random key, as is `microbatch`.
             weights: what to call the layers with, in place of the parameters that require grad; the
                 gradients arrive there.
+            slot: what `backward` will be given, where microbatches of several minibatches are in flight;
+                `microbatch` by default.
 
         Raises:
             ValueError: a layer would use its own parameters instead of `weights`.
         """
-        return self._forward(_Call(microbatch, step, inputs, weights))
+        return self._forward(_Call(_slot(slot, microbatch), microbatch, step, inputs, weights))
 
     def forward_loss(
         self,
@@ -116,17 +126,19 @@ class Stage:
         share: float,
         step: int,
         weights: Weights | None = None,
+        slot: int | None = None,
     ) -> Tensor:
         """Run the layers and the loss, and stash the loss times `share`.
 
         Args:
             share: this microbatch's part of the minibatch's samples.
-            weights: as in `forward`.
+            weights, slot: as in `forward`.
 
         Returns:
             the share of the loss, detached.
         """
-        loss = self._forward(_Call(microbatch, step, inputs, weights, targets, share))
+        call = _Call(_slot(slot, microbatch), microbatch, step, inputs, weights, targets, share)
+        loss = self._forward(call)
         assert isinstance(loss, Tensor)
         return loss.detach()
 
@@ -136,7 +148,7 @@ class Stage:
             value: Value = self.module(inputs)
         return value
 
-    def backward(self, microbatch: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
+    def backward(self, slot: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
         """Run the microbatch's backward; parameter gradients add up in `.grad`.
 
         Args:
@@ -145,40 +157,40 @@ class Stage:
         Returns:
             the gradient of each input tensor, None where it requires none.
         """
-        of_inputs, half = self._backward(microbatch, gradients)
+        of_inputs, half = self._backward(slot, gradients)
         if half is not None:
             half.finish()
         return of_inputs
 
     def backward_input(
-        self, microbatch: int, gradients: Sequence[Tensor | None] = ()
+        self, slot: int, gradients: Sequence[Tensor | None] = ()
     ) -> tuple[Tensor | None, ...]:
         """The half of `backward` that the stage before waits for; no parameter gets a gradient yet."""
-        of_inputs, half = self._backward(microbatch, gradients)
+        of_inputs, half = self._backward(slot, gradients)
         assert half is not None, "the stage was not made to split its backward"
-        self._weight_halves[microbatch] = half
+        self._weight_halves[slot] = half
         return of_inputs
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, slot: int) -> None:
         """The other half: parameter gradients add up in `.grad`."""
-        self._weight_halves.pop(microbatch).finish()
+        self._weight_halves.pop(slot).finish()
 
     def _forward(self, call: _Call) -> Value:
         if not self.recompute:
             graph = self._graph(call)
-            self._stash[call.microbatch] = _Stashed(call._replace(targets=None), graph)
+            self._stash[call.slot] = _Stashed(call._replace(targets=None), graph)
             return graph.outputs
         before = self._buffers.before()
         targets = None if call.share is None else copied(call.targets)
         # with a graph, as kernels may differ without one; it goes at once
         outputs = self._graph(call._replace(inputs=copied(call.inputs), targets=targets)).outputs
-        self._stash[call.microbatch] = _Stashed(call, None, self._buffers.after(before))
+        self._stash[call.slot] = _Stashed(call, None, self._buffers.after(before))
         return without_graph(outputs)
 
     def _backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None]
+        self, slot: int, gradients: Sequence[Tensor | None]
     ) -> tuple[tuple[Tensor | None, ...], WeightHalf | None]:
-        call, graph, buffers = self._stash.pop(microbatch)
+        call, graph, buffers = self._stash.pop(slot)
         outputs, half = graph or self._graph(call, buffers)
         tensors = tensors_of(outputs)
         roots = [
@@ -233,6 +245,10 @@ class Stage:
 
     def _key(self, call: _Call, layer: int) -> int:
         return random_key(self.seed, call.step, call.microbatch, self.first_layer + layer)
+
+
+def _slot(slot: int | None, microbatch: int) -> int:
+    return microbatch if slot is None else slot
 
 
 def received(value: Value, requires_grad: Sequence[bool]) -> Value:
