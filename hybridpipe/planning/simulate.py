@@ -194,7 +194,8 @@ def _instructions_per_microbatch(plan: Plan) -> int:
     A backward in halves counts twice.
     """
     halves = plan.num_stages * (plan.schedule == "zero-bubble")
-    return 6 * plan.num_stages - 4 + halves + 2 * plan.num_stages * (plan.schedule == "pipedream")
+    updates = 2 * plan.num_stages * plan.is_asynchronous // plan.num_microbatches
+    return 6 * plan.num_stages - 4 + halves + updates
 
 
 def _idle_share(busy_seconds: float, seconds: float, num_ranks: int) -> float:
