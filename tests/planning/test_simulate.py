@@ -13,12 +13,14 @@ from hybridpipe.planning.cluster import AllReduce as AllReduceFigures
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost import BUCKET_BYTES, GradientBucket, StageCost, estimate, stage_costs
 from hybridpipe.planning.instructions import AllReduce, Backward, Forward, Step, parse, text
-from hybridpipe.planning.plan import SYNCHRONOUS, Plan
+from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import forward_programs, programs
 from hybridpipe.planning.simulate import Deadlock, predict, simulate
 
 from .helpers import free, layer, model, plan
 
+STRAIGHT = ("1f1b", "gpipe")
+FLUSHED = (*STRAIGHT, "zero-bubble")
 COMBINATIONS = [
     replicas for stages in range(1, 5) for replicas in itertools.product(range(1, 5), repeat=stages)
 ]
@@ -36,7 +38,7 @@ def times(timeline, rank, kind):
 # The pipeline
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", STRAIGHT)
 @pytest.mark.parametrize("p, m", [(1, 1), (1, 8), (2, 1), (2, 3), (3, 7), (4, 2), (4, 8), (8, 32)])
 def test_bubble_matches_the_paper(schedule, p, m):
     timeline, _ = predict(plan([1] * p, m, schedule), model(*[layer(1, 2)] * p), free(p))
@@ -44,7 +46,7 @@ def test_bubble_matches_the_paper(schedule, p, m):
     assert timeline.seconds == approx(3 * (m + p - 1))
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", FLUSHED)
 def test_no_rank_idles_once_replicas_and_cuts_balance(schedule):
     """Stage 0 costs twice as much and has twice the ranks: after the fill, nobody waits."""
     _, prediction = predict(plan([2, 1], 40, schedule), model(layer(2, 4), layer(1, 2)), free(3))
@@ -104,7 +106,7 @@ def test_straight_pipelines_match_the_recurrence(seed):
     stages, m = draw.choice([2, 2, 3, 4]), draw.randint(1, 9)
     forward, backward = ([draw.randint(1, 20) / 10 for _ in range(stages)] for _ in "FB")
     transfer, latency = (draw.randint(0, 25) / 10 if stages == 2 else 0.0), draw.randint(0, 10) / 10
-    straight = plan([1] * stages, m, draw.choice(SYNCHRONOUS))
+    straight = plan([1] * stages, m, draw.choice(STRAIGHT))
     costs = [
         StageCost(f, b, output_bytes=transfer, gradient_bytes=transfer) for f, b in zip(forward, backward)
     ]
@@ -161,7 +163,7 @@ def test_an_evaluation_can_be_simulated():
 # Deadlock
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", FLUSHED)
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 def test_no_deadlock_with_buffered_sends(schedule, num_microbatches):
     """Every replica count may meet every other."""
@@ -537,7 +539,7 @@ def test_no_deadlock_of_asynchronous_programs():
 # Large plans
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", FLUSHED)
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (4, 2, 1), (3, 1), (2, 4, 3), (6,)])
 def test_a_long_minibatch_lies_on_a_line_with_two_shorter_ones(monkeypatch, schedule, replicas):
     cluster = Cluster(
