@@ -77,30 +77,33 @@ def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
 
 def until_backward(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
     """`in_flight` of each stage's replica 0, within the plan's limit; ranks that hold one stage each."""
-    limit = plan.max_in_flight or UNLIMITED
     counts: list[int] = []
     behind = 0
     for replicas in reversed(plan.replicas):
         held = in_flight(plan.schedule, ceil_div(num_microbatches, replicas), replicas, behind)
         if plan.schedule == "pipedream-2bw":  # no more than two minibatches are on their way
             held = min(held, ceil_div(2 * plan.num_microbatches, replicas))
-        counts.append(min(held, limit))
-        behind = replicas * counts[-1]
+        counts.append(held)
+        behind = replicas * held
     counts.reverse()
-    return tuple(counts) if plan.max_in_flight is None else tuple(_within_the_stages_before(plan, counts))
+    if plan.max_in_flight is None or plan.max_in_flight >= max(counts):
+        return tuple(counts)
+    return tuple(_limited(plan, counts, plan.max_in_flight))
 
 
-def _within_the_stages_before(plan: Plan, counts: Sequence[int]) -> Iterator[int]:
-    """No stage waits for more microbatches than every stage before it lets pass, or nothing would advance.
+def _limited(plan: Plan, counts: Sequence[int], limit: int) -> Iterator[int]:
+    """All stages' counts in proportion, so that none waits longer than the others.
 
-    With h in flight on each of r replicas, a stage forwards microbatch m before it has the gradient of
-    m - (h - 1) r, and after that of m - h r. Under PipeDream the latter's round must be complete, which may
-    take r - 1 microbatches more.
+    With the limit on the first stages alone, the others would run ahead and then wait: 4 in flight in 8 equal
+    stages took 2.5 times as long as they do now. And with h in flight on each of r replicas, a stage forwards
+    microbatch m before it has the gradient of m - (h - 1) r, and after that of m - h r; so it must hold no more
+    than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts only once
+    its round is complete.
     """
     rounds = plan.schedule == "pipedream"
-    room = UNLIMITED
+    most, room = max(counts), UNLIMITED
     for held, replicas in zip(counts, plan.replicas, strict=True):
-        held = min(held, 1 + room // replicas if rounds else ceil_div(room, replicas))
+        held = min(ceil_div(held * limit, most), 1 + room // replicas if rounds else ceil_div(room, replicas))
         room = min(room, (held - rounds) * replicas)
         yield held
 

@@ -138,16 +138,18 @@ def test_2bw(replicas, per_minibatch, count, place, expected):
     "schedule, replicas, limit, expected",
     [
         ("1f1b", (1, 1, 1), 2, (2, 2, 1)),
+        ("1f1b", (1, 1, 1), 9, (3, 2, 1)),
         ("1f1b", (1, 4, 1), 2, (2, 1, 1)),  # two on each of the four would wait for what the first holds back
         ("1f1b", (1, 4, 2, 1), 2, (2, 1, 1, 1)),
         ("1f1b", (4, 1, 1, 1), 1, (1, 1, 1, 1)),
         ("pipedream", (4, 1, 1, 1), 1, (1, 1, 1, 1)),  # each of the four: a round must come back
         ("pipedream", (4, 1, 1, 1), 2, (2, 2, 2, 1)),
         ("pipedream", (1, 1, 1, 1), 3, (3, 3, 2, 1)),
+        ("pipedream", (1,) * 8, 4, (4, 4, 3, 3, 2, 2, 1, 1)),
         ("pipedream-2bw", (1, 4, 1), 2, (2, 1, 1)),
     ],
 )
-def test_a_limit_holds_where_the_stages_before_let_so_many_pass(schedule, replicas, limit, expected):
+def test_a_limit_is_shared_out_so_that_all_stages_can_advance(schedule, replicas, limit, expected):
     made = plan(replicas, 1 if schedule == "pipedream" else 24, schedule, max_in_flight=limit)
     assert in_flight_per_stage(made, 24) == expected
 
