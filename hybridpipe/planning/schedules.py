@@ -96,9 +96,9 @@ def _limited(plan: Plan, counts: Sequence[int], limit: int) -> Iterator[int]:
 
     With the limit on the first stages alone, the others would run ahead and then wait: 4 in flight in 8 equal
     stages took 2.5 times as long as they do now. And with h in flight on each of r replicas, a stage forwards
-    microbatch m before it has the gradient of m - (h - 1) r, and after that of m - h r; so it must hold no more
-    than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts only once
-    its round is complete.
+    microbatch m before it has the gradient of m - (h - 1) r, and after that of m - h r; so it must hold no
+    more than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts
+    only once its round is complete.
     """
     rounds = plan.schedule == "pipedream"
     most, room = max(counts), UNLIMITED

@@ -205,15 +205,15 @@ def made(case, schedule, **options):
 @given(CASES)
 @settings(deadline=None, derandomize=True, max_examples=50)
 def test_the_most_over_time_is_the_peak(schedule, case):
-    """On the first replica of each stage; others may have fewer microbatches."""
+    """On some replica of each stage; others may have fewer microbatches."""
     chosen, profile, cluster = made(case, schedule)
     timeline, prediction = predict(chosen, profile, cluster)
     seen = curves(profile, chosen, timeline)
-    most = [max(bytes_ for _, bytes_ in curve) for curve in seen.values()]
+    most = {rank: max(bytes_ for _, bytes_ in curve) for rank, curve in seen.items()}
     peaks = dict(zip(chosen.ranks, prediction.peak_memory_bytes))
-    assert all(held <= peak for held, peak in zip(most, peaks.values()))
+    assert all(held <= peaks[rank] for rank, held in most.items())
     for stage in chosen.stages:
-        assert most[stage.ranks[0]] == peaks[stage.ranks[0]]
+        assert max(most[rank] for rank in stage.ranks) == peaks[stage.ranks[0]]
     for curve in seen.values():
         assert curve[0] == (0.0, curve[-1][1])  # all that was added is gone
         assert all(before[0] <= after[0] for before, after in itertools.pairwise(curve))
