@@ -61,6 +61,7 @@ class StageCost:
     output_bytes: float = 0.0
     gradient_bytes: float = 0.0
     buckets: tuple[GradientBucket, ...] = ()
+    weight_seconds: float = 0.0
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:

@@ -10,8 +10,10 @@ al., SC 2021, section 2.2.2); ZB-H1 (Qi et al., ICLR 2024, section 2.2).
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import zip_longest
+from typing import NamedTuple
 
 from hybridpipe.planning.instructions import (
     AllReduce,
@@ -28,6 +30,13 @@ from hybridpipe.planning.plan import ASYNCHRONOUS, Place, Plan
 
 UPDATE: Program = (AllReduce(), Step())
 UNLIMITED = 2**62
+
+
+class Stash(NamedTuple):
+    """How many microbatches of each chunk a rank holds, and the chunk whose backward it then runs, if any."""
+
+    counts: tuple[int, ...]
+    backward: int | None
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -55,20 +64,49 @@ def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> i
 
 
 def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
-    """`in_flight` of each stage's replica 0, which has the most microbatches, within the plan's limit.
+    """The most microbatches that a replica of each stage stashes.
 
-    Where ranks hold several stages: of each of them, what `interleaved_1f1b` lets it hold.
+    Where backwards are halved, a microbatch is stashed until the weights' half.
     """
     if plan.schedule == "interleaved-1f1b":
         return _interleaved_in_flight(plan, num_microbatches)
-    limit = plan.max_in_flight or UNLIMITED
+    held = until_backward(plan, num_microbatches)
+    if plan.schedule == "zero-bubble":
+        return tuple(min(max(held), ceil_div(num_microbatches, replicas)) for replicas in plan.replicas)
+    return held
+
+
+def until_backward(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
+    """`in_flight` of each stage's replica 0, within the plan's limit; ranks that hold one stage each."""
     counts: list[int] = []
     behind = 0
     for replicas in reversed(plan.replicas):
         held = in_flight(plan.schedule, ceil_div(num_microbatches, replicas), replicas, behind)
-        counts.append(min(held, limit))
-        behind = replicas * counts[-1]
-    return tuple(reversed(counts))
+        if plan.schedule == "pipedream-2bw":  # no more than two minibatches are on their way
+            held = min(held, ceil_div(2 * plan.num_microbatches, replicas))
+        counts.append(held)
+        behind = replicas * held
+    counts.reverse()
+    if plan.max_in_flight is None or plan.max_in_flight >= max(counts):
+        return tuple(counts)
+    return tuple(_limited(plan, counts, plan.max_in_flight))
+
+
+def _limited(plan: Plan, counts: Sequence[int], limit: int) -> Iterator[int]:
+    """All stages' counts in proportion, so that none waits longer than the others.
+
+    With the limit on the first stages alone, the others would run ahead and then wait: 4 in flight in 8 equal
+    stages took 2.5 times as long as they do now. And with h in flight on each of r replicas, a stage forwards
+    microbatch m before it has the gradient of m - (h - 1) r, and after that of m - h r; so it must hold no
+    more than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts
+    only once its round is complete.
+    """
+    rounds = plan.schedule == "pipedream"
+    most, room = max(counts), UNLIMITED
+    for held, replicas in zip(counts, plan.replicas, strict=True):
+        held = min(ceil_div(held * limit, most), 1 + room // replicas if rounds else ceil_div(room, replicas))
+        room = min(room, (held - rounds) * replicas)
+        yield held
 
 
 def gpipe(microbatches: Sequence[int]) -> Iterator[Instruction]:
@@ -144,20 +182,38 @@ def _turns(microbatches: Sequence[int], size: int, chunks: Sequence[int]) -> Ite
 
 def _interleaved_in_flight(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
     """The most microbatches whose forward, but not backward, each stage has run."""
-    counts = []
-    for s, replicas in enumerate(plan.replicas):
-        group, chunk = s % plan.num_groups, s // plan.num_groups
-        mine = range(0, num_microbatches, replicas)
-        held = most = 0
-        for instruction in interleaved_1f1b(mine, group, plan.num_groups, plan.chunks):
-            match instruction:
-                case Forward(chunk=at) if at == chunk:
-                    held += 1
-                    most = max(most, held)
-                case Backward(chunk=at) if at == chunk:
-                    held -= 1
-        counts.append(most)
-    return tuple(counts)
+    held = [interleaved_stash(plan, group, num_microbatches) for group in range(plan.num_groups)]
+    return tuple(
+        max(counts[s // plan.num_groups] for counts, _ in held[s % plan.num_groups])
+        for s in range(plan.num_stages)
+    )
+
+
+def interleaved_stash(plan: Plan, group: int, num_microbatches: int) -> frozenset[Stash]:
+    """All that a rank of a group ever stashes.
+
+    A replica with one microbatch less than the first may stash more of some chunk.
+    """
+    most, least = ceil_div(num_microbatches, plan.replicas[0]), num_microbatches // plan.replicas[0]
+    return frozenset[Stash]().union(
+        *(_stash(count, group, plan.num_groups, plan.chunks) for count in {most, least})
+    )
+
+
+@lru_cache(maxsize=4096)
+def _stash(count: int, group: int, num_groups: int, chunks: int) -> frozenset[Stash]:
+    count = min(count, 4 * num_groups + count % num_groups)  # then the pipeline repeats itself
+    held = [0] * chunks
+    seen: set[Stash] = set()
+    for instruction in interleaved_1f1b(range(count), group, num_groups, chunks):
+        match instruction:
+            case Forward(chunk=chunk):
+                held[chunk] += 1
+                seen.add(Stash(tuple(held), None))
+            case Backward(chunk=chunk):
+                seen.add(Stash(tuple(held), chunk))
+                held[chunk] -= 1
+    return frozenset(seen)
 
 
 def pipedream(
@@ -175,19 +231,28 @@ def pipedream(
 
 
 def two_buffered(
-    microbatches: Sequence[int], in_flight: int, per_minibatch: int, num_minibatches: int
+    microbatches: Sequence[int],
+    in_flight: int,
+    per_minibatch: int,
+    num_minibatches: int,
+    room: int = UNLIMITED,
 ) -> Iterator[Instruction]:
     """1F1B without a flush: an update after each minibatch, first seen by the next but one.
 
     A minibatch's forwards wait for that update, so two versions of the weights are enough.
+
+    Args:
+        room: how many microbatches the stages before let pass ahead of a backward; a forward further ahead of
+            the minibatch to be updated comes after that update.
     """
     ahead, held = deque(microbatches), deque[int]()
     updates = 0
     while updates < num_minibatches:
-        if ahead and len(held) < in_flight and ahead[0] // per_minibatch <= updates + 1:
+        end = (updates + 1) * per_minibatch
+        if ahead and len(held) < in_flight and ahead[0] < end + min(per_minibatch, room):
             held.append(ahead.popleft())
             yield Forward(held[-1])
-        elif held and held[0] // per_minibatch == updates:
+        elif held and held[0] < end:
             yield Backward(held.popleft())
         else:
             yield from UPDATE
@@ -207,7 +272,11 @@ def _alternate(
 
 
 def _computing(plan: Plan, place: Place, count: int, in_flight: Sequence[int]) -> Iterator[Instruction]:
-    mine, held = plan.microbatches_of(place, count), in_flight[place.stage]
+    """What the rank at a place computes; `in_flight` is `until_backward`'s, where a rank holds one stage."""
+    mine = plan.microbatches_of(place, count)
+    if plan.schedule == "interleaved-1f1b":
+        return interleaved_1f1b(mine, place.stage, plan.num_groups, plan.chunks)
+    held, replicas = in_flight[place.stage], plan.replicas[place.stage]
     match plan.schedule:
         case "gpipe":
             return gpipe(mine)
@@ -215,13 +284,13 @@ def _computing(plan: Plan, place: Place, count: int, in_flight: Sequence[int]) -
             return one_f_one_b(mine, held)
         case "zero-bubble":
             return zero_bubble(mine, held, max(in_flight) - held)
-        case "interleaved-1f1b":
-            return interleaved_1f1b(mine, place.stage, plan.num_groups, plan.chunks)
         case "pipedream":
-            replicas = plan.replicas[place.stage]
             return pipedream(mine, held, ceil_div(count, replicas), replicas)
         case "pipedream-2bw":
-            return two_buffered(mine, held, plan.num_microbatches, ceil_div(count, plan.num_microbatches))
+            counts = zip(in_flight, plan.replicas[: place.stage], strict=False)
+            room = min((held * replicas for held, replicas in counts), default=UNLIMITED)
+            size = plan.num_microbatches
+            return two_buffered(mine, held, size, ceil_div(count, size), room)
     raise AssertionError(plan.schedule)
 
 
@@ -231,14 +300,18 @@ def version_of(plan: Plan, stage: int, microbatch: int) -> int:
     PipeDream: the newest there are, which is those of the rounds that came back before it. Vertical sync: the
     newest that contain no minibatch which the input stage's do not. 2BW: one update behind the newest.
     """
+    return versions(plan, stage)(microbatch)
+
+
+def versions(plan: Plan, stage: int) -> Callable[[int], int]:
+    """`version_of` of one stage, for many microbatches."""
     if plan.schedule == "pipedream-2bw":
-        return max(0, microbatch // plan.num_microbatches - 1)
+        return lambda microbatch: max(0, microbatch // plan.num_microbatches - 1)
     if plan.schedule != "pipedream":
         raise ValueError(f"{plan.schedule} has one version of the weights at a time")
     asked = 0 if plan.vertical_sync else stage
-    held = in_flight_per_stage(plan, microbatch + 1)[asked]
-    version = max(0, microbatch // plan.replicas[asked] + 1 - held)
-    return version * plan.replicas[0] // plan.replicas[stage] if plan.vertical_sync else version
+    held, replicas, here = until_backward(plan, 1)[asked], plan.replicas[asked], plan.replicas[stage]
+    return lambda microbatch: max(0, microbatch // replicas + 1 - held) * replicas // here
 
 
 def delay_of(plan: Plan, stage: int) -> int:
@@ -270,9 +343,9 @@ def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Progr
             schedule those of all minibatches that are to run one after the other without a flush.
     """
     count = plan.num_microbatches if num_microbatches is None else num_microbatches
-    stashes = in_flight_per_stage(plan, count)
+    in_flight = until_backward(plan, count) if plan.chunks == 1 else ()
     return {
-        rank: _communicating(plan, place, _computing(plan, place, count, stashes))
+        rank: _communicating(plan, place, _computing(plan, place, count, in_flight))
         for rank, place in _places(plan)
     }
 
