@@ -59,7 +59,7 @@ class _Convolution(NamedTuple):
 
     def output(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(self.stride) - 1]
-        return convolve(inputs, weight, bias, *self)  # type: ignore[operator]
+        return convolve(inputs, weight, bias, *self)
 
     def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
         return self._gradients(gradient, inputs, weight, [True, False, False])[0]
@@ -237,9 +237,9 @@ def _splits(module: nn.Module) -> bool:
     return True
 
 
-def _is_symmetric(module: nn.Module) -> bool:
+def _is_symmetric(module: "_Conv") -> bool:
     pads = module._reversed_padding_repeated_twice
-    return pads[::2] == pads[1::2]  # type: ignore[index,no-any-return]
+    return pads[::2] == pads[1::2]
 
 
 def _is_plain(inputs: Tensor, weight: Tensor) -> bool:
@@ -305,7 +305,7 @@ _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 def _convolution(module: _Conv, half: WeightHalf, inputs: Tensor) -> Tensor:
     num_spatial = len(module.kernel_size)
     if not _is_plain(inputs, module.weight) or inputs.dim() != num_spatial + 2:
-        return type(module).forward(module, inputs)
+        return type(module).forward(module, inputs)  # type: ignore[arg-type]
     pads = module._reversed_padding_repeated_twice  # also where the padding was given as a word
     padding = tuple(reversed(pads[::2]))
     if module.padding_mode != "zeros":

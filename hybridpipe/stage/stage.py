@@ -199,8 +199,9 @@ class Stage:
             if output.requires_grad
         ]
         if roots:
+            ends, of_ends = zip(*roots, strict=True)
             with nullcontext() if half is None else half.collected():
-                self._holding(call.weights, half, lambda: torch.autograd.backward(*zip(*roots, strict=True)))
+                self._holding(call.weights, half, lambda: torch.autograd.backward(ends, of_ends))
         return tuple(_gradient(t) if t.requires_grad else None for t in tensors_of(call.inputs)), half
 
     def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:

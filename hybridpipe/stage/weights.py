@@ -95,7 +95,8 @@ def check_no_other_weights(outputs: Value, layers: nn.Sequential) -> None:
 
     A layer that keeps its parameters in a list of its own, say, would use the newest ones unnoticed.
     """
-    names = {parameter: name for name, parameter in layers.named_parameters() if parameter.requires_grad}
+    named = layers.named_parameters()
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named if parameter.requires_grad}
     todo = [tensor.grad_fn for tensor in tensors_of(outputs)]
     seen = set()
     while todo:

@@ -124,6 +124,10 @@ CASES = {
         [nn.Linear(3, 3), Penalised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))],
         tensor(5, 3),
     ),
+    "autograd in a checkpoint": lambda: (
+        [nn.Linear(3, 3), Checkpointed(Penalised(noisy()), use_reentrant=False)],
+        tensor(5, 3),
+    ),
     "convolution in there": lambda: ([Penalised(nn.Conv1d(2, 2, 3, padding=1)), nn.Tanh()], tensor(2, 2, 5)),
     "autograd in the backward": lambda: ([nn.Linear(3, 3), Implicit(3), nn.Linear(3, 2)], tensor(5, 3)),
     "function transforms": lambda: (
