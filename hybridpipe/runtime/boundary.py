@@ -40,8 +40,9 @@ HEADER_NAMES = ("kind", "step", "microbatch", "stage")
 
 
 class _Size(NamedTuple):
-    """What the shapes at a boundary depend on: the peer, the microbatch's samples, training or not."""
+    """What the shapes at a boundary depend on: the cut, the peer, the microbatch's samples, training or not."""
 
+    cut: int
     peer: int
     samples: int
     training: bool
@@ -159,7 +160,8 @@ class Boundary:
             self._num_posted += 1
 
     def _size(self, microbatch: int, stage: int) -> _Size:
-        return _Size(self._plan.rank_of(stage, microbatch), self._sizes[microbatch], self._training)
+        cut, peer = min(stage, self._stage), self._plan.rank_of(stage, microbatch)
+        return _Size(cut, peer, self._sizes[microbatch], self._training)
 
     def _tag(self, kind: int, microbatch: int, cut: int) -> int:
         """Tags come round again; messages of one tag arrive in the order in which they were sent."""

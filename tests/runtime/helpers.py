@@ -67,6 +67,7 @@ class Result(NamedTuple):
     gradients: list[list[Tensor | None]]
     parameters: list[Tensor]
     events: dict[int, list[list[Event]]]
+    executors: dict[int, Executor]
 
 
 def make_plan(
@@ -94,7 +95,7 @@ def one_process(
         gradients.append([None if p.grad is None else p.grad.clone() for p in parameters])
         update.step()
         update.zero_grad()
-    return Result(losses, gradients, parameters, {})
+    return Result(losses, gradients, parameters, {}, {})
 
 
 def in_threads(
@@ -172,6 +173,7 @@ def in_threads(
         [list(chain(*(each.gradients.seen[i] for each in first))) for i in seen],
         [parameter for _, stage in in_order for parameter in stage.module.parameters()],
         events,
+        executors,
     )
 
 
