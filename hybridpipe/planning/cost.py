@@ -26,10 +26,10 @@ An asynchronous pipeline never drains; a minibatch takes
 
     max over stages (w + e + u) / m    and    max over cuts x for one minibatch
 
-as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole; under pipedream-2bw, which updates
-once a minibatch of M microbatches, ceil(M/m) w + e + u for a stage. That takes at least as many microbatches
-as stages (PipeDream-2BW, ICML 2021, section 3.1): with fewer, two versions do not keep the pipeline full. What
-`max_in_flight` costs is not counted. The simulator sees all of this.
+as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole. Under pipedream-2bw, which updates
+once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u; with fewer microbatches than stages two
+versions do not keep the pipeline full (PipeDream-2BW, ICML 2021, section 3.1), which is not counted. Nor is
+what `max_in_flight` costs. The simulator sees both.
 """
 
 import math

@@ -33,13 +33,16 @@ class Form:
 
     @property
     def is_asynchronous(self) -> bool:
+        """Whether plans of this form have no flush."""
         return self.schedule in ASYNCHRONOUS
 
-    def plan(self, stages: Iterable[StageSpec]) -> Plan:
+    def plan(self, stages: Iterable[StageSpec], chunks: int = 1) -> Plan:
+        """The plan of this form with these stages."""
         return Plan(
             tuple(stages),
             self.schedule,
             self.num_microbatches,
+            chunks=chunks,
             vertical_sync=self.vertical_sync,
             max_in_flight=self.max_in_flight,
             recompute=self.recompute,
