@@ -206,7 +206,7 @@ def _simulate(options: argparse.Namespace) -> int:
         events = timeline.to_chrome_trace("predicted")
         write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
     if options.plot:
-        slices = "" if plan.is_asynchronous else f", {plan.num_microbatches} microbatches"
+        slices = "" if plan.schedule == "pipedream" else f", {plan.num_microbatches} microbatches"
         title = f"Plan {plan.name} under {plan.schedule}{slices}"
         write_text(options.plot, draw.svg(timeline, plan, title, curves(profile, plan, timeline), prediction))
     if not options.json:
