@@ -18,7 +18,7 @@ import numpy as np
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost import compute_share, estimate, stage_speed
 from hybridpipe.planning.layer_costs import Form
-from hybridpipe.planning.placement import Floats, lines, renumbered
+from hybridpipe.planning.placement import Floats, Ints, lines, renumbered
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 
@@ -135,7 +135,7 @@ def _least_traffic(done: Floats, moved: Floats, speeds: Sequence[float], bound: 
     return edges[::-1]
 
 
-def _window_minima(values: Floats, first: Floats) -> Floats:
+def _window_minima(values: Floats, first: Ints) -> Floats:
     """`[j]`: the least of `values[first[j]:j]`, infinite where that is empty: two overlapping runs of 2^k."""
     ends = np.arange(len(values))
     lengths = ends - first

@@ -323,8 +323,7 @@ def _proposals(problem: _Problem) -> Iterator[tuple[str, Plan]]:
 
 def _proposed(problem: _Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
     if problem.schedule == "interleaved-1f1b":
-        for plan in _interleaved(problem, recompute):
-            yield "interleaved", plan
+        yield from (("interleaved", plan) for plan in _interleaved(problem, recompute))
         return
     for one_stage in _data_parallel_plans(problem):
         yield "dp", replace(one_stage, recompute=recompute)
