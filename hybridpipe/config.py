@@ -17,9 +17,10 @@ from typing import Any, cast
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import non_negative_int, positive_int
-from hybridpipe.planning.plan import SYNCHRONOUS
+from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES
 
-SOURCES = ("auto", "dp", "straight")
+AUTO = "auto"  # as a source: the best plan; as a schedule: the best of the synchronous ones
+SOURCES = (AUTO, "dp", "straight")
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,28 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Where the plan comes from: one of `SOURCES`, or a plan.json, which brings its own schedule."""
+    """Where the plan comes from: one of `SOURCES`, or a plan.json, which says all the rest itself.
+
+    `schedule`, `vertical_sync`, `max_in_flight` and `recompute` are asked of a plan that is searched for
+    (`planning.search.Asked`).
+    """
 
     schedule: str = "1f1b"
     source: str = "auto"
+    vertical_sync: bool = False
+    max_in_flight: int | None = None
+    recompute: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule not in SYNCHRONOUS:
-            raise ValueError(f"schedule must be one of {', '.join(SYNCHRONOUS)}, got {self.schedule!r}")
+        allowed = (AUTO, *SCHEDULES)
+        if self.schedule not in allowed:
+            raise ValueError(f"schedule must be one of {', '.join(allowed)}, got {self.schedule!r}")
+        if self.vertical_sync and self.schedule != "pipedream":
+            raise ValueError(f"vertical_sync must be false under {self.schedule}, got true")
+        if self.max_in_flight is not None:
+            positive_int("max_in_flight", self.max_in_flight)
+            if self.schedule not in (AUTO, "1f1b", *ASYNCHRONOUS):
+                raise ValueError(f"max_in_flight must not be given under {self.schedule}")
         if self.source not in SOURCES and not self.source.endswith(".json"):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
 
