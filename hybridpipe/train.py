@@ -62,6 +62,7 @@ def train(config: Config, plan: str, out: Path) -> int:
         trainer.prepare(dataset)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
+    not_split = trainer.not_split()
     rank0 = trainer.world.rank == 0
     progress = None
     metrics = None
@@ -71,6 +72,8 @@ def train(config: Config, plan: str, out: Path) -> int:
         except OSError as error:
             failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
         _tell_plan(trainer, out)
+        if not_split:
+            print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
         metrics = (out / "metrics.jsonl").open("w", encoding="utf-8")
         total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
         progress = Progress(total, f"{plan} ({trainer.plan.name})")

@@ -7,8 +7,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,14 @@ class Trainer:
         schedule, vertical_sync, max_in_flight, recompute: likewise for a plan that goes by a name; "auto"
             is the best synchronous schedule.
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
-            step_size=100)`; it counts minibatches.
-        clip_grad_norm: gradients are scaled down to this norm over the whole model, if they exceed it.
+            step_size=100)`; it counts minibatches, those of `no_sync` and the one that applies them as one.
+        clip_grad_norm: gradients are scaled down to this norm over the whole model, if they exceed it. Not
+            under asynchronous schedules, where no such norm ever is.
         scale_learning_rate: under pipedream a stage's learning rate is multiplied by its replicas over the
             first stage's, as it updates that much more seldom (PipeDream's code).
         delay_warm_up: under asynchronous schedules, for so many minibatches a stage whose gradients are d
             updates late takes smaller steps, at first by d, then by less (PipeMare, MLSys 2021, section 3.1).
+            Not under pipedream-2bw, where d is 1 everywhere.
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer draws.
@@ -71,7 +73,8 @@ class Trainer:
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
-        ValueError: the plan does not fit model, world or minibatch, with the arithmetic.
+        ValueError: the plan does not fit model, world or minibatch, with the arithmetic; or optimizer,
+            scheduler or clipping make no sense under it.
     """
 
     def __init__(
@@ -172,12 +175,18 @@ class Trainer:
         """Inside, `train_step` adds its gradients up and leaves the weights as they are.
 
         The first one outside applies the sum, as with DistributedDataParallel; every rank does the same.
+        For the mean over k minibatches, divide the loss by k.
+
+        Raises:
+            ValueError: the schedule is an asynchronous one, where every minibatch ends in an update.
         """
-        self._updates = False
+        if self._worker is not None and self.plan.is_asynchronous:
+            raise ValueError(f"no_sync makes no sense under {self.plan.schedule}, which never stops updating")
+        before, self._updates = self._updates, False
         try:
             yield
         finally:
-            self._updates = True
+            self._updates = before
 
     def fit(
         self,
@@ -195,18 +204,26 @@ class Trainer:
         Args:
             validation: evaluated after each epoch.
             shuffle: False: in the data set's order.
-            on_minibatch: called on every rank with what is known of each minibatch, one minibatch late.
+            on_minibatch: called on every rank with what is known of each minibatch, one minibatch late. What
+                it raises on every rank ends `fit`; under an asynchronous schedule, with minibatches on their
+                way between ranks, it ends the job.
 
         Returns:
             for each epoch its number, mean loss and, with `validation`, that of `evaluate`.
+
+        Raises:
+            ValueError: inside `no_sync`.
         """
+        if not self._updates:
+            raise ValueError("fit makes no sense inside no_sync, where nothing is learnt; use train_step")
         history = []
         for epoch in range(self.epoch, self.epoch + epochs):
             losses = []
-            for record in self._epoch(dataset, epoch, shuffle):
-                losses.append((record.loss, record.num_samples))
-                if on_minibatch is not None:
-                    on_minibatch(record)
+            with closing(self._epoch(dataset, epoch, shuffle)) as records:  # an error closes it at once
+                for record in records:
+                    losses.append((record.loss, record.num_samples))
+                    if on_minibatch is not None:
+                        on_minibatch(record)
             mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
             entry: dict[str, Any] = {"epoch": epoch, "loss": mean}
             if validation is not None:
@@ -234,6 +251,10 @@ class Trainer:
             metrics["accuracy"] = float(correct / judged)
         return metrics
 
+    def not_split(self) -> list[str] | None:
+        """On rank 0 the modules whose backward is whole, though the schedule splits it; None elsewhere."""
+        return self.worker.not_split()
+
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """On rank 0 what `model.state_dict()` would be in one process; None elsewhere."""
         return self.worker.full_state_dict()
@@ -257,7 +278,7 @@ class Trainer:
             self._worker.close()
             self._worker = None
 
-    def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Iterator[MinibatchRecord]:
+    def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Generator[MinibatchRecord, None, None]:
         self.prepare(dataset)
         batches = minibatches(
             dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
@@ -298,15 +319,17 @@ class Trainer:
             yield together
 
     def _make_plan(self, minibatch: Minibatch) -> None:
+        self.rule.try_out([p for p in self.model.parameters() if p.requires_grad])
         try:
             self.choice = self._choose(minibatch)
-            self._start(self.choice.plan)
         except ValueError as error:  # the same on every rank
             if not isinstance(self._plan, Plan):
                 raise
             if self.world.rank == 0:
                 print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
             self._start(self._plan)
+        else:
+            self._start(self.choice.plan)
 
     def _choose(self, minibatch: Minibatch) -> Choice:
         with failure.guard():  # ranks that can be measured would wait for one that cannot

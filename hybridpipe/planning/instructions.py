@@ -173,6 +173,11 @@ def final_backwards(program: Program) -> frozenset[int]:
     return frozenset(finals)
 
 
+def without_update(program: Program) -> Program:
+    """The program of a minibatch whose gradients stay where they are, for a later one to add to."""
+    return tuple(each for each in program if not isinstance(each, AllReduce | Step))
+
+
 def add_communication(
     program: Iterable[Instruction], stages: Sequence[int], num_stages: int
 ) -> Iterator[Instruction]:

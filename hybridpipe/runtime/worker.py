@@ -6,13 +6,14 @@ leaves unused takes part in the collectives and does nothing else.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.planning.instructions import AllReduce, Program, Step
+from hybridpipe.planning.instructions import without_update
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import forward_programs, programs
 from hybridpipe.planning.timeline import Event
@@ -125,7 +126,7 @@ class Worker:
             if self.executor is not None:
                 program = self.programs(len(minibatch.sizes))[self.control.rank]
                 if not update:
-                    program = _without_update(program)
+                    program = without_update(program)
                 for done in self.executor.run(program, Stream([minibatch], step)):
                     losses, events = done.losses, done.events
             numbers = np.zeros(len(minibatch.sizes))
@@ -143,7 +144,7 @@ class Worker:
         stream = Stream(minibatches, step)
         numbers = [np.zeros(len(minibatch.sizes)) for minibatch in minibatches]
         ahead = deque(numbers)
-        with failure.guard():
+        with failure.guard(), self._to_its_end():
             if self.executor is not None:
                 for done in self.executor.run(self.programs(len(stream.sizes))[self.control.rank], stream):
                     for m, loss in done.losses.items():
@@ -152,6 +153,22 @@ class Worker:
                     yield [self.share(ahead.popleft()) for _ in range(done.num_minibatches)], done.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
+
+    @contextmanager
+    def _to_its_end(self) -> Iterator[None]:
+        """Around a stream: several ranks cannot stop in its middle, each at another minibatch."""
+        try:
+            yield
+        except GeneratorExit as left:
+            cause = left.__context__  # what the caller did not catch
+            if self.control.size == 1:  # nothing is under way between two updates
+                raise
+            if isinstance(cause, SystemExit):
+                raise cause from None
+            raise RuntimeError(
+                f"training was left in the middle of an epoch, which ranks cannot do under "
+                f"{self.plan.schedule}: minibatches are under way between them"
+            ) from cause
 
     def infer(self, minibatch: Minibatch, judge: Callable[[Value, Value], list[float]], width: int) -> Sums:
         """Evaluate on one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.
@@ -196,6 +213,21 @@ class Worker:
             replicas.Allreduce(MPI.IN_PLACE, mean, op=MPI.SUM)
             buffer.copy_(torch.from_numpy(mean / replicas.size))
 
+    def not_split(self) -> list[str] | None:
+        """On rank 0 the trained modules whose backward is whole under zero-bubble, in order; None elsewhere.
+
+        Collective.
+        """
+        here: list[tuple[int, list[str]]] = []
+        if self.executor is not None and self.plan.schedule == "zero-bubble":
+            held = zip(self.executor.held, self.executor.stages, strict=True)
+            here = [(s, stage.not_split) for s, stage in held]
+        gathered = self.control.gather(here)
+        if gathered is None:
+            return None
+        by_stage = dict(each for ranks_own in gathered for each in ranks_own)  # replicas say the same
+        return [name for s in sorted(by_stage) for name in by_stage[s]]
+
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """On rank 0 the whole model's state as it is now, on the CPU; None elsewhere."""
         self.average_statistics()
@@ -222,10 +254,6 @@ class Worker:
             self.executor.gradients.close()
         self.transport.close()
         self.communicators.free()
-
-
-def _without_update(program: Program) -> Program:
-    return tuple(each for each in program if not isinstance(each, AllReduce | Step))
 
 
 def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:

@@ -7,10 +7,13 @@ PipeDream (SOSP 2019, section 3.3): minibatch b uses in stage s the weights afte
 where a round is m_s minibatches, one a replica, and a replica that stashes h_s minibatches has seen
 floor(b / m_s) - h_s + 1 rounds come back. With vertical sync all stages take what the first one saw:
 v_s(b) = floor(v_0(b) m_0 / m_s). 2BW (ICML 2021, section 3.1): w(t + 1) = w(t) - rate * grad f_t(w(t - 1)).
+PipeMare (MLSys 2021, section 3.1) divides the rate by d_s^(1 - min(b / K, 1)), b the first minibatch of the
+round, d_s = b / m_s - v_s(b) where all rounds begin and the pipeline is full.
 """
 
 import copy
 import itertools
+import math
 
 import torch
 from torch import nn
@@ -26,29 +29,47 @@ def in_flight(replicas):
     return held
 
 
-def train(model, edges, replicas, minibatches, loss, optimizer, rule, seed=0, rate_scaled=True):
+def seen_by(b, replicas, rule):
+    """v_s(b) for each stage s."""
+    if rule == "2bw":
+        return [max(0, b - 1)] * len(replicas)
+    seen = [max(0, b // m - h + 1) for m, h in zip(replicas, in_flight(replicas), strict=True)]
+    return [seen[0] * replicas[0] // m for m in replicas] if rule == "vertical" else seen
+
+
+def train(
+    model,
+    edges,
+    replicas,
+    minibatches,
+    loss,
+    optimizer,
+    rule,
+    seed=0,
+    rate_scaled=True,
+    scheduler=None,
+    warm_up=0,
+):
     """The weights and losses after `minibatches`, each a list of microbatches (inputs, targets).
 
     Args:
         edges: stage s holds the layers edges[s] to edges[s + 1].
         optimizer: called with the parameters of a stage.
         rule: "pipedream", "vertical" or "2bw".
+        scheduler: called with the optimizer of a stage; it steps once a minibatch.
+        warm_up: K above.
     """
-    num_stages, held = len(replicas), in_flight(replicas)
+    num_stages = len(replicas)
     newest = [copy.deepcopy(model[a:b]) for a, b in itertools.pairwise(edges)]
     history = [[copy.deepcopy(stage)] for stage in newest]
     optimizers = [optimizer(stage.parameters()) if list(stage.parameters()) else None for stage in newest]
     per_update = [1] * num_stages if rule == "2bw" else replicas
-    for s, each in enumerate(optimizers):
-        if each is not None and rule != "2bw" and rate_scaled:
-            each.param_groups[0]["lr"] *= replicas[s] / replicas[0]
+    schedulers = [scheduler(each) if scheduler and each else None for each in optimizers]
+    full = 100 * math.lcm(*replicas)
+    delays = [full // m - v for m, v in zip(per_update, seen_by(full, replicas, rule), strict=True)]
     losses = []
     for b, microbatches in enumerate(minibatches):
-        seen = [max(0, b // replicas[s] - held[s] + 1) for s in range(num_stages)]
-        if rule == "vertical":
-            seen = [seen[0] * replicas[0] // replicas[s] for s in range(num_stages)]
-        if rule == "2bw":
-            seen = [max(0, b - 1)] * num_stages
+        seen = seen_by(b, replicas, rule)
         stages = [copy.deepcopy(history[s][seen[s]]) for s in range(num_stages)]
         samples = sum(len(targets) for _, targets in microbatches)
         losses.append(0.0)
@@ -66,7 +87,17 @@ def train(model, edges, replicas, minibatches, loss, optimizer, rule, seed=0, ra
                 mine.grad = used.grad / size + (0 if mine.grad is None else mine.grad)
             if b == first + size - 1:
                 if optimizers[s] is not None:
+                    group = optimizers[s].param_groups[0]
+                    rate = group["lr"]
+                    if rule != "2bw" and rate_scaled:
+                        group["lr"] *= replicas[s] / replicas[0]
+                    if warm_up and delays[s]:
+                        group["lr"] /= delays[s] ** (1 - min(first / warm_up, 1))
                     optimizers[s].step()
                     optimizers[s].zero_grad()
+                    group["lr"] = rate
+                for _ in range(size):
+                    if schedulers[s] is not None:
+                        schedulers[s].step()
                 history[s].append(copy.deepcopy(newest[s]))
     return [parameter for stage in newest for parameter in stage.parameters()], losses

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec
 from hybridpipe.batches import slice_minibatch
+from hybridpipe.planning.instructions import without_update
 from hybridpipe.planning.plan import Place
 from hybridpipe.planning.schedules import programs
 from hybridpipe.planning.timeline import Event
@@ -60,6 +61,25 @@ class Recorded(SharedGradients):
         self.seen.append([None if p.grad is None else p.grad.clone() for p in self._parameters])
 
 
+class StageSum:
+    """The sum of a number over the stages of ranks that are threads."""
+
+    def __init__(self, barrier: threading.Barrier):
+        self.barrier, self.numbers = barrier, {}
+
+    def at(self, place: Place) -> Callable[[float], float]:
+        """For the rank there; replicas have the same number."""
+
+        def add_up(number: float) -> float:
+            self.numbers[place] = number
+            self.barrier.wait()
+            total = sum(self.numbers[each] for each in sorted(self.numbers) if each.replica == 0)
+            self.barrier.wait()
+            return total
+
+        return add_up
+
+
 class Result(NamedTuple):
     """What a training left behind: per minibatch the loss and each parameter's gradient, and the weights."""
 
@@ -81,20 +101,33 @@ def make_plan(
 
 
 def one_process(
-    model: nn.Sequential, minibatches: Sequence[tuple[Tensor, Tensor]], loss, optimizer
+    model: nn.Sequential,
+    minibatches: Sequence[tuple[Tensor, Tensor]],
+    loss,
+    optimizer,
+    lr_scheduler=None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
 ) -> Result:
-    """Plain PyTorch, the whole minibatch at once."""
+    """Plain PyTorch, the whole minibatch at once; an update after each `accumulate` of them."""
     model = copy.deepcopy(model)
     parameters = list(model.parameters())
     update = optimizer([p for p in parameters if p.requires_grad])
+    scheduler = None if lr_scheduler is None else lr_scheduler(update)
     losses, gradients = [], []
-    for inputs, targets in minibatches:
+    for i, (inputs, targets) in enumerate(minibatches):
         value = loss(model(inputs), targets)
         value.backward()
         losses.append(value.item())
+        if (i + 1) % accumulate:
+            continue
         gradients.append([None if p.grad is None else p.grad.clone() for p in parameters])
+        if clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
         update.step()
         update.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
     return Result(losses, gradients, parameters, {}, {})
 
 
@@ -107,12 +140,14 @@ def in_threads(
     optimizer=None,
     timeout_seconds: float = 5.0,
     rule: UpdateRule | None = None,
+    accumulate: int = 1,
 ) -> Result:
     """The same under a plan. Every rank has a model of its own. Raises what the first failing rank raised."""
     check_plan(model, plan)
     mailboxes = Mailboxes()
     executors: dict[int, Executor] = {}
-    barriers = []
+    barriers = [threading.Barrier(plan.num_ranks, timeout=timeout_seconds)]
+    stage_sum = StageSum(barriers[0])
     for group, spec in enumerate(plan.stages[: plan.num_groups]):
         held = plan.held_stages(Place(group, 0))
         stages = [[_stage(plan, model, s, loss) for s in held] for _ in spec.ranks]  # for each replica
@@ -127,7 +162,7 @@ def in_threads(
                 [Boundary(plan, s, transport, CPU) for s in held],
                 Recorded(parameters[r], r, parameters, barriers[-1]),
                 (rule or UpdateRule(optimizer)).build(
-                    [p for p in parameters[r] if p.requires_grad], plan, group, float
+                    [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
                 ),
             )
 
@@ -139,8 +174,11 @@ def in_threads(
 
     def train(rank: int) -> None:
         try:
-            for stream in streams:
-                for done in executors[rank].run(programs(plan, len(stream.sizes))[rank], stream):
+            for i, stream in enumerate(streams):
+                program = programs(plan, len(stream.sizes))[rank]
+                if (i + 1) % accumulate:
+                    program = without_update(program)
+                for done in executors[rank].run(program, stream):
                     for m, share in done.losses.items():
                         shares[stream[m].step][stream[m].microbatch] = share
                     events[rank].append(done.events)
@@ -167,7 +205,7 @@ def in_threads(
         first.append(replicas[0])
     held = [pair for each in first for pair in zip(each.held, each.stages, strict=True)]
     in_order = sorted(held, key=lambda pair: pair[0])
-    seen = [] if plan.is_asynchronous or plan.chunks > 1 else range(len(minibatches))
+    seen = [] if plan.is_asynchronous or plan.chunks > 1 else range(len(minibatches) // accumulate)
     return Result(
         [sum(part[m] for m in sorted(part)) for part in shares],
         [list(chain(*(each.gradients.seen[i] for each in first))) for i in seen],

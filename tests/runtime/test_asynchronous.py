@@ -37,7 +37,19 @@ def make_data(count: int, size: int, last: int):
     return [(torch.randn(n, 4, dtype=torch.float64), torch.randint(0, 3, (n,))) for n in sizes]
 
 
-def compare(name, schedule, rule, optimizer, data, microbatch, num_microbatches, scaled=True, **options):
+def compare(
+    name,
+    schedule,
+    rule,
+    optimizer,
+    data,
+    microbatch,
+    num_microbatches,
+    scaled=True,
+    scheduler=None,
+    warm_up=0,
+    **options,
+):
     model = make_model()
     plan = make_plan(name, len(model), num_microbatches, schedule, **options)
     cut = [
@@ -46,11 +58,20 @@ def compare(name, schedule, rule, optimizer, data, microbatch, num_microbatches,
     ]
     edges = [0, *(stage.stop for stage in plan.stages)]
     expected, losses = asynchronous_reference.train(
-        model, edges, plan.replicas, cut, cross_entropy, optimizer, rule, rate_scaled=scaled
+        model,
+        edges,
+        plan.replicas,
+        cut,
+        cross_entropy,
+        optimizer,
+        rule,
+        rate_scaled=scaled,
+        scheduler=scheduler,
+        warm_up=warm_up,
     )
-    result = in_threads(
-        plan, model, data, microbatch, cross_entropy, rule=UpdateRule(optimizer, scale_learning_rate=scaled)
-    )
+    update = UpdateRule(optimizer, scheduler, scale_learning_rate=scaled, delay_warm_up=warm_up)
+    update.check(plan)
+    result = in_threads(plan, model, data, microbatch, cross_entropy, rule=update)
     torch.testing.assert_close(result.parameters, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(result.losses, losses, rtol=0, atol=1e-10)
 
@@ -74,6 +95,30 @@ def test_2bw(name, num_microbatches, optimizer):
 
 def test_learning_rates_are_left_alone_when_asked():
     compare("1-2", "pipedream", "pipedream", OPTIMIZERS["sgd"], make_data(9, 4, 4), 4, 1, scaled=False)
+
+
+SCHEDULERS = {
+    "step": partial(torch.optim.lr_scheduler.StepLR, step_size=7, gamma=0.5),
+    "cosine": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=15),  # from the rate before
+    "one cycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=30),  # and momentum
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["1-1", "2-1", "1-2", "3"])
+def test_schedulers_count_minibatches_whatever_a_stage_makes_of_the_rate(name, optimizer, scheduler):
+    data, given = make_data(20, 4, 3), {"scheduler": SCHEDULERS[scheduler]}
+    compare(name, "pipedream", "pipedream", OPTIMIZERS[optimizer], data, 4, 1, warm_up=12, **given)
+    compare(name, "pipedream-2bw", "2bw", OPTIMIZERS[optimizer], data, 2, 2, **given)
+
+
+@pytest.mark.parametrize("vertical_sync", [False, True], ids=["stashing", "vertical sync"])
+@pytest.mark.parametrize("name", ["1-1-1-1", "1-2-1", "3-1", "1-3"])
+def test_late_gradients_make_small_steps_at_first(name, vertical_sync):
+    rule, data = "vertical" if vertical_sync else "pipedream", make_data(20, 4, 3)
+    given = {"warm_up": 12, "vertical_sync": vertical_sync}
+    compare(name, "pipedream", rule, OPTIMIZERS["sgd"], data, 4, 1, **given)
 
 
 @pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 4)])
