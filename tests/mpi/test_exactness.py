@@ -26,4 +26,12 @@ def test_several_stages_on_a_rank(job):
 def test_asynchronous_schedules_train_what_their_formulas_say(job):
     plans = ["1-1", "1-1-1-1", "2-1", "1-2", "3-1", "2-2", "1-2-1"]
     done = job(4, "asynchronous.py", *plans)
-    assert done.stdout.count("parameters within") == len(plans) * 3 * 2  # rules, optimizers
+    assert done.stdout.count("parameters within") == len(plans) * (
+        3 * 2 + 1
+    )  # rules, optimizers; a scheduler
+
+
+def test_clipping_schedulers_and_no_sync(job):
+    plans = ["1-1", "2-1", "1-2", "3", "1-1x2"]
+    done = job(3, "updates.py", *plans)
+    assert done.stdout.count("parameters within") == (4 * 3 + 1) * 2

@@ -50,7 +50,7 @@ def make_data(minibatch: int) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
 
 
-def check(replicas: list[int], rule: str, name: str) -> None:
+def check(replicas: list[int], rule: str, name: str, scheduler=None, warm_up: int = 0) -> None:
     edges = [round(i * 8 / len(replicas)) for i in range(len(replicas) + 1)]
     stages = tuple(StageSpec(a, b, m) for a, b, m in zip(edges, edges[1:], replicas, strict=False))
     plan = Plan(stages, **RULES[rule])
@@ -62,6 +62,8 @@ def check(replicas: list[int], rule: str, name: str) -> None:
         optimizer=OPTIMIZERS[name],
         plan=plan,
         minibatch_size=minibatch,
+        lr_scheduler=scheduler,
+        delay_warm_up=warm_up,
         seed=SEED,
     )
     losses: list[float] = []
@@ -74,7 +76,16 @@ def check(replicas: list[int], rule: str, name: str) -> None:
             for start in range(0, len(data), minibatch)
         ]
         expected, expected_losses = reference.train(
-            make_model(), edges, replicas, cut, nn.functional.cross_entropy, OPTIMIZERS[name], rule, SEED
+            make_model(),
+            edges,
+            replicas,
+            cut,
+            nn.functional.cross_entropy,
+            OPTIMIZERS[name],
+            rule,
+            SEED,
+            scheduler=scheduler,
+            warm_up=warm_up,
         )
         torch.testing.assert_close(list(state.values()), expected, rtol=0, atol=1e-10)
         torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-10)
@@ -88,6 +99,8 @@ def main() -> None:
         for rule in RULES:
             for name in OPTIMIZERS:
                 check([int(count) for count in plan.split("-")], rule, name)
+        cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=25)
+        check([int(count) for count in plan.split("-")], "pipedream", "sgd", cosine, warm_up=20)
 
 
 main()

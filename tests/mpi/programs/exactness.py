@@ -119,4 +119,5 @@ def main() -> None:
             check(make_plan(plan, "zero-bubble", recompute=True), name, expected, losses, epochs)
 
 
-main()
+if __name__ == "__main__":
+    main()
