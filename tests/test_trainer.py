@@ -168,6 +168,86 @@ def as_predicted(samples: TensorDataset, model: nn.Module) -> dict[str, float]:
     }
 
 
+def test_no_sync_adds_gradients_up_and_may_be_nested(make):
+    model, batches = mlp(), [data(n)[:] for n in (8, 8, 5)]
+    reference, before = copy.deepcopy(model), copy.deepcopy(model)
+    trainer = make(model, clip_grad_norm=0.3)
+    with trainer.no_sync():
+        trainer.train_step(*batches[0])
+        with trainer.no_sync():
+            pass
+        trainer.train_step(*batches[1])
+        assert_same_weights(model, before)
+        with pytest.raises(ValueError, match="fit makes no sense inside no_sync"):
+            trainer.fit(data(8))
+    trainer.train_step(*batches[2])
+    update = momentum(reference.parameters())
+    for inputs, targets in batches:
+        cross_entropy(reference(inputs), targets).backward()
+    assert nn.utils.clip_grad_norm_(reference.parameters(), 0.3) > 0.3
+    update.step()
+    assert_same_weights(model, reference)
+
+
+def test_no_sync_ends_with_an_error_inside(make):
+    trainer = make()
+    with pytest.raises(RuntimeError, match="mine"), trainer.no_sync():
+        raise RuntimeError("mine")
+    before = copy.deepcopy(trainer.model)
+    trainer.train_step(*data(8)[:])
+    assert not torch.equal(trainer.model[0].weight, before[0].weight)
+
+
+@pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 4)])
+def test_asynchronous_schedules_refuse_single_steps(make, schedule, count):
+    trainer = make(plan=whole(count, schedule=schedule))
+    with pytest.raises(ValueError, match=f"train_step makes no sense under {schedule}.*; use fit") as caught:
+        trainer.train_step(*data(8)[:])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=f"no_sync makes no sense under {schedule}"), trainer.no_sync():
+        pass
+    with pytest.raises(ValueError, match=f"clip_grad_norm must not be given under {schedule}"):
+        make(plan=whole(count, schedule=schedule), clip_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("schedule, count", [("1f1b", 4), ("pipedream", 1), ("pipedream-2bw", 4)])
+def test_fit_left_in_the_middle_can_go_on_where_nothing_is_under_way(make, schedule, count):
+    """On one rank; on several an asynchronous schedule ends the job (tests/mpi)."""
+    samples, seen = data(48), []
+
+    def leave(record):
+        seen.append(record.step)
+        if record.step == 2:
+            raise LookupError("seen enough")
+
+    trainer = make(plan=whole(count, schedule=schedule))
+    with pytest.raises(LookupError, match="seen enough"):
+        trainer.fit(samples, on_minibatch=leave)
+    done = trainer.step
+    trainer.fit(samples)
+    assert seen == [0, 1, 2] and 3 <= done <= 6 and trainer.step == done + 6
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["a given plan", "a plan that is measured"])
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"optimizer": torch.optim.LBFGS}, r"got LBFGS with step\(closure\)"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "got ReduceLROnPlateau with step"),
+    ],
+)
+def test_what_wants_a_closure_or_a_metric_is_refused(make, options, told, named):
+    with pytest.raises(ValueError, match=told):
+        make(plan="dp" if named else whole(), **options).prepare(data(8))
+
+
+def test_modules_that_are_not_split_have_names(make):
+    inner = nn.Sequential(nn.PReLU(6), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(4, 6), inner, nn.PReLU()).double()
+    assert make(model, plan=whole(schedule="zero-bubble")).not_split() == ["1.0 (PReLU)", "2 (PReLU)"]
+    assert make(model).not_split() == []
+
+
 def test_evaluate_is_over_all_samples(make):
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
     samples = data(21)

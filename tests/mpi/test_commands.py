@@ -179,6 +179,16 @@ def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
     assert {"B0", "step"} <= {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0}
 
 
+def test_what_zero_bubble_cannot_split_is_told_once(job, folder):
+    source = folder / "small.py"
+    source.write_text(source.read_text().replace("nn.ReLU()", "nn.PReLU()"))
+    settings = ["--set", "train.epochs=1", "--set", "plan.schedule=zero-bubble"]
+    plan = ["--plan", "straight", "--out", str(folder / "out")]
+    done = job(2, "hybridpipe", "train", str(folder / "small.toml"), *settings, *plan)
+    assert done.stdout.count("zero-bubble: backward not split in ") == 1
+    assert "backward not split in 1 (PReLU), 3 (PReLU)\n" in done.stdout
+
+
 def test_compare_puts_runs_side_by_side(folder):
     done = hybridpipe(
         "compare", "small.toml", "--ranks", 2, "--plans", "dp,straight", "--set", "train.epochs=1",

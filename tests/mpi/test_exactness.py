@@ -23,12 +23,16 @@ def test_several_stages_on_a_rank(job):
     assert done.stdout.count("parameters within") == 3 * 2
 
 
-def test_asynchronous_schedules_train_what_their_formulas_say(job):
-    plans = ["1-1", "1-1-1-1", "2-1", "1-2", "3-1", "2-2", "1-2-1"]
+@pytest.mark.parametrize("plans", [["1-1", "1-1-1-1", "2-1", "1-2"], ["3-1", "2-2", "1-2-1"]], ids=" ".join)
+def test_asynchronous_schedules_train_what_their_formulas_say(job, plans):
     done = job(4, "asynchronous.py", *plans)
-    assert done.stdout.count("parameters within") == len(plans) * (
-        3 * 2 + 1
-    )  # rules, optimizers; a scheduler
+    assert done.stdout.count("parameters within") == len(plans) * 3 * 2  # rules, optimizers
+
+
+def test_schedulers_and_delay_warm_up_of_asynchronous_schedules(job):
+    plans = ["1-1-1-1", "1-2", "2-1-1"]
+    done = job(4, "asynchronous.py", "--rates", *plans)
+    assert done.stdout.count("parameters within") == len(plans) * 3
 
 
 def test_clipping_schedulers_and_no_sync(job):

@@ -1,6 +1,7 @@
 """Under mpirun: train asynchronously and compare every parameter with the formulas, in float64.
 
-Usage: asynchronous.py PLAN... with plans such as 2-2 or 1-2-1.
+Usage: asynchronous.py [--rates] PLAN... with plans such as 2-2 or 1-2-1. With --rates there is a scheduler,
+and delay warm-up where there can be.
 """
 
 import sys
@@ -95,12 +96,16 @@ def check(replicas: list[int], rule: str, name: str, scheduler=None, warm_up: in
 
 
 def main() -> None:
-    for plan in sys.argv[1:]:
+    cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=25)
+    rates = sys.argv[1] == "--rates"
+    for plan in sys.argv[2 if rates else 1 :]:
+        replicas = [int(count) for count in plan.split("-")]
         for rule in RULES:
+            if rates:
+                check(replicas, rule, "sgd", cosine, warm_up=0 if rule == "2bw" else 20)
+                continue
             for name in OPTIMIZERS:
-                check([int(count) for count in plan.split("-")], rule, name)
-        cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=25)
-        check([int(count) for count in plan.split("-")], "pipedream", "sgd", cosine, warm_up=20)
+                check(replicas, rule, name)
 
 
 main()
