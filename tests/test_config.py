@@ -195,7 +195,7 @@ def test_wrong_overrides(path: Path, override: str, told: str):
             "[trian]",
             "trian: unknown field (did you mean 'train'? allowed: model, data, optimizer, ",
         ),
-        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, source)"),
+        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, source, "),
         ("minibatch = 64\n", "", "train.minibatch: is required, but missing"),
         (
             "[train]",
