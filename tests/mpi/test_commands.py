@@ -60,7 +60,7 @@ train small.toml --plan gap.json
 train small.toml --plan extra.json
     extra.json: stages[0].replica: unknown field (did you mean 'replicas'?
 train small.toml --plan schedule.json
-    schedule.json: schedule: must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream, pipedream-2bw, got 'pipedream2'
+    schedule.json: schedule: must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream,
 train small.toml --plan huge.json
     huge.json: stages[0].replicas: must be an integer <= 1048576
 train small.toml --set train.minibatch=0

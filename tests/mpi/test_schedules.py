@@ -4,7 +4,7 @@ import re
 
 
 def test_measured_bubbles_have_the_order_of_the_formulas(job):
-    """The figures are printed; they lie some 0.04 above the formulas, which know no messages and no updates."""
+    """They are printed, and lie some 0.04 above the formulas, which know no messages and no updates."""
     printed = job(4, "sleeping.py", "bubbles").stdout
     print(printed)
     found = re.findall(r"(\S+) measured (\S+) formula (\S+)", printed)
