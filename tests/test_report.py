@@ -157,16 +157,34 @@ def test_a_given_plan_is_explained_without_candidates():
 
 
 def test_candidates_that_recompute_are_marked():
-    limited = replace(FREE, memory_bytes=10**6)
-    candidates = search(CHAIN, limited, 8, recompute=True)
+    layers = tuple(replace(each, activation_bytes=100) for each in CHAIN.layers)
+    profile, limited = replace(CHAIN, layers=layers), replace(FREE, memory_bytes=350)
+    candidates = search(profile, limited, 8, recompute=True)
     table = candidates_table(candidates, candidates[0].plan)
-    assert "dp, recomputing" in table and table.count("->") == 1
+    assert "straight, recomputing" in table and table.count("->") == 1
+    text = explain(candidates[0].plan, candidates, profile, limited)
+    assert "activations recomputed in stage(s) 0" in text and "recomputing" in text
 
 
 def test_an_asynchronous_plan_is_explained():
     text = told(Plan.data_parallel(3, 2, 1, "pipedream"), CHAIN, FREE)
     assert "2 of 4 ranks, pipedream, whole minibatches of 2 samples" in text
-    assert text.endswith("pipedream is planned and simulated, but cannot be trained yet")
+    assert "stale weights: each stage's newest" in text
+    buffered = told(Plan.data_parallel(3, 2, 4, "pipedream-2bw"), CHAIN, FREE)
+    assert "pipedream-2bw, 4 microbatches of 2 samples, weights one update old" in buffered
+    assert "in flight    versions" in text and "versions" not in told(Plan.data_parallel(3, 2, 4), CHAIN, FREE)
+    synced = Plan((StageSpec(0, 1), StageSpec(1, 3)), "pipedream", vertical_sync=True, max_in_flight=1)
+    text = told(synced, CHAIN, FREE)
+    assert "stale weights: those of the input stage, at most 1 in flight" in text
+
+
+def test_ranks_that_hold_several_stages_are_explained():
+    """Two ranks, one layer a stage: each computes 6 s a microbatch, and is bound by its two stages together."""
+    profile = ModelProfile(tuple(layer(str(i)) for i in range(4)), 1)
+    plan = Plan(tuple(StageSpec(i, i + 1) for i in range(4)), "interleaved-1f1b", 4, chunks=2)
+    text = told(plan, profile, FREE)
+    assert "plan 1-1x2: 4 stage(s) on 2 of 4 ranks, interleaved-1f1b" in text
+    assert "bottleneck: computing in the stages of group 0, 24 s of 27 s" in text
 
 
 def test_a_model_that_takes_no_time_is_explained():
