@@ -3,6 +3,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from pytest import approx
 
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
 

@@ -303,14 +303,14 @@ def test_auto_allows_asynchronous_schedules_where_it_is_asked_to():
 def test_what_schedules_can_do_limits_auto():
     limited = search(EQUAL, free(4), 16, schedule="auto", max_in_flight=2)
     assert {(c.plan.schedule, c.plan.max_in_flight) for c in limited} == {("1f1b", 2)}
-    with pytest.raises(ValueError, match="^vertical_sync must be false unless asynchronous schedules"):
+    with pytest.raises(ValueError, match=r"^vertical_sync must be false unless asynchronous schedules"):
         search(EQUAL, free(4), 16, schedule="auto", vertical_sync=True)
-    with pytest.raises(ValueError, match="^schedule must be one of auto, 1f1b, gpipe, .*, got 'best'$"):
+    with pytest.raises(ValueError, match=r"^schedule must be one of auto, 1f1b, gpipe, .*, got 'best'$"):
         search(EQUAL, free(4), 16, schedule="best")
-    with pytest.raises(ValueError, match="^max_in_flight must not be given under gpipe$"):
+    with pytest.raises(ValueError, match=r"^max_in_flight must not be given under gpipe$"):
         search(EQUAL, free(4), 16, schedule="gpipe", max_in_flight=2)
     with pytest.raises(
-        ValueError, match="^schedule interleaved-1f1b needs at least 2 ranks and 4 layers, got 4 and 3$"
+        ValueError, match=r"^schedule interleaved-1f1b needs at least 2 ranks and 4 layers, got 4 and 3$"
     ):
         search(model(*[layer()] * 3), free(4), 16, schedule="interleaved-1f1b")
     assert search(model(*[layer()] * 3), free(4), 16, schedule="auto")
