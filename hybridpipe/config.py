@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import parse, read_text
-from hybridpipe.planning.checks import non_negative_int, positive_int
+from hybridpipe.planning.checks import non_negative_int, positive, positive_int
 from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES
 
 AUTO = "auto"  # as a source: the best plan; as a schedule: the best of the synchronous ones
@@ -113,13 +113,19 @@ class DataConfig(Factory):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Sizes in samples; `microbatch` may be missing where a plan file says how many there are."""
+    """Sizes in samples; `microbatch` may be missing where a plan file says how many there are.
+
+    What `clip_grad_norm`, `scale_learning_rate` and `delay_warm_up` do is told at `Trainer`.
+    """
 
     minibatch: int
     microbatch: int | None = None
     epochs: int = 1
     seed: int = 0
     shuffle: bool = True
+    clip_grad_norm: float | None = None
+    scale_learning_rate: bool = True
+    delay_warm_up: int = 0
 
     def __post_init__(self) -> None:
         positive_int("minibatch", self.minibatch)
@@ -129,6 +135,9 @@ class TrainConfig:
                 raise ValueError(f"microbatch must be <= minibatch = {self.minibatch}, got {self.microbatch}")
         positive_int("epochs", self.epochs)
         non_negative_int("seed", self.seed)
+        if self.clip_grad_norm is not None:
+            positive("clip_grad_norm", self.clip_grad_norm)
+        non_negative_int("delay_warm_up", self.delay_warm_up)
 
 
 @dataclass(frozen=True)
@@ -161,14 +170,19 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A training run. `loss` is called with nothing, `optimizer` with the parameters, beside their `args`;
-    the loss that is built is called with (outputs, targets) and returns the mean over the samples."""
+    """A training run.
+
+    `loss` is called with nothing, `optimizer` with the parameters, `lr_scheduler` with the optimizer, beside
+    their `args`; the loss that is built is called with (outputs, targets) and returns the mean over the
+    samples.
+    """
 
     model: Factory
     data: DataConfig
     optimizer: Factory
     train: TrainConfig
     loss: Factory = field(default_factory=lambda: Factory("torch.nn:CrossEntropyLoss"))
+    lr_scheduler: Factory | None = None
     plan: PlanConfig = PlanConfig()
 
     def check(self) -> None:
@@ -178,6 +192,8 @@ class Config:
         self.data.bind_validation()
         self.loss.bind()
         self.optimizer.bind(None)  # stands for the parameters
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.bind(None)  # stands for the optimizer
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -200,10 +216,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = parse(Config, document, source)
     if config.plan.source not in SOURCES:
         config = replace(config, plan=replace(config.plan, source=str(path.parent / config.plan.source)))
-    for table in ("model", "data", "loss", "optimizer"):
+    for table in ("model", "data", "loss", "optimizer", "lr_scheduler"):
         factory = getattr(config, table)
-        object.__setattr__(factory, "where", f"{source}: {table}")
-        object.__setattr__(factory, "folder", str(path.resolve().parent))
+        if factory is not None:
+            object.__setattr__(factory, "where", f"{source}: {table}")
+            object.__setattr__(factory, "folder", str(path.resolve().parent))
     return config
 
 

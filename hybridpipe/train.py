@@ -49,6 +49,13 @@ def train(config: Config, plan: str, out: Path) -> int:
             minibatch_size=config.train.minibatch,
             microbatch_size=config.train.microbatch,
             schedule=config.plan.schedule,
+            vertical_sync=config.plan.vertical_sync,
+            max_in_flight=config.plan.max_in_flight,
+            recompute=config.plan.recompute,
+            lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
+            clip_grad_norm=config.train.clip_grad_norm,
+            scale_learning_rate=config.train.scale_learning_rate,
+            delay_warm_up=config.train.delay_warm_up,
             predict=True,
             seed=config.train.seed,
         )
@@ -113,7 +120,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     if trainer.choice is not None:
         simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
         traces += simulated.to_chrome_trace("predicted", process=1)
-        if timeline is not None:  # there was a full minibatch
+        if timeline is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
             parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
     predicted = summary["predicted_minibatch_seconds"]
     rate = trainer.minibatch_size / predicted if predicted else None

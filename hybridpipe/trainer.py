@@ -3,7 +3,6 @@
 The same script runs under `mpirun -n 4 python train.py` and, with one rank, by itself.
 """
 
-import operator
 import os
 import sys
 import time
@@ -105,12 +104,13 @@ class Trainer:
             positive_int("microbatch_size", microbatch_size)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
-        self._asked = {
-            "schedule": schedule,
-            "vertical_sync": vertical_sync,
-            "max_in_flight": max_in_flight,
-            "recompute": recompute,
-        }
+        self._autoplan = partial(
+            autoplan,
+            schedule=schedule,
+            vertical_sync=vertical_sync,
+            max_in_flight=max_in_flight,
+            recompute=recompute,
+        )
         self._updates = True
         self.minibatch_size = minibatch_size
         keep_freed_memory()
@@ -318,7 +318,7 @@ class Trainer:
             except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
         count = ceil_div(self.minibatch_size, self.microbatch_size)
-        return autoplan(self._plan, self.world, profile, count, work=rehearsal.run, **self._asked)
+        return self._autoplan(self._plan, self.world, profile, count, work=rehearsal.run)
 
     def _start(self, plan: Plan) -> None:
         self.rule.check(plan)
@@ -377,7 +377,7 @@ def _lateness(plan: Plan) -> int:
     if not plan.is_asynchronous:
         return 1
     held = in_flight_per_stage(plan, plan.num_microbatches)
-    return max(map(operator.mul, held, plan.replicas)) + 2 * max(plan.replicas)
+    return max(a * b for a, b in zip(held, plan.replicas, strict=True)) + 2 * max(plan.replicas)
 
 
 def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:

@@ -40,7 +40,7 @@ HEADER_NAMES = ("kind", "step", "microbatch", "stage")
 
 
 class _Size(NamedTuple):
-    """What the shapes at a boundary depend on: the cut, the peer, the microbatch's samples, training or not."""
+    """What shapes depend on: the cut, the peer, the microbatch's samples, training or not."""
 
     cut: int
     peer: int

@@ -130,14 +130,14 @@ class Update:
     def _clip(self, max_norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_ over the whole model."""
         gradients = _gradients(self.optimizer)
-        norms = torch._foreach_norm(gradients) if gradients else []
+        norms = list(torch._foreach_norm(gradients)) if gradients else []
         here = float(torch.stack(norms).double().square().sum()) if norms else 0.0
         norm = math.sqrt(self.add_up(here))
         if norm > max_norm:
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 
 
-def _gradients(optimizer: torch.optim.Optimizer | None) -> Sequence[Tensor]:
+def _gradients(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     if optimizer is None:
         return []
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -2,7 +2,7 @@
 
 PipeDream (SOSP 2019, section 3.3): minibatch b uses in stage s the weights after v_s(b) updates,
 
-    w_s(u + 1) = w_s(u) - rate * m_s / m_0 * mean over the round's b of grad f_b(w_1(v_1(b)), ..., w_n(v_n(b)))
+    w_s(u + 1) = w_s(u) - rate * m_s / m_0 * mean over the round of grad f_b(w_1(v_1(b)), ..., w_n(v_n(b)))
 
 where a round is m_s minibatches, one a replica, and a replica that stashes h_s minibatches has seen
 floor(b / m_s) - h_s + 1 rounds come back. With vertical sync all stages take what the first one saw:
@@ -10,6 +10,7 @@ v_s(b) = floor(v_0(b) m_0 / m_s). 2BW (ICML 2021, section 3.1): w(t + 1) = w(t) 
 """
 
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ def train(model, edges, replicas, minibatches, loss, optimizer, rule, seed=0, ra
         rule: "pipedream", "vertical" or "2bw".
     """
     num_stages, held = len(replicas), in_flight(replicas)
-    newest = [copy.deepcopy(model[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    newest = [copy.deepcopy(model[a:b]) for a, b in itertools.pairwise(edges)]
     history = [[copy.deepcopy(stage)] for stage in newest]
     optimizers = [optimizer(stage.parameters()) if list(stage.parameters()) else None for stage in newest]
     per_update = [1] * num_stages if rule == "2bw" else replicas
