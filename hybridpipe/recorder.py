@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybridpipe.planning.instructions import Forward
 from hybridpipe.planning.timeline import COMPUTE, Event, Timeline
 from hybridpipe.runtime.worker import Worker
 
@@ -104,7 +105,7 @@ class Recorder:
         Ranks are aligned by the wall clock: exactly on one host, as well as NTP does between hosts.
         """
         offset = time.time() - time.perf_counter()
-        kept = worker.control.gather([_shifted(events, -offset) for events in self._events])
+        kept = worker.control.gather([_shifted(events, offset) for events in self._events])
         if kept is None:
             return None
         used = {rank: kept[rank] for rank in worker.plan.ranks}
@@ -115,8 +116,8 @@ class Recorder:
             return None
         typical = _median_index([_span([used[rank][i] for rank in used]) for i in range(count)])
         events = {rank: used[rank][typical] for rank in used}
-        start = min(event.start_seconds for rank_events in events.values() for event in rank_events)
-        return Timeline({rank: tuple(_shifted(events[rank], -start)) for rank in sorted(events)})
+        begin = _begin(list(events.values()))
+        return Timeline({rank: tuple(_from(events[rank], begin)) for rank in sorted(events)})
 
 
 def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
@@ -127,7 +128,7 @@ def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
     end = min(rank_events[-1].end_seconds for rank_events in events.values())
     return Timeline(
         {
-            rank: tuple(_shifted([e for e in events[rank] if begin <= e[1] and e[2] <= end], -begin))
+            rank: tuple(_from([e for e in events[rank] if begin <= e[1] and e[2] <= end], begin))
             for rank in sorted(events)
         }
     )
@@ -137,9 +138,24 @@ def _shifted(events: list[Event], seconds: float) -> list[Event]:
     return [Event(e.instruction, e.start_seconds + seconds, e.end_seconds + seconds) for e in events]
 
 
+def _from(events: list[Event], begin: float) -> list[Event]:
+    """Time 0 is `begin`; what lies before it is cut off."""
+    return [
+        Event(e.instruction, max(e.start_seconds, 0.0), max(e.end_seconds, 0.0))
+        for e in _shifted(events, -begin)
+    ]
+
+
 def _span(events: list[list[Event]]) -> float:
-    flat = [event for rank_events in events for event in rank_events]
-    return max(event.end_seconds for event in flat) - min(event.start_seconds for event in flat)
+    return max(each.end_seconds for rank_events in events for each in rank_events) - _begin(events)
+
+
+def _begin(events: list[list[Event]]) -> float:
+    """When the first rank began to compute; others wait since they were done with the minibatch before."""
+    starts = (
+        each.start_seconds for of_rank in events for each in of_rank if isinstance(each.instruction, Forward)
+    )
+    return min(starts)
 
 
 def _median_index(values: list[float]) -> int:

@@ -16,7 +16,7 @@ from hybridpipe.planning.cost import (
     stage_costs,
     stage_terms,
 )
-from hybridpipe.planning.memory import peak_memory_bytes
+from hybridpipe.planning.memory import peak_memory_bytes, versions_per_stage
 from hybridpipe.planning.placement import dealt
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
@@ -125,6 +125,7 @@ def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
     peaks = dict(zip(plan.ranks, peak_memory_bytes(profile, plan), strict=True))
     figures = stage_figures(plan, profile, cluster)
     stashes = in_flight_per_stage(plan, plan.num_microbatches)
+    versions = versions_per_stage(plan)
     rows = []
     for s, (stage, each) in enumerate(zip(plan.stages, figures, strict=True)):
         rows.append(
@@ -139,6 +140,7 @@ def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
                 "all-reduce": _or_dash(duration, each.allreduce_seconds),
                 "exposed": _or_dash(duration, each.exposed_seconds),
                 "in flight": str(stashes[s]) + " recomputing" * plan.recomputes(s),
+                **({"versions": str(versions[s])} if plan.is_asynchronous else {}),
                 "memory": _memory(
                     max(map(peaks.__getitem__, stage.ranks)), min(map(cluster.memory, stage.ranks))
                 ),

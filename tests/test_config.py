@@ -135,6 +135,8 @@ BAD = [
     ("train.epoch=2", "train.epoch: unknown field (did you mean 'epochs'? allowed: minibatch, microbatch, "),
     ("trian.epochs=2", "trian: unknown field (did you mean 'train'? allowed: model, data, "),
     ("plan.schedule=1b1f", f"plan.schedule: must be one of auto, {', '.join(SCHEDULES)}, got '1b1f'"),
+    ("plan.vertical_sync=true", "plan.vertical_sync: must be false under 1f1b, got true"),
+    ("plan.max_in_flight=0", "plan.max_in_flight: must be an integer >= 1, got 0"),
     ("plan.source=atuo", "plan.source: must be auto, dp, straight or a .json file, got 'atuo'"),
     ("plan.source=2", "plan.source: must be a valid string, got 2"),
     ("model.factory=net", "model.factory: must be 'module:callable', got 'net'"),
@@ -195,7 +197,7 @@ def test_wrong_overrides(path: Path, override: str, told: str):
             "[trian]",
             "trian: unknown field (did you mean 'train'? allowed: model, data, optimizer, ",
         ),
-        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, source)"),
+        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, source, vertical_sync"),
         ("minibatch = 64\n", "", "train.minibatch: is required, but missing"),
         (
             "[train]",

@@ -13,9 +13,7 @@ from hybridpipe.runtime.mpi import MPI
 
 
 def worker(predicted: Prediction | None = None, used: bool = True) -> SimpleNamespace:
-    executor = SimpleNamespace(
-        boundary=SimpleNamespace(bytes_sent=300), gradients=SimpleNamespace(bytes_reduced=70)
-    )
+    executor = SimpleNamespace(bytes_sent=300, gradients=SimpleNamespace(bytes_reduced=70))
     plan = Plan((StageSpec(0, 2),), num_microbatches=2, predicted=predicted)
     return SimpleNamespace(
         plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor if used else None

@@ -18,8 +18,8 @@ What is exact:
 - A front of more than `PATIENCE` plans is walked in steps, each less than 1 % of the optimum.
 - Beyond `MAX_STEPS` or `placement.MAX_PAIRS` layers are merged and stages left out, and the best plan found
   is refined by programs over its neighbourhood: a good plan, not surely the best.
-- Where memory is limited: not under zero-bubble and vertical sync, where a stage's peak hangs on the stages
-  before it, too. Plans are looked for as if it did not, and those that do not fit are dropped.
+- Where memory is limited: not under zero-bubble, vertical sync and `max_in_flight`, where the stages before a
+  stage have a part in its peak: plans are looked for as if they had not, and what does not fit is dropped.
 """
 
 import math

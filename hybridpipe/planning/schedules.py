@@ -271,27 +271,34 @@ def _alternate(
         yield from after_each
 
 
-def _computing(plan: Plan, place: Place, count: int, in_flight: Sequence[int]) -> Iterator[Instruction]:
-    """What the rank at a place computes; `in_flight` is `until_backward`'s, where a rank holds one stage."""
-    mine = plan.microbatches_of(place, count)
+def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction]]:
+    """What the rank at a place computes."""
     if plan.schedule == "interleaved-1f1b":
-        return interleaved_1f1b(mine, place.stage, plan.num_groups, plan.chunks)
-    held, replicas = in_flight[place.stage], plan.replicas[place.stage]
-    match plan.schedule:
-        case "gpipe":
-            return gpipe(mine)
-        case "1f1b":
-            return one_f_one_b(mine, held)
-        case "zero-bubble":
-            return zero_bubble(mine, held, max(in_flight) - held)
-        case "pipedream":
-            return pipedream(mine, held, ceil_div(count, replicas), replicas)
-        case "pipedream-2bw":
-            counts = zip(in_flight, plan.replicas[: place.stage], strict=False)
-            room = min((held * replicas for held, replicas in counts), default=UNLIMITED)
-            size = plan.num_microbatches
-            return two_buffered(mine, held, size, ceil_div(count, size), room)
-    raise AssertionError(plan.schedule)
+        return lambda place: interleaved_1f1b(
+            plan.microbatches_of(place, count), place.stage, plan.num_groups, plan.chunks
+        )
+    in_flight = until_backward(plan, count)
+
+    def of_one_stage(place: Place) -> Iterator[Instruction]:
+        mine, held = plan.microbatches_of(place, count), in_flight[place.stage]
+        match plan.schedule:
+            case "gpipe":
+                return gpipe(mine)
+            case "1f1b":
+                return one_f_one_b(mine, held)
+            case "zero-bubble":
+                return zero_bubble(mine, held, max(in_flight) - held)
+            case "pipedream":
+                replicas = plan.replicas[place.stage]
+                return pipedream(mine, held, ceil_div(count, replicas), replicas)
+            case "pipedream-2bw":
+                counts = zip(in_flight, plan.replicas[: place.stage], strict=False)
+                room = min((held * replicas for held, replicas in counts), default=UNLIMITED)
+                size = plan.num_microbatches
+                return two_buffered(mine, held, size, ceil_div(count, size), room)
+        raise AssertionError(plan.schedule)
+
+    return of_one_stage
 
 
 def version_of(plan: Plan, stage: int, microbatch: int) -> int:
@@ -343,11 +350,13 @@ def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Progr
             schedule those of all minibatches that are to run one after the other without a flush.
     """
     count = plan.num_microbatches if num_microbatches is None else num_microbatches
-    in_flight = until_backward(plan, count) if plan.chunks == 1 else ()
-    return {
-        rank: _communicating(plan, place, _computing(plan, place, count, in_flight))
-        for rank, place in _places(plan)
-    }
+    computing = _computing(plan, count)
+    return {rank: _communicating(plan, place, computing(place)) for rank, place in _places(plan)}
+
+
+def program(plan: Plan, place: Place, num_microbatches: int) -> Program:
+    """That of one rank: an asynchronous one can be as long as an epoch."""
+    return _communicating(plan, place, _computing(plan, num_microbatches)(place))
 
 
 def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, Program]:

@@ -27,7 +27,7 @@ from hybridpipe.planning.instructions import (
     final_backwards,
 )
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules import minibatches_in_update, version_of
+from hybridpipe.planning.schedules import minibatches_in_update, versions
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.gradients import Gradients
@@ -76,6 +76,7 @@ class Executor:
         self.stages, self.boundaries = stages, boundaries
         self.gradients, self.update = gradients, update
         self.versions = WeightVersions(stages[0].module) if plan.is_asynchronous else None
+        self.version_of = versions(plan, place.stage) if plan.is_asynchronous else None
 
     @property
     def bytes_sent(self) -> int:
@@ -231,13 +232,10 @@ class _Run:
 
     def weights_of(self, microbatch: int) -> Weights | None:
         """What a microbatch sees here; None: the parameters, as there is one version at a time."""
-        plan, stage, versions = self.executor.plan, self.executor.place.stage, self.executor.versions
-        if versions is None:
+        executor, kept, version_of = self.executor, self.executor.versions, self.executor.version_of
+        if kept is None or version_of is None:
             return None
-        seen, next_seen = (
-            self.first_version + version_of(plan, stage, m)
-            for m in (microbatch, microbatch + plan.replicas[stage])
-        )
-        weights = self.weights[microbatch] = versions.version(seen)
-        versions.keep_from(next_seen)
+        following = microbatch + executor.plan.replicas[executor.place.stage]
+        weights = self.weights[microbatch] = kept.version(self.first_version + version_of(microbatch))
+        kept.keep_from(self.first_version + version_of(following))
         return weights

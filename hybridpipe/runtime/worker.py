@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.planning.instructions import without_update
+from hybridpipe.planning.instructions import Program, without_update
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules import forward_programs, programs
+from hybridpipe.planning.schedules import forward_programs, program
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.boundary import Boundary
@@ -75,7 +75,7 @@ class Worker:
         _broadcast_state(model, self.control)
         if self.place is not None:
             self.executor = self._executor(loss, rule, seed)
-        self.programs = lru_cache(maxsize=8)(lambda count: programs(plan, count))
+        self.program = lru_cache(maxsize=8)(self._program)
 
     def _executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
         assert self.place is not None and self.communicators.replicas is not None
@@ -104,6 +104,10 @@ class Worker:
             rule.build(trained, plan, self.place.stage, self._add_up),
         )
 
+    def _program(self, num_microbatches: int) -> Program:
+        assert self.place is not None
+        return program(self.plan, self.place, num_microbatches)
+
     def _add_up(self, number: float) -> float:
         """The sum over the stages; replicas have the same number."""
         used, replicas = self.communicators.used, self.communicators.replicas
@@ -124,10 +128,10 @@ class Worker:
         events: list[Event] = []
         with failure.guard():
             if self.executor is not None:
-                program = self.programs(len(minibatch.sizes))[self.control.rank]
+                todo = self.program(len(minibatch.sizes))
                 if not update:
-                    program = without_update(program)
-                for done in self.executor.run(program, Stream([minibatch], step)):
+                    todo = without_update(todo)
+                for done in self.executor.run(todo, Stream([minibatch], step)):
                     losses, events = done.losses, done.events
             numbers = np.zeros(len(minibatch.sizes))
             numbers[list(losses)] = list(losses.values())
@@ -146,7 +150,7 @@ class Worker:
         ahead = deque(numbers)
         with failure.guard(), self._to_its_end():
             if self.executor is not None:
-                for done in self.executor.run(self.programs(len(stream.sizes))[self.control.rank], stream):
+                for done in self.executor.run(self._program(len(stream.sizes)), stream):
                     for m, loss in done.losses.items():
                         at = stream[m]
                         numbers[at.step - step][at.microbatch] = loss
@@ -183,8 +187,8 @@ class Worker:
 
         with failure.guard():
             if self.executor is not None:
-                program = forward_programs(self.plan, len(minibatch.sizes))[self.control.rank]
-                self.executor.infer(program, minibatch, note)
+                todo = forward_programs(self.plan, len(minibatch.sizes))[self.control.rank]
+                self.executor.infer(todo, minibatch, note)
             return self.share(numbers)
 
     def share(self, numbers: np.ndarray) -> Sums:
