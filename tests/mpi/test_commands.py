@@ -82,7 +82,7 @@ train small.toml --set model.args.widht=3
 train small.toml --set optimizer.args.lrr=3
     did you mean 'lr'?
 train small.toml --set plan.schedule=2f2b
-    plan.schedule: must be one of auto, 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream, pipedream-2bw, got '2f2b'
+    plan.schedule: must be one of auto, 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream,
 plan --profile negative.json --cluster c.json
     layers[0].forward_seconds: must be a finite number >= 0, got -1
 plan --profile p.json --cluster gap.json
