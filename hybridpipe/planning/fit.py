@@ -106,10 +106,14 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """The profile that several ranks of one machine measured at once: the median of each layer's times."""
 
     def layer(*measured: LayerProfile) -> LayerProfile:
+        backward = median(each.backward_seconds for each in measured)
+        weights = [each.weight_seconds for each in measured if each.weight_seconds is not None]
         return replace(
             measured[0],
             forward_seconds=median(each.forward_seconds for each in measured),
-            backward_seconds=median(each.backward_seconds for each in measured),
+            backward_seconds=backward,
+            # Medians of their own: of one rank the part may be more than the median of the whole.
+            weight_seconds=min(median(weights), backward) if weights else None,
             update_seconds=median(each.update_seconds for each in measured),
         )
 

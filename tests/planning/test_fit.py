@@ -127,3 +127,15 @@ def test_the_typical_rank_is_the_median_layer_by_layer():
     expected = model(layer(1.5, 2.5, update=1.0, parameters=8), layer(4.0), samples=4)
     assert fit.typical(ranks) == replace(expected, load=3)
     assert fit.typical(ranks[:1]) == ranks[0], "alone, load is 1"
+
+
+def test_the_weights_part_of_a_typical_backward_is_never_more_than_the_whole():
+    measured = ((4.0, 4.0), (1.0, 0.5), (1.0, 1.0))
+    ranks = [
+        model(replace(layer(1.0, backward, parameters=8), weight_seconds=weights), samples=4)
+        for backward, weights in measured
+    ]
+    assert fit.typical(ranks).layers[0].weight_seconds == 1.0
+    assert fit.typical(ranks[1:]).layers[0].weight_seconds == 0.75
+    unmeasured = [model(layer(1.0, 2.0, parameters=8), samples=4)] * 2
+    assert fit.typical(unmeasured).layers[0].weight_seconds is None
