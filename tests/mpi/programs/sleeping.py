@@ -1,7 +1,7 @@
 """Under mpirun: layers that sleep, so that what a schedule leaves idle does not depend on the cores.
 
-    sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
-    sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
+sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
+sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
 """
 
 import sys
@@ -104,7 +104,9 @@ def steady(plans: list[str]) -> None:
             length = events[-1].end_seconds - events[0].start_seconds
             waited = sum(event.seconds for event in events if isinstance(event.instruction, waiting))
             computed = sum(event.seconds for event in events if isinstance(event.instruction, computing))
-            print(f"{name} rank {rank} waits {waited / length:.3f} computes {computed / length:.3f}", flush=True)
+            print(
+                f"{name} rank {rank} waits {waited / length:.3f} computes {computed / length:.3f}", flush=True
+            )
         trainer.close()
 
 
