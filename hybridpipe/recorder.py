@@ -68,8 +68,8 @@ class Recorder:
         """The figures of summary.json on rank 0, None elsewhere. Collective.
 
         `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
-        `seconds_to_target` is time in epochs, by rank 0's clock, with loading, the filling and draining of the
-        pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
+        `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
+        the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
         """
         busy = self._busy_seconds[WARM_UP:] or self._busy_seconds
         notes = worker.control.gather(

@@ -198,19 +198,19 @@ class Trainer:
             validation: evaluated after each epoch.
             shuffle: False: in the data set's order.
             on_minibatch: called on every rank with what is known of each minibatch, one minibatch late.
-            target_accuracy, target_loss: the first epoch whose validation is at least, or at most, that is the
-                last; both must be reached where both are given. The summary tells when it was.
+            target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
+                this loss, is the last; with both, the first that has both. The summary tells when it was.
 
         Returns:
-            for each epoch its number, mean loss, training seconds on this rank and, with `validation`, that of
-            `evaluate`.
+            for each epoch its number, mean loss, seconds of training on this rank and, with `validation`,
+            what `evaluate` says of it.
 
         Raises:
-            ValueError: there is a target and no `validation`, or no accuracy because its targets are no classes.
+            ValueError: a target without `validation`, or target_accuracy where its targets are no classes.
         """
         history = []
-        wanted = {"accuracy": target_accuracy, "loss": target_loss}
-        wanted = {name: value for name, value in wanted.items() if value is not None}
+        targets = {"accuracy": target_accuracy, "loss": target_loss}
+        wanted = {name: value for name, value in targets.items() if value is not None}
         if wanted and validation is None:
             raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
         self.prepare(dataset)
@@ -374,7 +374,7 @@ def _reached(metrics: dict[str, float], wanted: dict[str, float]) -> bool:
     """Whether an accuracy is high and a loss low enough; every rank has the same metrics."""
     if "accuracy" in wanted and "accuracy" not in metrics:
         raise ValueError(
-            f"target_accuracy = {wanted['accuracy']} needs targets that are classes; validation has only a loss"
+            f"target_accuracy = {wanted['accuracy']} needs targets that are classes; there is no accuracy"
         )
     return all(
         metrics[name] >= value if name == "accuracy" else metrics[name] <= value

@@ -1,7 +1,7 @@
 """Under mpirun: layers that sleep, so that what a schedule leaves idle does not depend on the cores.
 
-sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
-sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
+    sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
+    sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
 """
 
 import sys
@@ -97,16 +97,15 @@ def steady(plans: list[str]) -> None:
     waiting = ReceiveActivation | ReceiveGradient | AllReduce
     for name in plans:
         replicas = [int(count) for count in name.split("-")]
-        trainer = train(cut(replicas, 2 * len(replicas), schedule="pipedream"), UNIT, num_minibatches=60)
+        trainer = train(cut(replicas, 2 * len(replicas), schedule="pipedream"), UNIT, num_minibatches=40)
         timeline = trainer.timeline()
         for rank, events in {} if timeline is None else timeline.events.items():
             events = events[len(events) // 3 : -len(events) // 3]  # neither filling nor draining
             length = events[-1].end_seconds - events[0].start_seconds
             waited = sum(event.seconds for event in events if isinstance(event.instruction, waiting))
             computed = sum(event.seconds for event in events if isinstance(event.instruction, computing))
-            print(
-                f"{name} rank {rank} waits {waited / length:.3f} computes {computed / length:.3f}", flush=True
-            )
+            shares = f"waits {waited / length:.3f} computes {computed / length:.3f}"
+            print(f"{name} rank {rank} {shares}", flush=True)
         trainer.close()
 
 
