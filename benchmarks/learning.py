@@ -45,6 +45,11 @@ class Way:
         plan = "straight" if self.straight else "dp"
         return f"{plan}, {self.schedule}" + (", vertical sync" if self.vertical_sync else "")
 
+    def overrides(self, example: str) -> list[str]:
+        """Under pipedream a minibatch travels whole."""
+        whole = load_config(ROOT / f"examples/{example}.toml").train.minibatch
+        return [f"train.microbatch={whole}"] if self.schedule == "pipedream" else []
+
     def plan(self, straight: Plan) -> Plan:
         """The plan, with the cut and the microbatches of a synchronous pipeline."""
         if not self.straight:
@@ -115,7 +120,8 @@ def run(examples: Sequence[str], rounds: int, out: Path) -> list[Outcome]:
         for example in examples:
             for way, file in plans[example].items():
                 folder = out / example / file.stem / f"round{r}"
-                summary = train(f"{example}.toml", file, RANKS, [f"train.seed={r}"], folder)
+                overrides = [f"train.seed={r}", *way.overrides(example)]
+                summary = train(f"{example}.toml", file, RANKS, overrides, folder)
                 outcomes.append(outcome(example, way, r, summary))
                 print(json.dumps(asdict(outcomes[-1])), flush=True)
     return outcomes
