@@ -115,7 +115,8 @@ class DataConfig(Factory):
 class TrainConfig:
     """Sizes in samples; `microbatch` may be missing where a plan file says how many there are.
 
-    What `clip_grad_norm`, `scale_learning_rate` and `delay_warm_up` do is told at `Trainer`.
+    What `clip_grad_norm`, `scale_learning_rate` and `delay_warm_up` do is told at `Trainer`, the targets at
+    `Trainer.fit`.
     """
 
     minibatch: int
@@ -126,6 +127,8 @@ class TrainConfig:
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
+    target_accuracy: float | None = None
+    target_loss: float | None = None
 
     def __post_init__(self) -> None:
         positive_int("minibatch", self.minibatch)
@@ -138,6 +141,12 @@ class TrainConfig:
         if self.clip_grad_norm is not None:
             positive("clip_grad_norm", self.clip_grad_norm)
         non_negative_int("delay_warm_up", self.delay_warm_up)
+        if self.target_accuracy is not None:
+            positive("target_accuracy", self.target_accuracy)
+            if self.target_accuracy > 1:
+                raise ValueError(f"target_accuracy must be <= 1, got {self.target_accuracy}")
+        if self.target_loss is not None:
+            positive("target_loss", self.target_loss)
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,15 @@ class Config:
     loss: Factory = field(default_factory=lambda: Factory("torch.nn:CrossEntropyLoss"))
     lr_scheduler: Factory | None = None
     plan: PlanConfig = PlanConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("target_accuracy", "target_loss"):
+            value = getattr(self.train, name)
+            if value is not None and self.data.validation_args is None:
+                raise ValueError(
+                    f"train.{name} must not be given without data.validation_args, whose samples it is "
+                    f"measured on, got {value}"
+                )
 
     def check(self) -> None:
         """Imports every factory and checks that its arguments fit, without a call; else UserError."""

@@ -42,6 +42,8 @@ class Recorder:
         self._busy_seconds: list[float] = []
         self._events: deque[list[Event]] = deque(maxlen=KEPT)  # for a typical timeline
         self.metrics: dict[str, float] = {}
+        self.training_seconds = 0.0  # of whole epochs, until the last loss; not what evaluating takes
+        self._target: tuple[int, float] | None = None
 
     def keep(self, events: list[Event], full: bool, num_minibatches: int = 1) -> None:
         """The events of an update; short minibatches are not typical."""
@@ -58,10 +60,16 @@ class Recorder:
             self._full_seconds.append(seconds)
         return record
 
+    def reach_target(self, epochs: int) -> None:
+        """The target was reached after so many epochs."""
+        self._target = epochs, self.training_seconds
+
     def summary(self, worker: Worker) -> dict[str, Any] | None:
         """The figures of summary.json on rank 0, None elsewhere. Collective.
 
         `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
+        `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
+        the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
         """
         busy = self._busy_seconds[WARM_UP:] or self._busy_seconds
         notes = worker.control.gather(
@@ -91,6 +99,8 @@ class Recorder:
             "loss_first": self.records[0].loss if self.records else None,
             "loss_last": self.records[-1].loss if self.records else None,
             "metrics": self.metrics,
+            "epochs_to_target": self._target and self._target[0],
+            "seconds_to_target": self._target and self._target[1],
             "peak_memory_bytes": [note["memory"] for note in notes],
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),

@@ -84,7 +84,13 @@ def train(config: Config, plan: str, out: Path) -> int:
             print(json.dumps(asdict(record)), file=metrics, flush=True)
 
     history = trainer.fit(
-        dataset, config.train.epochs, validation=validation, shuffle=config.train.shuffle, on_minibatch=note
+        dataset,
+        config.train.epochs,
+        validation=validation,
+        shuffle=config.train.shuffle,
+        on_minibatch=note,
+        target_accuracy=config.train.target_accuracy,
+        target_loss=config.train.target_loss,
     )
     if progress is not None and metrics is not None:
         progress.close()
@@ -139,6 +145,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     )
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
     save_file(state, out / "model.safetensors")
+    epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
     figures = ", ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     print(
         (f"{parts_table(parts)}\n" if parts else "")
@@ -146,6 +153,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
         + (f", {rate:,.0f} predicted" if rate else "")
         + f"; last loss {summary['loss_last']:.5f}"
         + (f"; validation: {figures}" if figures else "")
+        + (f"; target reached after {epochs} epochs, {seconds:,.1f} s of training" if epochs else "")
         + f"; written to {out}",
         flush=True,
     )

@@ -196,6 +196,8 @@ class Trainer:
         validation: Any = None,
         shuffle: bool = True,
         on_minibatch: Callable[[MinibatchRecord], None] | None = None,
+        target_accuracy: float | None = None,
+        target_loss: float | None = None,
     ) -> list[dict[str, Any]]:
         """Train on a map-style data set of (inputs, target).
 
@@ -207,29 +209,44 @@ class Trainer:
             on_minibatch: called on every rank with what is known of each minibatch, one minibatch late. What
                 it raises on every rank ends `fit`; under an asynchronous schedule, with minibatches on their
                 way between ranks, it ends the job.
+            target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
+                this loss, is the last; with both, the first that has both. The summary tells when it was.
 
         Returns:
-            for each epoch its number, mean loss and, with `validation`, that of `evaluate`.
+            for each epoch its number, mean loss, seconds of training on this rank and, with `validation`,
+            what `evaluate` says of it.
 
         Raises:
-            ValueError: inside `no_sync`.
+            ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
+                are no classes.
         """
         if not self._updates:
             raise ValueError("fit makes no sense inside no_sync, where nothing is learnt; use train_step")
         history = []
+        targets = {"accuracy": target_accuracy, "loss": target_loss}
+        wanted = {name: value for name, value in targets.items() if value is not None}
+        if wanted and validation is None:
+            raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
+        self.prepare(dataset)
         for epoch in range(self.epoch, self.epoch + epochs):
             losses = []
+            began = time.perf_counter()
             with closing(self._epoch(dataset, epoch, shuffle)) as records:  # an error closes it at once
                 for record in records:
                     losses.append((record.loss, record.num_samples))
                     if on_minibatch is not None:
                         on_minibatch(record)
             mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-            entry: dict[str, Any] = {"epoch": epoch, "loss": mean}
+            seconds = time.perf_counter() - began
+            self.recorder.training_seconds += seconds
+            entry: dict[str, Any] = {"epoch": epoch, "loss": mean, "seconds": seconds}
             if validation is not None:
                 entry["validation"] = self.recorder.metrics = self.evaluate(validation)
             history.append(entry)
             self.epoch += 1
+            if wanted and _reached(entry["validation"], wanted):
+                self.recorder.reach_target(self.epoch)
+                break
         return history
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
@@ -279,7 +296,6 @@ class Trainer:
             self._worker = None
 
     def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Generator[MinibatchRecord, None, None]:
-        self.prepare(dataset)
         batches = minibatches(
             dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
         )
@@ -373,6 +389,18 @@ def _classes(outputs: Value, targets: Value) -> Tensor | None:
 def _total(sums: Sums) -> float:
     """Added up in the order of the microbatches: the same float on every rank and under every plan."""
     return float(sum(sums.wait().tolist()))
+
+
+def _reached(metrics: dict[str, float], wanted: dict[str, float]) -> bool:
+    """Whether an accuracy is high and a loss low enough; every rank has the same metrics."""
+    if "accuracy" in wanted and "accuracy" not in metrics:
+        raise ValueError(
+            f"target_accuracy = {wanted['accuracy']} needs targets that are classes; there is no accuracy"
+        )
+    return all(
+        metrics[name] >= value if name == "accuracy" else metrics[name] <= value
+        for name, value in wanted.items()
+    )
 
 
 def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | None) -> int:

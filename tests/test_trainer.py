@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from functools import partial
 from pathlib import Path
 
@@ -107,6 +108,44 @@ def test_fit_validates_after_each_epoch(make):
     history = trainer.fit(samples, epochs=2, validation=samples)
     assert [entry["validation"].keys() for entry in history] == [{"loss", "accuracy"}] * 2
     assert history[-1]["validation"] == trainer.evaluate(samples)
+
+
+def test_fit_ends_with_the_epoch_that_reaches_the_target(make):
+    samples = data(32)
+
+    def history(**targets):
+        torch.manual_seed(5)
+        trainer = make()
+        return trainer.fit(samples, epochs=6, validation=samples, **targets), trainer.summary()
+
+    entries, summary = history()
+    losses = [entry["validation"]["loss"] for entry in entries]
+    assert losses == sorted(losses, reverse=True), "it learns, so that any epoch's loss can be the target"
+    assert summary["epochs_to_target"] is summary["seconds_to_target"] is None
+    for targets in ({"target_loss": losses[3]}, {"target_loss": losses[3], "target_accuracy": 1e-9}):
+        entries, summary = history(**targets)
+        assert [entry["validation"]["loss"] for entry in entries] == losses[:4]
+        assert summary["epochs_to_target"] == 4
+        assert summary["seconds_to_target"] == pytest.approx(sum(entry["seconds"] for entry in entries))
+    entries, summary = history(target_loss=losses[3], target_accuracy=1.0)
+    assert len(entries) == 6 and summary["epochs_to_target"] is None, "both are to be reached"
+
+
+def test_seconds_to_the_target_leave_evaluation_out(make, monkeypatch):
+    trainer, samples = make(), data(16)
+    evaluate = trainer.evaluate
+    monkeypatch.setattr(trainer, "evaluate", lambda dataset: time.sleep(0.5) or evaluate(dataset))
+    trainer.fit(samples, epochs=2, validation=samples, target_loss=100.0)
+    assert trainer.summary()["epochs_to_target"] == 1 and 0 < trainer.summary()["seconds_to_target"] < 0.5
+
+
+def test_a_target_that_cannot_be_measured_is_refused(make):
+    with pytest.raises(ValueError, match=r"target_loss = 0\.5 needs validation, got None"):
+        make().fit(data(8), target_loss=0.5)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    regression = TensorDataset(torch.randn(8, 4).double(), torch.randn(8, 3).double())
+    with pytest.raises(ValueError, match="needs targets that are classes"):
+        make(model, loss=mse).fit(regression, validation=regression, target_accuracy=0.5)
 
 
 def test_records_number_the_updates_across_epochs(make):
