@@ -5,7 +5,7 @@ Effects at the edge: all ranks probe, rank 0 decides, everyone gets the same ans
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from hybridpipe.config import SOURCES
 from hybridpipe.planning.cluster import Cluster
@@ -17,6 +17,8 @@ from hybridpipe.planning.search import (
     Candidate,
     NoPlanFits,
     data_parallel,
+    judged,
+    ranked,
     search,
     straight,
 )
@@ -25,6 +27,13 @@ from hybridpipe.probe import probe
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+OPTIONS: tuple[Literal["recompute", "vertical_sync", "max_in_flight"], ...] = (
+    "recompute",
+    "vertical_sync",
+    "max_in_flight",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,7 @@ def choose(
 ) -> Choice:
     """The plan that `name` stands for; data parallelism also where it does not fit into memory.
 
-    Only "auto" recomputes, synchronises vertically or limits what is in flight, if it is asked to.
+    Where recomputation is asked for, "auto" recomputes where it must, and the others in every stage.
 
     Raises:
         ValueError: the name is unknown, or the schedule cannot do what is asked.
@@ -116,4 +125,9 @@ def choose(
         plan = straight(profile, cluster, ranks, num_microbatches, schedule)
         if plan is None:
             raise NoPlanFits("no straight pipeline fits into memory")
+    options: dict[str, Any] = {option: asked[option] for option in OPTIONS if asked.get(option)}
+    if options:
+        plan = judged(replace(plan, **options), profile, cluster)
+    if plan not in (candidate.plan for candidate in candidates):
+        candidates = tuple(ranked([*candidates, Candidate(name, plan, profile.samples)]))
     return Choice(plan, candidates, profile, cluster)

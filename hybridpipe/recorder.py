@@ -24,7 +24,7 @@ KEPT = 64  # updates whose events are kept
 
 @dataclass(frozen=True, slots=True)
 class MinibatchRecord:
-    """One update as rank 0 saw it; a line of metrics.jsonl."""
+    """One minibatch as rank 0 saw it; a line of metrics.jsonl."""
 
     step: int
     epoch: int
@@ -47,7 +47,7 @@ class Recorder:
 
     def keep(self, events: list[Event], full: bool, num_minibatches: int = 1) -> None:
         """The events of an update; short minibatches are not typical."""
-        if full:
+        if full and num_minibatches:
             self._events.append(events)
             busy = sum(event.seconds for event in events if isinstance(event.instruction, COMPUTE))
             self._busy_seconds.append(busy / num_minibatches)
@@ -104,7 +104,7 @@ class Recorder:
             "peak_memory_bytes": [note["memory"] for note in notes],
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
-            "updates": len(self.records),
+            "minibatches": len(self.records),
         }
 
     def timeline(self, worker: Worker) -> Timeline | None:

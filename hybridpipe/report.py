@@ -232,7 +232,10 @@ def _particulars(plan: Plan) -> str:
     told = []
     if plan.schedule == "pipedream":
         of_input = "those of the input stage" if plan.vertical_sync else "each stage's newest"
-        told.append(f"stale weights: {of_input}")
+        if plan.num_stages > 1:
+            told.append(f"stale weights: {of_input}")
+        if plan.replicas[0] > 1:
+            told.append(f"one update every {plan.replicas[0]} minibatches")
     elif plan.is_asynchronous:
         told.append("weights one update old")
     if plan.max_in_flight is not None:

@@ -72,6 +72,8 @@ def train(config: Config, plan: str, out: Path) -> int:
         except OSError as error:
             failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
         _tell_plan(trainer, out)
+        if trainer.plan.schedule == "pipedream" and config.train.microbatch is not None:
+            print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
         if not_split:
             print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
         metrics = (out / "metrics.jsonl").open("w", encoding="utf-8")

@@ -115,6 +115,7 @@ class Trainer:
             recompute=recompute,
         )
         self._updates = True
+        self._under_way = False  # minibatches, between ranks
         self.minibatch_size = minibatch_size
         keep_freed_memory()
         self.device, num_threads = _device(self.world, device)
@@ -127,6 +128,8 @@ class Trainer:
         self._worker: Worker | None = None
         self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
         if isinstance(self._plan, Plan):
+            options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
+            _check_options(self._plan, schedule, options)
             self.microbatch_size = _microbatch_size(self._plan, minibatch_size, microbatch_size)
             self.rule.check(self._plan)
             check_plan(model, self._plan)
@@ -220,6 +223,7 @@ class Trainer:
             ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
                 are no classes.
         """
+        self._check_nothing_under_way("fit")
         if not self._updates:
             raise ValueError("fit makes no sense inside no_sync, where nothing is learnt; use train_step")
         history = []
@@ -250,7 +254,12 @@ class Trainer:
         return history
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank."""
+        """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank.
+
+        Raises:
+            RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
+        """
+        self._check_nothing_under_way("evaluate")
         self.prepare(dataset)
         self.worker.average_statistics()
         totals = np.zeros(3)
@@ -273,7 +282,12 @@ class Trainer:
         return self.worker.not_split()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """On rank 0 what `model.state_dict()` would be in one process; None elsewhere."""
+        """On rank 0 what `model.state_dict()` would be in one process; None elsewhere.
+
+        Raises:
+            RuntimeError: as `evaluate`; each stage would be at another update.
+        """
+        self._check_nothing_under_way("full_state_dict")
         return self.worker.full_state_dict()
 
     def prepare(self, dataset: Any) -> None:
@@ -327,12 +341,23 @@ class Trainer:
     def _stream(self, batches: list[Minibatch]) -> Iterator[list[tuple[Minibatch, Sums]]]:
         """An epoch without a flush, by updates."""
         ahead = deque(batches)
-        for sums, events in self.worker.stream(batches, self.step):
-            together = [(ahead.popleft(), each) for each in sums]
-            full = all(minibatch.num_samples == self.minibatch_size for minibatch, _ in together)
-            self.recorder.keep(events, full, len(together))
-            self.step += len(together)
-            yield together
+        self._under_way = True
+        try:
+            for sums, events in self.worker.stream(batches, self.step):
+                together = [(ahead.popleft(), each) for each in sums]
+                full = all(minibatch.num_samples == self.minibatch_size for minibatch, _ in together)
+                self.recorder.keep(events, full, len(together))
+                self.step += len(together)
+                yield together
+        finally:
+            self._under_way = False
+
+    def _check_nothing_under_way(self, method: str) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                f"{method} was called while minibatches are under way under {self.plan.schedule}; "
+                "call it between epochs"
+            )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
         self.rule.try_out([p for p in self.model.parameters() if p.requires_grad])
@@ -401,6 +426,15 @@ def _reached(metrics: dict[str, float], wanted: dict[str, float]) -> bool:
         metrics[name] >= value if name == "accuracy" else metrics[name] <= value
         for name, value in wanted.items()
     )
+
+
+def _check_options(plan: Plan, schedule: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for what a plan that is given says itself, and otherwise."""
+    if schedule not in ("1f1b", plan.schedule):
+        raise ValueError(f"schedule = {schedule!r} disagrees with the plan, which says {plan.schedule!r}")
+    for name, value in options.items():
+        if value and value != getattr(plan, name):
+            raise ValueError(f"{name} = {value} disagrees with the plan, which says {getattr(plan, name)}")
 
 
 def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | None) -> int:

@@ -31,6 +31,11 @@ def test_under_pipedream_a_minibatch_travels_whole(name):
 def test_what_is_asked_for_is_in_the_plan():
     choice = choose("auto", PROFILE, CLUSTER, 1, schedule="pipedream", vertical_sync=True, max_in_flight=2)
     assert choice.plan.vertical_sync and choice.plan.max_in_flight == 2
+    for name in ("dp", "straight"):
+        named = choose(name, PROFILE, CLUSTER, 1, schedule="pipedream", vertical_sync=True, max_in_flight=1)
+        assert named.plan.vertical_sync and named.plan.max_in_flight == 1
+        assert named.plan in [candidate.plan for candidate in named.candidates], "the report points at it"
+        assert choose(name, PROFILE, CLUSTER, 8, recompute=True).plan.recompute
     limited = replace(CLUSTER, memory_bytes=40_700_000)  # hardly more than weights and gradients
     assert choose("auto", PROFILE, limited, 16, recompute=True).plan.recomputes(0)
     with pytest.raises(NoPlanFits, match=r"recomputation would help$"):

@@ -60,7 +60,7 @@ def test_a_run_in_figures():
         "seconds_to_target": 25.0,
         "bytes_sent_p2p": 300,
         "bytes_allreduced": 70,
-        "updates": WARM_UP + 4,
+        "minibatches": WARM_UP + 4,
     }
 
 

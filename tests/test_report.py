@@ -169,7 +169,7 @@ def test_candidates_that_recompute_are_marked():
 def test_an_asynchronous_plan_is_explained():
     text = told(Plan.data_parallel(3, 2, 1, "pipedream"), CHAIN, FREE)
     assert "2 of 4 ranks, pipedream, whole minibatches of 2 samples" in text
-    assert "stale weights: each stage's newest" in text
+    assert "one update every 2 minibatches" in text
     buffered = told(Plan.data_parallel(3, 2, 4, "pipedream-2bw"), CHAIN, FREE)
     assert "pipedream-2bw, 4 microbatches of 2 samples, weights one update old" in buffered
     assert "in flight    versions" in text and "versions" not in told(

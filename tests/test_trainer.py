@@ -249,6 +249,31 @@ def test_asynchronous_schedules_refuse_single_steps(make, schedule, count):
         make(plan=whole(count, schedule=schedule), clip_grad_norm=1.0)
 
 
+@pytest.mark.parametrize("method", ["evaluate", "full_state_dict", "fit"])
+def test_what_needs_a_drained_pipeline_is_refused_while_it_is_full(make, method):
+    """Evaluating from `on_minibatch` took the stream's messages for its own."""
+    trainer = make(plan=whole(1, schedule="pipedream"))
+
+    def interfere(_):
+        getattr(trainer, method)(*[data(8)] * (method != "full_state_dict"))
+
+    with pytest.raises(RuntimeError, match=f"{method} was called while minibatches are under way"):
+        trainer.fit(data(48), on_minibatch=interfere)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"schedule": "gpipe"}, "schedule = 'gpipe' disagrees with the plan, which says '1f1b'"),
+        ({"recompute": True}, "recompute = True disagrees with the plan, which says False"),
+        ({"max_in_flight": 2}, "max_in_flight = 2 disagrees with the plan, which says None"),
+    ],
+)
+def test_a_plan_says_itself_what_it_does(make, options, told):
+    with pytest.raises(ValueError, match=told):
+        make(plan=whole(4), **options)
+
+
 @pytest.mark.parametrize("schedule, count", [("1f1b", 4), ("pipedream", 1), ("pipedream-2bw", 4)])
 def test_fit_left_in_the_middle_can_go_on_where_nothing_is_under_way(make, schedule, count):
     """On one rank; on several an asynchronous schedule ends the job (tests/mpi)."""
@@ -355,7 +380,7 @@ def test_summary(make):
     }  # fmt: skip
     assert named_in_the_design <= summary.keys()
     assert json.loads(json.dumps(summary)) == summary
-    assert summary["updates"] == 6 and summary["bytes_sent_p2p"] == summary["bytes_allreduced"] == 0
+    assert summary["minibatches"] == 6 and summary["bytes_sent_p2p"] == summary["bytes_allreduced"] == 0
     assert summary["samples_per_second"] == pytest.approx(8 / summary["minibatch_seconds_median"])
     assert 0 <= summary["bubble_fraction"] < 1
     timeline = trainer.timeline()
@@ -366,7 +391,7 @@ def test_train_step_is_in_the_summary(make):
     trainer, batch = make(), data(8)[:]
     losses = [trainer.train_step(*batch) for _ in range(5)]
     summary = trainer.summary()
-    assert summary["updates"] == 5 and summary["samples_per_second"] > 0
+    assert summary["minibatches"] == 5 and summary["samples_per_second"] > 0
     assert (summary["loss_first"], summary["loss_last"]) == (losses[0], losses[-1])
 
 

@@ -141,7 +141,10 @@ class Plan:
         if self.max_in_flight is not None:
             positive_int("max_in_flight", self.max_in_flight)
             if self.schedule not in ("1f1b", *ASYNCHRONOUS):
-                raise ValueError(f"max_in_flight must not be given under {self.schedule}")
+                raise ValueError(
+                    f"max_in_flight must not be given under {self.schedule}, got {self.max_in_flight}: "
+                    "what it stashes is a part of the schedule"
+                )
         if self.schedule != "interleaved-1f1b":
             if self.chunks != 1:
                 raise ValueError(f"chunks must be 1 unless schedule is interleaved-1f1b, got {self.chunks}")

@@ -361,10 +361,12 @@ def program(plan: Plan, place: Place, num_microbatches: int) -> Program:
 
 def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, Program]:
     """Programs of an evaluation: forwards only, over the same routes."""
-    return {
-        rank: _communicating(plan, place, _forwards(plan, place, num_microbatches))
-        for rank, place in _places(plan)
-    }
+    return {rank: forward_program(plan, place, num_microbatches) for rank, place in _places(plan)}
+
+
+def forward_program(plan: Plan, place: Place, num_microbatches: int) -> Program:
+    """That of one rank."""
+    return _communicating(plan, place, _forwards(plan, place, num_microbatches))
 
 
 def _forwards(plan: Plan, place: Place, num_microbatches: int) -> Iterator[Instruction]:

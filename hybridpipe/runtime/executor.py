@@ -102,6 +102,8 @@ class Executor:
                 yield run.take()
                 now = self._clock()
         position.outside()
+        if self.versions is not None:  # no microbatch is under way any more
+            self.versions.keep_from(self.versions.newest)
         if run.events:
             yield run.take()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybridpipe.planning.instructions import Program, without_update
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules import forward_programs, program
+from hybridpipe.planning.schedules import forward_program, program
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.boundary import Boundary
@@ -76,6 +76,7 @@ class Worker:
         if self.place is not None:
             self.executor = self._executor(loss, rule, seed)
         self.program = lru_cache(maxsize=8)(self._program)
+        self.forward_program = lru_cache(maxsize=8)(self._forward_program)
 
     def _executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
         assert self.place is not None and self.communicators.replicas is not None
@@ -107,6 +108,10 @@ class Worker:
     def _program(self, num_microbatches: int) -> Program:
         assert self.place is not None
         return program(self.plan, self.place, num_microbatches)
+
+    def _forward_program(self, num_microbatches: int) -> Program:
+        assert self.place is not None
+        return forward_program(self.plan, self.place, num_microbatches)
 
     def _add_up(self, number: float) -> float:
         """The sum over the stages; replicas have the same number."""
@@ -187,8 +192,7 @@ class Worker:
 
         with failure.guard():
             if self.executor is not None:
-                todo = forward_programs(self.plan, len(minibatch.sizes))[self.control.rank]
-                self.executor.infer(todo, minibatch, note)
+                self.executor.infer(self.forward_program(len(minibatch.sizes)), minibatch, note)
             return self.share(numbers)
 
     def share(self, numbers: np.ndarray) -> Sums:

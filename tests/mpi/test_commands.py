@@ -153,7 +153,7 @@ def test_from_measurement_to_trained_model(job, folder):
     summary = json.loads((out / "summary.json").read_text())
     assert summary.keys() >= SUMMARY
     assert summary["loss_last"] < summary["loss_first"] and summary["ranks"] == 4
-    assert len((out / "metrics.jsonl").read_text().splitlines()) == summary["updates"] == 3 * 4
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == summary["minibatches"] == 3 * 4
     run = read_plan(out / "plan.json")
     assert run.stages == plan.stages and run.predicted  # anew, from what this job has measured
     assert all(part["predicted"] >= 0 <= part["measured"] for part in summary["parts"].values())

@@ -156,3 +156,4 @@ def test_no_more_versions_than_the_schedule_needs_are_alive(monkeypatch, schedul
         assert max(alive[executor.versions]) == most
         num_bytes = sum(parameter.nbytes for parameter in layer.parameters())
         assert max(extra_bytes[executor.versions]) == (most - 1) * num_bytes
+        assert executor.versions.extra_bytes == 0, "after the drain the newest is the only one"
