@@ -16,21 +16,20 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 
+import jobs
 from tabulate import tabulate
 
 from hybridpipe.files import read_cluster, read_profile, write_json
 from hybridpipe.planning.cost import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 
-ROOT = Path(__file__).resolve().parents[1]
-NETCLUSTER = Path(os.environ.get("NETCLUSTER", ROOT / "../shared/cluster/netcluster"))
+NETCLUSTER = Path(os.environ.get("NETCLUSTER", jobs.ROOT / "../shared/cluster/netcluster"))
 NUM_HOSTS = 4
 NOTEWORTHY = 1.15  # two plans whose times differ by more than this must be predicted in the right order
 
@@ -95,18 +94,10 @@ class Machine:
 
     def train(self, setup: Setup, plan: str, out: Path) -> dict:
         """The summary of one job."""
-        overrides = [word for override in setup.overrides for word in ("--set", override)]
-        command = [sys.executable, "-m", "hybridpipe.launcher", str(setup.ranks), "--"]
-        command += ["hybridpipe", "train", f"examples/{setup.config}", "--plan", plan, "--out", str(out)]
-        out.mkdir(parents=True, exist_ok=True)
-        with (out / "log.txt").open("w") as log:
-            done = subprocess.run(
-                [*self.prefix, *command, *overrides], cwd=ROOT, env=os.environ | self.environment,
-                stdout=log, stderr=subprocess.STDOUT, timeout=600,
-            )  # fmt: skip
-        if done.returncode:
-            raise SystemExit(f"{setup.name}, {plan}: exit code {done.returncode}; see {out / 'log.txt'}")
-        return json.loads((out / "summary.json").read_text())
+        return jobs.train(
+            setup.config, plan, setup.ranks, setup.overrides, out,
+            prefix=self.prefix, environment=self.environment,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -245,12 +236,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
 
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:
     """Predicted over measured, one mark a plan, on logarithmic axes."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 5))
+    figure, axes = jobs.svg_axes(figsize=(5, 5))
     for setup in dict.fromkeys(outcome.setup for outcome in outcomes):
         of_setup = [outcome for outcome in outcomes if outcome.setup == setup]
         axes.loglog(

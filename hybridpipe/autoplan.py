@@ -5,13 +5,23 @@ Effects at the edge: all ranks probe, rank 0 decides, everyone gets the same ans
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from hybridpipe.config import SOURCES
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.search import Candidate, NoPlanFits, data_parallel, search, straight
+from hybridpipe.planning.search import (
+    SIMPLEST_FIRST,
+    Asked,
+    Candidate,
+    NoPlanFits,
+    data_parallel,
+    judged,
+    ranked,
+    search,
+    straight,
+)
 from hybridpipe.planning.simulate import predict
 from hybridpipe.probe import probe
 
@@ -19,9 +29,19 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+OPTIONS: tuple[Literal["recompute", "vertical_sync", "max_in_flight"], ...] = (
+    "recompute",
+    "vertical_sync",
+    "max_in_flight",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan, what it was chosen from (best first), and the measurements behind it."""
+    """A plan, what it was chosen from (best first), and the measurements behind it.
+
+    `profile` is of the plan's microbatch.
+    """
 
     plan: Plan
     candidates: tuple[Candidate, ...]
@@ -36,12 +56,17 @@ def autoplan(
     num_microbatches: int,
     schedule: str,
     work: Callable[[], object] | None = None,
+    *,
+    recompute: bool = False,
+    vertical_sync: bool = False,
+    max_in_flight: int | None = None,
 ) -> Choice:
     """The plan that is meant, with its prediction, the same on every rank. Collective over `world`.
 
     Args:
         plan: one of SOURCES, or a plan that is only to be predicted; then there are no candidates.
         profile: the model's; that of rank 0 counts.
+        schedule, recompute, vertical_sync, max_in_flight: of a plan that is searched for (`search.Asked`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
     """
     cluster = probe(world, work)
@@ -52,7 +77,13 @@ def autoplan(
                 predicted = replace(plan, predicted=predict(plan, profile, cluster)[1])
                 choice = Choice(predicted, (), profile, cluster)
             else:
-                choice = choose(plan, profile, cluster, num_microbatches, schedule)
+                asked = Asked(
+                    schedule=schedule,
+                    recompute=recompute,
+                    vertical_sync=vertical_sync,
+                    max_in_flight=max_in_flight,
+                )
+                choice = choose(plan, profile, cluster, num_microbatches, **asked)
         except ValueError as error:  # such as NoPlanFits: every rank is to raise it, none to wait
             choice = error
     choice = world.bcast(choice)
@@ -67,32 +98,36 @@ def choose(
     profile: ModelProfile,
     cluster: Cluster,
     num_microbatches: int,
-    schedule: str,
-    num_ranks: int | None = None,
-    recompute: bool = False,
+    **asked: Unpack[Asked],
 ) -> Choice:
     """The plan that `name` stands for; data parallelism also where it does not fit into memory.
 
-    Args:
-        num_ranks: how many ranks may be used; defaults to all of the cluster's.
+    Where recomputation is asked for, "auto" recomputes where it must, and the others in every stage.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or the schedule cannot do what is asked.
         NoPlanFits: into memory.
     """
     if name not in SOURCES:
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
-    ranks = num_ranks or cluster.num_ranks
-    found = search(
-        profile, cluster, num_microbatches, num_ranks=ranks, schedule=schedule, recompute=recompute
-    )
-    candidates = tuple(found)
-    plan: Plan | None = candidates[0].plan
+    candidates = tuple(search(profile, cluster, num_microbatches, **asked))
+    best = candidates[0]
+    if name == "auto":
+        return Choice(best.plan, candidates, profile.scaled_to(best.samples), cluster)
+    ranks = asked.get("num_ranks") or cluster.num_ranks
+    schedule = asked.get("schedule", SIMPLEST_FIRST[0])
+    if schedule == "pipedream":  # a minibatch travels whole
+        profile, num_microbatches = profile.scaled_to(profile.samples * num_microbatches), 1
+    plan: Plan | None
     if name == "dp":
         plan = data_parallel(profile, cluster, ranks, num_microbatches, schedule)
-    elif name == "straight":
+    else:
         plan = straight(profile, cluster, ranks, num_microbatches, schedule)
         if plan is None:
             raise NoPlanFits("no straight pipeline fits into memory")
-    assert plan is not None
+    options: dict[str, Any] = {option: asked[option] for option in OPTIONS if asked.get(option)}
+    if options:
+        plan = judged(replace(plan, **options), profile, cluster)
+    if plan not in (candidate.plan for candidate in candidates):
+        candidates = tuple(ranked([*candidates, Candidate(name, plan, profile.samples)]))
     return Choice(plan, candidates, profile, cluster)

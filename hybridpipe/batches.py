@@ -4,7 +4,7 @@ The order depends on seed and epoch alone, so every rank knows it without a word
 microbatch when its program asks for it, and ranks that need neither inputs nor targets load nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from hybridpipe.planning.plan import microbatch_sizes
-from hybridpipe.runtime.executor import Minibatch
+from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.stage.randomness import random_key
 from hybridpipe.stage.values import Value, map_tensors, tensors_of
 
@@ -35,8 +35,13 @@ def minibatches(
     if not len(dataset):
         raise ValueError("dataset must hold at least one sample, got none")
     order = _order(len(dataset), seed, epoch, shuffle)
+
+    @lru_cache(maxsize=1)  # a rank that is first and last stage asks for inputs, then for targets
+    def load(start: int, stop: int) -> tuple[Value, Value]:
+        return _load(dataset, order[start:stop])
+
     for start in range(0, len(order), minibatch_size):
-        yield _load_minibatch(dataset, order[start : start + minibatch_size], microbatch_size)
+        yield _load_minibatch(load, start, min(start + minibatch_size, len(order)), microbatch_size)
 
 
 def num_minibatches(dataset: Any, minibatch_size: int) -> int:
@@ -69,13 +74,15 @@ def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     return order
 
 
-def _load_minibatch(dataset: Any, indices: Sequence[int], microbatch_size: int) -> Minibatch:
-    @lru_cache(maxsize=1)  # a rank that is first and last stage asks for inputs, then for targets
-    def load(microbatch: int) -> tuple[Value, Value]:
-        return _load(dataset, indices[microbatch * microbatch_size : (microbatch + 1) * microbatch_size])
+def _load_minibatch(
+    load: Callable[[int, int], tuple[Value, Value]], start: int, stop: int, microbatch_size: int
+) -> Minibatch:
+    def part(microbatch: int) -> tuple[Value, Value]:
+        first = start + microbatch * microbatch_size
+        return load(first, min(first + microbatch_size, stop))
 
-    sizes = microbatch_sizes(len(indices), microbatch_size)
-    return Minibatch(sizes, lambda m: load(m)[0], lambda m: load(m)[1])
+    sizes = microbatch_sizes(stop - start, microbatch_size)
+    return Minibatch(sizes, lambda m: part(m)[0], lambda m: part(m)[1])
 
 
 def _load(dataset: Any, indices: Sequence[int]) -> tuple[Value, Value]:

@@ -11,14 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hybridpipe.errors import UserError
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES, Plan
+from hybridpipe.planning.plan import SCHEDULES, Plan
 from hybridpipe.planning.profile import ModelProfile
 
+if TYPE_CHECKING:
+    from hybridpipe.planning.search import Asked
+
 RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
+Command = Callable[
+    [str, object, str], argparse.ArgumentParser
+]  # adds one: name, what runs it, a line of help
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -121,12 +127,12 @@ def _plan(options: argparse.Namespace) -> int:
     if options.microbatch:
         profile = replace(profile.scaled_to(options.microbatch), others=())
     minibatch = _minibatch(options, profile.samples, ranks)
-    allowed = {"num_ranks": ranks, "recompute": options.recompute}
+    asked = _asked(options, ranks)
     try:
-        found = search_sizes(profile, cluster, minibatch, schedule=options.schedule, **allowed)
+        found = search_sizes(profile, cluster, minibatch, **asked)
         if options.search:
             with tqdm(total=options.search, desc="search", unit="plan", disable=None) as bar:
-                found = improved(found, profile, cluster, options.search, on_progress=bar.update, **allowed)
+                found = improved(found, profile, cluster, options.search, on_progress=bar.update, **asked)
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
     best = found[0]
@@ -139,9 +145,25 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _asked(options: argparse.Namespace, num_ranks: int) -> "Asked":
+    """What the options ask of plans; UserError if they do not go together."""
+    from hybridpipe.planning.search import AUTO, Asked
+
+    if options.asynchronous and options.schedule != AUTO:
+        raise UserError(f"plan: --asynchronous goes with --schedule auto, got --schedule {options.schedule}")
+    return Asked(
+        num_ranks=num_ranks,
+        schedule=options.schedule,
+        asynchronous=options.asynchronous,
+        recompute=options.recompute,
+        vertical_sync=options.vertical_sync,
+        max_in_flight=options.max_in_flight,
+    )
+
+
 def _minibatch(options: argparse.Namespace, samples: int, ranks: int) -> int:
     """Samples of a minibatch; UserError if the size of the microbatch does not go with it."""
-    if options.schedule in ASYNCHRONOUS:
+    if options.schedule == "pipedream":
         minibatch: int = options.minibatch or samples
         if options.microbatch not in (None, minibatch):
             raise UserError(
@@ -184,7 +206,7 @@ def _simulate(options: argparse.Namespace) -> int:
         events = timeline.to_chrome_trace("predicted")
         write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
     if options.plot:
-        slices = "" if plan.is_asynchronous else f", {plan.num_microbatches} microbatches"
+        slices = "" if plan.schedule == "pipedream" else f", {plan.num_microbatches} microbatches"
         title = f"Plan {plan.name} under {plan.schedule}{slices}"
         write_text(options.plot, draw.svg(timeline, plan, title, curves(profile, plan, timeline), prediction))
     if not options.json:
@@ -208,8 +230,18 @@ def _changed(
     if options.ranks is None:
         return plan, changed
     count = ceil_div(plan.num_microbatches * options.ranks, cluster.num_ranks)
-    count = 1 if plan.is_asynchronous else count
-    choice = choose("auto", profile, changed, count, plan.schedule, options.ranks, plan.recompute)
+    count = 1 if plan.schedule == "pipedream" else count
+    choice = choose(
+        "auto",
+        profile,
+        changed,
+        count,
+        num_ranks=options.ranks,
+        schedule=plan.schedule,
+        recompute=any(map(plan.recomputes, range(plan.num_stages))),
+        vertical_sync=plan.vertical_sync,
+        max_in_flight=plan.max_in_flight,
+    )
     return choice.plan, changed
 
 
@@ -286,7 +318,12 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     command("doctor", _doctor, "is this machine ready? alone, or under mpirun")
+    for add in (_add_profile, _add_probe, _add_plan, _add_simulate, _add_train, _add_compare):
+        add(command)
+    return parser
 
+
+def _add_profile(command: Command) -> None:
     profile = command("profile", _profile, "measure a model layer by layer, or take a published profile")
     source = profile.add_mutually_exclusive_group(required=True)
     source.add_argument("config", metavar="CONFIG", nargs="?", help="a TOML file")
@@ -306,6 +343,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("--out", type=Path, default=Path("profile.json"))
 
+
+def _add_probe(command: Command) -> None:
     probe = command("probe", _probe, "measure the links between ranks, under mpirun")
     probe.add_argument("--out", type=Path, default=Path("cluster.json"))
     probe.add_argument(
@@ -316,11 +355,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     probe.add_argument("--latency", type=_seconds, default=5e-5, help="with --flat: seconds, or 50us")
 
+
+def _add_plan(command: Command) -> None:
     plan = command("plan", _plan, "choose stages and replicas from a profile and a cluster")
     plan.add_argument("--profile", type=Path, required=True)
     plan.add_argument("--cluster", type=Path, required=True)
     plan.add_argument("--ranks", type=_positive, help="use at most so many ranks")
-    plan.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    plan.add_argument(
+        "--schedule",
+        choices=("auto", *SCHEDULES),
+        default="1f1b",
+        help="default: 1f1b; auto: the fastest of the synchronous ones",
+    )
+    plan.add_argument(
+        "--asynchronous",
+        action="store_true",
+        help="with auto: asynchronous ones, too, whose weights are stale",
+    )
     plan.add_argument(
         "--minibatch", type=_positive, help="samples; default: four microbatches a rank; pipedream: one"
     )
@@ -332,11 +383,19 @@ def _parser() -> argparse.ArgumentParser:
         "--recompute", action="store_true", help="let stages recompute activations where it pays"
     )
     plan.add_argument(
+        "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"
+    )
+    plan.add_argument(
+        "--max-in-flight", type=_positive, metavar="N", help="a rank stashes so many microbatches at most"
+    )
+    plan.add_argument(
         "--search", type=_positive, default=0, metavar="N", help="simulate N more plans around the best one"
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--out", type=Path)
 
+
+def _add_simulate(command: Command) -> None:
     simulate = command("simulate", _simulate, "predict a plan's timeline")
     simulate.add_argument("--plan", type=Path, required=True)
     simulate.add_argument("--profile", type=Path, required=True)
@@ -352,6 +411,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate.add_argument("--latency", type=_seconds, help="what if: of the outermost level, such as 5us")
 
+
+def _add_train(command: Command) -> None:
     train = command("train", _train, "train, under mpirun, horovodrun or srun")
     _add_config(train)
     train.add_argument(
@@ -359,6 +420,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
 
+
+def _add_compare(command: Command) -> None:
     compare = command(
         "compare", _compare, "train under several plans and baselines in turn; starts mpirun itself"
     )
@@ -370,7 +433,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--rounds", type=_positive, default=1, help="how often; runs are interleaved")
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-CONFIG's name")
-    return parser
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -16,10 +16,11 @@ from typing import Any, cast
 
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import parse, read_text
-from hybridpipe.planning.checks import non_negative_int, positive_int
-from hybridpipe.planning.plan import SYNCHRONOUS
+from hybridpipe.planning.checks import non_negative_int, positive, positive_int
+from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES
 
-SOURCES = ("auto", "dp", "straight")
+AUTO = "auto"  # as a source: the best plan; as a schedule: the best of the synchronous ones
+SOURCES = (AUTO, "dp", "straight")
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,22 @@ class DataConfig(Factory):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Sizes in samples; `microbatch` may be missing where a plan file says how many there are."""
+    """Sizes in samples; `microbatch` may be missing where a plan file says how many there are.
+
+    What `clip_grad_norm`, `scale_learning_rate` and `delay_warm_up` do is told at `Trainer`, the targets at
+    `Trainer.fit`.
+    """
 
     minibatch: int
     microbatch: int | None = None
     epochs: int = 1
     seed: int = 0
     shuffle: bool = True
+    clip_grad_norm: float | None = None
+    scale_learning_rate: bool = True
+    delay_warm_up: int = 0
+    target_accuracy: float | None = None
+    target_loss: float | None = None
 
     def __post_init__(self) -> None:
         positive_int("minibatch", self.minibatch)
@@ -128,33 +138,70 @@ class TrainConfig:
                 raise ValueError(f"microbatch must be <= minibatch = {self.minibatch}, got {self.microbatch}")
         positive_int("epochs", self.epochs)
         non_negative_int("seed", self.seed)
+        if self.clip_grad_norm is not None:
+            positive("clip_grad_norm", self.clip_grad_norm)
+        non_negative_int("delay_warm_up", self.delay_warm_up)
+        if self.target_accuracy is not None:
+            positive("target_accuracy", self.target_accuracy)
+            if self.target_accuracy > 1:
+                raise ValueError(f"target_accuracy must be <= 1, got {self.target_accuracy}")
+        if self.target_loss is not None:
+            positive("target_loss", self.target_loss)
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Where the plan comes from: one of `SOURCES`, or a plan.json, which brings its own schedule."""
+    """Where the plan comes from: one of `SOURCES`, or a plan.json, which says all the rest itself.
+
+    `schedule`, `vertical_sync`, `max_in_flight` and `recompute` are asked of a plan that is searched for
+    (`planning.search.Asked`).
+    """
 
     schedule: str = "1f1b"
     source: str = "auto"
+    vertical_sync: bool = False
+    max_in_flight: int | None = None
+    recompute: bool = False
 
     def __post_init__(self) -> None:
-        if self.schedule not in SYNCHRONOUS:
-            raise ValueError(f"schedule must be one of {', '.join(SYNCHRONOUS)}, got {self.schedule!r}")
+        allowed = (AUTO, *SCHEDULES)
+        if self.schedule not in allowed:
+            raise ValueError(f"schedule must be one of {', '.join(allowed)}, got {self.schedule!r}")
+        if self.vertical_sync and self.schedule != "pipedream":
+            raise ValueError(f"vertical_sync must be false under {self.schedule}, got true")
+        if self.max_in_flight is not None:
+            positive_int("max_in_flight", self.max_in_flight)
+            if self.schedule not in (AUTO, "1f1b", *ASYNCHRONOUS):
+                raise ValueError(f"max_in_flight must not be given under {self.schedule}")
         if self.source not in SOURCES and not self.source.endswith(".json"):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A training run. `loss` is called with nothing, `optimizer` with the parameters, beside their `args`;
-    the loss that is built is called with (outputs, targets) and returns the mean over the samples."""
+    """A training run.
+
+    `loss` is called with nothing, `optimizer` with the parameters, `lr_scheduler` with the optimizer, beside
+    their `args`; the loss that is built is called with (outputs, targets) and returns the mean over the
+    samples.
+    """
 
     model: Factory
     data: DataConfig
     optimizer: Factory
     train: TrainConfig
     loss: Factory = field(default_factory=lambda: Factory("torch.nn:CrossEntropyLoss"))
+    lr_scheduler: Factory | None = None
     plan: PlanConfig = PlanConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("target_accuracy", "target_loss"):
+            value = getattr(self.train, name)
+            if value is not None and self.data.validation_args is None:
+                raise ValueError(
+                    f"train.{name} must not be given without data.validation_args, whose samples it is "
+                    f"measured on, got {value}"
+                )
 
     def check(self) -> None:
         """Imports every factory and checks that its arguments fit, without a call; else UserError."""
@@ -163,6 +210,8 @@ class Config:
         self.data.bind_validation()
         self.loss.bind()
         self.optimizer.bind(None)  # stands for the parameters
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.bind(None)  # stands for the optimizer
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -185,10 +234,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = parse(Config, document, source)
     if config.plan.source not in SOURCES:
         config = replace(config, plan=replace(config.plan, source=str(path.parent / config.plan.source)))
-    for table in ("model", "data", "loss", "optimizer"):
+    for table in ("model", "data", "loss", "optimizer", "lr_scheduler"):
         factory = getattr(config, table)
-        object.__setattr__(factory, "where", f"{source}: {table}")
-        object.__setattr__(factory, "folder", str(path.resolve().parent))
+        if factory is not None:
+            object.__setattr__(factory, "where", f"{source}: {table}")
+            object.__setattr__(factory, "folder", str(path.resolve().parent))
     return config
 
 

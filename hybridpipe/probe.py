@@ -275,9 +275,7 @@ def _in_group(world: "MPI.Comm", ranks: Sequence[int], measure: Callable[["MPI.C
     return world.bcast(found)
 
 
-def _wakeup_seconds(
-    world: "MPI.Comm", per_machine: int, speeds: tuple[float, ...], alone: fit.Line
-) -> float:
+def _wakeup_seconds(world: "MPI.Comm", per_machine: int, speeds: tuple[float, ...], alone: fit.Line) -> float:
     """How much longer than alone a message takes to a rank that waits while the rest of its machine computes.
 
     In a ping-pong both sides wait most of the time, and the kernel gives the processor at once to who has

@@ -8,20 +8,23 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
+from hybridpipe.planning.instructions import Forward
 from hybridpipe.planning.timeline import COMPUTE, Event, Timeline
 from hybridpipe.runtime.worker import Worker
 
 # The first minibatches negotiate shapes and warm caches up; they are in the losses, not in the speeds.
 WARM_UP = 3
+KEPT = 64  # updates whose events are kept
 
 
 @dataclass(frozen=True, slots=True)
 class MinibatchRecord:
-    """One update as rank 0 saw it; a line of metrics.jsonl."""
+    """One minibatch as rank 0 saw it; a line of metrics.jsonl."""
 
     step: int
     epoch: int
@@ -37,16 +40,17 @@ class Recorder:
         self.records: list[MinibatchRecord] = []
         self._full_seconds: list[float] = []
         self._busy_seconds: list[float] = []
-        self._events: deque[list[Event]] = deque(maxlen=5)  # a few full minibatches, for a typical timeline
+        self._events: deque[list[Event]] = deque(maxlen=KEPT)  # for a typical timeline
         self.metrics: dict[str, float] = {}
+        self.training_seconds = 0.0  # of whole epochs, until the last loss; not what evaluating takes
+        self._target: tuple[int, float] | None = None
 
-    def keep(self, events: list[Event], full: bool) -> None:
-        """The events of a minibatch; short minibatches are not typical."""
-        if full:
+    def keep(self, events: list[Event], full: bool, num_minibatches: int = 1) -> None:
+        """The events of an update; short minibatches are not typical."""
+        if full and num_minibatches:
             self._events.append(events)
-            self._busy_seconds.append(
-                sum(event.seconds for event in events if isinstance(event.instruction, COMPUTE))
-            )
+            busy = sum(event.seconds for event in events if isinstance(event.instruction, COMPUTE))
+            self._busy_seconds.append(busy / num_minibatches)
 
     def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
         """A finished minibatch; `seconds` on this rank, in an epoch since the end of the one before."""
@@ -56,18 +60,23 @@ class Recorder:
             self._full_seconds.append(seconds)
         return record
 
+    def reach_target(self, epochs: int) -> None:
+        """The target was reached after so many epochs."""
+        self._target = epochs, self.training_seconds
+
     def summary(self, worker: Worker) -> dict[str, Any] | None:
         """The figures of summary.json on rank 0, None elsewhere. Collective.
 
         `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
+        `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
+        the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
         """
         busy = self._busy_seconds[WARM_UP:] or self._busy_seconds
-        boundary = worker.executor and worker.executor.boundary
         notes = worker.control.gather(
             {
                 "busy": statistics.median(busy) if busy else 0.0,
                 "memory": _peak_memory_bytes(worker.device),
-                "p2p": boundary.bytes_sent if boundary else 0,
+                "p2p": worker.executor.bytes_sent if worker.executor else 0,
                 "allreduced": worker.executor.gradients.bytes_reduced if worker.executor else 0,
             }
         )
@@ -90,38 +99,73 @@ class Recorder:
             "loss_first": self.records[0].loss if self.records else None,
             "loss_last": self.records[-1].loss if self.records else None,
             "metrics": self.metrics,
+            "epochs_to_target": self._target and self._target[0],
+            "seconds_to_target": self._target and self._target[1],
             "peak_memory_bytes": [note["memory"] for note in notes],
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
-            "updates": len(self.records),
+            "minibatches": len(self.records),
         }
 
     def timeline(self, worker: Worker) -> Timeline | None:
         """A typical full minibatch, all ranks on one clock, on rank 0; None elsewhere. Collective.
 
+        Without a flush there is no such thing, and it is the last time that all ranks have notes of.
+
         Ranks are aligned by the wall clock: exactly on one host, as well as NTP does between hosts.
         """
         offset = time.time() - time.perf_counter()
-        kept = worker.control.gather([_shifted(events, -offset) for events in self._events])
+        kept = worker.control.gather([_shifted(events, offset) for events in self._events])
         if kept is None:
             return None
         used = {rank: kept[rank] for rank in worker.plan.ranks}
+        if worker.plan.is_asynchronous:
+            return _in_common({rank: list(chain(*events)) for rank, events in used.items()})
         count = min(map(len, used.values()))
         if not count:
             return None
         typical = _median_index([_span([used[rank][i] for rank in used]) for i in range(count)])
         events = {rank: used[rank][typical] for rank in used}
-        start = min(event.start_seconds for rank_events in events.values() for event in rank_events)
-        return Timeline({rank: tuple(_shifted(events[rank], -start)) for rank in sorted(events)})
+        begin = _begin(list(events.values()))
+        return Timeline({rank: tuple(_from(events[rank], begin)) for rank in sorted(events)})
+
+
+def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
+    """What happened while every rank took notes."""
+    if not all(events.values()):
+        return None
+    begin = max(rank_events[0].start_seconds for rank_events in events.values())
+    end = min(rank_events[-1].end_seconds for rank_events in events.values())
+    return Timeline(
+        {
+            rank: tuple(_from([e for e in events[rank] if begin <= e[1] and e[2] <= end], begin))
+            for rank in sorted(events)
+        }
+    )
 
 
 def _shifted(events: list[Event], seconds: float) -> list[Event]:
     return [Event(e.instruction, e.start_seconds + seconds, e.end_seconds + seconds) for e in events]
 
 
+def _from(events: list[Event], begin: float) -> list[Event]:
+    """Time 0 is `begin`; what lies before it is cut off."""
+    return [
+        Event(e.instruction, max(e.start_seconds, 0.0), max(e.end_seconds, 0.0))
+        for e in _shifted(events, -begin)
+    ]
+
+
 def _span(events: list[list[Event]]) -> float:
-    flat = [event for rank_events in events for event in rank_events]
-    return max(event.end_seconds for event in flat) - min(event.start_seconds for event in flat)
+    return max(each.end_seconds for rank_events in events for each in rank_events) - _begin(events)
+
+
+def _begin(events: list[list[Event]]) -> float:
+    """When the first rank began to compute; others wait since they were done with the minibatch before."""
+    starts = (
+        each.start_seconds for of_rank in events for each in of_rank if isinstance(each.instruction, Forward)
+    )
+    return min(starts)
 
 
 def _median_index(values: list[float]) -> int:

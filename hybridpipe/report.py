@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tabulate import tabulate
@@ -16,11 +16,11 @@ from hybridpipe.planning.cost import (
     stage_costs,
     stage_terms,
 )
-from hybridpipe.planning.memory import peak_memory_bytes
+from hybridpipe.planning.memory import peak_memory_bytes, versions_per_stage
 from hybridpipe.planning.placement import dealt
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
 from hybridpipe.planning.search import Candidate, fits, judged, short_name
 from hybridpipe.planning.simulate import is_simulated, predict
 from hybridpipe.planning.timeline import Parts
@@ -66,8 +66,8 @@ def _figures(
     plan: Plan, s: int, terms: StageTerms, before: StageCost, behind: StageCost, cluster: Cluster
 ) -> StageFigures:
     replicas = plan.stages[s].replicas
-    # Under an asynchronous schedule the replicas take turns: a minibatch is one of theirs, and one has it.
-    takes_turns = replicas if plan.is_asynchronous else 1
+    # Under pipedream the replicas take turns: a minibatch is one of theirs, and one has it.
+    takes_turns = replicas if plan.schedule == "pipedream" else 1
     work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds
     return StageFigures(
         work_seconds=terms.work_seconds,
@@ -89,29 +89,44 @@ def _link_seconds(plan: Plan, s: int, num_bytes: float, cluster: Cluster) -> flo
     return cut.busy_seconds_per_byte * num_bytes
 
 
-def bottleneck(figures: Sequence[StageFigures], minibatch_seconds: float) -> tuple[str, float]:
+def bottleneck(
+    figures: Sequence[StageFigures], minibatch_seconds: float, num_groups: int | None = None
+) -> tuple[str, float]:
     """What takes most of a minibatch's time, and how many seconds of it.
 
     That is a stage's computing, the part of an all-reduce that nothing hides, the traffic of a cut, or what
-    the busiest stage or cut leaves over.
+    the busiest stage or cut leaves over. Where ranks hold several stages, those count together.
+
+    Args:
+        num_groups: of ranks; defaults to one for each stage.
     """
-    terms = []
-    for s, each in enumerate(figures):
+    groups = num_groups or len(figures)
+    terms, busiest = [], 0.0
+    for g in range(groups):
+        held = figures[g::groups]
+        compute, exposed, link = (
+            sum(getattr(each, name) for each in held)
+            for name in ("compute_seconds", "exposed_seconds", "link_seconds")
+        )
+        of = f"stage {g}" if len(held) == 1 else f"the stages of group {g}"
+        cuts = f"stages {g} and {g + 1}" if len(held) == 1 else f"groups {g} and {(g + 1) % groups}"
         terms += [
-            (f"computing in stage {s}", each.compute_seconds),
-            (f"the all-reduce of stage {s}", each.exposed_seconds),
-            (f"the traffic between stages {s} and {s + 1}", each.link_seconds),
+            (f"computing in {of}", compute),
+            (f"the all-reduce of {of}", exposed),
+            (f"the traffic between {cuts}", link),
         ]
-    busiest = max(max(each.compute_seconds + each.exposed_seconds, each.link_seconds) for each in figures)
+        busiest = max(busiest, compute + exposed, link)
     terms.append(("filling, draining and waiting", minibatch_seconds - busiest))
     return max(terms, key=lambda term: term[1])
 
 
 def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
     """The stages of a plan: who holds what, and what it is predicted to cost."""
-    peaks = peak_memory_bytes(profile, plan)
+    peaks = dict(zip(plan.ranks, peak_memory_bytes(profile, plan), strict=True))
     figures = stage_figures(plan, profile, cluster)
-    rows, first = [], 0
+    stashes = in_flight_per_stage(plan, plan.num_microbatches)
+    versions = versions_per_stage(plan)
+    rows = []
     for s, (stage, each) in enumerate(zip(plan.stages, figures, strict=True)):
         rows.append(
             {
@@ -124,10 +139,13 @@ def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
                 "link behind": _or_dash(duration, each.link_seconds),
                 "all-reduce": _or_dash(duration, each.allreduce_seconds),
                 "exposed": _or_dash(duration, each.exposed_seconds),
-                "memory": _memory(peaks[first], min(map(cluster.memory, stage.ranks))),
+                "in flight": str(stashes[s]) + " recomputing" * plan.recomputes(s),
+                **({"versions": str(versions[s])} if plan.is_asynchronous else {}),
+                "memory": _memory(
+                    max(map(peaks.__getitem__, stage.ranks)), min(map(cluster.memory, stage.ranks))
+                ),
             }
         )
-        first += stage.replicas
     return tabulate(rows, headers="keys", disable_numparse=True)
 
 
@@ -140,6 +158,7 @@ def candidates_table(candidates: Sequence[Candidate], chosen: Plan) -> str:
         {
             "": "->" if candidate.plan == chosen else "",
             "plan": short_name(candidate.plan),
+            "schedule": candidate.plan.schedule,
             "ranks": candidate.plan.num_ranks,
             "cuts after layer": _cuts(candidate.plan),
             "microbatches": f"{candidate.plan.num_microbatches} x {candidate.samples}",
@@ -155,7 +174,7 @@ def candidates_table(candidates: Sequence[Candidate], chosen: Plan) -> str:
 
 def _remarks(candidate: Candidate) -> Iterator[str]:
     yield candidate.origin
-    if candidate.plan.recompute:
+    if any(map(candidate.plan.recomputes, range(candidate.plan.num_stages))):
         yield "recomputing"
     if not is_simulated(candidate.plan):
         yield "not simulated"
@@ -179,21 +198,18 @@ def explain(
     ranks = cluster.num_ranks if num_ranks is None else num_ranks
     lines = [
         f"plan {short_name(plan)}: {plan.num_stages} stage(s) on {plan.num_ranks} of {ranks} ranks, "
-        f"{plan.schedule}, {_slices(plan)} of {profile.samples} samples"
-        + (", activations recomputed" if plan.recompute else ""),
+        f"{plan.schedule}, {_slices(plan)} of {profile.samples} samples{_particulars(plan)}",
         *_prediction(plan, profile, cluster),
         "",
         plan_table(plan, profile, cluster),
-        "(compute, sends and receives: a microbatch's; link behind and exposed: a minibatch's)",
+        "(compute, sends and receives: a microbatch's; link behind and exposed: a minibatch's; "
+        "in flight: microbatches)",
         "",
         *_where_time_goes(plan, profile, cluster),
     ]
     if candidates:
         lines += ["", f"considered, by predicted time{_sharing(cluster)}:", ""]
         lines += [candidates_table(candidates, plan), *_unused(plan, candidates, ranks)]
-    for what, is_used in ((plan.schedule, plan.is_asynchronous), ("recomputation", plan.recompute)):
-        if is_used:
-            lines += ["", f"{what} is planned and simulated, but cannot be trained yet"]
     return "\n".join(lines)
 
 
@@ -212,20 +228,41 @@ def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator
             yield f"{seconds / total:.2f} times as fast as {others}{misfit}"
 
 
+def _particulars(plan: Plan) -> str:
+    told = []
+    if plan.schedule == "pipedream":
+        of_input = "those of the input stage" if plan.vertical_sync else "each stage's newest"
+        if plan.num_stages > 1:
+            told.append(f"stale weights: {of_input}")
+        if plan.replicas[0] > 1:
+            told.append(f"one update every {plan.replicas[0]} minibatches")
+    elif plan.is_asynchronous:
+        told.append("weights one update old")
+    if plan.max_in_flight is not None:
+        told.append(f"at most {plan.max_in_flight} in flight")
+    again = [s for s in range(plan.num_stages) if plan.recomputes(s)]
+    if len(again) == plan.num_stages:
+        told.append("activations recomputed")
+    elif again:
+        told.append(f"activations recomputed in stage(s) {_ranges(again)}")
+    return "".join(f", {each}" for each in told)
+
+
 def _slices(plan: Plan) -> str:
-    if plan.is_asynchronous:
+    if plan.schedule == "pipedream":
         return "whole minibatches"
     return "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
 
 
 def _one_stage(plan: Plan, ranks: tuple[int, ...]) -> Plan:
     stages = (StageSpec(0, plan.num_layers, len(ranks), ranks),)
-    return replace(plan, stages=stages, recompute=False, predicted=None)
+    schedule = plan.schedule if plan.is_asynchronous else "1f1b"  # with one stage all synchronous are alike
+    return Plan(stages, schedule, plan.num_microbatches)
 
 
 def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
     total = _seconds(plan)
-    what, seconds = bottleneck(stage_figures(plan, profile, cluster), total)
+    what, seconds = bottleneck(stage_figures(plan, profile, cluster), total, plan.num_groups)
     yield f"bottleneck: {what}, {duration(seconds)} of {duration(total)}"
     # An asynchronous pipeline's timeline holds its start and its end, which do not count.
     if total and is_simulated(plan) and not plan.is_asynchronous:

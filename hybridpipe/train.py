@@ -49,12 +49,20 @@ def train(config: Config, plan: str, out: Path) -> int:
             minibatch_size=config.train.minibatch,
             microbatch_size=config.train.microbatch,
             schedule=config.plan.schedule,
+            vertical_sync=config.plan.vertical_sync,
+            max_in_flight=config.plan.max_in_flight,
+            recompute=config.plan.recompute,
+            lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
+            clip_grad_norm=config.train.clip_grad_norm,
+            scale_learning_rate=config.train.scale_learning_rate,
+            delay_warm_up=config.train.delay_warm_up,
             predict=True,
             seed=config.train.seed,
         )
         trainer.prepare(dataset)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
+    not_split = trainer.not_split()
     rank0 = trainer.world.rank == 0
     progress = None
     metrics = None
@@ -64,6 +72,10 @@ def train(config: Config, plan: str, out: Path) -> int:
         except OSError as error:
             failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
         _tell_plan(trainer, out)
+        if trainer.plan.schedule == "pipedream" and config.train.microbatch is not None:
+            print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
+        if not_split:
+            print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
         metrics = (out / "metrics.jsonl").open("w", encoding="utf-8")
         total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
         progress = Progress(total, f"{plan} ({trainer.plan.name})")
@@ -74,7 +86,13 @@ def train(config: Config, plan: str, out: Path) -> int:
             print(json.dumps(asdict(record)), file=metrics, flush=True)
 
     history = trainer.fit(
-        dataset, config.train.epochs, validation=validation, shuffle=config.train.shuffle, on_minibatch=note
+        dataset,
+        config.train.epochs,
+        validation=validation,
+        shuffle=config.train.shuffle,
+        on_minibatch=note,
+        target_accuracy=config.train.target_accuracy,
+        target_loss=config.train.target_loss,
     )
     if progress is not None and metrics is not None:
         progress.close()
@@ -113,7 +131,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     if trainer.choice is not None:
         simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
         traces += simulated.to_chrome_trace("predicted", process=1)
-        if timeline is not None:  # there was a full minibatch
+        if timeline is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
             parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
     predicted = summary["predicted_minibatch_seconds"]
     rate = trainer.minibatch_size / predicted if predicted else None
@@ -129,6 +147,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     )
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
     save_file(state, out / "model.safetensors")
+    epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
     figures = ", ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     print(
         (f"{parts_table(parts)}\n" if parts else "")
@@ -136,6 +155,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
         + (f", {rate:,.0f} predicted" if rate else "")
         + f"; last loss {summary['loss_last']:.5f}"
         + (f"; validation: {figures}" if figures else "")
+        + (f"; target reached after {epochs} epochs, {seconds:,.1f} s of training" if epochs else "")
         + f"; written to {out}",
         flush=True,
     )

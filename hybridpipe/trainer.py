@@ -6,7 +6,9 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,16 @@ from hybridpipe.batches import minibatches, slice_minibatch
 from hybridpipe.config import SOURCES
 from hybridpipe.files import read_plan
 from hybridpipe.planning.checks import positive_int
-from hybridpipe.planning.plan import SYNCHRONOUS, Plan
-from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
-from hybridpipe.runtime.executor import Minibatch
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.stream import Minibatch
+from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
 from hybridpipe.runtime.worker import Sums, Worker
 from hybridpipe.stage.measure import OptimizerFactory, Rehearsal
 from hybridpipe.stage.split import check_plan, layers_of
@@ -51,7 +54,17 @@ class Trainer:
         minibatch_size: samples behind one update.
         microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank. A `Plan`
             says itself how many microbatches there are.
-        schedule: likewise for a plan that goes by a name.
+        schedule, vertical_sync, max_in_flight, recompute: likewise for a plan that goes by a name; "auto"
+            is the best synchronous schedule.
+        lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
+            step_size=100)`; it counts minibatches, those of `no_sync` and the one that applies them as one.
+        clip_grad_norm: gradients are scaled down to this norm over the whole model, if they exceed it. Not
+            under asynchronous schedules, where no such norm ever is.
+        scale_learning_rate: under pipedream a stage's learning rate is multiplied by its replicas over the
+            first stage's, as it updates that much more seldom (PipeDream's code).
+        delay_warm_up: under asynchronous schedules, for so many minibatches a stage whose gradients are d
+            updates late takes smaller steps, at first by d, then by less (PipeMare, MLSys 2021, section 3.1).
+            Not under pipedream-2bw, where d is 1 everywhere.
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer draws.
@@ -60,7 +73,8 @@ class Trainer:
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
-        ValueError: the plan does not fit model, world or minibatch, with the arithmetic.
+        ValueError: the plan does not fit model, world or minibatch, with the arithmetic; or optimizer,
+            scheduler or clipping make no sense under it.
     """
 
     def __init__(
@@ -73,6 +87,13 @@ class Trainer:
         minibatch_size: int,
         microbatch_size: int | None = None,
         schedule: str = "1f1b",
+        vertical_sync: bool = False,
+        max_in_flight: int | None = None,
+        recompute: bool = False,
+        lr_scheduler: SchedulerFactory | None = None,
+        clip_grad_norm: float | None = None,
+        scale_learning_rate: bool = True,
+        delay_warm_up: int = 0,
         predict: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -84,8 +105,17 @@ class Trainer:
         positive_int("minibatch_size", minibatch_size)
         if microbatch_size is not None:
             positive_int("microbatch_size", microbatch_size)
-        self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.schedule, self.seed = schedule, seed
+        self.model, self.loss, self.seed = model, loss, seed
+        self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
+        self._autoplan = partial(
+            autoplan,
+            schedule=schedule,
+            vertical_sync=vertical_sync,
+            max_in_flight=max_in_flight,
+            recompute=recompute,
+        )
+        self._updates = True
+        self._under_way = False  # minibatches, between ranks
         self.minibatch_size = minibatch_size
         keep_freed_memory()
         self.device, num_threads = _device(self.world, device)
@@ -98,8 +128,10 @@ class Trainer:
         self._worker: Worker | None = None
         self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
         if isinstance(self._plan, Plan):
+            options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
+            _check_options(self._plan, schedule, options)
             self.microbatch_size = _microbatch_size(self._plan, minibatch_size, microbatch_size)
-            _check_trainable(self._plan)
+            self.rule.check(self._plan)
             check_plan(model, self._plan)
             self._plan.check_world(self.world.size)
             if not predict:
@@ -124,12 +156,40 @@ class Trainer:
 
         Returns:
             the mean loss over the minibatch, the same float on every rank.
+
+        Raises:
+            ValueError: the schedule is an asynchronous one, which wants the next minibatch before the end.
         """
         began = time.perf_counter()
+        if self._worker is None:
+            self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
+        if self.plan.is_asynchronous:
+            raise ValueError(
+                f"train_step makes no sense under {self.plan.schedule}, whose minibatches follow each other "
+                "without a pause; use fit"
+            )
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         sums = self._train(minibatch)
         sums.wait()
         return self._record(self.epoch, minibatch, sums, time.perf_counter() - began).loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, `train_step` adds its gradients up and leaves the weights as they are.
+
+        The first one outside applies the sum, as with DistributedDataParallel; every rank does the same.
+        For the mean over k minibatches, divide the loss by k.
+
+        Raises:
+            ValueError: the schedule is an asynchronous one, where every minibatch ends in an update.
+        """
+        if self._worker is not None and self.plan.is_asynchronous:
+            raise ValueError(f"no_sync makes no sense under {self.plan.schedule}, which never stops updating")
+        before, self._updates = self._updates, False
+        try:
+            yield
+        finally:
+            self._updates = before
 
     def fit(
         self,
@@ -139,6 +199,8 @@ class Trainer:
         validation: Any = None,
         shuffle: bool = True,
         on_minibatch: Callable[[MinibatchRecord], None] | None = None,
+        target_accuracy: float | None = None,
+        target_loss: float | None = None,
     ) -> list[dict[str, Any]]:
         """Train on a map-style data set of (inputs, target).
 
@@ -147,28 +209,57 @@ class Trainer:
         Args:
             validation: evaluated after each epoch.
             shuffle: False: in the data set's order.
-            on_minibatch: called on every rank with what is known of each minibatch, one minibatch late.
+            on_minibatch: called on every rank with what is known of each minibatch, one minibatch late. What
+                it raises on every rank ends `fit`; under an asynchronous schedule, with minibatches on their
+                way between ranks, it ends the job.
+            target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
+                this loss, is the last; with both, the first that has both. The summary tells when it was.
 
         Returns:
-            for each epoch its number, mean loss and, with `validation`, that of `evaluate`.
+            for each epoch its number, mean loss, seconds of training on this rank and, with `validation`,
+            what `evaluate` says of it.
+
+        Raises:
+            ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
+                are no classes.
         """
+        self._check_nothing_under_way("fit")
+        if not self._updates:
+            raise ValueError("fit makes no sense inside no_sync, where nothing is learnt; use train_step")
         history = []
+        targets = {"accuracy": target_accuracy, "loss": target_loss}
+        wanted = {name: value for name, value in targets.items() if value is not None}
+        if wanted and validation is None:
+            raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
+        self.prepare(dataset)
         for epoch in range(self.epoch, self.epoch + epochs):
             losses = []
-            for record in self._epoch(dataset, epoch, shuffle):
-                losses.append((record.loss, record.num_samples))
-                if on_minibatch is not None:
-                    on_minibatch(record)
+            began = time.perf_counter()
+            with closing(self._epoch(dataset, epoch, shuffle)) as records:  # an error closes it at once
+                for record in records:
+                    losses.append((record.loss, record.num_samples))
+                    if on_minibatch is not None:
+                        on_minibatch(record)
             mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-            entry: dict[str, Any] = {"epoch": epoch, "loss": mean}
+            seconds = time.perf_counter() - began
+            self.recorder.training_seconds += seconds
+            entry: dict[str, Any] = {"epoch": epoch, "loss": mean, "seconds": seconds}
             if validation is not None:
                 entry["validation"] = self.recorder.metrics = self.evaluate(validation)
             history.append(entry)
             self.epoch += 1
+            if wanted and _reached(entry["validation"], wanted):
+                self.recorder.reach_target(self.epoch)
+                break
         return history
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank."""
+        """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank.
+
+        Raises:
+            RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
+        """
+        self._check_nothing_under_way("evaluate")
         self.prepare(dataset)
         self.worker.average_statistics()
         totals = np.zeros(3)
@@ -186,8 +277,17 @@ class Trainer:
             metrics["accuracy"] = float(correct / judged)
         return metrics
 
+    def not_split(self) -> list[str] | None:
+        """On rank 0 the modules whose backward is whole, though the schedule splits it; None elsewhere."""
+        return self.worker.not_split()
+
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """On rank 0 what `model.state_dict()` would be in one process; None elsewhere."""
+        """On rank 0 what `model.state_dict()` would be in one process; None elsewhere.
+
+        Raises:
+            RuntimeError: as `evaluate`; each stage would be at another update.
+        """
+        self._check_nothing_under_way("full_state_dict")
         return self.worker.full_state_dict()
 
     def prepare(self, dataset: Any) -> None:
@@ -209,44 +309,68 @@ class Trainer:
             self._worker.close()
             self._worker = None
 
-    def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Iterator[MinibatchRecord]:
-        self.prepare(dataset)
+    def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Generator[MinibatchRecord, None, None]:
         batches = minibatches(
             dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
         )
-        pending: tuple[Minibatch, Sums, float] | None = None  # whose loss travels while the next one runs
+        trained = self._stream(list(batches)) if self.plan.is_asynchronous else map(self._train_one, batches)
+        late = _lateness(self.plan)
+        pending: deque[tuple[Minibatch, Sums, float]] = deque()  # whose losses travel while others run
         began = time.perf_counter()
-        for minibatch in batches:
-            sums = self._train(minibatch)
+        for together in trained:
             began, seconds = (now := time.perf_counter()), now - began
-            if pending is not None:
-                yield self._record(epoch, *pending)
-            pending = minibatch, sums, seconds
-        if pending is not None:
-            yield self._record(epoch, *pending)
+            pending += [(*each, seconds / len(together)) for each in together]
+            while len(pending) > late:
+                yield self._record(epoch, *pending.popleft())
+        for each in pending:
+            yield self._record(epoch, *each)
 
     def _record(self, epoch: int, minibatch: Minibatch, sums: Sums, seconds: float) -> MinibatchRecord:
         full = minibatch.num_samples == self.minibatch_size
         return self.recorder.note(epoch, _total(sums), minibatch.num_samples, seconds, full)
 
     def _train(self, minibatch: Minibatch) -> Sums:
-        if self._worker is None:
-            self._make_plan(minibatch)
-        sums, events = self.worker.train(minibatch, self.step)
+        sums, events = self.worker.train(minibatch, self.step, self._updates)
         self.recorder.keep(events, full=minibatch.num_samples == self.minibatch_size)
         self.step += 1
         return sums
 
+    def _train_one(self, minibatch: Minibatch) -> list[tuple[Minibatch, Sums]]:
+        return [(minibatch, self._train(minibatch))]
+
+    def _stream(self, batches: list[Minibatch]) -> Iterator[list[tuple[Minibatch, Sums]]]:
+        """An epoch without a flush, by updates."""
+        ahead = deque(batches)
+        self._under_way = True
+        try:
+            for sums, events in self.worker.stream(batches, self.step):
+                together = [(ahead.popleft(), each) for each in sums]
+                full = all(minibatch.num_samples == self.minibatch_size for minibatch, _ in together)
+                self.recorder.keep(events, full, len(together))
+                self.step += len(together)
+                yield together
+        finally:
+            self._under_way = False
+
+    def _check_nothing_under_way(self, method: str) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                f"{method} was called while minibatches are under way under {self.plan.schedule}; "
+                "call it between epochs"
+            )
+
     def _make_plan(self, minibatch: Minibatch) -> None:
+        self.rule.try_out([p for p in self.model.parameters() if p.requires_grad])
         try:
             self.choice = self._choose(minibatch)
-            self._start(self.choice.plan)
         except ValueError as error:  # the same on every rank
             if not isinstance(self._plan, Plan):
                 raise
             if self.world.rank == 0:
                 print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
             self._start(self._plan)
+        else:
+            self._start(self.choice.plan)
 
     def _choose(self, minibatch: Minibatch) -> Choice:
         with failure.guard():  # ranks that can be measured would wait for one that cannot
@@ -254,14 +378,16 @@ class Trainer:
                 rehearsal = Rehearsal(
                     self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.device
                 )
-                profile = measure_together(self.world, partial(rehearsal.measure, self.optimizer))
+                profile = measure_together(self.world, partial(rehearsal.measure, self.rule.optimizer))
             except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
         count = ceil_div(self.minibatch_size, self.microbatch_size)
-        return autoplan(self._plan, self.world, profile, count, self.schedule, rehearsal.run)
+        return self._autoplan(self._plan, self.world, profile, count, work=rehearsal.run)
 
     def _start(self, plan: Plan) -> None:
-        self._worker = Worker(self.model, plan, self.loss, self.optimizer, self.world, self.device, self.seed)
+        self.rule.check(plan)
+        self.microbatch_size = _microbatch_size(plan, self.minibatch_size, None)
+        self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
 
     def _judge(self, outputs: Value, targets: Value) -> list[float]:
         """Summed loss, right answers and answers judged, for one microbatch."""
@@ -290,6 +416,27 @@ def _total(sums: Sums) -> float:
     return float(sum(sums.wait().tolist()))
 
 
+def _reached(metrics: dict[str, float], wanted: dict[str, float]) -> bool:
+    """Whether an accuracy is high and a loss low enough; every rank has the same metrics."""
+    if "accuracy" in wanted and "accuracy" not in metrics:
+        raise ValueError(
+            f"target_accuracy = {wanted['accuracy']} needs targets that are classes; there is no accuracy"
+        )
+    return all(
+        metrics[name] >= value if name == "accuracy" else metrics[name] <= value
+        for name, value in wanted.items()
+    )
+
+
+def _check_options(plan: Plan, schedule: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for what a plan that is given says itself, and otherwise."""
+    if schedule not in ("1f1b", plan.schedule):
+        raise ValueError(f"schedule = {schedule!r} disagrees with the plan, which says {plan.schedule!r}")
+    for name, value in options.items():
+        if value and value != getattr(plan, name):
+            raise ValueError(f"{name} = {value} disagrees with the plan, which says {getattr(plan, name)}")
+
+
 def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | None) -> int:
     """What the plan's number of microbatches makes it; it must be the given one, if one is given."""
     size = ceil_div(minibatch_size, plan.num_microbatches)
@@ -307,12 +454,15 @@ def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | Non
     return size
 
 
-def _check_trainable(plan: Plan) -> None:
-    """Raises ValueError for what can be planned and simulated, but not run yet."""
-    if plan.is_asynchronous:
-        raise ValueError(f"schedule must be one of {', '.join(SYNCHRONOUS)} to train, got {plan.schedule!r}")
-    if plan.recompute:
-        raise ValueError("recompute must be false to train, got True")
+def _lateness(plan: Plan) -> int:
+    """How many minibatches after it a minibatch's loss is waited for, at most.
+
+    Late enough that no rank waits for one that waits for it: what is in flight, and a round more.
+    """
+    if not plan.is_asynchronous:
+        return 1
+    held = in_flight_per_stage(plan, plan.num_microbatches)
+    return max(a * b for a, b in zip(held, plan.replicas, strict=True)) + 2 * max(plan.replicas)
 
 
 def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:

@@ -6,7 +6,7 @@ import pytest
 
 from hybridpipe.config import Config, DataConfig, Factory, PlanConfig, TrainConfig, load_config
 from hybridpipe.errors import UserError
-from hybridpipe.planning.plan import SYNCHRONOUS
+from hybridpipe.planning.plan import SCHEDULES
 
 CONFIG = """\
 [model]
@@ -109,6 +109,14 @@ def test_no_validation_unless_asked_for(path: Path):
     assert load_config(path).data.build_validation() is None
 
 
+@pytest.mark.parametrize("target", ["target_accuracy", "target_loss"])
+def test_a_target_needs_a_validation_set(path: Path, target: str):
+    assert getattr(load_config(path, [f"train.{target}=0.5"]).train, target) == 0.5
+    path.write_text(path.read_text().replace("validation_args = { train = false }\n", ""))
+    told = f"train.{target}: must not be given without data.validation_args, whose samples it is measured on"
+    assert mistake(path, f"train.{target}=0.5") == f"{path} with --set train.{target}=0.5: {told}, got 0.5"
+
+
 def test_a_plan_file_is_relative_to_the_configuration(path: Path):
     assert load_config(path, ["plan.source=best.json"]).plan.source == str(path.parent / "best.json")
     assert load_config(path, ["plan.source=/best.json"]).plan.source == "/best.json"
@@ -133,8 +141,12 @@ BAD = [
     ("train.seed=-1", "train.seed: must be an integer >= 0, got -1"),
     ("train.shuffle=1", "train.shuffle: must be a valid boolean, got 1"),
     ("train.epoch=2", "train.epoch: unknown field (did you mean 'epochs'? allowed: minibatch, microbatch, "),
+    ("train.target_accuracy=88", "train.target_accuracy: must be <= 1, got 88"),
+    ("train.target_loss=0", "train.target_loss: must be a finite number > 0, got 0"),
     ("trian.epochs=2", "trian: unknown field (did you mean 'train'? allowed: model, data, "),
-    ("plan.schedule=1b1f", f"plan.schedule: must be one of {', '.join(SYNCHRONOUS)}, got '1b1f'"),
+    ("plan.schedule=1b1f", f"plan.schedule: must be one of auto, {', '.join(SCHEDULES)}, got '1b1f'"),
+    ("plan.vertical_sync=true", "plan.vertical_sync: must be false under 1f1b, got true"),
+    ("plan.max_in_flight=0", "plan.max_in_flight: must be an integer >= 1, got 0"),
     ("plan.source=atuo", "plan.source: must be auto, dp, straight or a .json file, got 'atuo'"),
     ("plan.source=2", "plan.source: must be a valid string, got 2"),
     ("model.factory=net", "model.factory: must be 'module:callable', got 'net'"),
@@ -195,7 +207,7 @@ def test_wrong_overrides(path: Path, override: str, told: str):
             "[trian]",
             "trian: unknown field (did you mean 'train'? allowed: model, data, optimizer, ",
         ),
-        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, source)"),
+        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, source, vertical_sync"),
         ("minibatch = 64\n", "", "train.minibatch: is required, but missing"),
         (
             "[train]",

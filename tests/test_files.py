@@ -27,9 +27,11 @@ PLAN = """\
   "schedule": "1f1b",
   "num_microbatches": 16,
   "stages": [
-    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2]},
-    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3]}
+    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false},
+    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true}
   ],
+  "chunks": 1,
+  "vertical_sync": false,
   "recompute": false,
   "predicted": {
     "minibatch_seconds": 0.41,
@@ -170,7 +172,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         (
             "stages[1].replica",
             1,
-            "unknown field (did you mean 'replicas'? allowed: start, stop, replicas, ranks)",
+            "unknown field (did you mean 'replicas'? allowed: start, stop, replicas, ranks, recompute)",
         ),
         ("stages[1].ranks", [2, 3], "must name replicas = 1 ranks, got 2: [2, 3]"),
         ("stages[1].ranks", 3, "must be a valid array, got 3"),
@@ -329,10 +331,18 @@ def plans(draw: st.DrawFn) -> Plan:
         edge, ranks = edge + span, ranks[num_replicas:]
     memory = st.tuples(*[sizes] * num_ranks)
     predicted = draw(st.none() | st.builds(Prediction, seconds, rates, st.floats(0, 1), memory))
-    schedule = draw(st.sampled_from(SCHEDULES))
-    num_microbatches = 1 if schedule in ASYNCHRONOUS else draw(counts)
+    chunked = len(stages) > 1 and len(set(replicas)) == 1 and draw(st.booleans())
+    schedule = (
+        "interleaved-1f1b" if chunked else draw(st.sampled_from([*set(SCHEDULES) - {"interleaved-1f1b"}]))
+    )
     return Plan(
-        tuple(stages), schedule, num_microbatches, recompute=draw(st.booleans()), predicted=predicted
+        tuple(stages),
+        schedule,
+        num_microbatches=1 if schedule == "pipedream" else draw(counts),
+        vertical_sync=schedule == "pipedream" and draw(st.booleans()),
+        max_in_flight=draw(st.none() | counts) if schedule in ("1f1b", *ASYNCHRONOUS) else None,
+        recompute=draw(st.booleans()),
+        predicted=predicted,
     )
 
 

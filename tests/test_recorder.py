@@ -13,9 +13,7 @@ from hybridpipe.runtime.mpi import MPI
 
 
 def worker(predicted: Prediction | None = None, used: bool = True) -> SimpleNamespace:
-    executor = SimpleNamespace(
-        boundary=SimpleNamespace(bytes_sent=300), gradients=SimpleNamespace(bytes_reduced=70)
-    )
+    executor = SimpleNamespace(bytes_sent=300, gradients=SimpleNamespace(bytes_reduced=70))
     plan = Plan((StageSpec(0, 2),), num_microbatches=2, predicted=predicted)
     return SimpleNamespace(
         plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor if used else None
@@ -42,6 +40,8 @@ def test_a_run_in_figures():
     recorder.keep(minibatch(1000.0, 0.1), full=False)
     recorder.note(epoch=0, loss=-1.0, num_samples=3, seconds=0.4, full=False)
     recorder.metrics["accuracy"] = 0.5
+    recorder.training_seconds = 25.0
+    recorder.reach_target(epochs=1)
     summary = recorder.summary(worker(Prediction(3.0, 2.7, 0.2, (1,))))
     assert summary.pop("peak_memory_bytes")[0] > 1 << 20
     assert summary == {
@@ -56,9 +56,11 @@ def test_a_run_in_figures():
         "loss_first": 5.0,
         "loss_last": -1.0,
         "metrics": {"accuracy": 0.5},
+        "epochs_to_target": 1,
+        "seconds_to_target": 25.0,
         "bytes_sent_p2p": 300,
         "bytes_allreduced": 70,
-        "updates": WARM_UP + 4,
+        "minibatches": WARM_UP + 4,
     }
 
 

@@ -157,16 +157,36 @@ def test_a_given_plan_is_explained_without_candidates():
 
 
 def test_candidates_that_recompute_are_marked():
-    limited = replace(FREE, memory_bytes=10**6)
-    candidates = search(CHAIN, limited, 8, recompute=True)
+    layers = tuple(replace(each, activation_bytes=100) for each in CHAIN.layers)
+    profile, limited = replace(CHAIN, layers=layers), replace(FREE, memory_bytes=350)
+    candidates = search(profile, limited, 8, recompute=True)
     table = candidates_table(candidates, candidates[0].plan)
-    assert "dp, recomputing" in table and table.count("->") == 1
+    assert "straight, recomputing" in table and table.count("->") == 1
+    text = explain(candidates[0].plan, candidates, profile, limited)
+    assert "activations recomputed in stage(s) 0" in text and "recomputing" in text
 
 
 def test_an_asynchronous_plan_is_explained():
     text = told(Plan.data_parallel(3, 2, 1, "pipedream"), CHAIN, FREE)
     assert "2 of 4 ranks, pipedream, whole minibatches of 2 samples" in text
-    assert text.endswith("pipedream is planned and simulated, but cannot be trained yet")
+    assert "one update every 2 minibatches" in text
+    buffered = told(Plan.data_parallel(3, 2, 4, "pipedream-2bw"), CHAIN, FREE)
+    assert "pipedream-2bw, 4 microbatches of 2 samples, weights one update old" in buffered
+    assert "in flight    versions" in text and "versions" not in told(
+        Plan.data_parallel(3, 2, 4), CHAIN, FREE
+    )
+    synced = Plan((StageSpec(0, 1), StageSpec(1, 3)), "pipedream", vertical_sync=True, max_in_flight=1)
+    text = told(synced, CHAIN, FREE)
+    assert "stale weights: those of the input stage, at most 1 in flight" in text
+
+
+def test_ranks_that_hold_several_stages_are_explained():
+    """Two ranks, one layer a stage: each computes 6 s a microbatch, in both of its stages together."""
+    profile = ModelProfile(tuple(layer(str(i)) for i in range(4)), 1)
+    plan = Plan(tuple(StageSpec(i, i + 1) for i in range(4)), "interleaved-1f1b", 4, chunks=2)
+    text = told(plan, profile, FREE)
+    assert "plan 1-1x2: 4 stage(s) on 2 of 4 ranks, interleaved-1f1b" in text
+    assert "bottleneck: computing in the stages of group 0, 24 s of 27 s" in text
 
 
 def test_a_model_that_takes_no_time_is_explained():
@@ -224,6 +244,30 @@ def test_plan_takes_its_options(files, capsys):
     assert "of 2 ranks, 1f1b, 8 microbatches of 4 samples" in text and "of 100 kB" in text
     assert plan("--schedule", "pipedream") == 0
     assert "whole minibatches of 8 samples" in capsys.readouterr().out
+    assert plan("--schedule", "pipedream", "--vertical-sync", "--max-in-flight", "2", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["vertical_sync"] and document["max_in_flight"] == 2
+
+
+def test_plan_chooses_the_schedule(files, capsys):
+    _, plan = files
+    assert plan("--schedule", "auto", "--search", "5") == 0
+    text = capsys.readouterr().out
+    assert "interleaved-1f1b" in text and "zero-bubble" in text and "pipedream" not in text
+    assert plan("--schedule", "auto", "--asynchronous") == 0
+    assert "pipedream-2bw" in capsys.readouterr().out
+    assert plan("--schedule", "interleaved-1f1b", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["chunks"] >= 2
+
+
+def test_simulate_plans_anew_for_other_ranks(files, capsys):
+    folder, plan = files
+    assert plan("--schedule", "interleaved-1f1b", "--ranks", "2", "--out", str(folder / "plan.json")) == 0
+    capsys.readouterr()
+    arguments = ("--plan", "plan.json", "--profile", "p.json", "--cluster", "c.json")
+    paths = [str(folder / name) if name.endswith(".json") else name for name in arguments]
+    assert main(["simulate", *paths, "--ranks", "4"]) == 0
+    assert "after" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -234,6 +278,14 @@ def test_plan_takes_its_options(files, capsys):
         (
             ["--schedule", "pipedream", "--minibatch", "4", "--microbatch", "2"],
             "--microbatch must be the minibatch of 4 samples under pipedream, where it travels whole, got 2",
+        ),
+        (["--asynchronous"], "--asynchronous goes with --schedule auto, got --schedule 1f1b"),
+        (["--vertical-sync"], "vertical_sync must be false under 1f1b, got true"),
+        (["--schedule", "auto", "--vertical-sync"], "vertical_sync must be false unless asynchronous "),
+        (["--schedule", "gpipe", "--max-in-flight", "2"], "max_in_flight must not be given under gpipe"),
+        (
+            ["--schedule", "interleaved-1f1b", "--ranks", "1"],
+            "schedule interleaved-1f1b needs at least 2 ranks and 4 layers, got 1 and 4",
         ),
         (["--memory", "1000"], "no plan fits into memory: "),
     ],

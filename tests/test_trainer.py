@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from functools import partial
 from pathlib import Path
 
@@ -109,6 +110,44 @@ def test_fit_validates_after_each_epoch(make):
     assert history[-1]["validation"] == trainer.evaluate(samples)
 
 
+def test_fit_ends_with_the_epoch_that_reaches_the_target(make):
+    samples = data(32)
+
+    def history(**targets):
+        torch.manual_seed(5)
+        trainer = make()
+        return trainer.fit(samples, epochs=6, validation=samples, **targets), trainer.summary()
+
+    entries, summary = history()
+    losses = [entry["validation"]["loss"] for entry in entries]
+    assert losses == sorted(losses, reverse=True), "it learns, so that any epoch's loss can be the target"
+    assert summary["epochs_to_target"] is summary["seconds_to_target"] is None
+    for targets in ({"target_loss": losses[3]}, {"target_loss": losses[3], "target_accuracy": 1e-9}):
+        entries, summary = history(**targets)
+        assert [entry["validation"]["loss"] for entry in entries] == losses[:4]
+        assert summary["epochs_to_target"] == 4
+        assert summary["seconds_to_target"] == pytest.approx(sum(entry["seconds"] for entry in entries))
+    entries, summary = history(target_loss=losses[3], target_accuracy=1.0)
+    assert len(entries) == 6 and summary["epochs_to_target"] is None, "both are to be reached"
+
+
+def test_seconds_to_the_target_leave_evaluation_out(make, monkeypatch):
+    trainer, samples = make(), data(16)
+    evaluate = trainer.evaluate
+    monkeypatch.setattr(trainer, "evaluate", lambda dataset: time.sleep(0.5) or evaluate(dataset))
+    trainer.fit(samples, epochs=2, validation=samples, target_loss=100.0)
+    assert trainer.summary()["epochs_to_target"] == 1 and 0 < trainer.summary()["seconds_to_target"] < 0.5
+
+
+def test_a_target_that_cannot_be_measured_is_refused(make):
+    with pytest.raises(ValueError, match=r"target_loss = 0\.5 needs validation, got None"):
+        make().fit(data(8), target_loss=0.5)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    regression = TensorDataset(torch.randn(8, 4).double(), torch.randn(8, 3).double())
+    with pytest.raises(ValueError, match="needs targets that are classes"):
+        make(model, loss=mse).fit(regression, validation=regression, target_accuracy=0.5)
+
+
 def test_records_number_the_updates_across_epochs(make):
     records = []
     make().fit(data(19), epochs=2, on_minibatch=records.append)
@@ -166,6 +205,111 @@ def as_predicted(samples: TensorDataset, model: nn.Module) -> dict[str, float]:
         "loss": cross_entropy(outputs, samples.tensors[1]).item(),
         "accuracy": right.double().mean().item(),
     }
+
+
+def test_no_sync_adds_gradients_up_and_may_be_nested(make):
+    model, batches = mlp(), [data(n)[:] for n in (8, 8, 5)]
+    reference, before = copy.deepcopy(model), copy.deepcopy(model)
+    trainer = make(model, clip_grad_norm=0.3)
+    with trainer.no_sync():
+        trainer.train_step(*batches[0])
+        with trainer.no_sync():
+            pass
+        trainer.train_step(*batches[1])
+        assert_same_weights(model, before)
+        with pytest.raises(ValueError, match="fit makes no sense inside no_sync"):
+            trainer.fit(data(8))
+    trainer.train_step(*batches[2])
+    update = momentum(reference.parameters())
+    for inputs, targets in batches:
+        cross_entropy(reference(inputs), targets).backward()
+    assert nn.utils.clip_grad_norm_(reference.parameters(), 0.3) > 0.3
+    update.step()
+    assert_same_weights(model, reference)
+
+
+def test_no_sync_ends_with_an_error_inside(make):
+    trainer = make()
+    with pytest.raises(RuntimeError, match="mine"), trainer.no_sync():
+        raise RuntimeError("mine")
+    before = copy.deepcopy(trainer.model)
+    trainer.train_step(*data(8)[:])
+    assert not torch.equal(trainer.model[0].weight, before[0].weight)
+
+
+@pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 4)])
+def test_asynchronous_schedules_refuse_single_steps(make, schedule, count):
+    trainer = make(plan=whole(count, schedule=schedule))
+    with pytest.raises(ValueError, match=f"train_step makes no sense under {schedule}.*; use fit") as caught:
+        trainer.train_step(*data(8)[:])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=f"no_sync makes no sense under {schedule}"), trainer.no_sync():
+        pass
+    with pytest.raises(ValueError, match=f"clip_grad_norm must not be given under {schedule}"):
+        make(plan=whole(count, schedule=schedule), clip_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "full_state_dict", "fit"])
+def test_what_needs_a_drained_pipeline_is_refused_while_it_is_full(make, method):
+    """Evaluating from `on_minibatch` took the stream's messages for its own."""
+    trainer = make(plan=whole(1, schedule="pipedream"))
+
+    def interfere(_):
+        getattr(trainer, method)(*[data(8)] * (method != "full_state_dict"))
+
+    with pytest.raises(RuntimeError, match=f"{method} was called while minibatches are under way"):
+        trainer.fit(data(48), on_minibatch=interfere)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"schedule": "gpipe"}, "schedule = 'gpipe' disagrees with the plan, which says '1f1b'"),
+        ({"recompute": True}, "recompute = True disagrees with the plan, which says False"),
+        ({"max_in_flight": 2}, "max_in_flight = 2 disagrees with the plan, which says None"),
+    ],
+)
+def test_a_plan_says_itself_what_it_does(make, options, told):
+    with pytest.raises(ValueError, match=told):
+        make(plan=whole(4), **options)
+
+
+@pytest.mark.parametrize("schedule, count", [("1f1b", 4), ("pipedream", 1), ("pipedream-2bw", 4)])
+def test_fit_left_in_the_middle_can_go_on_where_nothing_is_under_way(make, schedule, count):
+    """On one rank; on several an asynchronous schedule ends the job (tests/mpi)."""
+    samples, seen = data(48), []
+
+    def leave(record):
+        seen.append(record.step)
+        if record.step == 2:
+            raise LookupError("seen enough")
+
+    trainer = make(plan=whole(count, schedule=schedule))
+    with pytest.raises(LookupError, match="seen enough"):
+        trainer.fit(samples, on_minibatch=leave)
+    done = trainer.step
+    trainer.fit(samples)
+    assert seen == [0, 1, 2] and 3 <= done <= 6 and trainer.step == done + 6
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["a given plan", "a plan that is measured"])
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"optimizer": torch.optim.LBFGS}, r"got LBFGS with step\(closure\)"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "got ReduceLROnPlateau with step"),
+    ],
+)
+def test_what_wants_a_closure_or_a_metric_is_refused(make, options, told, named):
+    with pytest.raises(ValueError, match=told):
+        make(plan="dp" if named else whole(), **options).prepare(data(8))
+
+
+def test_modules_that_are_not_split_have_names(make):
+    inner = nn.Sequential(nn.PReLU(6), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(4, 6), inner, nn.PReLU()).double()
+    assert make(model, plan=whole(schedule="zero-bubble")).not_split() == ["1.0 (PReLU)", "2 (PReLU)"]
+    assert make(model).not_split() == []
 
 
 def test_evaluate_is_over_all_samples(make):
@@ -236,7 +380,7 @@ def test_summary(make):
     }  # fmt: skip
     assert named_in_the_design <= summary.keys()
     assert json.loads(json.dumps(summary)) == summary
-    assert summary["updates"] == 6 and summary["bytes_sent_p2p"] == summary["bytes_allreduced"] == 0
+    assert summary["minibatches"] == 6 and summary["bytes_sent_p2p"] == summary["bytes_allreduced"] == 0
     assert summary["samples_per_second"] == pytest.approx(8 / summary["minibatch_seconds_median"])
     assert 0 <= summary["bubble_fraction"] < 1
     timeline = trainer.timeline()
@@ -247,7 +391,7 @@ def test_train_step_is_in_the_summary(make):
     trainer, batch = make(), data(8)[:]
     losses = [trainer.train_step(*batch) for _ in range(5)]
     summary = trainer.summary()
-    assert summary["updates"] == 5 and summary["samples_per_second"] > 0
+    assert summary["minibatches"] == 5 and summary["samples_per_second"] > 0
     assert (summary["loss_first"], summary["loss_last"]) == (losses[0], losses[-1])
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import Unpack
 
 from hybridpipe.planning import search
 from hybridpipe.planning.checks import non_negative_int
@@ -20,11 +21,12 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.placement import renumbered
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.search import Candidate
+from hybridpipe.planning.search import Asked, Candidate
 
 # Temperatures relative to the first plan's time: at first and in the end, a change that costs so much is
 # accepted in one case of e.
 HOT, COLD = 0.05, 0.0005
+ALIKE = ("1f1b", "gpipe", "zero-bubble", "pipedream-2bw")  # a plan of one is a plan of the others
 MAX_IDLE = 500  # changes in a row to plans that are known or do not fit: there is little left to find
 
 Progress = Callable[[], object]
@@ -39,6 +41,7 @@ def anneal(
     seed: int = 0,
     max_ranks: int | None = None,
     recompute: bool = False,
+    schedules: Sequence[str] = (),
     on_progress: Progress | None = None,
 ) -> Plan:
     """The best plan found, with its prediction; `start` if nothing is better.
@@ -48,7 +51,8 @@ def anneal(
             result's microbatches have `profile.samples * start.num_microbatches / num_microbatches` samples.
         evaluations: how many plans are simulated beside `start`, at most.
         max_ranks: only ranks below it are used; defaults to all of the cluster's.
-        recompute: plans with recomputation and without are tried; else all are as `start` is.
+        recompute: stages with recomputation and without are tried; else all are as in `start`.
+        schedules: those tried beside that of `start`; interleaved plans keep schedule and groups.
         on_progress: called after each simulation.
 
     Raises:
@@ -56,7 +60,7 @@ def anneal(
             memory.
     """
     non_negative_int("evaluations", evaluations)
-    space = _Space(start, profile, cluster, max_ranks, recompute)
+    space = _Space(start, profile, cluster, max_ranks, recompute, schedules)
     if not space.fits(start):
         raise ValueError(f"start must fit into memory, plan {start.name} does not")
     random = Random(seed)
@@ -90,9 +94,8 @@ def improved(
     cluster: Cluster,
     evaluations: int,
     *,
-    num_ranks: int | None = None,
-    recompute: bool = False,
     on_progress: Progress | None = None,
+    **asked: Unpack[Asked],
 ) -> list[Candidate]:
     """The candidates, best first, and the best plan found around the first one, of origin "search"."""
     best = candidates[0]
@@ -101,8 +104,9 @@ def improved(
         profile.scaled_to(best.samples),
         cluster,
         evaluations=evaluations,
-        max_ranks=num_ranks,
-        recompute=recompute,
+        max_ranks=asked.get("num_ranks"),
+        recompute=asked.get("recompute", False),
+        schedules=search.considered(asked),
         on_progress=on_progress,
     )
     if found == best.plan:
@@ -113,12 +117,17 @@ def improved(
 
 @dataclass
 class _Draft:
-    """A plan that can be changed. `groups` are the ranks of each stage and, at the end, the unused ones."""
+    """A plan that can be changed.
+
+    `groups` are the ranks that stand one behind the other and, at the end, the unused ones; `recompute` says
+    of each stage whether it does. Where ranks hold several stages there are fewer groups than stages.
+    """
 
     edges: list[int]
     groups: list[list[int]]
     num_microbatches: int
-    recompute: bool
+    recompute: list[bool]
+    schedule: str
 
     @property
     def num_stages(self) -> int:
@@ -144,6 +153,7 @@ def _split_stage(draft: _Draft, random: Random) -> None:
         random.shuffle(group)
         count = random.randrange(1, len(group))
         draft.groups[s : s + 1] = [group[:count], group[count:]]
+        draft.recompute.insert(s, draft.recompute[s])
         draft.edges.insert(s + 1, random.randrange(draft.edges[s] + 1, draft.edges[s + 1]))
 
 
@@ -151,7 +161,7 @@ def _merge_stages(draft: _Draft, random: Random) -> None:
     if draft.num_stages > 1:
         s = random.randrange(draft.num_stages - 1)
         draft.groups[s : s + 2] = [draft.groups[s] + draft.groups[s + 1]]
-        del draft.edges[s + 1]
+        del draft.edges[s + 1], draft.recompute[s + 1]
 
 
 def _move_rank(draft: _Draft, random: Random) -> None:
@@ -167,8 +177,9 @@ def _swap_ranks(draft: _Draft, random: Random) -> None:
         one[i], other[j] = other[j], one[i]
 
 
-def _flip_recompute(draft: _Draft, _: Random) -> None:
-    draft.recompute = not draft.recompute
+def _flip_recompute(draft: _Draft, random: Random) -> None:
+    s = random.randrange(draft.num_stages)
+    draft.recompute[s] = not draft.recompute[s]
 
 
 class _Space:
@@ -181,15 +192,20 @@ class _Space:
         cluster: Cluster,
         max_ranks: int | None,
         recompute: bool,
+        schedules: Sequence[str],
     ) -> None:
-        self.cluster, self.schedule = cluster, start.schedule
+        self.cluster, self.start = cluster, start
         self.ranks = range(cluster.num_ranks if max_ranks is None else min(max_ranks, cluster.num_ranks))
         start.check_world(len(self.ranks))
         minibatch = profile.samples * start.num_microbatches
-        sizes = () if start.is_asynchronous else profile.sizes
+        sizes = () if start.schedule == "pipedream" else profile.sizes
         fitting = {minibatch // size: profile.scaled_to(size) for size in sizes if minibatch % size == 0}
         self.profiles = fitting | {start.num_microbatches: profile}  # by number of microbatches
-        self.changes: list[Change] = [_shift_cut, _split_stage, _merge_stages, _move_rank, _swap_ranks]
+        self.schedules = [name for name in dict.fromkeys([start.schedule, *schedules]) if name in ALIKE]
+        self.changes: list[Change] = [_shift_cut, _swap_ranks]
+        if start.chunks == 1:
+            self.changes += [_split_stage, _merge_stages, _move_rank]
+            self.changes += [self._reschedule] * (start.schedule in ALIKE and len(self.schedules) > 1)
         self.changes += [self._resize] * (len(self.profiles) > 1) + [_flip_recompute] * recompute
 
     def fits(self, plan: Plan) -> bool:
@@ -202,18 +218,32 @@ class _Space:
         """The plan with one thing changed; ranks that no figure tells apart are taken in order."""
         unused = sorted(set(self.ranks).difference(plan.ranks))
         edges = [0, *(stage.stop for stage in plan.stages)]
-        groups = [*(list(stage.ranks) for stage in plan.stages), unused]
-        draft = _Draft(edges, groups, plan.num_microbatches, plan.recompute)
+        groups = [*(list(stage.ranks) for stage in plan.stages[: plan.num_groups]), unused]
+        recompute = [plan.recomputes(s) for s in range(plan.num_stages)]
+        draft = _Draft(edges, groups, plan.num_microbatches, recompute, plan.schedule)
         random.choice(self.changes)(draft, random)
         placed = renumbered(self.cluster, self.ranks, draft.groups[:-1])
+        every = all(draft.recompute)
         stages = tuple(
-            StageSpec(start, stop, len(ranks), ranks)
-            for (start, stop), ranks in zip(pairwise(draft.edges), placed, strict=True)
+            StageSpec(start, stop, len(ranks), ranks, again and not every)
+            for (start, stop), ranks, again in zip(
+                pairwise(draft.edges), placed * self.start.chunks, draft.recompute, strict=True
+            )
         )
-        return Plan(stages, self.schedule, draft.num_microbatches, recompute=draft.recompute)
+        return replace(
+            self.start,
+            stages=stages,
+            schedule=draft.schedule,
+            num_microbatches=draft.num_microbatches,
+            recompute=every,
+            predicted=None,
+        )
 
     def _resize(self, draft: _Draft, random: Random) -> None:
         draft.num_microbatches = random.choice(sorted(self.profiles))
+
+    def _reschedule(self, draft: _Draft, random: Random) -> None:
+        draft.schedule = random.choice(self.schedules)
 
 
 def _seconds(plan: Plan) -> float:

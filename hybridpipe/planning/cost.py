@@ -12,13 +12,24 @@ all-reduce that the backward does not hide; u the optimizer's step; c the way of
 and back, with latency; x the time that the microbatches keep the busiest port or shared link of the cut
 occupied, in the direction that carries more, charged at both ends. With p equal stages and nothing else it
 is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019); with one stage it is M/m microbatches and the
-all-reduce.
+all-reduce. Other synchronous schedules:
+
+    zero-bubble     the sum has w - 2g, if positive, and the stage in the maximum ceil(M/m) w less that: with
+                    equal stages M(f + b) + (p - 1)(f + b - 2g), ZB-H1's count (Qi et al., ICLR 2024, section
+                    2.3). g is the part of b that makes the weights' gradients; only it hides an all-reduce
+    interleaved     ranks hold v stages. W is the w of a rank's stages together: the sum is that of all w over
+                    v, the maximum that of (ceil(M/m) - 1/v) W + e + u: with equal stages (M + (p - 1) / v) W,
+                    the count of Narayanan et al. (SC 2021, section 2.2). Cuts between the same ranks share
+                    their links, and microbatches are taken to come in whole groups of p
 
 An asynchronous pipeline never drains; a minibatch takes
 
     max over stages (w + e + u) / m    and    max over cuts x for one minibatch
 
-as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole.
+as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole. Under pipedream-2bw, which updates
+once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u; with fewer microbatches than stages two
+versions do not keep the pipeline full (PipeDream-2BW, ICML 2021, section 3.1), which is not counted. Nor is
+what `max_in_flight` costs. The simulator sees both.
 """
 
 import math
@@ -26,9 +37,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
@@ -38,6 +50,8 @@ from hybridpipe.planning.schedules import ceil_div
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses what
 # is ready within a cycle up to 128 MiB; smaller buckets start earlier, larger ones pay latency less often.
 BUCKET_BYTES = 8 * 2**20
+
+Seconds = TypeVar("Seconds", float, NDArray[np.float64])  # of one stage, or of many at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +66,8 @@ class GradientBucket:
 class StageCost:
     """One stage on one rank at full speed; times and sizes are per microbatch.
 
-    With recomputation the backward contains a forward.
+    With recomputation the backward contains a forward. `weight_seconds` are the part of the backward that
+    makes the weights' gradients, which zero-bubble does by itself.
     """
 
     forward_seconds: float
@@ -61,6 +76,7 @@ class StageCost:
     output_bytes: float = 0.0
     gradient_bytes: float = 0.0
     buckets: tuple[GradientBucket, ...] = ()
+    weight_seconds: float = 0.0
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
@@ -72,7 +88,9 @@ def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> t
     """
     if profile.num_layers != plan.num_layers:
         raise ValueError(f"the plan cuts {plan.num_layers} layers, the profile has {profile.num_layers}")
-    return tuple(_stage_cost(profile, stage, plan.recompute, load_speed) for stage in plan.stages)
+    return tuple(
+        _stage_cost(profile, stage, plan.recomputes(s), load_speed) for s, stage in enumerate(plan.stages)
+    )
 
 
 def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
@@ -94,6 +112,7 @@ def _stage_cost(profile: ModelProfile, stage: StageSpec, recompute: bool, load_s
         output_bytes=layers[-1].output_bytes,
         gradient_bytes=layers[-1].returned_bytes,
         buckets=_buckets(profile, stage),
+        weight_seconds=sum(layer.weight_backward_seconds for layer in layers) * load_speed,
     )
 
 
@@ -179,7 +198,8 @@ class StageTerms(NamedTuple):
     """What a stage takes at the speed of its slowest rank, all ranks of the plan computing.
 
     Args:
-        work_seconds: a microbatch's forward, backward and handling of messages.
+        work_seconds: a microbatch's forward, backward and handling of messages; `weight_seconds` of them make
+            the weights' gradients.
         allreduce_seconds: one all-reduce, alone; of it `exposed_seconds` are not hidden by the backward.
         update_seconds: the optimizer's step.
     """
@@ -188,6 +208,7 @@ class StageTerms(NamedTuple):
     allreduce_seconds: float
     exposed_seconds: float
     update_seconds: float
+    weight_seconds: float = 0.0
 
 
 def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageTerms, ...]:
@@ -199,15 +220,17 @@ def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tup
         plan.stages, costs, [0.0, *over_cuts], [*over_cuts, 0.0], strict=True
     ):
         speed = stage_speed(cluster, stage.ranks, share)
-        backward = cost.backward_seconds / speed
+        is_split = plan.schedule == "zero-bubble"
+        last = (cost.weight_seconds if is_split else cost.backward_seconds) / speed
         weights = sum(bucket.num_bytes for bucket in cost.buckets)
         allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
         terms.append(
             StageTerms(
                 work_seconds=(cost.forward_seconds + cost.backward_seconds + before + behind) / speed,
                 allreduce_seconds=allreduce,
-                exposed_seconds=allreduce - cluster.overlap * min(allreduce, backward),
+                exposed_seconds=allreduce - cluster.overlap * min(allreduce, last),
                 update_seconds=cost.update_seconds / speed,
+                weight_seconds=cost.weight_seconds / speed,
             )
         )
     return tuple(terms)
@@ -220,21 +243,61 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     the speed they have while all of them are active.
     """
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
-    fill, slowest = 0.0, 0.0
-    for stage, terms in zip(plan.stages, stage_terms(plan, costs, cluster), strict=True):
-        work, after = terms.work_seconds, terms.exposed_seconds + terms.update_seconds
-        if plan.is_asynchronous:
-            slowest = max(slowest, (work + after) / stage.replicas)
-        else:
-            fill += work
-            slowest = max(slowest, (ceil_div(plan.num_microbatches, stage.replicas) - 1) * work + after)
-    for cost, (stage, behind) in zip(costs, pairwise(plan.stages), strict=False):
+    terms = stage_terms(plan, costs, cluster)
+    over_stages = _interleaved if plan.schedule == "interleaved-1f1b" else _straight
+    fill, slowest = over_stages(plan, terms)
+    busy = [0.0] * plan.num_groups  # the links behind each group of ranks
+    for s, (cost, (stage, behind)) in enumerate(zip(costs, pairwise(plan.stages), strict=False)):
         cut = cut_figures(cluster, stage.ranks, behind.ranks, plan.num_microbatches, plan.is_asynchronous)
-        slowest = max(slowest, cut.busy_seconds_per_byte * max(cost.output_bytes, cost.gradient_bytes))
-        if not plan.is_asynchronous:
-            moved = cost.output_bytes + cost.gradient_bytes
-            fill += 2 * cut.latency_seconds + cut.seconds_per_byte * moved
-    return fill + slowest
+        largest = max(cost.output_bytes, cost.gradient_bytes)
+        busy[s % plan.num_groups] += cut.busy_seconds_per_byte * largest
+        moved = cost.output_bytes + cost.gradient_bytes
+        fill += 2 * cut.latency_seconds + cut.seconds_per_byte * moved
+    slowest = max(slowest, *busy)
+    return slowest if plan.is_asynchronous else fill + slowest
+
+
+def _straight(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:
+    fill, slowest = 0.0, 0.0
+    for m, term in zip(plan.replicas, terms, strict=True):
+        after = term.exposed_seconds + term.update_seconds
+        work, weight = term.work_seconds, term.weight_seconds
+        filling, most = stage_parts(plan.schedule, plan.num_microbatches, m, work, weight, after)
+        fill, slowest = fill + float(filling), max(slowest, float(most))
+    return fill, slowest
+
+
+def stage_parts(
+    schedule: str, num_microbatches: int, replicas: int, work: Seconds, weight: Seconds, after: Seconds
+) -> tuple[Seconds, Seconds]:
+    """What a stage adds to the sum and to the maximum; for interleaved-1f1b see `_interleaved`.
+
+    An asynchronous schedule has no sum; what is said for it is the way of a microbatch through the stage.
+
+    Args:
+        work, weight: a microbatch's work, and the part of it that makes the weights' gradients.
+        after: the update and the part of the all-reduce that nothing hides.
+    """
+    rounds = ceil_div(num_microbatches, replicas)
+    match schedule:
+        case "pipedream":
+            return work, (work + after) / replicas
+        case "pipedream-2bw":
+            return work, rounds * work + after
+        case "zero-bubble":
+            filling = np.maximum(work - 2 * weight, 0.0)
+            return filling, rounds * work - filling + after
+    return work, (rounds - 1) * work + after
+
+
+def _interleaved(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:
+    rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
+    slowest = 0.0
+    for group in range(plan.num_groups):
+        held = terms[group :: plan.num_groups]
+        after = sum(term.exposed_seconds + term.update_seconds for term in held)
+        slowest = max(slowest, rounds * sum(term.work_seconds for term in held) + after)
+    return sum(term.work_seconds for term in terms) / plan.chunks, slowest
 
 
 def handling_seconds(cluster: Cluster, num_bytes: float) -> float:

@@ -5,18 +5,27 @@ that waits for a message idles. Predicted and measured timelines look alike, so 
 Of many ranks some are shown, and of bars too fine to be seen some are left out; the picture says so.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from hybridpipe.planning.instructions import Backward, Forward, Instruction
+from hybridpipe.planning.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
 from hybridpipe.planning.memory import Curve
-from hybridpipe.planning.plan import Plan, Prediction
-from hybridpipe.planning.timeline import Event, Timeline, kind
+from hybridpipe.planning.plan import Place, Plan, Prediction
+from hybridpipe.planning.timeline import BACKWARDS, Event, Timeline, kind
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 MAX_RANKS = 32  # that are shown
 MAX_MARKS = 20_000  # bars, or steps of memory, in a picture: about a megabyte
+ON_MICROBATCH = (Forward, Backward, BackwardInput, BackwardWeight)  # what has a number in its bar
+FILLS = {
+    **dict.fromkeys(BACKWARDS, "="),
+    "forward": "-",
+    "backward-weight": "+",
+    "all-reduce": "~",
+    "step": "*",
+}
 
 
 def text(timeline: Timeline, width: int = 100) -> str:
@@ -27,7 +36,9 @@ def text(timeline: Timeline, width: int = 100) -> str:
         rank 2 |.....F0B0==F1-B1==F2-B2==F3-B3==..............|
         0 to 20 ms; F forward, B backward, ~ all-reduce, * step, . waiting
 
-    A column shows what the rank does in its middle, so events much shorter than one may not show.
+    A column shows what the rank does in its middle, so events much shorter than one may not show. Of a
+    backward in halves `I3==` makes the gradients of the inputs, `W3++` those of the weights; `F3.1` is on the
+    rank's second stage.
     """
     ranks = _shown(list(timeline.events))
     names = [f"rank {rank}" for rank in ranks]
@@ -38,7 +49,8 @@ def text(timeline: Timeline, width: int = 100) -> str:
         for name, rank in zip(names, ranks, strict=True)
     ]
     unit, scale = _unit(timeline.seconds)
-    key = "F forward, B backward, ~ all-reduce, * step, . waiting"
+    halves = ", I and W its halves" if "backward-weight" in _kinds(timeline, ranks) else ""
+    key = f"F forward, B backward{halves}, ~ all-reduce, * step, . waiting"
     left_out = f"; {len(ranks)} of {len(timeline.events)} ranks" if len(ranks) < len(timeline.events) else ""
     return "\n".join([*rows, f"0 to {timeline.seconds / scale:.3g} {unit}; {key}{left_out}"])
 
@@ -53,8 +65,8 @@ def _row(events: tuple[Event, ...], seconds: float, columns: int) -> str:
 
 def _paint(instruction: Instruction, columns: int) -> str:
     """`F3--` where the number fits, otherwise `F---`."""
-    fill = {"forward": "-", "backward": "=", "all-reduce": "~", "step": "*"}.get(kind(instruction), ".")
-    name = str(instruction) if isinstance(instruction, Forward | Backward) else ""
+    fill = FILLS.get(kind(instruction), ".")
+    name = str(instruction) if isinstance(instruction, ON_MICROBATCH) else ""
     return (name if len(name) <= columns else name[:1]).ljust(columns, fill)[:columns]
 
 
@@ -62,7 +74,15 @@ def _paint(instruction: Instruction, columns: int) -> str:
 WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 1000, 150, 66, 74, 34, 26
 SPAN = WIDTH - LEFT - RIGHT
 CHARACTER = 6.6  # width of a digit in a bar
-COLOURS = {"forward": "#4c8bf5", "backward": "#f5a94c", "all-reduce": "#b99be3", "step": "#3fb68b"}
+COLOURS = {
+    "forward": "#4c8bf5",
+    "backward": "#f5a94c",
+    "backward-input": "#f08c4c",
+    "backward-weight": "#e6cf62",
+    "all-reduce": "#b99be3",
+    "step": "#3fb68b",
+}
+FADED = 0.55  # how far towards white the last of a rank's stages is drawn
 MEMORY_COLOUR = "#9fb4d1"
 STYLE = """
     text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #5b6472 }
@@ -73,7 +93,7 @@ STYLE = """
     .tick { text-anchor: middle; font-size: 11px }
     .number { text-anchor: middle; font-size: 11px; font-weight: 600 }
     .forward { fill: #fff }
-    .backward { fill: #4a2c00 }
+    .backward, .backward-input, .backward-weight { fill: #4a2c00 }
 """
 
 
@@ -97,7 +117,9 @@ def svg(
     finest = _finest([len(timeline.events[rank]) for rank in ranks])
     left_out = f" · {len(ranks)} of {len(used)} ranks" if len(ranks) < len(used) else ""
     left_out += " · finest bars left out" if finest else ""
-    lines = [*_header(timeline, title, left_out, prediction), *_axis(seconds, TOP, bottom)]
+    seen = _kinds(timeline, ranks)
+    kinds = [name for name in COLOURS if name not in BACKWARDS[1:] or name in seen]
+    lines = [*_header(timeline, title, left_out, prediction, kinds), *_axis(seconds, TOP, bottom)]
     for i, rank in enumerate(ranks):
         lines += _rank(timeline, plan, rank, TOP + ROW * i, finest)
     height = bottom + 34
@@ -128,6 +150,12 @@ def _shown(ranks: Sequence[int]) -> list[int]:
     return [ranks[i * (len(ranks) - 1) // (MAX_RANKS - 1)] for i in range(MAX_RANKS)]
 
 
+def _kinds(timeline: Timeline, ranks: Sequence[int]) -> set[str]:
+    """What these ranks spend time on."""
+    one_of_each = {type(event.instruction): event for rank in ranks for event in timeline.events[rank]}
+    return {kind(event.instruction) for event in one_of_each.values()}
+
+
 def _finest(marks: Sequence[int]) -> float:
     """The grid, in pixels, that thins a row's marks out to stay within MAX_MARKS; 0: all are drawn.
 
@@ -136,7 +164,9 @@ def _finest(marks: Sequence[int]) -> float:
     return 1.618034 * SPAN * len(marks) / MAX_MARKS if sum(marks) > MAX_MARKS else 0.0
 
 
-def _header(timeline: Timeline, title: str, left_out: str, prediction: Prediction | None) -> Iterator[str]:
+def _header(
+    timeline: Timeline, title: str, left_out: str, prediction: Prediction | None, kinds: Sequence[str]
+) -> Iterator[str]:
     figures = prediction or timeline
     seconds = prediction.minibatch_seconds if prediction else timeline.seconds
     unit, scale = _unit(seconds)
@@ -144,9 +174,9 @@ def _header(timeline: Timeline, title: str, left_out: str, prediction: Predictio
     bubble = f"bubble {figures.bubble_fraction:.0%}"
     yield _text(24, 53, f"{seconds / scale:.3g} {unit} a minibatch · {bubble}{left_out}")
     x = WIDTH - RIGHT + 2
-    for name, colour in reversed(COLOURS.items()):
+    for name in reversed(kinds):
         x -= 34 + round(CHARACTER * len(name))
-        yield f'<rect x="{x}" y="43" width="11" height="11" rx="2" fill="{colour}"/>'
+        yield f'<rect x="{x}" y="43" width="11" height="11" rx="2" fill="{COLOURS[name]}"/>'
         yield _text(x + 16, 53, name)
     yield _text(WIDTH - 20, 53, "busy", "end")
 
@@ -165,11 +195,9 @@ def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: floa
     per_second = SPAN / (timeline.seconds or 1.0)
     yield _text(24, y + (12 if plan else 17), f"rank {rank}", "rank")
     if plan and (place := plan.place(rank)):
-        stage = plan.stages[place.stage]
-        replica = f" · replica {place.replica}" if stage.replicas > 1 else ""
-        yield _text(24, y + 24, f"stage {place.stage}{replica}", "place")
+        yield _text(24, y + 24, _place(plan, place), "place")
     yield f'<rect x="{LEFT}" y="{y}" width="{SPAN}" height="{BAR}" fill="#f4f6f9"/>'
-    paths: dict[str, list[str]] = {name: [] for name in COLOURS}
+    paths: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
     numbers = []
     for event in timeline.events[rank]:
         x, length = LEFT + event.start_seconds * per_second, event.seconds * per_second
@@ -178,16 +206,32 @@ def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: floa
         if finest and x // finest == (x + length) // finest:  # no line of the grid in it
             continue
         gap = min(1.0, length / 10)  # keeps neighbours apart
-        paths[name].append(f"M{x + gap / 2:.2f} {y}h{length - gap:.2f}v{BAR}h-{length - gap:.2f}z")
+        chunk = event.instruction.chunk if isinstance(event.instruction, ON_MICROBATCH) else 0
+        paths[name, chunk].append(f"M{x + gap / 2:.2f} {y}h{length - gap:.2f}v{BAR}h-{length - gap:.2f}z")
         number = str(event.instruction)[1:]
-        if name in ("forward", "backward") and length > CHARACTER * len(number) + 2:
+        if isinstance(event.instruction, ON_MICROBATCH) and length > CHARACTER * len(number) + 2:
             numbers.append(_text(x + length / 2, y + 17, number, f"number {name}"))
-    for name, path in paths.items():
-        if path:
-            yield f'<path fill="{COLOURS[name]}" d="{"".join(path)}"/>'
+    last = max((chunk for _, chunk in paths), default=0)
+    for name, chunk in sorted(paths, key=lambda key: (list(COLOURS).index(key[0]), key[1])):
+        colour = _shade(COLOURS[name], chunk / last if last else 0.0)
+        yield f'<path fill="{colour}" d="{"".join(paths[name, chunk])}"/>'
     yield from numbers
     busy = timeline.busy_seconds(rank) / timeline.seconds if timeline.seconds else 0.0
     yield _text(WIDTH - 20, y + 17, f"{busy:.0%}", "end")
+
+
+def _place(plan: Plan, place: Place) -> str:
+    """What a rank holds, in words."""
+    stages = plan.held_stages(place)
+    held = ", ".join(map(str, stages)) if len(stages) <= 3 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
+    replica = f" · replica {place.replica}" if plan.replicas[place.stage] > 1 else ""
+    return f"stage{'s' if len(stages) > 1 else ''} {held}{replica}"
+
+
+def _shade(colour: str, share: float) -> str:
+    """The colour, paler by a share of FADED: of the stages that a rank holds each has its own shade."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * FADED * share):02x}" for part in parts)
 
 
 def _memory(memory: Mapping[int, Curve], seconds: float, top: int) -> Iterator[str]:

@@ -106,11 +106,18 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """The profile that several ranks of one machine measured at once: the median of each layer's times."""
 
     def layer(*measured: LayerProfile) -> LayerProfile:
+        backward = median(each.backward_seconds for each in measured)
+        shares = [  # of each rank's own backward: its weights' part may be longer than another's whole
+            each.weight_seconds / (each.backward_seconds or 1.0)
+            for each in measured
+            if each.weight_seconds is not None
+        ]
         return replace(
             measured[0],
             forward_seconds=median(each.forward_seconds for each in measured),
-            backward_seconds=median(each.backward_seconds for each in measured),
+            backward_seconds=backward,
             update_seconds=median(each.update_seconds for each in measured),
+            weight_seconds=min(1.0, median(shares)) * backward if shares else None,
         )
 
     layers = tuple(map(layer, *(profile.layers for profile in profiles)))

@@ -1,17 +1,19 @@
 """Instructions: what one rank does, one after the other. The text form is also a file format.
 
-Pure data. A schedule yields only Forward, Backward, AllReduce and Step; `add_communication` puts the
-sends and receives around them, so that no schedule has to know its neighbours.
+Pure data. A schedule yields only what computes, AllReduce and Step; `add_communication` puts the sends and
+receives around them, so that no schedule has to know its neighbours.
 
     F3 / B3     forward / backward of microbatch 3
+    I3 / W3     the two halves of B3: gradients of the inputs / of the weights
     ra3 / sa3   receive / send the activations of microbatch 3
     rg3 / sg3   receive / send the gradients of microbatch 3
+    F3.1        the same on the rank's second stage, where it holds several
     all-reduce  the mean gradient over the stage's replicas
     step        the optimizer's update
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,10 +21,11 @@ from typing import ClassVar
 @dataclass(frozen=True, slots=True)
 class _OnMicrobatch:
     microbatch: int
+    chunk: int = 0  # which of the stages that the rank holds
     symbol: ClassVar[str]
 
     def __str__(self) -> str:
-        return f"{self.symbol}{self.microbatch}"
+        return f"{self.symbol}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,20 @@ class Backward(_OnMicrobatch):
 
     __slots__ = ()
     symbol = "B"
+
+
+class BackwardInput(_OnMicrobatch):
+    """The half of a backward that the stage before waits for: the gradients of the stage's inputs."""
+
+    __slots__ = ()
+    symbol = "I"
+
+
+class BackwardWeight(_OnMicrobatch):
+    """The other half: gradients add up in the parameters."""
+
+    __slots__ = ()
+    symbol = "W"
 
 
 class ReceiveActivation(_OnMicrobatch):
@@ -95,6 +112,8 @@ class Step(_OnStage):
 Instruction = (
     Forward
     | Backward
+    | BackwardInput
+    | BackwardWeight
     | ReceiveActivation
     | SendActivation
     | ReceiveGradient
@@ -106,7 +125,16 @@ Program = tuple[Instruction, ...]
 
 _ON_MICROBATCH: dict[str, type[_OnMicrobatch]] = {
     kind.symbol: kind
-    for kind in (Forward, Backward, ReceiveActivation, SendActivation, ReceiveGradient, SendGradient)
+    for kind in (
+        Forward,
+        Backward,
+        BackwardInput,
+        BackwardWeight,
+        ReceiveActivation,
+        SendActivation,
+        ReceiveGradient,
+        SendGradient,
+    )
 }
 _ON_STAGE: dict[str, type[_OnStage]] = {kind.symbol: kind for kind in (AllReduce, Step)}
 
@@ -124,34 +152,53 @@ def parse(line: str) -> Program:
 def _parse_word(word: str) -> Instruction:
     if word in _ON_STAGE:
         return _ON_STAGE[word]()  # type: ignore[return-value]  # the tables hold the union's members
-    match = re.fullmatch(r"([A-Za-z]+)(\d+)", word)
+    match = re.fullmatch(r"([A-Za-z]+)(\d+)(?:\.(\d+))?", word)
     if match is None or match[1] not in _ON_MICROBATCH:
         allowed = ", ".join([*(f"{symbol}<n>" for symbol in _ON_MICROBATCH), *_ON_STAGE])
         raise ValueError(f"unknown instruction {word!r}; allowed: {allowed}")
-    return _ON_MICROBATCH[match[1]](int(match[2]))  # type: ignore[return-value]
+    return _ON_MICROBATCH[match[1]](int(match[2]), int(match[3] or 0))  # type: ignore[return-value]
 
 
-def last_backward(program: Program) -> int | None:
-    """Where the last backward stands, during which gradients become final; None where there is none."""
-    return max((i for i, each in enumerate(program) if isinstance(each, Backward)), default=None)
+def final_backwards(program: Program) -> frozenset[int]:
+    """Where, before each all-reduce, the last backward of each chunk stands: gradients become final in it."""
+    finals: set[int] = set()
+    last: dict[int, int] = {}
+    for i, instruction in enumerate(program):
+        match instruction:
+            case Backward(chunk=chunk) | BackwardWeight(chunk=chunk):
+                last[chunk] = i
+            case AllReduce():
+                finals.update(last.values())
+                last.clear()
+    return frozenset(finals)
 
 
-def add_communication(program: Iterable[Instruction], stage: int, num_stages: int) -> Iterator[Instruction]:
-    """Receives before, and sends after, each forward and backward that has a neighbour."""
-    first, last = stage == 0, stage == num_stages - 1
+def without_update(program: Program) -> Program:
+    """The program of a minibatch whose gradients stay where they are, for a later one to add to."""
+    return tuple(each for each in program if not isinstance(each, AllReduce | Step))
+
+
+def add_communication(
+    program: Iterable[Instruction], stages: Sequence[int], num_stages: int
+) -> Iterator[Instruction]:
+    """Receives before, and sends after, each forward and backward that has a neighbour.
+
+    Args:
+        stages: those that the rank holds, by chunk.
+    """
     for instruction in program:
         match instruction:
-            case Forward(m):
-                if not first:
-                    yield ReceiveActivation(m)
+            case Forward(m, chunk):
+                if stages[chunk] > 0:
+                    yield ReceiveActivation(m, chunk)
                 yield instruction
-                if not last:
-                    yield SendActivation(m)
-            case Backward(m):
-                if not last:
-                    yield ReceiveGradient(m)
+                if stages[chunk] < num_stages - 1:
+                    yield SendActivation(m, chunk)
+            case Backward(m, chunk) | BackwardInput(m, chunk):
+                if stages[chunk] < num_stages - 1:
+                    yield ReceiveGradient(m, chunk)
                 yield instruction
-                if not first:
-                    yield SendGradient(m)
+                if stages[chunk] > 0:
+                    yield SendGradient(m, chunk)
             case _:
                 yield instruction

@@ -4,7 +4,8 @@ The formula is a sum over stages and cuts plus a maximum over them. A dynamic pr
 under an upper bound on the maximum; lowering the bound walks along the front of (sum, maximum). Sums only
 grow on the way, so after each plan the bound may fall to the best total so far less its sum: what is left
 beyond cannot be better, and the walk ends with the optimum. An asynchronous schedule has no sum, and a
-program over maxima alone finds its optimum at once (as PipeDream's, SOSP 2019, section 3.1).
+program over maxima alone finds its optimum at once (as PipeDream's, SOSP 2019, section 3.1). Plans whose
+ranks hold several stages are another matter: `interleave`.
 
 The program runs over suffixes of the layers and over slots (`placement`): who holds the next stage, which
 ranks are left, how many microbatches are in flight. It does not know where slots come from.
@@ -17,11 +18,12 @@ What is exact:
 - A front of more than `PATIENCE` plans is walked in steps, each less than 1 % of the optimum.
 - Beyond `MAX_STEPS` or `placement.MAX_PAIRS` layers are merged and stages left out, and the best plan found
   is refined by programs over its neighbourhood: a good plan, not surely the best.
+- Where memory is limited: not under zero-bubble, vertical sync and `max_in_flight`, where the stages before a
+  stage have a part in its peak: plans are looked for as if they had not, and what does not fit is dropped.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import count
 
@@ -29,12 +31,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost import compute_share, estimate, handling_seconds, measured_speed
-from hybridpipe.planning.memory import FUSION_BYTES, peak_memory_bytes
+from hybridpipe.planning.cost import compute_share, estimate
+from hybridpipe.planning.layer_costs import Form, LayerCosts
+from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.placement import (
     Floats,
     Ints,
-    Kind,
     Layout,
     SlotGraph,
     active_ranks,
@@ -48,9 +50,9 @@ from hybridpipe.planning.placement import (
     shares,
     slot_graph,
 )
-from hybridpipe.planning.plan import ASYNCHRONOUS, Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.schedules import UNLIMITED
 
 # Microbatches that each rank behind a stage holds, tried until plans fit: at best none, then as they do; or,
 # where that takes too many slots, as in a straight pipeline and more, up to the most there can be.
@@ -78,6 +80,8 @@ def partition(
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
     recompute: bool = False,
+    vertical_sync: bool = False,
+    max_in_flight: int | None = None,
 ) -> list[Plan]:
     """Plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
@@ -86,11 +90,14 @@ def partition(
 
     Args:
         ranks: which ranks may be used; None: all.
+        schedule: any but interleaved-1f1b.
         max_replicas: per stage; 1 asks for the best straight pipeline.
+        recompute, vertical_sync, max_in_flight: of the plans (`Plan`).
     """
+    form = Form(num_microbatches, schedule, recompute, vertical_sync, max_in_flight)
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # what takes for ever is infinite
-        search = _Search(profile, cluster, num_microbatches, schedule, usable, max_replicas, recompute)
+        search = _Search(profile, cluster, form, usable, max_replicas)
         search.run()
     return search.best_plans()
 
@@ -121,16 +128,13 @@ class _Search:
         self,
         profile: ModelProfile,
         cluster: Cluster,
-        num_microbatches: int,
-        schedule: str,
+        form: Form,
         ranks: tuple[int, ...],
         max_replicas: int | None,
-        recompute: bool,
     ) -> None:
-        self.profile, self.cluster, self.ranks = profile, cluster, ranks
-        self.num_microbatches, self.schedule, self.recompute = num_microbatches, schedule, recompute
+        self.profile, self.cluster, self.form, self.ranks = profile, cluster, form, ranks
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
-        self.costs = _LayerCosts(profile, cluster, recompute)
+        self.costs = LayerCosts(profile, cluster, form)
         self.is_limited = any(cluster.memory(rank) < math.inf for rank in ranks)
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
@@ -196,10 +200,9 @@ class _Search:
     ) -> bool:
         """Keep the plan, if it fits into memory; whether it does."""
         ranks = renumbered(self.cluster, self.ranks, ranks)
-        stages = tuple(
+        plan = self.form.plan(
             StageSpec(a, b, len(own), own) for a, b, own in zip(edges, edges[1:], ranks, strict=False)
         )
-        plan = Plan(stages, self.schedule, self.num_microbatches, recompute=self.recompute)
         if self.is_limited:
             peaks = zip(plan.ranks, peak_memory_bytes(self.profile, plan), strict=True)
             if any(peak > self.cluster.memory(rank) for rank, peak in peaks):
@@ -229,8 +232,9 @@ class _Search:
                 self.cluster,
                 share,
                 starts,
-                num_microbatches=self.num_microbatches,
-                schedule=self.schedule,
+                num_microbatches=self.form.num_microbatches,
+                schedule=self.form.schedule,
+                max_in_flight=self.form.max_in_flight or UNLIMITED,
                 held_a_rank=counts_held[tried],
             )
             program = self.program(graph)
@@ -250,26 +254,24 @@ class _Search:
 
     def program(self, graph: SlotGraph) -> "_Program":
         """The program over the graph, with as many layers as `MAX_STEPS` allows."""
-        asynchronous = self.schedule in ASYNCHRONOUS
         bound = self.first_bound(graph)
-        widths = np.array(
-            [self.costs.longest(kind, self.num_microbatches, asynchronous, bound) for kind in graph.kinds]
-        )
+        widths = np.array([self.costs.longest(kind, bound) for kind in graph.kinds])
         n = self.profile.num_layers
         steps, table = n * int(widths[graph.kind].sum()), n * int(widths.sum())
         part = min(1.0, math.sqrt(min(MAX_STEPS / steps, MAX_TABLE / table)))
         costs = self.costs if part == 1 else self.costs.merged(self.cheap_edges(int(n * part)))
-        return _Program(costs, graph, self.num_microbatches, asynchronous, bound, TIE * self.best_seconds)
+        return _Program(costs, graph, bound, TIE * self.best_seconds)
 
     def first_bound(self, graph: SlotGraph) -> float:
         """No maximum may reach it: what a first look is worth, less the least sum there can be."""
         fastest = max(kind.speed for kind in graph.kinds)
-        least = 0.0 if self.schedule in ASYNCHRONOUS else float(self.costs.work.sum()) / fastest
+        least = self.costs.work.sum() - (self.form.schedule == "zero-bubble") * 2 * self.costs.weight.sum()
+        least = 0.0 if self.form.is_asynchronous else max(0.0, float(least)) / fastest
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 
     def walk(self, program: "_Program") -> Iterator[tuple["_Program", "_Path"]]:
         """Plans along the front of sum and maximum, down to where none can be better than the best."""
-        if program.asynchronous:
+        if self.form.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
         bound = program.bound
@@ -308,105 +310,6 @@ class _Search:
         return np.array(sorted(kept))
 
 
-class _LayerCosts:
-    """What layers cost at full speed, `[layer]`, and what a cut between them costs, `[edge]`."""
-
-    def __init__(self, profile: ModelProfile, cluster: Cluster, recompute: bool) -> None:
-        layers, speed = profile.layers, measured_speed(profile, cluster)
-        forward = np.array([layer.forward_seconds for layer in layers]) * speed
-        self.cluster, self.recompute, self.state_factor = cluster, recompute, profile.state_factor
-        self.backward = np.array([layer.backward_seconds for layer in layers]) * speed + recompute * forward
-        self.work = forward + self.backward
-        self.update = np.array([layer.update_seconds for layer in layers]) * speed
-        self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
-        self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
-        self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
-        self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
-        self.edges = np.arange(len(layers) + 1)
-        self.sums: dict[str, Floats] = {}  # `between` as far as it was asked for
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.work)
-
-    @property
-    def moved(self) -> Floats:
-        """Bytes over a cut at each edge, both ways."""
-        moved: Floats = self.output + self.returned
-        return moved
-
-    def merged(self, edges: Ints) -> "_LayerCosts":
-        """The same with only these edges to cut at."""
-        merged = copy(self)
-        merged.sums = {}
-        for name in ("backward", "work", "update", "parameters", "activations"):
-            setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
-        for name in ("output", "returned", "edges"):
-            setattr(merged, name, getattr(self, name)[edges])
-        return merged
-
-    def longest(self, kind: Kind, num_microbatches: int, asynchronous: bool, bound: float) -> int:
-        """No stage of more layers has a maximum below the bound."""
-        rounds = 1 / kind.replicas if asynchronous else ceil_div(num_microbatches, kind.replicas) - 1
-        n = self.num_layers
-        if rounds == 0 or math.isinf(bound):
-            return n
-        done = np.concatenate([[0.0], np.cumsum(self.work)])
-        room = max(bound, 0.0) * kind.speed / rounds * (1 + 1e-9) + done[-1] * 1e-9
-        stops = np.searchsorted(done, done + room, side="right") - 1
-        return max(1, int((stops - np.arange(n + 1)).max()))
-
-    def stages(
-        self, kind: Kind, width: int, num_microbatches: int, asynchronous: bool
-    ) -> tuple[Floats, Floats]:
-        """`[d, i]`: seconds in the sum and in the maximum of the stage of the d+1 layers from i on.
-
-        Infinite where it does not fit into memory; whatever where it would end behind the last layer.
-        """
-        cluster = self.cluster
-        backward, update = self.between("backward", width) / kind.speed, self.between("update", width)
-        parameters = self.between("parameters", width)
-        handling = np.array([handling_seconds(cluster, moved) for moved in self.moved.tolist()])
-        handling[[0, -1]] = 0.0
-        work = self.between("work", width) + handling[:-1] + self.ends(handling, width)
-        work /= kind.speed
-        ring = kind.ring_latency_seconds + kind.ring_seconds_per_byte * parameters
-        ring[parameters == 0] = 0.0
-        after = ring - cluster.overlap * np.minimum(ring, backward) + update / kind.speed
-        if asynchronous:
-            slowest = (work + after) / kind.replicas
-        else:
-            slowest = (ceil_div(num_microbatches, kind.replicas) - 1) * work + after
-        if kind.memory_bytes < math.inf:
-            slowest[self.memory(kind, parameters, asynchronous) > kind.memory_bytes] = math.inf
-        return work, slowest
-
-    def memory(self, kind: Kind, parameters: Floats, asynchronous: bool) -> Floats:
-        """`memory.stage_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
-        width = len(parameters)
-        inside = self.between("activations", width) + self.ends(self.output, width)
-        received = self.output[:-1]
-        stash, working = (received, inside) if self.recompute else (received + inside, np.zeros(1))
-        resident = np.rint(parameters * (2 + self.state_factor))
-        resident += np.minimum(parameters, FUSION_BYTES) * (kind.replicas > 1)
-        versions = kind.in_flight if asynchronous else 1
-        peak: Floats = resident + (versions - 1) * parameters + kind.in_flight * stash + working
-        return peak
-
-    def between(self, name: str, width: int) -> Floats:
-        """`[d, i]`: the sum over the d+1 layers from i on, added up without differences of large sums."""
-        if len(self.sums.get(name, ())) < width:
-            layers = getattr(self, name)
-            padded = np.concatenate([layers, np.zeros(width - 1)])
-            self.sums[name] = np.cumsum(sliding_window_view(padded, len(layers)), axis=0)
-        return self.sums[name][:width]
-
-    def ends(self, edges: Floats, width: int) -> Floats:
-        """`[d, i]`: the figure of the edge behind the d+1 layers from i on."""
-        padded = np.concatenate([edges[1:], np.zeros(width - 1)])
-        return sliding_window_view(padded, len(edges) - 1)
-
-
 @dataclass(frozen=True, slots=True)
 class _Path:
     """A way through the program: slots and the edges between their layers, its sum, maximum and value."""
@@ -421,24 +324,14 @@ class _Path:
 class _Program:
     """Sums and maxima of every stage on every kind of slot and of every cut."""
 
-    def __init__(
-        self,
-        costs: _LayerCosts,
-        graph: SlotGraph,
-        num_microbatches: int,
-        asynchronous: bool,
-        bound: float,
-        tie: float,
-    ) -> None:
-        self.costs, self.graph, self.asynchronous, self.bound = costs, graph, asynchronous, bound
-        self.num_microbatches = num_microbatches
+    def __init__(self, costs: LayerCosts, graph: SlotGraph, bound: float, tie: float) -> None:
+        self.costs, self.graph, self.bound = costs, graph, bound
         self.tie = tie if math.isfinite(tie) else 0.0
         self.stage_sums: list[Floats] = []
         self.stage_maxima: list[Floats] = []
-        widths = [costs.longest(kind, num_microbatches, asynchronous, bound) for kind in graph.kinds]
-        for kind, width in zip(graph.kinds, widths, strict=True):
-            work, slowest = costs.stages(kind, width, num_microbatches, asynchronous)
-            self.stage_sums.append(work)
+        for kind in graph.kinds:
+            summed, slowest = costs.stages(kind, costs.longest(kind, bound))
+            self.stage_sums.append(summed)
             self.stage_maxima.append(slowest)
         latency, per_byte, busy = graph.figures.T[:, :, None]
         self.cut_sums = 2 * latency + per_byte * costs.moved
@@ -447,10 +340,7 @@ class _Program:
 
     def with_edges(self, edges: Sequence[int]) -> "_Program":
         """The same for plans that cut at these edges only."""
-        costs = self.costs.merged(np.array(edges))
-        return _Program(
-            costs, self.graph, self.num_microbatches, self.asynchronous, self.bound, self.tie
-        )
+        return _Program(self.costs.merged(np.array(edges)), self.graph, self.bound, self.tie)
 
     def least_sum(self, bound: float, weight: float = 1.0) -> list[_Path]:
         """The least sum of all plans whose every maximum is below the bound; none if there are none.
@@ -524,7 +414,8 @@ class _Program:
             slowest = max(slowest, float(self.stage_maxima[kind][d, start]))
             edges.append(start + d + 1)
             if edges[-1] == self.costs.num_layers:
-                return _Path(slots, edges, total, slowest, slowest if self.asynchronous else total + slowest)
+                seconds = slowest + total * (not self.costs.form.is_asynchronous)
+                return _Path(slots, edges, total, slowest, seconds)
             run, stop = slice(graph.first[slot], graph.first[slot + 1]), edges[-1]
             options = combine(least[graph.behind[run], stop], cuts[graph.cut[run], stop])
             chosen = graph.first[slot] + int(np.argmin(options))

@@ -15,7 +15,7 @@ Invariant: a slot comes after all slots that may stand behind it, and behind it 
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise, product
 from operator import gt, ne
@@ -276,6 +276,7 @@ def slot_graph(
     *,
     num_microbatches: int,
     schedule: str,
+    max_in_flight: int,
     held_a_rank: float | None,
 ) -> SlotGraph:
     """The costs of a layout.
@@ -283,11 +284,19 @@ def slot_graph(
     Args:
         share: the speed of each rank, while all that the plan uses compute.
         starts: those of the layout's slots where the first stage may stand, under these speeds.
+        max_in_flight: the most microbatches that a replica may stash.
         held_a_rank: microbatches in flight are counted as if every rank behind held so many; None: exactly.
     """
     reachable = set().union(*(layout.left[slot] for slot in starts))
     slots = [slot for slot, left in enumerate(layout.left) if reachable.issuperset(left)]
-    states = _counted(layout, slots, num_microbatches, schedule, held_a_rank)
+
+    def may_hold(replicas: int, behind: int) -> int:
+        held = in_flight(schedule, ceil_div(num_microbatches, replicas), replicas, behind)
+        if schedule == "pipedream-2bw":  # no more than two minibatches are on their way
+            held = min(held, ceil_div(2 * num_microbatches, replicas))
+        return min(held, max_in_flight)
+
+    states = _counted(layout, slots, may_hold, held_a_rank)
     slot = np.array([state.slot for state in states], dtype=np.intp)
     sizes = [len(state.behind) for state in states]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
@@ -330,29 +339,30 @@ def _stand(cluster: Cluster, ranks: Ints, share: dict[int, float]) -> tuple[int,
 
 
 def _counted(
-    layout: Layout, slots: Sequence[int], num_microbatches: int, schedule: str, held_a_rank: float | None
+    layout: Layout, slots: Sequence[int], may_hold: Callable[[int, int], int], held_a_rank: float | None
 ) -> list[_State]:
-    """The slots with their microbatches in flight (`schedules.in_flight`), once for every count.
+    """The slots with their microbatches in flight, once for every count.
 
-    As if every rank behind held so many; None: as they do.
+    Args:
+        may_hold: how many, from the replicas and what all replicas of the stage behind hold.
+        held_a_rank: as if every rank behind held so many; None: as they do.
     """
     states: list[_State] = []
     states_of: dict[int, range] = {}
     held: list[int] = []  # by all replicas of a state
     for slot in slots:
         m = len(layout.ranks[slot])
-        rounds = ceil_div(num_microbatches, m)
         ranks_behind = len(layout.left[slot]) - m
         followers = list(chain.from_iterable(states_of.get(f, ()) for f in layout.behind[slot]))
         can_end = not (layout.is_exact and ranks_behind)
         options: dict[int, list[int]] = {}
-        last = in_flight(schedule, rounds, m, math.ceil((held_a_rank or 0.0) * ranks_behind))
+        last = may_hold(m, math.ceil((held_a_rank or 0.0) * ranks_behind))
         if held_a_rank is not None:
             options[last] = followers
         else:
             options |= {last: []} if can_end else {}
             for state in followers:
-                options.setdefault(in_flight(schedule, rounds, m, held[state]), []).append(state)
+                options.setdefault(may_hold(m, held[state]), []).append(state)
         states_of[slot] = range(len(states), len(states) + len(options))
         for count, behind in sorted(options.items()):
             states.append(_State(slot, count, can_end and count == last, behind))

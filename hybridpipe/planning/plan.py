@@ -8,13 +8,14 @@ replica `b mod m_s`. Instructions know stages and microbatches; only a plan turn
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from hybridpipe.planning.checks import non_negative_int, positive_int
 
 PLAN_FORMAT = "hybridpipe-plan/1"
-SYNCHRONOUS = ("1f1b", "gpipe")  # one update a minibatch, after a flush
-ASYNCHRONOUS = ("pipedream",)  # no flush; a minibatch travels whole
+SYNCHRONOUS = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble")  # one update a minibatch, after a flush
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # no flush
 SCHEDULES = SYNCHRONOUS + ASYNCHRONOUS
 MAX_REPLICAS = 2**20  # beyond any machine; a slip in a file must not fill the memory with ranks
 
@@ -28,12 +29,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """The layers `[start, stop)`, held by `replicas` ranks (an empty `ranks` is filled in by the plan)."""
+    """The layers `[start, stop)`, held by `replicas` ranks (an empty `ranks` is filled in by the plan).
+
+    `recompute`: it keeps only its inputs and runs the forward again before the backward (GPipe, Huang et al.
+    2019, section 2.3).
+    """
 
     start: int
     stop: int
     replicas: int = 1
     ranks: tuple[int, ...] = ()
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
@@ -73,8 +79,12 @@ class Plan:
         schedule: one of `SCHEDULES`.
         num_microbatches: how many microbatches a full minibatch is sliced into.
         num_layers: of the whole model; defaults to the last stage's `stop`.
-        recompute: stages keep only their inputs and run the forward again before the backward (GPipe, Huang
-            et al. 2019, section 2.3).
+        chunks: how many stages each rank holds, under interleaved-1f1b: with p groups of ranks, group i
+            holds the stages i, i + p, i + 2p, ...
+        vertical_sync: under pipedream every stage uses the weights that the input stage saw (PipeDream, SOSP
+            2019, section 3.3).
+        max_in_flight: the most that a replica may stash, fewer than the schedule would; saves memory.
+        recompute: every stage recomputes, whatever the stages say.
         predicted: what the simulator expects of it, if it was asked.
 
     Raises:
@@ -85,6 +95,9 @@ class Plan:
     schedule: str = "1f1b"
     num_microbatches: int = 1
     num_layers: int = 0
+    chunks: int = 1
+    vertical_sync: bool = False
+    max_in_flight: int | None = None
     recompute: bool = False
     predicted: Prediction | None = None
     format: str = PLAN_FORMAT
@@ -94,17 +107,14 @@ class Plan:
             raise ValueError(f"format must be {PLAN_FORMAT!r}, got {self.format!r}")
         if not self.stages:
             raise ValueError("stages must hold at least one stage, got none")
-        object.__setattr__(self, "stages", _with_ranks(tuple(self.stages)))
-        if not self.num_layers:
-            object.__setattr__(self, "num_layers", self.stages[-1].stop)
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         positive_int("num_microbatches", self.num_microbatches)
-        if self.is_asynchronous and self.num_microbatches != 1:
-            raise ValueError(
-                f"num_microbatches must be 1 under {self.schedule}, where a minibatch travels whole, "
-                f"got {self.num_microbatches}"
-            )
+        positive_int("chunks", self.chunks)
+        object.__setattr__(self, "stages", _with_ranks(tuple(self.stages), self.chunks))
+        if not self.num_layers:
+            object.__setattr__(self, "num_layers", self.stages[-1].stop)
+        self._check_schedule()
         positive_int("num_layers", self.num_layers)
         edge = 0
         for i, stage in enumerate(self.stages):
@@ -115,10 +125,45 @@ class Plan:
             edge = stage.stop
         if edge != self.num_layers:
             raise ValueError(f"the last stage must stop at num_layers = {self.num_layers}, got {edge}")
-        named = [rank for stage in self.stages for rank in stage.ranks]
-        twice = [rank for rank, count in Counter(named).items() if count > 1]
+        twice = [rank for rank, count in Counter(self.ranks).items() if count > 1]
         if twice:
             raise ValueError(f"ranks must hold one place each, got rank {min(twice)} in more than one")
+
+    def _check_schedule(self) -> None:
+        """Raises ValueError for what the schedule cannot do."""
+        if self.schedule == "pipedream" and self.num_microbatches != 1:
+            raise ValueError(
+                "num_microbatches must be 1 under pipedream, where a minibatch travels whole, "
+                f"got {self.num_microbatches}"
+            )
+        if self.vertical_sync and self.schedule != "pipedream":
+            raise ValueError(f"vertical_sync must be false under {self.schedule}, got true")
+        if self.max_in_flight is not None:
+            positive_int("max_in_flight", self.max_in_flight)
+            if self.schedule not in ("1f1b", *ASYNCHRONOUS):
+                raise ValueError(
+                    f"max_in_flight must not be given under {self.schedule}, got {self.max_in_flight}: "
+                    "what it stashes is a part of the schedule"
+                )
+        if self.schedule != "interleaved-1f1b":
+            if self.chunks != 1:
+                raise ValueError(f"chunks must be 1 unless schedule is interleaved-1f1b, got {self.chunks}")
+            return
+        if self.chunks < 2 or self.num_stages % self.chunks or self.num_groups < 2:
+            raise ValueError(
+                f"chunks must be at least 2 and divide the stages into at least 2 groups, got {self.chunks} "
+                f"with {self.num_stages} stages"
+            )
+        if len(set(self.replicas)) > 1:
+            raise ValueError(
+                f"replicas must be the same in all stages under interleaved-1f1b, got {list(self.replicas)}"
+            )
+        for s, stage in enumerate(self.stages):
+            if stage.ranks != self.stages[s % self.num_groups].ranks:
+                raise ValueError(
+                    f"stages[{s}].ranks must be those of stages[{s % self.num_groups}], "
+                    f"{list(self.stages[s % self.num_groups].ranks)}, got {list(stage.ranks)}"
+                )
 
     @classmethod
     def data_parallel(
@@ -146,9 +191,14 @@ class Plan:
         return len(self.stages)
 
     @property
+    def num_groups(self) -> int:
+        """How many groups of ranks there are; each holds `chunks` stages."""
+        return self.num_stages // self.chunks
+
+    @property
     def num_ranks(self) -> int:
         """Ranks that the plan uses; the world may hold more, which then idle."""
-        return sum(stage.replicas for stage in self.stages)
+        return sum(self.replicas[: self.num_groups])
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -157,20 +207,31 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The replica counts as the literature writes them: "15-1", or "4" for plain data parallelism."""
-        return "-".join(map(str, self.replicas))
+        """The replica counts as the literature writes them: "15-1", or "4" for plain data parallelism.
+
+        "1-1x3": two ranks hold three stages each.
+        """
+        return "-".join(map(str, self.replicas[: self.num_groups])) + f"x{self.chunks}" * (self.chunks > 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Every rank used, in stage order."""
-        return tuple(rank for stage in self.stages for rank in stage.ranks)
+        return tuple(rank for stage in self.stages[: self.num_groups] for rank in stage.ranks)
 
     def place(self, rank: int) -> Place | None:
-        """Where `rank` stands; None if the plan leaves it unused."""
+        """Where `rank` stands, in the first stage that it holds; None if the plan leaves it unused."""
         for s, stage in enumerate(self.stages):
             if rank in stage.ranks:
                 return Place(s, stage.ranks.index(rank))
         return None
+
+    def held_stages(self, place: Place) -> range:
+        """The stages that the rank at `place` holds, by chunk."""
+        return range(place.stage, self.num_stages, self.num_groups)
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage runs its forward again before the backward."""
+        return self.recompute or self.stages[stage].recompute
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that handles `microbatch` in `stage`."""
@@ -196,15 +257,16 @@ def microbatch_sizes(num_samples: int, microbatch_size: int) -> list[int]:
     return [microbatch_size] * full + [rest] * (rest > 0)
 
 
-def _with_ranks(stages: Sequence[StageSpec]) -> tuple[StageSpec, ...]:
-    """The stages with ranks in stage order where none are named."""
+def _with_ranks(stages: Sequence[StageSpec], chunks: int) -> tuple[StageSpec, ...]:
+    """The stages with ranks in stage order where none are named; from one chunk to the next they repeat."""
     named = [bool(stage.ranks) for stage in stages]
     if all(named):
         return tuple(stages)
     if any(named):
         raise ValueError("ranks must be named for every stage or for none, got some")
-    edge, numbered = 0, []
-    for stage in stages:
-        numbered.append(replace(stage, ranks=tuple(range(edge, edge + stage.replicas))))
-        edge += stage.replicas
-    return tuple(numbered)
+    num_groups = max(1, len(stages) // chunks)
+    edges = list(accumulate((stage.replicas for stage in stages[:num_groups]), initial=0))
+    return tuple(
+        replace(stage, ranks=tuple(range(edges[s % num_groups], edges[s % num_groups] + stage.replicas)))
+        for s, stage in enumerate(stages)
+    )

@@ -27,6 +27,7 @@ class LayerProfile:
         update_seconds: the optimizer's step over the layer's parameters.
         gradient_bytes: what comes back over a cut after this layer; None: as much as goes forward.
             Tensors without a gradient, such as token numbers and masks, make it less.
+        weight_seconds: the part of `backward_seconds` that makes the weights' gradients; None: not measured.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LayerProfile:
     activation_bytes: int
     update_seconds: float = 0.0
     gradient_bytes: int | None = None
+    weight_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds"):
@@ -45,11 +47,29 @@ class LayerProfile:
             non_negative_int(name, getattr(self, name))
         if self.gradient_bytes is not None:
             non_negative_int("gradient_bytes", self.gradient_bytes)
+        if self.weight_seconds is not None:
+            non_negative("weight_seconds", self.weight_seconds)
+            if self.weight_seconds > self.backward_seconds:
+                raise ValueError(
+                    f"weight_seconds must be <= backward_seconds = {self.backward_seconds}, "
+                    f"got {self.weight_seconds}"
+                )
 
     @property
     def returned_bytes(self) -> int:
         """What comes back over a cut after this layer."""
         return self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    @property
+    def weight_backward_seconds(self) -> float:
+        """The part of the backward that makes the weights' gradients; none without weights.
+
+        Where it was not measured, half of it: the assumption that zero-bubble schedules are made under
+        (T_F = T_B = T_W; Qi et al., ICLR 2024, section 2), true of large matrix products.
+        """
+        if not self.parameter_bytes:
+            return 0.0
+        return self.backward_seconds / 2 if self.weight_seconds is None else self.weight_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +165,15 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
     def layer(*measured: LayerProfile) -> LayerProfile:
         low, high = measured[left], measured[right]
         factor = samples / sizes[right]
+        backward = seconds(low.backward_seconds, high.backward_seconds)
+        weight = None
+        if low.weight_seconds is not None and high.weight_seconds is not None:
+            weight = min(seconds(low.weight_seconds, high.weight_seconds), backward)
         return replace(
             high,
             forward_seconds=seconds(low.forward_seconds, high.forward_seconds),
-            backward_seconds=seconds(low.backward_seconds, high.backward_seconds),
+            backward_seconds=backward,
+            weight_seconds=weight,
             output_bytes=round(high.output_bytes * factor),
             gradient_bytes=None if high.gradient_bytes is None else round(high.gradient_bytes * factor),
             activation_bytes=round(high.activation_bytes * factor),

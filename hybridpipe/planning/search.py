@@ -2,24 +2,36 @@
 
 `partition` is exact for a closed formula; the simulator also sees queues at links, shared processors and
 which all-reduce hides behind what. So the few best of `partition` compete, beside the best straight pipeline
-and plain data parallelism on all ranks and, where ranks share processors, on fewer. Only plans that fit into
-memory are returned; where none does, `NoPlanFits` says by how much and what would help.
+and plain data parallelism on all ranks and, where ranks share processors, on fewer. Under interleaved-1f1b
+the few best of `interleave` compete. Only plans that fit into memory are returned; where none does,
+`NoPlanFits` says by how much and what would help.
+
+The schedule "auto" stands for all synchronous ones, and where asynchronous ones are allowed for those, too:
+they change the mathematics. Plans of all of them compete in the simulator.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypedDict, Unpack
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost import compute_share, estimate, measured_speed, stage_costs, stage_speed
+from hybridpipe.planning.interleave import interleaved_plans
+from hybridpipe.planning.layer_costs import Form
 from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.partition import partition
 from hybridpipe.planning.placement import dealt
-from hybridpipe.planning.plan import ASYNCHRONOUS, Plan, Prediction, StageSpec
+from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES, Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.simulate import is_simulated, predict
 from hybridpipe.planning.whatif import with_ranks
+
+AUTO = "auto"
+# Among schedules that take equally long the first one is chosen.
+SIMPLEST_FIRST = ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b", "pipedream", "pipedream-2bw")
 
 # Beyond these an answer would take minutes; far beyond, the input is a slip of the pen.
 MAX_RANKS = 4096
@@ -27,8 +39,8 @@ MAX_LAYERS = 100_000
 MAX_PRODUCT = 2**23  # of layers and ranks: half a minute
 MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for one of 1024
 # Of partition's plans so many are simulated. The formula says less of an asynchronous pipeline, where it sees
-# no queues.
-NUM_EXACT, NUM_EXACT_ASYNCHRONOUS = 4, 16
+# no queues, and of stages that take turns on a rank.
+NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 16, 6
 MAX_ADVISED = 5_000  # layers times ranks; what would help a larger problem takes minutes to find out
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
 MAX_NAMED = 20  # stages of a plan that is called by its replica counts
@@ -39,12 +51,32 @@ class NoPlanFits(ValueError):
     """Every plan needs more memory than a rank has."""
 
 
+class Asked(TypedDict, total=False):
+    """What may be asked of plans; what is left out is as in `Plan`, and all ranks may be used.
+
+    Args:
+        num_ranks: how many ranks may be used, the first ones.
+        schedule: one of SCHEDULES, or AUTO.
+        asynchronous: under AUTO asynchronous schedules compete, too.
+        recompute: plans whose stages recompute activations where they must compete, too.
+        vertical_sync: of plans under pipedream.
+        max_in_flight: of plans under 1f1b and asynchronous schedules, all that AUTO then considers.
+    """
+
+    num_ranks: int | None
+    schedule: str
+    asynchronous: bool
+    recompute: bool
+    vertical_sync: bool
+    max_in_flight: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A plan with its prediction.
 
     Args:
-        origin: what proposed it: "exact", "dp", "straight" or "search".
+        origin: what proposed it: "exact", "dp", "straight", "interleaved" or "search".
         samples: of its microbatches.
     """
 
@@ -68,7 +100,10 @@ class _Problem:
     num_microbatches: int
     num_ranks: int
     schedule: str
-    recompute: bool
+    recompute: bool = False
+    vertical_sync: bool = False
+    max_in_flight: int | None = None
+    is_alternative: bool = False  # to the simplest schedule
 
     def __post_init__(self) -> None:
         if self.num_ranks > self.cluster.num_ranks:
@@ -90,56 +125,85 @@ class _Problem:
     def size(self) -> int:
         return self.profile.num_layers * self.num_ranks
 
+    def form(self, recompute: bool = False) -> Form:
+        return Form(self.num_microbatches, self.schedule, recompute, self.vertical_sync, self.max_in_flight)
+
 
 def search(
-    profile: ModelProfile,
-    cluster: Cluster,
-    num_microbatches: int,
-    *,
-    num_ranks: int | None = None,
-    schedule: str = "1f1b",
-    recompute: bool = False,
+    profile: ModelProfile, cluster: Cluster, num_microbatches: int, **asked: Unpack[Asked]
 ) -> list[Candidate]:
-    """All candidates that fit into memory, best prediction first; ties go to fewer ranks, then fewer stages.
+    """All candidates that fit into memory, best prediction first; ties go to the simplest (`ranked`).
 
     Args:
         profile: of one microbatch.
-        num_ranks: how many ranks may be used, the first ones; defaults to all of the cluster's.
-        recompute: plans that recompute activations compete too.
 
     Raises:
         NoPlanFits: no candidate fits into `cluster.memory_bytes`.
-        ValueError: more ranks are asked for than the cluster has, or the model or the cluster is too large.
+        ValueError: more ranks are asked for than the cluster has, the model or the cluster is too large, or
+            the schedule cannot do what is asked.
     """
-    ranks = cluster.num_ranks if num_ranks is None else num_ranks
-    problem = _Problem(profile, cluster, num_microbatches, ranks, schedule, recompute)
-    found = ranked(_candidates(problem))
-    if not found:
-        raise NoPlanFits(_how_far(problem))
-    return found
+    sizes = {profile.samples: num_microbatches}
+    return _searched(_problems(profile, cluster, profile.samples * num_microbatches, sizes, asked))
 
 
 def search_sizes(
-    profile: ModelProfile,
-    cluster: Cluster,
-    minibatch: int,
-    *,
-    num_ranks: int | None = None,
-    schedule: str = "1f1b",
-    recompute: bool = False,
+    profile: ModelProfile, cluster: Cluster, minibatch: int, **asked: Unpack[Asked]
 ) -> list[Candidate]:
     """`search` over every size of the microbatch that was measured, for the same minibatch of samples.
 
-    A short last microbatch counts as a whole one. Under an asynchronous schedule a minibatch travels whole.
+    A short last microbatch counts as a whole one. Under pipedream a minibatch travels whole.
     """
-    ranks = cluster.num_ranks if num_ranks is None else num_ranks
-    sizes = [minibatch]
-    if schedule not in ASYNCHRONOUS:
-        sizes = [samples for samples in profile.sizes if samples <= minibatch] or sizes
-    problems = [
-        _Problem(profile.scaled_to(n), cluster, ceil_div(minibatch, n), ranks, schedule, recompute)
-        for n in sizes
+    sizes = [samples for samples in profile.sizes if samples <= minibatch] or [minibatch]
+    counts = {samples: ceil_div(minibatch, samples) for samples in sizes}
+    return _searched(_problems(profile, cluster, minibatch, counts, asked))
+
+
+def _problems(
+    profile: ModelProfile, cluster: Cluster, minibatch: int, sizes: Mapping[int, int], asked: Asked
+) -> list[_Problem]:
+    """One for each schedule that is asked for and each size of the microbatch; `sizes` give their numbers."""
+    ranks = asked.get("num_ranks")
+    schedules = considered(asked)
+    return [
+        _Problem(
+            profile.scaled_to(samples),
+            cluster,
+            count,
+            cluster.num_ranks if ranks is None else ranks,
+            schedule,
+            asked.get("recompute", False),
+            asked.get("vertical_sync", False) and (len(schedules) == 1 or schedule == "pipedream"),
+            asked.get("max_in_flight"),
+            is_alternative=schedule != schedules[0],
+        )
+        for schedule in schedules
+        for samples, count in ({minibatch: 1} if schedule == "pipedream" else sizes).items()
     ]
+
+
+def considered(asked: Asked) -> list[str]:
+    """The schedules that are asked for, the simplest first.
+
+    Raises:
+        ValueError: there is no such schedule, or none of them can do what is asked.
+    """
+    schedule = asked.get("schedule", SIMPLEST_FIRST[0])
+    if schedule not in (AUTO, *SCHEDULES):
+        raise ValueError(f"schedule must be one of {', '.join((AUTO, *SCHEDULES))}, got {schedule!r}")
+    if schedule != AUTO:
+        return [schedule]
+    is_allowed = asked.get("asynchronous", False)
+    if asked.get("vertical_sync", False) and not is_allowed:
+        raise ValueError("vertical_sync must be false unless asynchronous schedules are allowed, got true")
+    limited = asked.get("max_in_flight") is not None
+    return [
+        name
+        for name in SIMPLEST_FIRST
+        if (is_allowed or name not in ASYNCHRONOUS) and (not limited or name in ("1f1b", *ASYNCHRONOUS))
+    ]
+
+
+def _searched(problems: Sequence[_Problem]) -> list[Candidate]:
     found = ranked(candidate for problem in problems for candidate in _candidates(problem))
     if not found:
         raise NoPlanFits(_how_far(problems[0]))
@@ -147,7 +211,7 @@ def search_sizes(
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Best prediction first; among equal ones fewer ranks, then fewer stages, then lower ranks."""
+    """Best prediction first; among equal ones the simpler schedule, then fewer ranks, then fewer stages."""
     rest = sorted(candidates, key=lambda candidate: candidate.seconds)
     order: list[Candidate] = []
     while rest:
@@ -157,28 +221,38 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     return order
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int, tuple[int, ...]]:
-    return candidate.plan.num_ranks, candidate.plan.num_stages, candidate.plan.ranks
+def _simplicity(candidate: Candidate) -> tuple[int, int, int, tuple[int, ...]]:
+    plan = candidate.plan
+    return SIMPLEST_FIRST.index(plan.schedule), plan.num_ranks, plan.num_stages, plan.ranks
 
 
 def data_parallel(
     profile: ModelProfile, cluster: Cluster, num_ranks: int, num_microbatches: int, schedule: str
 ) -> Plan:
-    """One stage on all ranks, with its prediction; it is judged even where it does not fit into memory."""
-    problem = _Problem(profile, cluster, num_microbatches, num_ranks, schedule, recompute=False)
+    """One stage on all ranks, with its prediction; it is judged even where it does not fit into memory.
+
+    Under 1f1b where the schedule is not a matter of one stage.
+    """
+    if schedule in (AUTO, "interleaved-1f1b"):
+        schedule = SIMPLEST_FIRST[0]
+    problem = _Problem(profile, cluster, num_microbatches, num_ranks, schedule)
     return judged(_data_parallel(problem, range(num_ranks)), profile, cluster)
 
 
 def straight(
     profile: ModelProfile, cluster: Cluster, num_ranks: int, num_microbatches: int, schedule: str
 ) -> Plan | None:
-    """The best pipeline with one rank a stage, with its prediction; None if none fits into memory.
+    """The best pipeline with one replica a stage, with its prediction; None if none fits into memory.
 
     It may leave ranks unused.
     """
-    problem = _Problem(profile, cluster, num_microbatches, num_ranks, schedule, recompute=False)
-    plan = _straight(problem, recompute=False)
-    return None if plan is None else judged(plan, profile, cluster)
+    found = []
+    for name in considered({"schedule": schedule}):
+        problem = _Problem(profile, cluster, num_microbatches, num_ranks, name)
+        plan = _straight(problem, recompute=False)
+        if plan is not None:
+            found.append(Candidate("straight", judged(plan, profile, cluster), profile.samples))
+    return ranked(found)[0].plan if found else None
 
 
 def short_name(plan: Plan) -> str:
@@ -217,10 +291,16 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
 
 
 def _candidates(problem: _Problem) -> list[Candidate]:
-    """Every proposal that fits, once, with its prediction."""
+    """Every proposal that fits, once, with its prediction.
+
+    Another schedule than the simplest is chosen on the simulator's word only, and not for one stage, where
+    synchronous schedules are the same.
+    """
     origins: dict[Plan, str] = {}
     for origin, plan in _fitting(problem):
-        origins.setdefault(plan, origin)
+        is_one = plan.num_stages == 1 and not plan.is_asynchronous
+        if not problem.is_alternative or (not is_one and is_simulated(plan)):
+            origins.setdefault(plan, origin)
     profile, cluster = problem.profile, problem.cluster
     return [
         Candidate(origin, judged(plan, profile, cluster), profile.samples) for plan, origin in origins.items()
@@ -237,13 +317,31 @@ def _proposals(problem: _Problem) -> Iterator[tuple[str, Plan]]:
     # Recomputing costs time and saves memory: it is of no use where memory is not limited.
     limited = problem.cluster.memory_bytes is not None
     for recompute in (False, True) if problem.recompute and limited else (False,):
-        for one_stage in _data_parallel_plans(problem):
-            yield "dp", replace(one_stage, recompute=recompute)
-        if (plan := _straight(problem, recompute)) is not None:
-            yield "straight", plan
-        count = NUM_EXACT_ASYNCHRONOUS if problem.schedule in ASYNCHRONOUS else NUM_EXACT
-        for exact in _partition(problem, recompute)[:count]:
-            yield "exact", exact
+        for origin, plan in _proposed(problem, recompute):
+            yield origin, _where_needed(plan, problem) if recompute else plan
+
+
+def _proposed(problem: _Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
+    if problem.schedule == "interleaved-1f1b":
+        yield from (("interleaved", plan) for plan in _interleaved(problem, recompute))
+        return
+    for one_stage in _data_parallel_plans(problem):
+        yield "dp", replace(one_stage, recompute=recompute)
+    if (plan := _straight(problem, recompute)) is not None:
+        yield "straight", plan
+    count = NUM_EXACT_ASYNCHRONOUS if problem.schedule in ASYNCHRONOUS else NUM_EXACT
+    for exact in _partition(problem, recompute)[:count]:
+        yield "exact", exact
+
+
+def _where_needed(plan: Plan, problem: _Problem) -> Plan:
+    """The plan, recomputing only in stages that do not fit into memory without."""
+    peaks = zip(plan.ranks, peak_memory_bytes(problem.profile, replace(plan, recompute=False)), strict=True)
+    beyond = {rank for rank, peak in peaks if peak > problem.cluster.memory(rank)}
+    if beyond.issuperset(plan.ranks):
+        return plan
+    stages = tuple(replace(stage, recompute=not beyond.isdisjoint(stage.ranks)) for stage in plan.stages)
+    return replace(plan, stages=stages, recompute=False)
 
 
 def _partition(problem: _Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
@@ -255,13 +353,32 @@ def _partition(problem: _Problem, recompute: bool, max_replicas: int | None = No
         ranks=range(problem.num_ranks),
         max_replicas=max_replicas,
         recompute=recompute,
+        vertical_sync=problem.vertical_sync,
+        max_in_flight=problem.max_in_flight,
     )
 
 
+def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
+    """The best that fit; all that there are, where none does."""
+    if not problem.is_alternative and (problem.num_ranks < 2 or problem.profile.num_layers < 4):
+        raise ValueError(
+            "schedule interleaved-1f1b needs at least 2 ranks and 4 layers, "
+            f"got {problem.num_ranks} and {problem.profile.num_layers}"
+        )
+    ranks, form = range(problem.num_ranks), problem.form(recompute)
+    plans = interleaved_plans(problem.profile, problem.cluster, form, ranks, max_replicas)
+    fitting = (plan for plan in plans if fits(plan, problem.profile, problem.cluster))
+    return list(islice(fitting, NUM_INTERLEAVED)) or plans
+
+
 def _straight(problem: _Problem, recompute: bool) -> Plan | None:
-    """The best pipeline with one rank a stage; a single stage only where there is nothing longer."""
+    """The best pipeline with one replica a stage; a single stage only where there is nothing longer."""
     problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
-    plans = _partition(problem, recompute, max_replicas=1)
+    if problem.schedule == "interleaved-1f1b":
+        plans = _interleaved(problem, recompute, max_replicas=1)
+        plans = [plan for plan in plans if fits(plan, problem.profile, problem.cluster)]
+    else:
+        plans = _partition(problem, recompute, max_replicas=1)
     return next((plan for plan in plans if plan.num_stages > 1), plans[0] if plans else None)
 
 
@@ -279,7 +396,7 @@ def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
 
 def _data_parallel(problem: _Problem, ranks: Sequence[int]) -> Plan:
     stage = StageSpec(0, problem.profile.num_layers, len(ranks), dealt(problem.cluster, ranks))
-    return Plan((stage,), problem.schedule, problem.num_microbatches)
+    return problem.form().plan([stage])
 
 
 def _how_far(problem: _Problem) -> str:
@@ -349,14 +466,14 @@ def _remedies(problem: _Problem) -> Iterator[tuple[str, _Problem]]:
     samples = problem.profile.samples
     minibatch = samples * problem.num_microbatches
     for size in (samples // 2, samples // 4):
-        if size and problem.schedule not in ASYNCHRONOUS:
+        if size and problem.schedule != "pipedream":
             smaller = problem.profile.scaled_to(size)
             count = ceil_div(minibatch, size)
             yield (
                 f"microbatches of {size} sample(s)",
                 replace(problem, profile=smaller, num_microbatches=count),
             )
-    if problem.schedule == "gpipe":
+    if problem.schedule in ("gpipe", "zero-bubble", "interleaved-1f1b"):
         yield "the schedule 1f1b", replace(problem, schedule="1f1b")
     for factor in (2, 4):
         ranks = factor * problem.num_ranks

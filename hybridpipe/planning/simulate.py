@@ -17,7 +17,7 @@ from hybridpipe.planning.instructions import Backward, Program
 from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage, programs
+from hybridpipe.planning.schedules import UNLIMITED, ceil_div, in_flight_per_stage, programs
 from hybridpipe.planning.simulation import Deadlock, Simulation
 from hybridpipe.planning.timeline import Timeline
 
@@ -82,7 +82,10 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
 
 def is_simulated(plan: Plan) -> bool:
     """Whether `predict` simulates what its figures are of, in a few seconds."""
-    count = sum(_window(plan)) if plan.is_asynchronous else _representative(plan)[-1]
+    if plan.is_asynchronous:
+        count = sum(_window(plan)) * plan.num_microbatches
+    else:
+        count = _representative(plan)[-1]
     return count * _instructions_per_microbatch(plan) <= MAX_INSTRUCTIONS
 
 
@@ -125,7 +128,9 @@ def _representative(plan: Plan) -> tuple[int, ...]:
     total, round_length = plan.num_microbatches, math.lcm(*plan.replicas)
     if total * _instructions_per_microbatch(plan) <= MAX_INSTRUCTIONS:
         return (total,)
-    step = ceil_div(_depth(replace(plan, schedule="1f1b")), round_length) * round_length
+    if plan.schedule == "interleaved-1f1b":  # whose ranks take turns in groups of so many
+        round_length *= plan.num_groups
+    step = ceil_div(_depth(plan), round_length) * round_length
     short = total % round_length + 3 * step
     return (short, short + 2 * step) if short + 2 * step < total else (total,)
 
@@ -135,15 +140,15 @@ def _steady(
 ) -> tuple[Timeline, float, float]:
     """An asynchronous pipeline: timeline, seconds a minibatch and bubble while it is full."""
     first, window, last = _window(plan)
-    count = first + window + last
     if not is_simulated(plan):
         count = max(1, MAX_INSTRUCTIONS // _instructions_per_microbatch(plan))
         timeline = simulate(programs(plan, count), plan, costs, cluster)
         seconds = estimate(plan, profile, cluster)
-        busy = sum(map(timeline.busy_seconds, timeline.events)) / count
+        busy = sum(map(timeline.busy_seconds, timeline.events)) / count * plan.num_microbatches
         return timeline, seconds, _idle_share(busy, seconds, plan.num_ranks)
+    count = (first + window + last) * plan.num_microbatches
     timeline = simulate(programs(plan, count), plan, costs, cluster)
-    begin, end = (_returned(timeline, plan, b) for b in (first, first + window))
+    begin, end = (_returned(timeline, plan, minibatch) for minibatch in (first, first + window))
     busy = sum(timeline.busy_seconds(rank, begin, end) for rank in timeline.events)
     return timeline, (end - begin) / window, _idle_share(busy, end - begin, plan.num_ranks)
 
@@ -155,28 +160,42 @@ def _window(plan: Plan) -> tuple[int, int, int]:
     whole number of rounds of every stage apart is measured. Where that is too many, so many are taken that
     the part of a round that is missing counts little (within 2 % under 9-8-7).
     """
-    depth, round_length = _depth(plan), math.lcm(*plan.replicas)
-    window = max(depth, 32)
+    size = plan.num_microbatches
+    depth = ceil_div(_depth(plan), size)
+    window = max(depth, ceil_div(32, size))
+    round_length = _minibatches(math.lcm(*plan.replicas), size)
     if round_length > 8 * window:
-        window, round_length = 8 * window, plan.replicas[0]
+        window, round_length = 8 * window, _minibatches(plan.replicas[0], size)
     return 2 * depth, ceil_div(window, round_length) * round_length, depth
 
 
+def _minibatches(round_length: int, size: int) -> int:
+    """The fewest minibatches of `size` microbatches that are whole rounds."""
+    return math.lcm(round_length, size) // size
+
+
 def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:
-    """When the first stage has done a minibatch's backward, its last."""
-    events = timeline.events[plan.rank_of(0, minibatch)]
-    return next(event.end_seconds for event in events if event.instruction == Backward(minibatch))
+    """When the first stage has done the backward of a minibatch's first microbatch."""
+    microbatch = minibatch * plan.num_microbatches
+    events = timeline.events[plan.rank_of(0, microbatch)]
+    return next(event.end_seconds for event in events if event.instruction == Backward(microbatch))
 
 
 def _depth(plan: Plan) -> int:
-    """Microbatches in flight while the pipeline is full."""
-    unlimited = 2**62
-    return in_flight_per_stage(plan, unlimited)[0] * plan.replicas[0]
+    """Microbatches in flight while the pipeline is full; GPipe's, which never is, counts as 1F1B's."""
+    if plan.schedule == "gpipe":
+        plan = replace(plan, schedule="1f1b")
+    return in_flight_per_stage(plan, UNLIMITED)[0] * plan.replicas[0]
 
 
 def _instructions_per_microbatch(plan: Plan) -> int:
-    """Forward and backward in each stage; two sends and two receives at each cut; updates without a flush."""
-    return 6 * plan.num_stages - 4 + 2 * plan.num_stages * plan.is_asynchronous
+    """Forward and backward in each stage; two sends and two receives at each cut; updates without a flush.
+
+    A backward in halves counts twice.
+    """
+    halves = plan.num_stages * (plan.schedule == "zero-bubble")
+    updates = 2 * plan.num_stages * plan.is_asynchronous // plan.num_microbatches
+    return 6 * plan.num_stages - 4 + halves + updates
 
 
 def _idle_share(busy_seconds: float, seconds: float, num_ranks: int) -> float:

@@ -4,6 +4,7 @@ Computing, messages and all-reduces are jobs on the resources that `contention` 
 down wherever they share one. What is here: which instruction starts which job, and what waits for what.
 A send ends when the message is handed over; a receive when it has arrived and was taken; an all-reduce when
 all buckets are summed, one after the other, each begun when the last backward of every replica has filled it.
+Where a rank holds several stages, the buckets of the last come first, as its gradients are ready first.
 """
 
 from collections import Counter
@@ -16,6 +17,8 @@ from hybridpipe.planning.cost import StageCost
 from hybridpipe.planning.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Program,
     ReceiveActivation,
@@ -23,12 +26,13 @@ from hybridpipe.planning.instructions import (
     SendActivation,
     SendGradient,
     Step,
+    final_backwards,
 )
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.sharing import Engine
 from hybridpipe.planning.timeline import Event, Timeline
 
-Key = tuple[int, int, bool, int]  # sender, receiver, forward?, microbatch
+Key = tuple[int, int, bool, int, int]  # sender, receiver, forward?, microbatch, the receiver's stage
 
 
 class Deadlock(RuntimeError):
@@ -41,13 +45,15 @@ class _Rank:
     def __init__(
         self,
         number: int,
-        stage: int,
+        stages: Sequence[int],
         program: Program,
-        cost: StageCost,
+        costs: Sequence[StageCost],
         replicas: "_Replicas",
         machines: Machines,
     ) -> None:
-        self.number, self.stage, self.program, self.cost = number, stage, program, cost
+        self.number, self.stages, self.program = number, stages, program
+        self.costs = [costs[s] for s in stages]  # by chunk
+        self.update_seconds = sum(cost.update_seconds for cost in self.costs)
         self.replicas = replicas
         self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
         if len(replicas.numbers) > 1:
@@ -55,16 +61,24 @@ class _Rank:
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
         self.events: list[Event] = []
-        self.finals = _final_backwards(program) if replicas.buckets else frozenset[int]()
-        self.round = self.bucket = 0  # which bucket of gradients it fills next
+        self.finals = final_backwards(program) if replicas.buckets else frozenset[int]()
+        self.round = 0
+        self.num_filled = [0] * len(self.costs)  # of each chunk's buckets, in this round
+
+    @property
+    def stage(self) -> int:
+        """Of the instruction that it is at."""
+        return self.stages[getattr(self.program[self.position], "chunk", 0)]
 
 
 class _Replicas:
-    """One stage: its ranks, and the gradients that they reduce together."""
+    """The ranks that hold the same stages, and the gradients that they reduce together."""
 
-    def __init__(self, ranks: Sequence[int], cost: StageCost, machines: Machines) -> None:
+    def __init__(self, ranks: Sequence[int], costs: Sequence[StageCost], machines: Machines) -> None:
         self.numbers = ranks
-        self.buckets = cost.buckets if len(ranks) > 1 else ()
+        each = [cost.buckets if len(ranks) > 1 else () for cost in costs]  # by chunk
+        self.buckets = [bucket for buckets in reversed(each) for bucket in buckets]
+        self.first_bucket = [sum(map(len, each[chunk + 1 :])) for chunk in range(len(each))]
         self.ring = machines.ring(ranks) if self.buckets else None
         self.ranks: list[_Rank] = []
         self.filled: Counter[int] = Counter()  # by how many replicas; buckets are counted on over all rounds
@@ -102,18 +116,21 @@ class Simulation:
         self.engine = Engine()
         self.machines = Machines(cluster)
         self.messages: dict[Key, _Message] = {}  # that not both sides are done with
-        self.stages: list[_Replicas] = []
-        for s, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
-            replicas = _Replicas(stage.ranks, cost, self.machines)
+        self.costs, self.numbers = costs, [stage.ranks for stage in plan.stages]
+        self.ranks: list[_Rank] = []
+        for group, stage in enumerate(plan.stages[: plan.num_groups]):
+            held = plan.held_stages(Place(group, 0))
+            replicas = _Replicas(stage.ranks, [costs[s] for s in held], self.machines)
             replicas.ranks = [
-                _Rank(rank, s, programs[rank], cost, replicas, self.machines) for rank in stage.ranks
+                _Rank(rank, held, programs[rank], costs, replicas, self.machines) for rank in stage.ranks
             ]
-            self.stages.append(replicas)
-        self.ranks = [rank for stage in self.stages for rank in stage.ranks]
+            self.ranks += replicas.ranks
         # How each instruction starts; True: it is done at once.
         self.start: dict[type, Callable[[_Rank, Any], bool]] = {
             Forward: self.forward,
             Backward: self.backward,
+            BackwardInput: self.backward_input,
+            BackwardWeight: self.backward_weight,
             Step: self.step,
             AllReduce: self.allreduce,
             SendActivation: self.send_activation,
@@ -161,27 +178,40 @@ class Simulation:
         self.engine.start(seconds / rank.speed, rank.processors, done, argument)
         return False
 
-    def forward(self, rank: _Rank, _: Forward) -> bool:
-        return self.compute(rank, rank.cost.forward_seconds, self.finish, rank)
+    def forward(self, rank: _Rank, instruction: Forward) -> bool:
+        return self.compute(rank, rank.costs[instruction.chunk].forward_seconds, self.finish, rank)
 
-    def backward(self, rank: _Rank, _: Backward) -> bool:
-        if rank.position in rank.finals:
-            return self.backward_piece(rank)
-        return self.compute(rank, rank.cost.backward_seconds, self.finish, rank)
+    def backward(self, rank: _Rank, instruction: Backward) -> bool:
+        seconds = rank.costs[instruction.chunk].backward_seconds
+        return self.weight_gradients(rank, instruction, seconds)
+
+    def backward_input(self, rank: _Rank, instruction: BackwardInput) -> bool:
+        cost = rank.costs[instruction.chunk]
+        return self.compute(rank, cost.backward_seconds - cost.weight_seconds, self.finish, rank)
+
+    def backward_weight(self, rank: _Rank, instruction: BackwardWeight) -> bool:
+        return self.weight_gradients(rank, instruction, rank.costs[instruction.chunk].weight_seconds)
 
     def step(self, rank: _Rank, _: Step) -> bool:
-        return self.compute(rank, rank.cost.update_seconds, self.finish, rank)
+        return self.compute(rank, rank.update_seconds, self.finish, rank)
 
-    def backward_piece(self, rank: _Rank) -> bool:
+    def weight_gradients(self, rank: _Rank, instruction: Backward | BackwardWeight, seconds: float) -> bool:
+        if rank.position in rank.finals:
+            return self.backward_piece((rank, instruction.chunk, seconds))
+        return self.compute(rank, seconds, self.finish, rank)
+
+    def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:
         """The last backward in pieces: at the end of each one more bucket of gradients is ready."""
-        buckets, i = rank.cost.buckets, rank.bucket
+        rank, chunk, seconds = piece
+        buckets, i = rank.costs[chunk].buckets, rank.num_filled[chunk]
         begin = buckets[i - 1].fraction if i else 0.0
-        end, done = (buckets[i].fraction, self.piece_done) if i < len(buckets) else (1.0, self.finish)
-        return self.compute(rank, (end - begin) * rank.cost.backward_seconds, done, rank)
+        if i < len(buckets):
+            return self.compute(rank, (buckets[i].fraction - begin) * seconds, self.piece_done, piece)
+        return self.compute(rank, (1.0 - begin) * seconds, self.finish, rank)
 
-    def piece_done(self, rank: _Rank) -> None:
-        self.fill(rank)
-        self.backward_piece(rank)
+    def piece_done(self, piece: tuple[_Rank, int, float]) -> None:
+        self.fill(piece[0], piece[1])
+        self.backward_piece(piece)
 
     def wake(self, rank: _Rank, done: Callable[[Any], None], argument: object) -> None:
         """Go on with a rank that has waited: at once, or when a busy machine gives it a processor."""
@@ -195,18 +225,22 @@ class Simulation:
 
     def allreduce(self, rank: _Rank, _: AllReduce) -> bool:
         replicas = rank.replicas
-        while rank.bucket < len(replicas.buckets):  # a replica without a microbatch has zeros ready
-            self.fill(rank)
-        rank.round, rank.bucket = rank.round + 1, 0
+        for chunk in reversed(range(len(rank.costs) if replicas.buckets else 0)):
+            while rank.num_filled[chunk] < len(rank.costs[chunk].buckets):
+                self.fill(rank, chunk)  # a replica without a microbatch has zeros ready
+            rank.num_filled[chunk] = 0
+        rank.round += 1
         if replicas.num_reduced == rank.round * len(replicas.buckets):
             return True
         replicas.waiting.append(rank)
         return False
 
-    def fill(self, rank: _Rank) -> None:
-        rank.replicas.filled[rank.round * len(rank.replicas.buckets) + rank.bucket] += 1
-        rank.bucket += 1
-        self.reduce_next(rank.replicas)
+    def fill(self, rank: _Rank, chunk: int) -> None:
+        replicas = rank.replicas
+        bucket = replicas.first_bucket[chunk] + rank.num_filled[chunk]
+        replicas.filled[rank.round * len(replicas.buckets) + bucket] += 1
+        rank.num_filled[chunk] += 1
+        self.reduce_next(replicas)
 
     def reduce_next(self, replicas: _Replicas) -> None:
         ring = replicas.ring
@@ -242,23 +276,25 @@ class Simulation:
     # Messages
 
     def send_activation(self, rank: _Rank, instruction: SendActivation) -> bool:
-        key = (rank.number, self.peer(rank.stage + 1, instruction.microbatch), True, instruction.microbatch)
-        return self.send(rank, key, rank.cost.output_bytes)
+        m, stage = instruction.microbatch, rank.stages[instruction.chunk]
+        key = (rank.number, self.peer(stage + 1, m), True, m, stage + 1)
+        return self.send(rank, key, self.costs[stage].output_bytes)
 
     def send_gradient(self, rank: _Rank, instruction: SendGradient) -> bool:
-        key = (rank.number, self.peer(rank.stage - 1, instruction.microbatch), False, instruction.microbatch)
-        return self.send(rank, key, self.stages[rank.stage - 1].ranks[0].cost.gradient_bytes)
+        m, stage = instruction.microbatch, rank.stages[instruction.chunk]
+        key = (rank.number, self.peer(stage - 1, m), False, m, stage - 1)
+        return self.send(rank, key, self.costs[stage - 1].gradient_bytes)
 
     def receive_activation(self, rank: _Rank, instruction: ReceiveActivation) -> bool:
-        peer = self.peer(rank.stage - 1, instruction.microbatch)
-        return self.receive(rank, (peer, rank.number, True, instruction.microbatch))
+        m, stage = instruction.microbatch, rank.stages[instruction.chunk]
+        return self.receive(rank, (self.peer(stage - 1, m), rank.number, True, m, stage))
 
     def receive_gradient(self, rank: _Rank, instruction: ReceiveGradient) -> bool:
-        peer = self.peer(rank.stage + 1, instruction.microbatch)
-        return self.receive(rank, (peer, rank.number, False, instruction.microbatch))
+        m, stage = instruction.microbatch, rank.stages[instruction.chunk]
+        return self.receive(rank, (self.peer(stage + 1, m), rank.number, False, m, stage))
 
     def peer(self, stage: int, microbatch: int) -> int:
-        numbers = self.stages[stage].numbers
+        numbers = self.numbers[stage]
         return numbers[microbatch % len(numbers)]
 
     def message(self, key: Key) -> _Message:
@@ -322,15 +358,3 @@ class Simulation:
     def take(self, message: _Message, rank: _Rank) -> bool:
         del self.messages[message.key]
         return self.handle(rank, message.num_bytes, self.finish, rank)
-
-
-def _final_backwards(program: Program) -> frozenset[int]:
-    """Where each round's last backward stands, during which gradients become final."""
-    finals, last = set(), -1
-    for i, instruction in enumerate(program):
-        if isinstance(instruction, Backward):
-            last = i
-        elif isinstance(instruction, AllReduce):
-            finals.add(last)
-            last = -1
-    return frozenset(finals)

@@ -5,13 +5,15 @@ Lives here: the data, its figures, its export. A timeline does not know whether 
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 from hybridpipe.planning.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     ReceiveActivation,
@@ -20,9 +22,10 @@ from hybridpipe.planning.instructions import (
     SendGradient,
     Step,
 )
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import Place, Plan
 
-COMPUTE = (Forward, Backward, Step)
+COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, Step)
+BACKWARDS = ("backward", "backward-input", "backward-weight")  # whole, and its halves
 TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto passes over the field
 
 
@@ -94,7 +97,8 @@ class Timeline:
         """Idle share of all ranks' time, in [0, 1]; waiting for messages and all-reduce is idle too.
 
         With p equal stages, m microbatches and free communication, GPipe and 1F1B both give
-        (p - 1) / (m + p - 1) (GPipe, Huang et al. 2019, section 2.3).
+        (p - 1) / (m + p - 1) (GPipe, Huang et al. 2019, section 2.3); with v stages on each of p ranks
+        interleaved 1F1B idles (p - 1) / (m v) of its work (Narayanan et al., SC 2021, section 2.2.2).
         """
         available = self.seconds * len(self.events)
         return 1.0 - sum(map(self.busy_seconds, self.events)) / available if available else 0.0
@@ -108,24 +112,23 @@ class Timeline:
         """
         sent, entered = self._sent(plan), self._entered(plan)
         spent: defaultdict[str, float] = defaultdict(float)
-        for s, stage in enumerate(plan.stages):
-            for rank in stage.ranks:
-                num_rounds = 0
-                for instruction, start, end in self.events.get(rank, ()):
-                    name = kind(instruction)
-                    if isinstance(instruction, ReceiveActivation | ReceiveGradient):
-                        forward = isinstance(instruction, ReceiveActivation)
-                        sender = s - 1 if forward else s + 1
-                        ready = sent.get((sender, forward, instruction.microbatch), start)
-                        start = min(max(start, ready), end)
-                    elif isinstance(instruction, AllReduce):
-                        start = min(max(start, entered[s, num_rounds]), end)
-                        num_rounds += 1
-                    spent[name] += end - start
+        for rank, stages in _holders(plan):
+            num_rounds = 0
+            for instruction, start, end in self.events.get(rank, ()):
+                name = kind(instruction)
+                if isinstance(instruction, ReceiveActivation | ReceiveGradient):
+                    forward = isinstance(instruction, ReceiveActivation)
+                    sender = stages[instruction.chunk] + (-1 if forward else 1)
+                    ready = sent.get((sender, forward, instruction.microbatch), start)
+                    start = min(max(start, ready), end)
+                elif isinstance(instruction, AllReduce):
+                    start = min(max(start, entered[stages[0], num_rounds]), end)
+                    num_rounds += 1
+                spent[name] += end - start
         num_ranks = len(self.events) or 1
         return Parts(
             forward_seconds=spent["forward"] / num_ranks,
-            backward_seconds=spent["backward"] / num_ranks,
+            backward_seconds=sum(spent[name] for name in BACKWARDS) / num_ranks,
             step_seconds=spent["step"] / num_ranks,
             traffic_seconds=spent["message"] / num_ranks,
             allreduce_seconds=spent["all-reduce"] / num_ranks,
@@ -135,21 +138,23 @@ class Timeline:
     def _sent(self, plan: Plan) -> dict[tuple[int, bool, int], float]:
         """When each message began to be sent, by the sender's stage, direction and microbatch."""
         return {
-            (s, isinstance(instruction, SendActivation), instruction.microbatch): start
-            for s, stage in enumerate(plan.stages)
-            for rank in stage.ranks
+            (
+                stages[instruction.chunk],
+                isinstance(instruction, SendActivation),
+                instruction.microbatch,
+            ): start
+            for rank, stages in _holders(plan)
             for instruction, start, _ in self.events.get(rank, ())
             if isinstance(instruction, SendActivation | SendGradient)
         }
 
     def _entered(self, plan: Plan) -> dict[tuple[int, int], float]:
-        """When the last replica of each stage came to its all-reduce, round by round."""
+        """When the last replica of each (first) stage came to its all-reduce, round by round."""
         entered: dict[tuple[int, int], float] = {}
-        for s, stage in enumerate(plan.stages):
-            for rank in stage.ranks:
-                starts = [event[1] for event in self.events.get(rank, ()) if type(event[0]) is AllReduce]
-                for i, start in enumerate(starts):
-                    entered[s, i] = max(start, entered.get((s, i), start))
+        for rank, stages in _holders(plan):
+            starts = [event[1] for event in self.events.get(rank, ()) if type(event[0]) is AllReduce]
+            for i, start in enumerate(starts):
+                entered[stages[0], i] = max(start, entered.get((stages[0], i), start))
         return entered
 
     def to_chrome_trace(self, name: str, process: int = 0) -> list[dict[str, Any]]:
@@ -182,13 +187,24 @@ class Timeline:
         return events
 
 
+def _holders(plan: Plan) -> Iterator[tuple[int, range]]:
+    """Each rank, and the stages that it holds, by chunk."""
+    for group, stage in enumerate(plan.stages[: plan.num_groups]):
+        for rank in stage.ranks:
+            yield rank, plan.held_stages(Place(group, 0))
+
+
 def kind(instruction: Instruction) -> str:
-    """What an instruction's time is spent on: forward, backward, step, all-reduce or message."""
+    """What an instruction's time is spent on: forward, one of BACKWARDS, step, all-reduce or message."""
     match instruction:
         case Forward():
             return "forward"
         case Backward():
             return "backward"
+        case BackwardInput():
+            return "backward-input"
+        case BackwardWeight():
+            return "backward-weight"
         case Step():
             return "step"
         case AllReduce():

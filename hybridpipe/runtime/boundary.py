@@ -32,14 +32,17 @@ from hybridpipe.stage.values import Value, tensors_of
 # moves while this rank computes, and no more, since each holds a buffer.
 LOOK_AHEAD = 2
 LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
+LARGEST_TAG = 2**15 - 1  # that every MPI allows
 
-ACTIVATION, GRADIENT, SPEC = range(3)
+KINDS = 3
+ACTIVATION, GRADIENT, SPEC = range(KINDS)
 HEADER_NAMES = ("kind", "step", "microbatch", "stage")
 
 
 class _Size(NamedTuple):
-    """What the shapes at a boundary depend on: the peer, the microbatch's samples, training or not."""
+    """What shapes depend on: the cut, the peer, the microbatch's samples, training or not."""
 
+    cut: int
     peer: int
     samples: int
     training: bool
@@ -53,10 +56,15 @@ class _Posted(NamedTuple):
 
 
 class Boundary:
-    """The messages of one rank at `stage`. Call `begin` before each program."""
+    """The messages of one rank at `stage`. Call `begin` before each program.
+
+    Where the rank holds several stages each has a boundary of its own, over the same transport.
+    """
 
     def __init__(self, plan: Plan, stage: int, transport: Transport, device: torch.device) -> None:
         self._plan, self._stage, self._transport, self._device = plan, stage, transport, device
+        self._chunk = stage // plan.num_groups
+        self._num_tags = LARGEST_TAG // (KINDS * plan.num_stages)
         self._buffers = Buffers(pinned=device.type == "cuda")
         self._specs: dict[_Size, Spec] = {}
         self.bytes_sent = 0
@@ -64,7 +72,11 @@ class Boundary:
     def begin(self, program: Program, sizes: Sequence[int], step: int, training: bool) -> None:
         """Get ready for a program over microbatches of these sizes."""
         self._sizes, self._step, self._training = sizes, step, training
-        self._receives = [i for i in program if isinstance(i, ReceiveActivation | ReceiveGradient)]
+        self._receives = [
+            i
+            for i in program
+            if isinstance(i, ReceiveActivation | ReceiveGradient) and i.chunk == self._chunk
+        ]
         self._posted: dict[ReceiveActivation | ReceiveGradient, _Posted] = {}
         self._num_posted = self._num_consumed = 0
 
@@ -75,7 +87,7 @@ class Boundary:
         size = self._size(microbatch, self._stage + 1)
         known = self._specs.setdefault(size, spec)
         if known is spec:
-            self._transport.send(encode_spec(spec), size.peer, self._tag(SPEC, microbatch))
+            self._transport.send(encode_spec(spec), size.peer, self._tag(SPEC, microbatch, self._stage))
         elif known != spec:
             raise ProtocolError(
                 f"the output of stage {self._stage} changed for microbatches of {size.samples} samples: "
@@ -96,16 +108,17 @@ class Boundary:
         size = self._size(microbatch, self._stage - 1)
         if size not in self._specs:
             buffer = torch.empty(SPEC_BYTES, dtype=torch.uint8)
-            self._transport.receive(buffer, size.peer, self._tag(SPEC, microbatch)).wait()
+            tag = self._tag(SPEC, microbatch, self._stage - 1)
+            self._transport.receive(buffer, size.peer, tag).wait()
             self._specs[size] = decode_spec(buffer)
         spec = self._specs[size]
-        tensors = self._receive(ReceiveActivation(microbatch))
+        tensors = self._receive(ReceiveActivation(microbatch, self._chunk))
         return received(tensors[0] if spec.single else tensors, [t.requires_grad for t in spec.tensors])
 
     def receive_gradient(self, microbatch: int) -> list[Tensor | None]:
         """Wait for the gradients of a stage's output: one for each tensor, None where it requires none."""
         spec = self._specs[self._size(microbatch, self._stage + 1)]
-        gradients = iter(self._receive(ReceiveGradient(microbatch)))
+        gradients = iter(self._receive(ReceiveGradient(microbatch, self._chunk)))
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
 
     def _send(
@@ -119,7 +132,7 @@ class Boundary:
         buffer = self._buffers.take(spec.num_bytes)
         pack(buffer, spec, tensors, (kind, self._step, microbatch, cut))
         self.bytes_sent += spec.num_bytes
-        self._transport.send(buffer, peer, self._tag(kind, microbatch))
+        self._transport.send(buffer, peer, self._tag(kind, microbatch, cut))
 
     def _receive(self, instruction: ReceiveActivation | ReceiveGradient) -> tuple[Tensor, ...]:
         self._num_consumed += 1
@@ -142,15 +155,17 @@ class Boundary:
             spec = known if forward else known.gradients()
             kind, cut = (ACTIVATION, self._stage - 1) if forward else (GRADIENT, self._stage)
             buffer = self._buffers.take(spec.num_bytes)
-            pending = self._transport.receive(buffer, size.peer, self._tag(kind, m))
+            pending = self._transport.receive(buffer, size.peer, self._tag(kind, m, cut))
             self._posted[instruction] = _Posted(pending, buffer, spec, (kind, self._step, m, cut))
             self._num_posted += 1
 
     def _size(self, microbatch: int, stage: int) -> _Size:
-        return _Size(self._plan.rank_of(stage, microbatch), self._sizes[microbatch], self._training)
+        cut, peer = min(stage, self._stage), self._plan.rank_of(stage, microbatch)
+        return _Size(cut, peer, self._sizes[microbatch], self._training)
 
-    def _tag(self, kind: int, microbatch: int) -> int:
-        return 3 * microbatch + kind
+    def _tag(self, kind: int, microbatch: int, cut: int) -> int:
+        """Tags come round again; messages of one tag arrive in the order in which they were sent."""
+        return kind + KINDS * (cut + self._plan.num_stages * (microbatch % self._num_tags))
 
 
 def _describe(spec: Spec) -> str:

@@ -15,12 +15,14 @@ class Communicators(NamedTuple):
 
     `control` joins all ranks (losses, plans, state); `peers` joins all ranks for activations and
     gradients between stages; `replicas` joins the ranks of one stage (None on an unused rank), by rank
-    whatever the order of the replicas, so that Horovod's ring goes from host to host once.
+    whatever the order of the replicas, so that Horovod's ring goes from host to host once; `used` joins
+    the ranks that the plan uses (None on the others).
     """
 
     control: MPI.Comm
     peers: MPI.Comm
     replicas: MPI.Comm | None
+    used: MPI.Comm | None
 
     def free(self) -> None:
         """Give the communicators back. Collective."""
@@ -34,7 +36,10 @@ def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
     place = plan.place(world.rank)
     at = Place(MPI.UNDEFINED, 0) if place is None else place
     replicas = world.Split(color=at.stage, key=world.rank)
-    return Communicators(world.Dup(), world.Dup(), None if place is None else replicas)
+    used = world.Split(color=MPI.UNDEFINED if place is None else 0, key=world.rank)
+    if place is None:
+        return Communicators(world.Dup(), world.Dup(), None, None)
+    return Communicators(world.Dup(), world.Dup(), replicas, used)
 
 
 def ranks_on_host(world: MPI.Comm) -> tuple[int, int]:

@@ -1,11 +1,12 @@
 """Executor: translates one rank's program into calls, and records when each instruction ran.
 
 The only place where a schedule's data becomes action. It decides nothing: what to do next is in the
-program, who the peers are in the plan, how bytes move in the transport.
+program, which weights a microbatch sees and who the peers are in the plan, how bytes move in the transport.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,135 +14,230 @@ import torch
 from hybridpipe.planning.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
+    Instruction,
     Program,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
     SendGradient,
     Step,
-    last_backward,
+    final_backwards,
 )
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.schedules import minibatches_in_update, versions
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.gradients import Gradients
 from hybridpipe.runtime.position import position
+from hybridpipe.runtime.stream import Minibatch, Stream
+from hybridpipe.runtime.update import Update
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.values import Value, map_tensors
+from hybridpipe.stage.weights import Weights, WeightVersions
+
+Gradient = Sequence[torch.Tensor | None]
 
 
-class Minibatch(NamedTuple):
-    """One minibatch's microbatches; inputs and targets are fetched where, and when, they are needed."""
+class Done(NamedTuple):
+    """What has come in since the update before.
 
-    sizes: Sequence[int]
-    inputs: Callable[[int], Value]
-    targets: Callable[[int], Value]
+    Args:
+        losses: the share of the loss of each microbatch that ended here (the last stage's ranks have them).
+        events: in seconds of this host's monotonic clock.
+        num_minibatches: that the update was made of; 0 without one.
+    """
 
-    @property
-    def num_samples(self) -> int:
-        """Samples in all microbatches."""
-        return sum(self.sizes)
+    losses: dict[int, float]
+    events: list[Event]
+    num_minibatches: int
 
 
 class Executor:
-    """Runs programs for the rank that holds `stage`, which is number `index` of the pipeline.
+    """Runs programs for the rank at `place`.
 
     Args:
-        optimizer: None where the stage has nothing to train.
+        stages, boundaries: one for each stage that the rank holds, by chunk.
+        gradients, update: of all of them together.
     """
 
     def __init__(
         self,
-        stage: Stage,
-        index: int,
-        boundary: Boundary,
+        plan: Plan,
+        place: Place,
+        stages: Sequence[Stage],
+        boundaries: Sequence[Boundary],
         gradients: Gradients,
-        optimizer: torch.optim.Optimizer | None,
+        update: Update,
     ) -> None:
-        self.stage, self.index, self.boundary = stage, index, boundary
-        self.gradients, self.optimizer = gradients, optimizer
+        self.plan, self.place, self.held = plan, place, plan.held_stages(place)
+        self.stages, self.boundaries = stages, boundaries
+        self.gradients, self.update = gradients, update
+        self.versions = WeightVersions(stages[0].module) if plan.is_asynchronous else None
+        self.version_of = versions(plan, place.stage) if plan.is_asynchronous else None
 
-    def run(self, program: Program, minibatch: Minibatch, step: int) -> tuple[dict[int, float], list[Event]]:
-        """Train on one minibatch.
+    @property
+    def bytes_sent(self) -> int:
+        """Activations and gradients sent so far."""
+        return sum(boundary.bytes_sent for boundary in self.boundaries)
 
-        Args:
-            step: the number of updates so far.
-
-        Returns:
-            the share of the loss of each microbatch that ended here (the last stage's ranks have them), and
-            the events, in seconds of this host's monotonic clock.
-        """
-        self.stage.module.train()
-        self.boundary.begin(program, minibatch.sizes, step, training=True)
-        final = last_backward(program)
-        values: dict[int, Value] = {}
-        gradients: dict[int, Sequence[torch.Tensor | None]] = {}
-        losses: dict[int, torch.Tensor] = {}
-        events = []
+    def run(self, program: Program, stream: Stream) -> Iterator[Done]:
+        """Train on a stream; yields after each update, and at the end if anything came after the last."""
+        for stage, boundary in zip(self.stages, self.boundaries, strict=True):
+            stage.module.train()
+            boundary.begin(program, stream.sizes, stream.step, training=True)
+        run = _Run(self, stream)
+        finals = final_backwards(program)
         now = self._clock()
         for i, instruction in enumerate(program):
             started = now
-            position.at(self.index, step, instruction)
-            match instruction:
-                case ReceiveActivation(m):
-                    values[m] = self.boundary.receive_activation(m)
-                case Forward(m):
-                    inputs = values.pop(m) if m in values else self._fetch(minibatch.inputs, m)
-                    if self.stage.loss is None:
-                        values[m] = self.stage.forward(m, inputs, step)
-                    else:
-                        targets = self._fetch(minibatch.targets, m)
-                        share = minibatch.sizes[m] / minibatch.num_samples
-                        losses[m] = self.stage.forward_loss(m, inputs, targets, share, step)
-                case SendActivation(m):
-                    self.boundary.send_activation(m, values.pop(m))
-                case ReceiveGradient(m):
-                    gradients[m] = self.boundary.receive_gradient(m)
-                case Backward(m):
-                    if i == final:
-                        self.gradients.arm()
-                    gradients[m] = self.stage.backward(m, gradients.pop(m, ()))
-                case SendGradient(m):
-                    self.boundary.send_gradient(m, gradients.pop(m))
-                case AllReduce():
-                    self.gradients.finish()
-                case Step():
-                    self._update()
+            position.at(self._stage_of(instruction), run.step, instruction)
+            run.do(instruction, is_final=i in finals)
             now = self._clock()
-            events.append(Event(instruction, started, now))
+            run.events.append(Event(instruction, started, now))
+            if isinstance(instruction, Step):
+                position.outside()
+                yield run.take()
+                now = self._clock()
         position.outside()
-        return {m: loss.item() for m, loss in losses.items()}, events
+        if self.versions is not None:  # no microbatch is under way any more
+            self.versions.keep_from(self.versions.newest)
+        if run.events:
+            yield run.take()
 
     def infer(
         self, program: Program, minibatch: Minibatch, judge: Callable[[int, Value, Value], None]
     ) -> None:
         """Run the forwards of `program` in evaluation; the last stage hands its outputs to `judge`."""
-        self.stage.module.eval()
-        self.boundary.begin(program, minibatch.sizes, step=0, training=False)
-        values: dict[int, Value] = {}
+        for stage, boundary in zip(self.stages, self.boundaries, strict=True):
+            stage.module.eval()
+            boundary.begin(program, minibatch.sizes, step=0, training=False)
+        values: dict[tuple[int, int], Value] = {}
         for instruction in program:
-            position.at(self.index, None, instruction)
+            position.at(self._stage_of(instruction), None, instruction)
             match instruction:
-                case ReceiveActivation(m):
-                    values[m] = self.boundary.receive_activation(m)
-                case Forward(m):
-                    inputs = values.pop(m) if m in values else self._fetch(minibatch.inputs, m)
-                    values[m] = self.stage.infer(inputs)
-                    if self.stage.loss is not None:
-                        judge(m, values.pop(m), self._fetch(minibatch.targets, m))
-                case SendActivation(m):
-                    self.boundary.send_activation(m, values.pop(m))
+                case ReceiveActivation(m, c):
+                    values[m, c] = self.boundaries[c].receive_activation(m)
+                case Forward(m, c):
+                    inputs = values.pop((m, c)) if self.held[c] else self.to_device(minibatch.inputs(m))
+                    values[m, c] = self.stages[c].infer(inputs)
+                    if self.stages[c].loss is not None:
+                        judge(m, values.pop((m, c)), self.to_device(minibatch.targets(m)))
+                case SendActivation(m, c):
+                    self.boundaries[c].send_activation(m, values.pop((m, c)))
         position.outside()
 
-    def _fetch(self, source: Callable[[int], Value], microbatch: int) -> Value:
-        return map_tensors(lambda tensor: tensor.to(self.stage.device, non_blocking=True), source(microbatch))
+    def to_device(self, value: Value) -> Value:
+        """Where this rank computes."""
+        device = self.stages[0].device
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
-    def _update(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+    def _stage_of(self, instruction: Instruction) -> int:
+        return self.held[getattr(instruction, "chunk", 0)]
 
     def _clock(self) -> float:
-        if self.stage.device.type == "cuda":  # else an event would end when its kernels are queued
-            torch.cuda.synchronize(self.stage.device)
+        device = self.stages[0].device
+        if device.type == "cuda":  # else an event would end when its kernels are queued
+            torch.cuda.synchronize(device)
         return time.perf_counter()
+
+
+class _Run:
+    """A program under way: what is between two instructions, by (microbatch, chunk)."""
+
+    def __init__(self, executor: Executor, stream: Stream) -> None:
+        self.executor, self.stream, self.step = executor, stream, stream.step
+        self.values: dict[tuple[int, int], Value] = {}
+        self.gradients: dict[tuple[int, int], Gradient] = {}
+        self.losses: dict[int, torch.Tensor] = {}
+        self.events: list[Event] = []
+        self.weights: dict[int, Weights] = {}  # that microbatches in flight see
+        self.num_updates = self.first_version = 0
+        self.applied = 0  # minibatches, since `take`
+        if executor.versions is not None:
+            self.first_version = executor.versions.newest
+            executor.versions.keep_from(self.first_version)
+
+    def take(self) -> Done:
+        """What has come in since this was called last."""
+        done = Done({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
+        self.losses, self.events, self.applied = {}, [], 0
+        return done
+
+    def do(self, instruction: Instruction, is_final: bool) -> None:
+        """One instruction. `is_final`: a backward after which the chunk's gradients are complete."""
+        executor = self.executor
+        match instruction:
+            case ReceiveActivation(m, c):
+                self.values[m, c] = executor.boundaries[c].receive_activation(m)
+            case Forward(m, c):
+                self.forward(m, c)
+            case SendActivation(m, c):
+                executor.boundaries[c].send_activation(m, self.values.pop((m, c)))
+            case ReceiveGradient(m, c):
+                self.gradients[m, c] = executor.boundaries[c].receive_gradient(m)
+            case Backward() | BackwardInput() | BackwardWeight():
+                if is_final:
+                    executor.gradients.arm()
+                self.backward(instruction)
+                executor.gradients.disarm()
+            case SendGradient(m, c):
+                executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)))
+            case AllReduce():
+                executor.gradients.finish()
+            case Step():
+                self.apply()
+
+    def forward(self, m: int, c: int) -> None:
+        executor, stage, at = self.executor, self.executor.stages[c], self.stream[m]
+        self.step = at.step
+        weights = self.weights_of(m)
+        inputs = self.values.pop((m, c)) if executor.held[c] else executor.to_device(at.inputs)
+        if stage.loss is None:
+            self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
+            return
+        targets = executor.to_device(at.targets)
+        self.losses[m] = stage.forward_loss(
+            at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
+        )
+
+    def backward(self, instruction: Backward | BackwardInput | BackwardWeight) -> None:
+        m, c = instruction.microbatch, instruction.chunk
+        stage = self.executor.stages[c]
+        match instruction:
+            case Backward():
+                self.gradients[m, c] = stage.backward(m, self.gradients.pop((m, c), ()))
+            case BackwardInput():
+                self.gradients[m, c] = stage.backward_input(m, self.gradients.pop((m, c), ()))
+            case BackwardWeight():
+                stage.backward_weight(m)
+        if self.executor.held[c] == 0:
+            self.gradients.pop((m, c), None)  # no one before it
+        if self.executor.versions is not None:
+            self.executor.versions.collect(self.weights.pop(m), 1 / self.minibatches_due)
+
+    def apply(self) -> None:
+        """The update that is due."""
+        count, versions = self.minibatches_due, self.executor.versions
+        with nullcontext() if versions is None else versions.update():
+            self.executor.update.step(count)
+        self.num_updates += 1
+        self.applied += count
+
+    @property
+    def minibatches_due(self) -> int:
+        """What goes into the next update."""
+        plan, stage, count = self.executor.plan, self.executor.place.stage, len(self.stream.minibatches)
+        return minibatches_in_update(plan, stage, self.num_updates, count)
+
+    def weights_of(self, microbatch: int) -> Weights | None:
+        """What a microbatch sees here; None: the parameters, as there is one version at a time."""
+        executor, kept, version_of = self.executor, self.executor.versions, self.executor.version_of
+        if kept is None or version_of is None:
+            return None
+        following = microbatch + executor.plan.replicas[executor.place.stage]
+        weights = self.weights[microbatch] = kept.version(self.first_version + version_of(microbatch))
+        kept.keep_from(self.first_version + version_of(following))
+        return weights

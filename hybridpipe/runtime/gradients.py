@@ -24,7 +24,10 @@ class Gradients(Protocol):
     bytes_reduced: int
 
     def arm(self) -> None:
-        """The next backward is the minibatch's last: its gradients are final as they arrive."""
+        """The next backward is the last of its stage: its gradients are final as they arrive."""
+
+    def disarm(self) -> None:
+        """That backward is done."""
 
     def finish(self) -> None:
         """Return once every `.grad` holds the sum over the replicas."""
@@ -37,6 +40,9 @@ class LocalGradients:
 
     def arm(self) -> None:
         """Nothing to start."""
+
+    def disarm(self) -> None:
+        """Nothing was."""
 
     def finish(self) -> None:
         """Nothing to wait for."""
@@ -74,9 +80,12 @@ class HorovodGradients:
         """From now on a bucket is reduced as soon as it is full."""
         self._armed = True
 
+    def disarm(self) -> None:
+        """Until further notice no gradient is final."""
+        self._armed = False
+
     def finish(self) -> None:
         """Reduce what no backward has filled, and wait for all."""
-        self._armed = False
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._start(bucket)

@@ -77,6 +77,9 @@ class SharedGradients:
     def arm(self) -> None:
         """Nothing starts early here."""
 
+    def disarm(self) -> None:
+        """Nothing did."""
+
     def finish(self) -> None:
         """Every replica computes the same sum, in the order of the replicas."""
         self._barrier.wait()

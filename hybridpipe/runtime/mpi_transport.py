@@ -31,9 +31,7 @@ class _Request:
 
     __slots__ = ("buffer", "completed", "request", "sends", "transport")
 
-    def __init__(
-        self, request: MPI.Request, buffer: object, transport: "MpiTransport", sends: bool
-    ) -> None:
+    def __init__(self, request: MPI.Request, buffer: object, transport: "MpiTransport", sends: bool) -> None:
         self.request, self.buffer, self.transport, self.sends = request, buffer, transport, sends
         self.completed = False
 

@@ -4,25 +4,29 @@ Everything collective is a method here, called by all ranks in the same order; a
 leaves unused takes part in the collectives and does nothing else.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.planning.instructions import Program, without_update
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules import forward_programs, programs
+from hybridpipe.planning.schedules import forward_program, program
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.communicators import communicators
-from hybridpipe.runtime.executor import Executor, Minibatch
+from hybridpipe.runtime.executor import Executor
 from hybridpipe.runtime.gradients import HorovodGradients, LocalGradients
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MpiTransport
+from hybridpipe.runtime.stream import Minibatch, Stream
 from hybridpipe.runtime.transport import Pending
-from hybridpipe.stage.measure import OptimizerFactory
+from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage
 from hybridpipe.stage.values import Value
@@ -57,7 +61,7 @@ class Worker:
         model: nn.Module,
         plan: Plan,
         loss: Loss,
-        optimizer: OptimizerFactory,
+        rule: UpdateRule,
         world: MPI.Comm,
         device: torch.device,
         seed: int,
@@ -70,32 +74,57 @@ class Worker:
         self.executor: Executor | None = None
         _broadcast_state(model, self.control)
         if self.place is not None:
-            self.executor = self._executor(loss, optimizer, seed)
-        self.programs = lru_cache(maxsize=8)(lambda count: programs(plan, count))
+            self.executor = self._executor(loss, rule, seed)
+        self.program = lru_cache(maxsize=8)(self._program)
+        self.forward_program = lru_cache(maxsize=8)(self._forward_program)
 
-    def _executor(self, loss: Loss, optimizer: OptimizerFactory, seed: int) -> Executor:
-        assert self.place is not None
-        spec = self.plan.stages[self.place.stage]
-        stage = Stage(
-            list(layers_of(self.model).values())[spec.start : spec.stop],
-            spec.start,
-            self.device,
-            seed,
-            loss if self.place.stage == self.plan.num_stages - 1 else None,
-        )
-        trained = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
-        replicas = self.communicators.replicas
-        assert replicas is not None
+    def _executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
+        assert self.place is not None and self.communicators.replicas is not None
+        plan, replicas = self.plan, self.communicators.replicas
+        held = plan.held_stages(self.place)
+        layers = list(layers_of(self.model).values())
+        stages = [
+            Stage(
+                layers[plan.stages[s].start : plan.stages[s].stop],
+                plan.stages[s].start,
+                self.device,
+                seed,
+                loss if s == plan.num_stages - 1 else None,
+                recompute=plan.recomputes(s),
+                split_backward=plan.schedule == "zero-bubble",
+            )
+            for s in held
+        ]
+        trained = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
         return Executor(
-            stage,
-            self.place.stage,
-            Boundary(self.plan, self.place.stage, self.transport, self.device),
+            plan,
+            self.place,
+            stages,
+            [Boundary(plan, s, self.transport, self.device) for s in held],
             HorovodGradients(trained, replicas) if replicas.size > 1 and trained else LocalGradients(),
-            optimizer(trained) if trained else None,
+            rule.build(trained, plan, self.place.stage, self._add_up),
         )
 
-    def train(self, minibatch: Minibatch, step: int) -> tuple[Sums, list[Event]]:
-        """Train on one minibatch.
+    def _program(self, num_microbatches: int) -> Program:
+        assert self.place is not None
+        return program(self.plan, self.place, num_microbatches)
+
+    def _forward_program(self, num_microbatches: int) -> Program:
+        assert self.place is not None
+        return forward_program(self.plan, self.place, num_microbatches)
+
+    def _add_up(self, number: float) -> float:
+        """The sum over the stages; replicas have the same number."""
+        used, replicas = self.communicators.used, self.communicators.replicas
+        assert used is not None and replicas is not None
+        total: float = used.allreduce(number if replicas.rank == 0 else 0.0)
+        return total
+
+    def train(self, minibatch: Minibatch, step: int, update: bool = True) -> tuple[Sums, list[Event]]:
+        """Train on one minibatch, and flush.
+
+        Args:
+            update: False: add the gradients up, and leave the weights as they are.
 
         Returns:
             the shares of the loss, one for each microbatch, on their way to all ranks; this rank's events.
@@ -104,11 +133,51 @@ class Worker:
         events: list[Event] = []
         with failure.guard():
             if self.executor is not None:
-                program = self.programs(len(minibatch.sizes))[self.control.rank]
-                losses, events = self.executor.run(program, minibatch, step)
+                todo = self.program(len(minibatch.sizes))
+                if not update:
+                    todo = without_update(todo)
+                for done in self.executor.run(todo, Stream([minibatch], step)):
+                    losses, events = done.losses, done.events
             numbers = np.zeros(len(minibatch.sizes))
             numbers[list(losses)] = list(losses.values())
             return self.share(numbers), events
+
+    def stream(
+        self, minibatches: Sequence[Minibatch], step: int
+    ) -> Iterator[tuple[list[Sums], list[Event]]]:
+        """Train on minibatches without a flush in between, under an asynchronous schedule.
+
+        Yields, for each update of this rank, what `train` returns, with shares of the loss for each
+        minibatch that the update was of. A rank that the plan leaves unused sees them one by one.
+        """
+        stream = Stream(minibatches, step)
+        numbers = [np.zeros(len(minibatch.sizes)) for minibatch in minibatches]
+        ahead = deque(numbers)
+        with failure.guard(), self._to_its_end():
+            if self.executor is not None:
+                for done in self.executor.run(self._program(len(stream.sizes)), stream):
+                    for m, loss in done.losses.items():
+                        at = stream[m]
+                        numbers[at.step - step][at.microbatch] = loss
+                    yield [self.share(ahead.popleft()) for _ in range(done.num_minibatches)], done.events
+            while ahead:
+                yield [self.share(ahead.popleft())], []
+
+    @contextmanager
+    def _to_its_end(self) -> Iterator[None]:
+        """Around a stream: several ranks cannot stop in its middle, each at another minibatch."""
+        try:
+            yield
+        except GeneratorExit as left:
+            cause = left.__context__  # what the caller did not catch
+            if self.control.size == 1:  # nothing is under way between two updates
+                raise
+            if isinstance(cause, SystemExit):
+                raise cause from None
+            raise RuntimeError(
+                f"training was left in the middle of an epoch, which ranks cannot do under "
+                f"{self.plan.schedule}: minibatches are under way between them"
+            ) from cause
 
     def infer(self, minibatch: Minibatch, judge: Callable[[Value, Value], list[float]], width: int) -> Sums:
         """Evaluate on one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.
@@ -123,8 +192,7 @@ class Worker:
 
         with failure.guard():
             if self.executor is not None:
-                program = forward_programs(self.plan, len(minibatch.sizes))[self.control.rank]
-                self.executor.infer(program, minibatch, note)
+                self.executor.infer(self.forward_program(len(minibatch.sizes)), minibatch, note)
             return self.share(numbers)
 
     def share(self, numbers: np.ndarray) -> Sums:
@@ -142,7 +210,8 @@ class Worker:
             return
         statistics = [
             buffer
-            for module in self.executor.stage.module.modules()
+            for stage in self.executor.stages
+            for module in stage.module.modules()
             if isinstance(module, nn.modules.batchnorm._NormBase)
             for buffer in (module.running_mean, module.running_var)
             if buffer is not None
@@ -151,6 +220,21 @@ class Worker:
             mean = buffer.detach().to("cpu", torch.float64).numpy()
             replicas.Allreduce(MPI.IN_PLACE, mean, op=MPI.SUM)
             buffer.copy_(torch.from_numpy(mean / replicas.size))
+
+    def not_split(self) -> list[str] | None:
+        """On rank 0 the trained modules whose backward is whole under zero-bubble, in order; None elsewhere.
+
+        Collective.
+        """
+        here: list[tuple[int, list[str]]] = []
+        if self.executor is not None and self.plan.schedule == "zero-bubble":
+            held = zip(self.executor.held, self.executor.stages, strict=True)
+            here = [(s, stage.not_split) for s, stage in held]
+        gathered = self.control.gather(here)
+        if gathered is None:
+            return None
+        by_stage = dict(each for ranks_own in gathered for each in ranks_own)  # replicas say the same
+        return [name for s in sorted(by_stage) for name in by_stage[s]]
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """On rank 0 the whole model's state as it is now, on the CPU; None elsewhere."""

@@ -11,7 +11,8 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +76,7 @@ class Rehearsal:
 
     def run(self) -> None:
         """One forward and one backward of the microbatch."""
-        _pass(self.stages, self.inputs, self.targets, self.device)
+        _pass(self.stages, self.inputs, self.targets, self.device, {})
 
     def measure(self, optimizer: OptimizerFactory | None = None, agree: Agree = float) -> ModelProfile:
         """What each layer takes, keeps and passes on.
@@ -86,7 +87,7 @@ class Rehearsal:
         """
         stages, inputs, device = self.stages, self.inputs, self.device
         activation_bytes, output_bytes, gradient_bytes = _measure_bytes(stages, inputs, self.targets)
-        seconds = _typical(lambda: _pass(stages, inputs, self.targets, device), agree)
+        seconds = _typical(lambda: _two_passes(stages, inputs, self.targets, device), agree)
         updates, state_bytes = _measure_updates(stages, optimizer, device, agree)
         parameter_bytes = [
             _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
@@ -102,6 +103,11 @@ class Rehearsal:
                     activation_bytes=activation_bytes[i],
                     update_seconds=updates.get(i, 0.0),
                     gradient_bytes=gradient_bytes[i],
+                    weight_seconds=(
+                        max(0.0, seconds["backward", i] - seconds["backward to inputs", i])
+                        if parameter_bytes[i]
+                        else 0.0
+                    ),
                 )
                 for i, name in enumerate(self.names)
             ),
@@ -135,17 +141,53 @@ def _typical(sample: Callable[[], Mapping[_Key, float]], agree: Agree) -> dict[_
     return {key: value * factor for key, value in medians.items()}
 
 
-def _pass(
+def _two_passes(
     stages: list[Stage], inputs: Value, targets: Value, device: torch.device
 ) -> dict[tuple[str, int], float]:
-    """Seconds of every layer in one forward and one backward."""
+    """Seconds of every layer in one forward and one backward, and in a backward to the inputs alone.
+
+    In turn, so that what else the machine does counts for both; the difference is what the weights' gradients
+    take.
+    """
+    crossing: dict[int, list[bool]] = {}
+    seconds = _pass(stages, inputs, targets, device, crossing)
+    with _frozen(stages):
+        without = _pass(stages, inputs, targets, device, crossing)
+    return seconds | {("backward to inputs", i): without["backward", i] for i in range(len(stages))}
+
+
+@contextmanager
+def _frozen(stages: list[Stage]) -> Iterator[None]:
+    """No parameter requires a gradient."""
+    trained = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _pass(
+    stages: list[Stage],
+    inputs: Value,
+    targets: Value,
+    device: torch.device,
+    crossing: dict[int, list[bool]],
+) -> dict[tuple[str, int], float]:
+    """Seconds of every layer in one forward and one backward.
+
+    Args:
+        crossing: which of each layer's outputs get a gradient; filled in where it does not say.
+    """
     seconds = {}
     value = inputs
     for i, stage in enumerate(stages):
         began = _now(device)
         if stage.loss is None:
             outputs = stage.forward(0, value, step=0)
-            value = _leaves(outputs)
+            value = _leaves(outputs, crossing.setdefault(i, _require_grad(outputs)))
         else:
             stage.forward_loss(0, value, targets, share=1.0, step=0)
         seconds["forward", i] = _now(device) - began
@@ -186,7 +228,7 @@ def _measure_bytes(
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             if stage.loss is None:
                 outputs = stage.forward(0, value, step=0)
-                value = _leaves(outputs)
+                value = _leaves(outputs, _require_grad(outputs))
                 crossing = tensors_of(outputs)
             else:
                 stage.forward_loss(0, value, targets, share=1.0, step=0)
@@ -230,11 +272,12 @@ def _measure_updates(
     return updates, state_bytes
 
 
-def _leaves(outputs: Value) -> Value:
-    return received(
-        map_tensors(lambda tensor: tensor.detach(), outputs),
-        [tensor.requires_grad for tensor in tensors_of(outputs)],
-    )
+def _leaves(outputs: Value, require_grad: list[bool]) -> Value:
+    return received(map_tensors(lambda tensor: tensor.detach(), outputs), require_grad)
+
+
+def _require_grad(outputs: Value) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors_of(outputs)]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,25 +1,48 @@
 """Stage: runs consecutive layers forward and backward, one microbatch at a time.
 
 Knows its layers, their place in the model and the loss behind the last one; knows no ranks and no
-messages. Invariant: between Forward(m) and Backward(m) the stash holds the microbatch's graph; after
-its backward nothing of it is left.
+messages. Invariant: between Forward(m) and Backward(m) the stash holds the microbatch's graph, or what it
+takes to make it again; after its backward nothing of it is left.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.stage.halved import Halves, WeightHalf
 from hybridpipe.stage.randomness import preserved_state, random_key, seed_generators
+from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.values import Value, map_tensors, rebuild, tensors_of
+from hybridpipe.stage.weights import Substitution, Weights, check_no_other_weights, trained_parameters
 
 Loss = Callable[[Any, Any], Tensor]
+_Result = TypeVar("_Result")
+
+
+class _Call(NamedTuple):
+    """What a microbatch's forward is given."""
+
+    slot: int  # of the stash
+    microbatch: int
+    step: int
+    inputs: Value
+    weights: Weights | None
+    targets: Any = None
+    share: float | None = None  # None where no loss follows
+
+
+class _Graph(NamedTuple):
+    outputs: Value
+    half: WeightHalf | None
 
 
 class _Stashed(NamedTuple):
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    call: _Call
+    graph: _Graph | None  # None: to be made again
+    buffers: Mapping[str, Tensor] | None = None  # as they were before the forward
 
 
 class Stage:
@@ -31,6 +54,8 @@ class Stage:
         device: where they run.
         seed: of the run's randomness.
         loss: for the last stage: `loss(outputs, targets)` is the mean over the microbatch's samples.
+        split_backward: the backward can be run in halves, `backward_input` and `backward_weight`.
+        recompute: stash a microbatch's inputs only, and run its forward again for its backward.
     """
 
     def __init__(
@@ -40,46 +65,81 @@ class Stage:
         device: torch.device,
         seed: int = 0,
         loss: Loss | None = None,
+        split_backward: bool = False,
+        recompute: bool = False,
     ) -> None:
         self.module = nn.Sequential(*layers).to(device)
         self.first_layer, self.device, self.seed, self.loss = first_layer, device, seed, loss
+        self.split_backward, self.recompute = split_backward, recompute
         self._stash: dict[int, _Stashed] = {}
+        self._weight_halves: dict[int, WeightHalf] = {}
+        self._substitution = Substitution(self.module)
+        self._halves = Halves(self.module)
+        self._buffers = ChangingBuffers(self.module)
+        self._weights_checked = False
 
     @property
     def num_stashed(self) -> int:
-        """Microbatches whose backward is still to come."""
-        return len(self._stash)
+        """Microbatches whose backward, or its second half, is still to come."""
+        return len(self._stash) + len(self._weight_halves)
 
-    def forward(self, microbatch: int, inputs: Value, step: int) -> Value:
+    @property
+    def not_split(self) -> list[str]:
+        """The trained modules whose weights' gradients are computed in `backward_input` already.
+
+        Named by layer index in the whole model and path within: "3.norm (LayerNorm)".
+        """
+        names = []
+        for path, module in self._halves.whole():
+            layer, dot, name = path.partition(".")
+            names.append(f"{self.first_layer + int(layer)}{dot}{name} ({type(module).__name__})")
+        return names
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Value,
+        step: int,
+        weights: Weights | None = None,
+        slot: int | None = None,
+    ) -> Value:
         """Run the layers and stash the graph.
 
         Args:
             inputs: leaf tensors; those that require grad get one in `backward`.
-            step: the number of updates before this one; a part of the random key.
-        """
-        outputs = self._run(inputs, step, microbatch)
-        self._stash[microbatch] = _Stashed(tensors_of(inputs), tensors_of(outputs))
-        return outputs
+            step: the number of minibatches before this one; a part of the random key, as is `microbatch`.
+            weights: what to call the layers with, in place of the parameters that require grad; the
+                gradients arrive there.
+            slot: what `backward` will be given, where microbatches of several minibatches are in flight;
+                `microbatch` by default.
 
-    def forward_loss(self, microbatch: int, inputs: Value, targets: Value, share: float, step: int) -> Tensor:
+        Raises:
+            ValueError: a layer would use its own parameters instead of `weights`.
+        """
+        return self._forward(_Call(_slot(slot, microbatch), microbatch, step, inputs, weights))
+
+    def forward_loss(
+        self,
+        microbatch: int,
+        inputs: Value,
+        targets: Value,
+        share: float,
+        step: int,
+        weights: Weights | None = None,
+        slot: int | None = None,
+    ) -> Tensor:
         """Run the layers and the loss, and stash the loss times `share`.
 
         Args:
             share: this microbatch's part of the minibatch's samples.
+            weights, slot: as in `forward`.
 
         Returns:
             the share of the loss, detached.
         """
-        assert self.loss is not None
-        with preserved_state(self.device):
-            outputs = self._run(inputs, step, microbatch)
-            seed_generators(self._key(step, microbatch, len(self.module)), self.device)
-            mean = self.loss(outputs, targets)
-        if not isinstance(mean, Tensor) or mean.numel() != 1:
-            got = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
-            raise ValueError(f"loss must return a tensor of one number, the mean over the samples, got {got}")
-        loss = mean * share
-        self._stash[microbatch] = _Stashed(tensors_of(inputs), (loss,))
+        call = _Call(_slot(slot, microbatch), microbatch, step, inputs, weights, targets, share)
+        loss = self._forward(call)
+        assert isinstance(loss, Tensor)
         return loss.detach()
 
     def infer(self, inputs: Value) -> Value:
@@ -88,7 +148,7 @@ class Stage:
             value: Value = self.module(inputs)
         return value
 
-    def backward(self, microbatch: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
+    def backward(self, slot: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
         """Run the microbatch's backward; parameter gradients add up in `.grad`.
 
         Args:
@@ -97,26 +157,99 @@ class Stage:
         Returns:
             the gradient of each input tensor, None where it requires none.
         """
-        inputs, outputs = self._stash.pop(microbatch)
+        of_inputs, half = self._backward(slot, gradients)
+        if half is not None:
+            half.finish()
+        return of_inputs
+
+    def backward_input(
+        self, slot: int, gradients: Sequence[Tensor | None] = ()
+    ) -> tuple[Tensor | None, ...]:
+        """The half of `backward` that the stage before waits for; no parameter gets a gradient yet."""
+        of_inputs, half = self._backward(slot, gradients)
+        assert half is not None, "the stage was not made to split its backward"
+        self._weight_halves[slot] = half
+        return of_inputs
+
+    def backward_weight(self, slot: int) -> None:
+        """The other half: parameter gradients add up in `.grad`."""
+        self._weight_halves.pop(slot).finish()
+
+    def _forward(self, call: _Call) -> Value:
+        if not self.recompute:
+            graph = self._graph(call)
+            self._stash[call.slot] = _Stashed(call._replace(targets=None), graph)
+            return graph.outputs
+        before = self._buffers.before()
+        targets = None if call.share is None else copied(call.targets)
+        # with a graph, as kernels may differ without one; it goes at once
+        outputs = self._graph(call._replace(inputs=copied(call.inputs), targets=targets)).outputs
+        self._stash[call.slot] = _Stashed(call, None, self._buffers.after(before))
+        return without_graph(outputs)
+
+    def _backward(
+        self, slot: int, gradients: Sequence[Tensor | None]
+    ) -> tuple[tuple[Tensor | None, ...], WeightHalf | None]:
+        call, graph, buffers = self._stash.pop(slot)
+        outputs, half = graph or self._graph(call, buffers)
+        tensors = tensors_of(outputs)
         roots = [
             (output, gradient)
-            for output, gradient in zip(outputs, gradients or [None] * len(outputs), strict=True)
+            for output, gradient in zip(tensors, gradients or [None] * len(tensors), strict=True)
             if output.requires_grad
         ]
         if roots:
-            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        return tuple(_gradient(tensor) if tensor.requires_grad else None for tensor in inputs)
+            ends, of_ends = zip(*roots, strict=True)
+            with nullcontext() if half is None else half.collected():
+                self._holding(call.weights, half, lambda: torch.autograd.backward(ends, of_ends))
+        return tuple(_gradient(t) if t.requires_grad else None for t in tensors_of(call.inputs)), half
 
-    def _run(self, inputs: Value, step: int, microbatch: int) -> Value:
-        value = map_tensors(_enter, inputs)
+    def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
+        half = None
+        if self.split_backward:
+            half = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
+        outputs = self._holding(call.weights, half, lambda: self._run(call), buffers)
+        tensors_of(outputs)  # raises TypeError where the layers gave anything else
+        if call.weights is not None and not self._weights_checked:
+            check_no_other_weights(outputs, self.module)
+            self._weights_checked = True
+        return _Graph(outputs, half)
+
+    def _holding(
+        self,
+        weights: Weights | None,
+        half: WeightHalf | None,
+        function: Callable[[], _Result],
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> _Result:
+        """Run `function` while the layers hold what the microbatch needs them to."""
+        if half is None:
+            return self._substitution.run(function, weights, buffers)
+        with self._halves.noting(half):
+            return self._substitution.run(function, half.weights, buffers)
+
+    def _run(self, call: _Call) -> Value:
+        value = map_tensors(_enter, call.inputs)
         with preserved_state(self.device):
             for i, layer in enumerate(self.module):
-                seed_generators(self._key(step, microbatch, i), self.device)
+                seed_generators(self._key(call, i), self.device)
                 value = layer(value)
-        return value
+            if call.share is None:
+                return value
+            assert self.loss is not None
+            seed_generators(self._key(call, len(self.module)), self.device)
+            mean = self.loss(value, call.targets)
+        if not isinstance(mean, Tensor) or mean.numel() != 1:
+            got = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+            raise ValueError(f"loss must return a tensor of one number, the mean over the samples, got {got}")
+        return mean * call.share
 
-    def _key(self, step: int, microbatch: int, layer: int) -> int:
-        return random_key(self.seed, step, microbatch, self.first_layer + layer)
+    def _key(self, call: _Call, layer: int) -> int:
+        return random_key(self.seed, call.step, call.microbatch, self.first_layer + layer)
+
+
+def _slot(slot: int | None, microbatch: int) -> int:
+    return microbatch if slot is None else slot
 
 
 def received(value: Value, requires_grad: Sequence[bool]) -> Value:

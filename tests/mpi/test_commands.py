@@ -60,7 +60,7 @@ train small.toml --plan gap.json
 train small.toml --plan extra.json
     extra.json: stages[0].replica: unknown field (did you mean 'replicas'?
 train small.toml --plan schedule.json
-    schedule.json: schedule: must be one of 1f1b, gpipe, pipedream, got 'pipedream2'
+    schedule.json: schedule: must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream,
 train small.toml --plan huge.json
     huge.json: stages[0].replicas: must be an integer <= 1048576
 train small.toml --set train.minibatch=0
@@ -82,7 +82,7 @@ train small.toml --set model.args.widht=3
 train small.toml --set optimizer.args.lrr=3
     did you mean 'lr'?
 train small.toml --set plan.schedule=2f2b
-    plan.schedule: must be one of 1f1b, gpipe, got '2f2b'
+    plan.schedule: must be one of auto, 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream,
 plan --profile negative.json --cluster c.json
     layers[0].forward_seconds: must be a finite number >= 0, got -1
 plan --profile p.json --cluster gap.json
@@ -153,7 +153,7 @@ def test_from_measurement_to_trained_model(job, folder):
     summary = json.loads((out / "summary.json").read_text())
     assert summary.keys() >= SUMMARY
     assert summary["loss_last"] < summary["loss_first"] and summary["ranks"] == 4
-    assert len((out / "metrics.jsonl").read_text().splitlines()) == summary["updates"] == 3 * 4
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == summary["minibatches"] == 3 * 4
     run = read_plan(out / "plan.json")
     assert run.stages == plan.stages and run.predicted  # anew, from what this job has measured
     assert all(part["predicted"] >= 0 <= part["measured"] for part in summary["parts"].values())
@@ -177,6 +177,16 @@ def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
         "predicted",
     }
     assert {"B0", "step"} <= {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0}
+
+
+def test_what_zero_bubble_cannot_split_is_told_once(job, folder):
+    source = folder / "small.py"
+    source.write_text(source.read_text().replace("nn.ReLU()", "nn.PReLU()"))
+    settings = ["--set", "train.epochs=1", "--set", "plan.schedule=zero-bubble"]
+    plan = ["--plan", "straight", "--out", str(folder / "out")]
+    done = job(2, "hybridpipe", "train", str(folder / "small.toml"), *settings, *plan)
+    assert done.stdout.count("zero-bubble: backward not split in ") == 1
+    assert "backward not split in 1 (PReLU), 3 (PReLU)\n" in done.stdout
 
 
 def test_compare_puts_runs_side_by_side(folder):

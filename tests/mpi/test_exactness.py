@@ -14,4 +14,28 @@ import pytest
 )
 def test_parameters_and_losses_are_those_of_one_process(job, ranks, updates, plans):
     done = job(ranks, "exactness.py", str(updates), *plans)
-    assert done.stdout.count("parameters within") == len(plans) * 2 * 2  # schedules, optimizers
+    # gpipe, 1f1b, zero-bubble with and without recomputation, two optimizers
+    assert done.stdout.count("parameters within") == len(plans) * 4 * 2
+
+
+def test_several_stages_on_a_rank(job):
+    done = job(4, "exactness.py", "20", "1-1x2", "2-2x3", "1-1-1x2")
+    assert done.stdout.count("parameters within") == 3 * 2
+
+
+@pytest.mark.parametrize("plans", [["1-1", "1-1-1-1", "2-1", "1-2"], ["3-1", "2-2", "1-2-1"]], ids=" ".join)
+def test_asynchronous_schedules_train_what_their_formulas_say(job, plans):
+    done = job(4, "asynchronous.py", *plans)
+    assert done.stdout.count("parameters within") == len(plans) * 3 * 2  # rules, optimizers
+
+
+def test_schedulers_and_delay_warm_up_of_asynchronous_schedules(job):
+    plans = ["1-1-1-1", "1-2", "2-1-1"]
+    done = job(4, "asynchronous.py", "--rates", *plans)
+    assert done.stdout.count("parameters within") == len(plans) * 3
+
+
+def test_clipping_schedulers_and_no_sync(job):
+    plans = ["1-1", "2-1", "1-2", "3", "1-1x2"]
+    done = job(3, "updates.py", *plans)
+    assert done.stdout.count("parameters within") == (4 * 3 + 1) * 2

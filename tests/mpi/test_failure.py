@@ -50,3 +50,25 @@ def test_a_mistake_on_all_ranks_is_told_once(job):
     done = job(3, "failing.py", "mistake", "1-1-1", "0", fails=True)
     assert done.stdout.count("hybridpipe: rank") == 1
     assert "plan needs 2 + 2 = 4 ranks, got 3" in done.stdout
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("way", ["raise", "one", "exit"])
+def test_fit_left_in_the_middle_of_an_asynchronous_epoch_ends_the_job(job, schedule, way):
+    done = job(3, "leaving.py", schedule, way, fails=True)
+    ended = time.time()
+    assert ended - float(re.findall(r"leaving at ([\d.]+)", done.stdout)[-1]) < 5.0
+    reports = re.findall(r"hybridpipe: rank (\d+) on host \S+, (.*)", done.stdout)
+    assert len(reports) == 1, done.stdout
+    rank, what = reports[0]
+    if way == "exit":
+        assert "SystemExit: 3" in what and done.returncode == 3
+    else:
+        assert f"training was left in the middle of an epoch, which ranks cannot do under {schedule}" in what
+        assert "Enough: seen enough" in done.stdout and "in leave" in done.stdout, "the cause"
+    assert way != "one" or rank == "0"
+
+
+def test_fit_left_by_all_ranks_between_synchronous_minibatches_can_go_on(job):
+    done = job(3, "leaving.py", "1f1b", "raise")
+    assert "went on" in done.stdout and "[57, 57, 57]" in done.stdout  # 7 before, one of them not yet told

@@ -24,8 +24,14 @@ def test_the_quick_start_learns_the_digits(tmp_path):
         assert run["loss_last"] == pytest.approx(runs["auto"]["loss_last"], abs=1e-4)  # float32
 
 
+@pytest.mark.parametrize("schedule, plan", [("1f1b", "2-1"), ("pipedream", "1-1-1"), ("pipedream", "2-1")])
+def test_a_training_ends_at_its_target_on_all_ranks_alike(job, schedule, plan):
+    assert "reached after" in job(3, "target.py", schedule, plan).stdout
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
 def test_fashion_mnist(job, tmp_path):
     job(4, "hybridpipe", "train", str(EXAMPLES / "fashion.toml"), "--out", str(tmp_path), timeout_seconds=800)
-    assert json.loads((tmp_path / "summary.json").read_text())["metrics"]["accuracy"] >= 0.88
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["epochs_to_target"] <= 15 and summary["metrics"]["accuracy"] >= 0.88

@@ -1,6 +1,7 @@
 """Small models, machines and plans to reason about by hand."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
@@ -15,10 +16,12 @@ def model(*layers: LayerProfile, samples: int = 1, state_factor: float = 0.0) ->
     return ModelProfile(layers, samples, state_factor=state_factor)
 
 
-def plan(replicas: Sequence[int], num_microbatches: int, schedule: str = "1f1b") -> Plan:
-    """One layer a stage."""
-    stages = tuple(StageSpec(i, i + 1, m) for i, m in enumerate(replicas))
-    return Plan(stages, schedule, num_microbatches)
+def plan(
+    replicas: Sequence[int], num_microbatches: int, schedule: str = "1f1b", chunks: int = 1, **options: Any
+) -> Plan:
+    """One layer a stage; with chunks, `replicas` are those of the first stages, which the others repeat."""
+    stages = tuple(StageSpec(i, i + 1, m) for i, m in enumerate([*replicas] * chunks))
+    return Plan(stages, schedule, num_microbatches, chunks=chunks, **options)
 
 
 def free(num_ranks: int) -> Cluster:

@@ -201,3 +201,42 @@ def test_what_is_no_better_adds_no_candidate():
     profile = model(layer(1, 2))
     candidates = search(profile, free(2), 4)
     assert improved(candidates, profile, free(2), 20) == candidates
+
+
+def test_schedules_that_are_alike_are_tried_where_they_are_allowed():
+    """A straight pipeline of equal stages: zero-bubble fills its bubble; GPipe's is like 1F1B's."""
+    profile = model(*[layer(1, 2, parameters=10**6, output=1)] * 4)
+    cluster = Cluster.flat(4, 1e5, 1e-6)
+    start = Plan(tuple(StageSpec(i, i + 1) for i in range(4)), num_microbatches=8)
+    found = anneal(start, profile, cluster, evaluations=50, schedules=["gpipe", "zero-bubble"])
+    assert found.schedule == "zero-bubble" and seconds(found) < seconds(judged(start, profile, cluster))
+    assert anneal(start, profile, cluster, evaluations=50).schedule == "1f1b"
+    candidates = search(profile, cluster, 8)
+    assert improved(candidates, profile, cluster, 50, schedule="auto")[0].plan.schedule == "zero-bubble"
+
+
+def test_interleaved_plans_keep_their_groups_and_chunks():
+    layers = [layer(1 + i % 3, 2, output=10) for i in range(10)]
+    profile, cluster = model(*layers), Cluster.flat(4, 100.0, 1e-3)
+    stages = (*(StageSpec(i, i + 1, 2) for i in range(3)), StageSpec(3, 10, 2))
+    start = Plan(stages, "interleaved-1f1b", 8, chunks=2)
+    found = anneal(start, profile, cluster, evaluations=100, schedules=["1f1b"])
+    assert (found.schedule, found.chunks, found.replicas) == ("interleaved-1f1b", 2, (2, 2, 2, 2))
+    assert seconds(found) < 0.8 * seconds(judged(start, profile, cluster))
+
+
+@pytest.mark.parametrize("options", [{"max_in_flight": 2}, {"schedule": "pipedream", "vertical_sync": True}])
+def test_what_a_plan_says_beside_its_stages_stays(options):
+    stages = tuple(StageSpec(i, i + 1) for i in range(3))
+    start = Plan(stages, **options)
+    found = anneal(start, model(*[layer(i, 2) for i in range(1, 4)]), free(4), evaluations=20)
+    assert all(getattr(found, name) == value for name, value in options.items())
+
+
+def test_stages_recompute_one_by_one():
+    """The first of two stages, with two microbatches in flight, must; the second need not."""
+    profile = model(*[layer(1, 2, output=1, activation=100)] * 2)
+    cluster = replace(free(2), memory_bytes=150)
+    start = Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=8, recompute=True)
+    found = anneal(start, profile, cluster, evaluations=50, recompute=True)
+    assert [found.recomputes(s) for s in range(found.num_stages)] == [True, False]

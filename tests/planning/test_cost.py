@@ -165,3 +165,57 @@ def test_equal_stages_take_the_papers_count(num_stages, num_microbatches):
     profile = model(*[layer(1, 2)] * num_stages)
     straight = plan([1] * num_stages, num_microbatches)
     assert estimate(straight, profile, free(num_stages)) == approx((num_microbatches + num_stages - 1) * 3)
+
+
+HALVED = replace(layer(1, 2, parameters=1), weight_seconds=0.5)
+
+
+@pytest.mark.parametrize("num_stages, num_microbatches", [(1, 1), (2, 3), (4, 8)])
+@pytest.mark.parametrize("weight", [0.5, 1.0, 1.5])
+def test_equal_stages_take_zero_bubbles_count(num_stages, num_microbatches, weight):
+    """ZB-H1: M(f + b) + (p - 1)(f + i - g), with b = i + g."""
+    profile = model(*[replace(HALVED, weight_seconds=weight)] * num_stages)
+    straight = plan([1] * num_stages, num_microbatches, "zero-bubble")
+    expected = num_microbatches * 3 + (num_stages - 1) * (3 - 2 * weight)
+    assert estimate(straight, profile, free(num_stages)) == approx(expected)
+
+
+def test_only_the_weights_half_hides_an_all_reduce_under_zero_bubble():
+    profile = model(replace(layer(1, 2, parameters=100), weight_seconds=0.5))
+    assert estimate(plan([2], 4, "zero-bubble"), profile, Cluster.flat(2, 10.0, 0.0)) == approx(6 + 10 - 0.5)
+    assert estimate(plan([2], 4), profile, Cluster.flat(2, 10.0, 0.0)) == approx(6 + 10 - 2)
+
+
+def test_two_buffered_updates_once_a_minibatch():
+    profile = model(layer(1, 2, parameters=100, output=20, update=0.25), layer(2, 4, update=1))
+    stage_0 = 3 * 3 + (100 / 10 - 2) + 0.25
+    assert estimate(plan([2, 1], 5, "pipedream-2bw"), profile, Cluster.flat(3, 10.0, 0.0)) == approx(
+        max(stage_0, 5 * 6 + 1)
+    )
+    slow = Cluster.flat(3, 1.0, 0.0)
+    assert estimate(plan([2, 1], 5, "pipedream-2bw"), profile, slow) == approx(max(9 + 98 + 0.25, 5 * 20))
+
+
+def test_ranks_that_hold_several_stages_by_hand():
+    """Two ranks of two stages: sums 12 / 2 and three ways over a cut; then (4 - 1/2) 7 s and two updates."""
+    profile = model(*[layer(1, seconds - 1, output=10, update=0.5) for seconds in (2, 3, 4, 3)])
+    stages = tuple(StageSpec(i, i + 1) for i in range(4))
+    chunked = Plan(stages, "interleaved-1f1b", 4, chunks=2)
+    assert estimate(chunked, profile, free(2)) == approx(6 + 3.5 * 6 + 1)
+    cluster = Cluster.flat(2, 10.0, 0.25)
+    assert estimate(chunked, profile, cluster) == approx(6 + 3 * (0.5 + 2) + 3.5 * 6 + 1)
+    slow = Cluster.flat(2, 1.0, 0.0)  # 0 to 1 and 2 to 3 share a link
+    assert estimate(chunked, profile, slow) == approx(6 + 3 * 20 + 2 * 3 * 10)
+
+
+def test_stages_recompute_one_by_one():
+    stages = (StageSpec(0, 1, recompute=True), StageSpec(1, 2))
+    costs = stage_costs(model(layer(1, 2), layer(1, 2)), Plan(stages))
+    assert [cost.backward_seconds for cost in costs] == [3, 2]
+
+
+def test_the_weights_part_of_a_backward():
+    """As measured, else half of it; nothing where there are no weights."""
+    layers = HALVED, layer(1, 2, parameters=1), layer(1, 2)
+    one = stage_costs(model(*layers), Plan((StageSpec(0, 3),)), load_speed=0.5)
+    assert one[0].weight_seconds == approx((0.5 + 1) / 2)

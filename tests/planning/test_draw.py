@@ -6,11 +6,13 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.draw import COLOURS, MAX_RANKS, MEMORY_COLOUR, SPAN, svg, text
+from hybridpipe.planning.cost import StageCost
+from hybridpipe.planning.draw import COLOURS, MAX_RANKS, MEMORY_COLOUR, SPAN, _shade, svg, text
 from hybridpipe.planning.instructions import Step
 from hybridpipe.planning.memory import curves
 from hybridpipe.planning.plan import Plan, StageSpec
-from hybridpipe.planning.simulate import predict
+from hybridpipe.planning.schedules import programs
+from hybridpipe.planning.simulate import predict, simulate
 from hybridpipe.planning.timeline import Event, Timeline
 
 from .helpers import free, layer, model, plan
@@ -70,6 +72,45 @@ def test_text_drops_the_number_before_the_letter():
     assert text(predict(plan([1], 12), model(layer()), free(1))[0], width=8 + 12 * 6 + 1).startswith(
         "rank 0 |F0B0==F1B1==F2B2==F3B3==F4B4==F5B5==F6B6==F7B7==F8B8==F9B9==F-B10=F-B11=|"
     )
+
+
+def test_text_shows_halves_and_the_stages_of_a_rank():
+    made = plan([1, 1], 2, "zero-bubble")
+    costs = [StageCost(1.0, 2.0, weight_seconds=1.0)] * 4
+    halved = simulate(programs(made), made, costs[:2], free(2))
+    assert text(halved, width=7 * 5 + 9).splitlines() == [
+        "rank 0 |F0---F1---.....I0===W0+++I1===W1+++|",
+        "rank 1 |.....F0---I0===F1---I1===W0+++W1+++|",
+        "0 to 7 s; F forward, B backward, I and W its halves, ~ all-reduce, * step, . waiting",
+    ]
+    made = plan([1, 1], 2, "interleaved-1f1b", chunks=2)
+    several = simulate(programs(made), made, costs, free(2))
+    assert text(several, width=15 * 6 + 9).splitlines()[:2] == [
+        "rank 0 |F0----F1----F0.1--F1.1--............B0.1========......B1.1========B0==========B1==========|",
+        "rank 1 |......F0----F1----F0.1--B0.1========F1.1--B1.1========B0==========B1==========............|",
+    ]
+
+
+def test_svg_shows_halves_and_the_stages_of_a_rank_in_shades_of_their_own():
+    made = plan([2, 2], 4, "interleaved-1f1b", chunks=2)
+    costs = [StageCost(1.0, 2.0)] * 4
+    picture = svg(simulate(programs(made), made, costs, free(4)), made)
+    assert "stages 1, 3 · replica 0" in words(picture) and "3.1" in words(picture)
+    fills = {path.get("fill") for path in ET.fromstring(picture).iter(f"{SVG}path")}
+    for kind in ("forward", "backward"):
+        assert {COLOURS[kind], _shade(COLOURS[kind], 1.0)} <= fills
+    assert "backward-weight" not in words(picture)
+    made = plan([1, 1], 4, "zero-bubble")
+    halved = svg(simulate(programs(made), made, [StageCost(1.0, 2.0, weight_seconds=1.0)] * 2, free(2)), made)
+    assert {"backward-input", "backward-weight"} <= {*words(halved)}
+    assert len(widths(halved, COLOURS["backward-weight"])) == 8
+    assert COLOURS["backward-input"] != COLOURS["backward-weight"]
+
+
+def test_a_rank_of_many_stages_has_a_short_label():
+    made = plan([1] * 2, 2, "interleaved-1f1b", chunks=5)
+    timeline = simulate(programs(made), made, [StageCost(1.0, 2.0)] * 10, free(2))
+    assert "stages 1, 3 … 9" in words(svg(timeline, made))
 
 
 def test_text_shows_the_all_reduce():

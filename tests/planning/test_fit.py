@@ -127,3 +127,14 @@ def test_the_typical_rank_is_the_median_layer_by_layer():
     expected = model(layer(1.5, 2.5, update=1.0, parameters=8), layer(4.0), samples=4)
     assert fit.typical(ranks) == replace(expected, load=3)
     assert fit.typical(ranks[:1]) == ranks[0], "alone, load is 1"
+
+
+def test_the_weights_part_of_a_backward_is_never_longer_than_the_backward():
+    """One rank's part was longer than another's whole, and the profile was refused."""
+    ranks = [
+        model(replace(layer(1.0, backward, parameters=8), weight_seconds=part))
+        for backward, part in ((5.0, 4.0), (2.0, 1.0), (1.0, 0.8))
+    ]
+    (found,) = fit.typical(ranks).layers
+    assert found.backward_seconds == 2.0
+    assert found.weight_seconds == pytest.approx(1.6)

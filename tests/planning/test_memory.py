@@ -6,8 +6,16 @@ from hypothesis import strategies as st
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.memory import FUSION_BYTES, curves, peak_memory_bytes, stage_memory_bytes
+from hybridpipe.planning.instructions import Backward, Forward, Step
+from hybridpipe.planning.memory import (
+    FUSION_BYTES,
+    curves,
+    peak_memory_bytes,
+    stage_memory_bytes,
+    versions_per_stage,
+)
 from hybridpipe.planning.plan import SYNCHRONOUS, Plan, StageSpec
+from hybridpipe.planning.schedules import programs, version_of
 from hybridpipe.planning.simulate import predict
 
 from .helpers import free, layer, model, plan
@@ -51,6 +59,103 @@ def test_pipedream_keeps_a_version_for_each_minibatch_in_flight():
     )
 
 
+def test_recomputation_may_be_of_one_stage_only():
+    profile = model(layer(activation=5, output=1), layer(activation=5, output=1))
+    stages = (StageSpec(0, 1), StageSpec(1, 2, recompute=True))
+    assert peak_memory_bytes(profile, Plan(stages, "gpipe", 4)) == (4 * 6, 4 * 1 + 6)
+
+
+def test_a_limit_in_flight_saves_weights_and_activations():
+    profile = model(*[layer(parameters=100, activation=1)] * 3)
+    full, limited = (plan([1, 1, 1], 1, "pipedream", max_in_flight=most) for most in (None, 2))
+    assert peak_memory_bytes(profile, full) == (4 * 100 + 3, 3 * 100 + 2, 2 * 100 + 1)
+    assert peak_memory_bytes(profile, limited) == (3 * 100 + 2, 3 * 100 + 2, 2 * 100 + 1)
+
+
+def test_2bw_has_two_versions_and_at_most_two_minibatches():
+    profile = model(*[layer(parameters=100, activation=1)] * 4)
+    assert peak_memory_bytes(profile, plan([1] * 4, 8, "pipedream-2bw")) == (304, 303, 302, 301)
+    assert peak_memory_bytes(profile, plan([1] * 4, 1, "pipedream-2bw")) == (302, 302, 302, 301)
+
+
+def test_zero_bubble_keeps_activations_until_the_weights_half():
+    profile = model(*[layer(activation=5, output=1)] * 3)
+    assert peak_memory_bytes(profile, plan([1] * 3, 8, "zero-bubble")) == (3 * 6, 3 * 7, 3 * 7)
+    # What is computed again stays until then, too: by the last stage, of three microbatches
+    recomputed = plan([1] * 3, 8, "zero-bubble", recompute=True)
+    assert peak_memory_bytes(profile, recomputed) == (6, 3 * 1 + 2 * 6, 3 * 1 + 3 * 6)
+
+
+def test_a_rank_that_holds_several_stages_holds_what_they_hold():
+    """Two ranks, four stages: rank 0 has F0 F1 F0.1 F1.1 before the first backward, rank 1 one less."""
+    profile = model(*[layer(parameters=10 * 10**i, activation=10**i) for i in range(4)])
+    made = plan([1, 1], 2, "interleaved-1f1b", chunks=2)
+    assert peak_memory_bytes(profile, made) == (
+        2 * (10 + 1000) + 2 * 1 + 2 * 100,
+        2 * (100 + 10000) + 2 * 10 + 1000,
+    )
+
+
+def test_ranks_that_hold_several_stages_have_one_fusion_buffer():
+    profile = model(*[layer(parameters=FUSION_BYTES)] * 4)
+    made = plan([2, 2], 2, "interleaved-1f1b", chunks=2)
+    assert peak_memory_bytes(profile, made) == (5 * FUSION_BYTES,) * 4
+
+
+# Versions
+
+
+@pytest.mark.parametrize(
+    "replicas, expected",
+    [
+        ((1, 1, 1, 1), (4, 4, 4, 4)),  # without vertical sync 4, 3, 2, 1
+        ((2, 2, 2), (3, 3, 3)),
+        ((2, 1), (2, 3)),  # only every other version is asked for
+        ((1, 2), (3, 2)),
+    ],
+)
+def test_versions_under_vertical_sync(replicas, expected):
+    assert versions_per_stage(plan(replicas, 1, "pipedream", vertical_sync=True)) == expected
+
+
+def held_versions(made, count):
+    """By definition: all that some minibatch not yet done asks for, and the newest; each stage's most."""
+    most = [1] * made.num_stages
+    for rank, program in programs(made, count).items():
+        stage = made.place(rank).stage
+        to_come = [i.microbatch for i in program if isinstance(i, Forward)]
+        newest = 0
+        for instruction in program:
+            if isinstance(instruction, Backward):
+                to_come.remove(instruction.microbatch)
+            newest += isinstance(instruction, Step)
+            asked = {version_of(made, stage, m) for m in to_come}
+            most[stage] = max(most[stage], len({newest, *(v for v in asked if v <= newest)}))
+    return tuple(most)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 2), (3, 2), (2, 3, 1), (1, 3, 2), (4, 1, 1)])
+@pytest.mark.parametrize("options", [{}, {"vertical_sync": True}, {"max_in_flight": 2}])
+def test_versions_are_as_many_as_are_asked_for(replicas, options):
+    made = plan(replicas, 1, "pipedream", **options)
+    assert versions_per_stage(made) == held_versions(made, 80)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (3, 2), (1, 3, 2)])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_2bw_holds_two_versions(replicas, size):
+    made = plan(replicas, size, "pipedream-2bw")
+    assert versions_per_stage(made) == held_versions(made, 8 * size)
+
+
+@pytest.mark.parametrize("replicas", [(3, 2), (2, 3, 1), (1, 3, 2), (4, 1, 1)])
+def test_long_rounds_count_no_fewer_versions(monkeypatch, replicas):
+    made = plan(replicas, 1, "pipedream", vertical_sync=True)
+    walked = versions_per_stage(made)
+    monkeypatch.setattr("hybridpipe.planning.memory.MAX_ROUND", 0)
+    assert all(few <= many for few, many in zip(walked, versions_per_stage(made), strict=True))
+
+
 # Over time
 
 
@@ -81,16 +186,18 @@ LAYER = st.builds(
     st.integers(0, 100),
 )
 CASES = st.tuples(
-    st.lists(st.tuples(LAYER, st.integers(1, 4)), min_size=1, max_size=4), st.integers(1, 12), st.booleans()
+    st.lists(st.tuples(LAYER, st.integers(1, 4), st.booleans()), min_size=1, max_size=4), st.integers(1, 12)
 )
 
 
-def made(case, schedule):
-    stages, count, recompute = case
-    replicas = [count for _, count in stages]
-    specs = tuple(StageSpec(i, i + 1, m) for i, m in enumerate(replicas))
-    chosen = Plan(specs, schedule, 1 if schedule == "pipedream" else count, recompute=recompute)
-    profile = model(*(each for each, _ in stages), state_factor=1)
+def made(case, schedule, **options):
+    stages, count = case
+    if schedule == "interleaved-1f1b":
+        stages = [(each, stages[0][1], recompute) for each, _, recompute in stages] * 2
+        stages, options = (stages * 2 if len(stages) == 2 else stages), {"chunks": 2}
+    specs = tuple(StageSpec(i, i + 1, m, recompute=recompute) for i, (_, m, recompute) in enumerate(stages))
+    chosen = Plan(specs, schedule, 1 if schedule == "pipedream" else count, **options)
+    profile = model(*(each for each, _, _ in stages), state_factor=1)
     return chosen, profile, Cluster.flat(chosen.num_ranks, 50.0, 0.25)
 
 
@@ -98,24 +205,34 @@ def made(case, schedule):
 @given(CASES)
 @settings(deadline=None, derandomize=True, max_examples=50)
 def test_the_most_over_time_is_the_peak(schedule, case):
-    """On the first replica of each stage; others may have fewer microbatches."""
+    """On some replica of each stage; others may have fewer microbatches."""
     chosen, profile, cluster = made(case, schedule)
     timeline, prediction = predict(chosen, profile, cluster)
     seen = curves(profile, chosen, timeline)
-    most = [max(bytes_ for _, bytes_ in curve) for curve in seen.values()]
+    most = {rank: max(bytes_ for _, bytes_ in curve) for rank, curve in seen.items()}
     peaks = dict(zip(chosen.ranks, prediction.peak_memory_bytes))
-    assert all(held <= peak for held, peak in zip(most, peaks.values()))
+    assert all(held <= peaks[rank] for rank, held in most.items())
     for stage in chosen.stages:
-        assert most[stage.ranks[0]] == peaks[stage.ranks[0]]
+        assert max(most[rank] for rank in stage.ranks) == peaks[stage.ranks[0]]
     for curve in seen.values():
         assert curve[0] == (0.0, curve[-1][1])  # all that was added is gone
         assert all(before[0] <= after[0] for before, after in itertools.pairwise(curve))
 
 
+@pytest.mark.parametrize(
+    "schedule, options",
+    [
+        ("pipedream", {}),
+        ("pipedream", {"vertical_sync": True}),
+        ("pipedream", {"max_in_flight": 2}),
+        ("pipedream-2bw", {}),
+        ("pipedream-2bw", {"max_in_flight": 2}),
+    ],
+)
 @given(CASES)
 @settings(deadline=None, derandomize=True, max_examples=50)
-def test_pipedream_never_holds_more_than_the_peak(case):
-    chosen, profile, cluster = made(case, "pipedream")
+def test_without_a_flush_no_rank_holds_more_than_the_peak(schedule, options, case):
+    chosen, profile, cluster = made(case, schedule, **options)
     timeline, prediction = predict(chosen, profile, cluster)
     seen = curves(profile, chosen, timeline)
     for held, peak in zip(seen.values(), prediction.peak_memory_bytes):

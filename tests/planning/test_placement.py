@@ -151,7 +151,14 @@ def test_microbatches_in_flight(held_a_rank, expected):
     layout = every_placement(cluster, range(3), 3)
     share = dict.fromkeys(range(3), 1.0)
     graph = slot_graph(
-        layout, cluster, share, layout.starts, num_microbatches=8, schedule="1f1b", held_a_rank=held_a_rank
+        layout,
+        cluster,
+        share,
+        layout.starts,
+        num_microbatches=8,
+        schedule="1f1b",
+        max_in_flight=8,
+        held_a_rank=held_a_rank,
     )
     assert {kind.in_flight for kind in graph.kinds} == expected
     for slot in range(len(graph.slot)):

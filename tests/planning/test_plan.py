@@ -28,11 +28,40 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
         (lambda: Plan(stages((0, 2, 1)), num_layers=3), "must stop at num_layers = 3, got 2"),
         (
             lambda: Plan(stages((0, 2, 1)), "2f2b"),
-            "schedule must be one of 1f1b, gpipe, pipedream, got '2f2b'",
+            "schedule must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream, pipedream-2bw, "
+            "got '2f2b'",
         ),
         (
             lambda: Plan(stages((0, 2, 1)), "pipedream", 2),
             "num_microbatches must be 1 under pipedream, where a minibatch travels whole, got 2",
+        ),
+        (
+            lambda: plan([1], 2, "pipedream-2bw", vertical_sync=True),
+            "vertical_sync must be false under pipedream-2bw, got true",
+        ),
+        (lambda: plan([1], 2, max_in_flight=0), "max_in_flight must be an integer >= 1, got 0"),
+        (lambda: plan([1], 2, "gpipe", max_in_flight=3), "max_in_flight must not be given under gpipe"),
+        (lambda: Plan(stages((0, 2, 1)), chunks=0), "chunks must be an integer >= 1, got 0"),
+        (lambda: plan([1, 1], 2, chunks=2), "chunks must be 1 unless schedule is interleaved-1f1b, got 2"),
+        (
+            lambda: plan([1, 1], 2, "interleaved-1f1b"),
+            "chunks must be at least 2 and divide the stages into at least 2 groups, got 1 with 2 stages",
+        ),
+        (
+            lambda: plan([1], 2, "interleaved-1f1b", chunks=2),
+            "chunks must be at least 2 and divide the stages into at least 2 groups, got 2 with 2 stages",
+        ),
+        (
+            lambda: plan([1, 2], 2, "interleaved-1f1b", chunks=2),
+            "replicas must be the same in all stages under interleaved-1f1b, got [1, 2, 1, 2]",
+        ),
+        (
+            lambda: Plan(
+                tuple(StageSpec(i, i + 1, 1, (rank,)) for i, rank in enumerate([0, 1, 1, 0])),
+                "interleaved-1f1b",
+                chunks=2,
+            ),
+            "stages[2].ranks must be those of stages[0], [0], got [1]",
         ),
         (
             lambda: Plan(stages((0, 2, 1)), num_microbatches=0),
@@ -75,6 +104,23 @@ def test_named_ranks_stay():
     assert [placed.place(rank) for rank in (0, 3, 5, 1)] == [Place(0, 1), Place(1, 0), Place(0, 0), None]
     assert [placed.rank_of(0, microbatch) for microbatch in range(3)] == [5, 0, 5]
     placed.check_world(6)
+
+
+def test_with_chunks_each_rank_holds_several_stages():
+    interleaved = plan([2, 2, 2], 4, "interleaved-1f1b", chunks=2)
+    assert [stage.ranks for stage in interleaved.stages] == [(0, 1), (2, 3), (4, 5)] * 2
+    assert (interleaved.name, interleaved.num_stages, interleaved.num_ranks) == ("2-2-2x2", 6, 6)
+    assert interleaved.ranks == tuple(range(6)) and interleaved.num_groups == 3
+    assert interleaved.place(3) == Place(1, 1)
+    assert list(interleaved.held_stages(Place(1, 1))) == [1, 4]
+    assert interleaved.rank_of(4, 3) == 3
+    interleaved.check_world(6)
+
+
+def test_recomputation_is_of_the_plan_or_of_a_stage():
+    some = Plan((StageSpec(0, 1), StageSpec(1, 2, recompute=True)))
+    assert [some.recomputes(s) for s in (0, 1)] == [False, True]
+    assert all(plan([1, 1], 1, recompute=True).recomputes(s) for s in (0, 1))
 
 
 def test_data_parallelism_is_the_plan_with_one_stage():

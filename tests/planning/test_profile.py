@@ -3,8 +3,9 @@ import re
 from dataclasses import replace
 
 import pytest
+from pytest import approx
 
-from hybridpipe.planning.profile import LayerProfile, Measurement
+from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
 
 from .helpers import layer, model
 
@@ -99,3 +100,16 @@ def test_what_comes_back_over_a_cut():
     assert tokens.returned_bytes == 0
     half = replace(model(replace(layer(output=8), gradient_bytes=6), samples=4)).scaled_to(2)
     assert half.layers == (LayerProfile("layer", 0.5, 1.0, 0, 4, 0, 0.0, 3),)
+
+
+def test_the_weights_part_lies_on_the_line_too_where_all_sizes_have_it():
+    small, large = (replace(layer(n, 2 * n, parameters=1), weight_seconds=0.5 * n) for n in (1, 4))
+    profile = ModelProfile((small,), 1, others=(Measurement(4, (large,)),))
+    assert profile.scaled_to(2).layers[0].weight_seconds == approx(1)
+    unknown = ModelProfile((small,), 1, others=(Measurement(4, (replace(large, weight_seconds=None),)),))
+    assert unknown.scaled_to(2).layers[0].weight_seconds is None
+
+
+def test_the_weights_part_is_no_more_than_the_backward():
+    with pytest.raises(ValueError, match=r"^weight_seconds must be <= backward_seconds = 2, got 3$"):
+        replace(layer(1, 2), weight_seconds=3)

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from hybridpipe.planning.instructions import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     ReceiveActivation,
     ReceiveGradient,
@@ -15,8 +17,7 @@ from hybridpipe.planning.instructions import (
     Step,
     text,
 )
-from hybridpipe.planning.plan import SYNCHRONOUS
-from hybridpipe.planning.schedules import forward_programs, in_flight_per_stage, programs
+from hybridpipe.planning.schedules import forward_programs, in_flight_per_stage, programs, version_of
 from hybridpipe.planning.simulate import predict
 
 from .helpers import free, layer, model, plan
@@ -25,15 +26,20 @@ PLANS = st.builds(
     plan,
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(1, 20),
-    st.sampled_from(SYNCHRONOUS),
+    st.sampled_from(("1f1b", "gpipe")),
 )
+COMPUTING = Forward | Backward | BackwardInput | BackwardWeight | AllReduce | Step
 
 
-def computing(schedule, replicas, count, stage, replica=0):
+def computing(schedule, replicas, count, stage, replica=0, **options):
     """What a rank does, without its messages; `count` microbatches or, under pipedream, minibatches."""
-    made = plan(replicas, 1 if schedule == "pipedream" else count, schedule)
+    made = plan(replicas, 1 if schedule == "pipedream" else count, schedule, **options)
+    return computed(made, count, stage, replica)
+
+
+def computed(made, count, stage, replica=0):
     program = programs(made, count)[made.stages[stage].ranks[replica]]
-    return text(each for each in program if isinstance(each, Forward | Backward | AllReduce | Step))
+    return text(each for each in program if isinstance(each, COMPUTING))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +86,101 @@ def test_gpipe(replicas, num_microbatches, place, expected):
 )
 def test_pipedream(replicas, count, place, expected):
     assert computing("pipedream", replicas, count, *place) == expected
+
+
+@pytest.mark.parametrize(
+    "replicas, num_microbatches, place, expected",
+    [
+        # Qi et al., ICLR 2024, figure 3: W is late by as many microbatches as F is early elsewhere
+        ((1, 1, 1), 4, (0, 0), "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 all-reduce step"),
+        ((1, 1, 1), 4, (1, 0), "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 all-reduce step"),
+        ((1, 1, 1), 4, (2, 0), "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 all-reduce step"),
+        ((1, 1), 1, (1, 0), "F0 I0 W0 all-reduce step"),
+        ((2, 1), 3, (0, 1), "F1 I1 W1 all-reduce step"),
+    ],
+)
+def test_zero_bubble(replicas, num_microbatches, place, expected):
+    assert computing("zero-bubble", replicas, num_microbatches, *place) == expected
+
+
+@pytest.mark.parametrize(
+    "num_groups, num_microbatches, group, expected",
+    [
+        (2, 2, 0, "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"),
+        (2, 2, 1, "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"),
+        (2, 4, 1, "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3"),
+        (2, 3, 1, "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1 F2 F2.1 B2.1 B2"),  # one is left over
+        (3, 2, 2, "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"),
+    ],
+)
+def test_interleaved(num_groups, num_microbatches, group, expected):
+    seen = computing("interleaved-1f1b", [1] * num_groups, num_microbatches, group, chunks=2)
+    assert seen == f"{expected} all-reduce step"
+
+
+@pytest.mark.parametrize(
+    "replicas, per_minibatch, count, place, expected",
+    [
+        ((1,), 2, 4, (0, 0), "F0 B0 F1 B1 F2 all-reduce step B2 F3 B3 all-reduce step"),
+        ((1, 1), 2, 4, (0, 0), "F0 F1 B0 F2 B1 F3 all-reduce step B2 B3 all-reduce step"),
+        ((1, 1), 1, 3, (0, 0), "F0 F1 B0 all-reduce step F2 B1 all-reduce step B2 all-reduce step"),
+        ((1, 1), 2, 3, (1, 0), "F0 B0 F1 B1 F2 all-reduce step B2 all-reduce step"),
+        ((2, 1), 3, 6, (0, 1), "F1 F3 B1 F5 all-reduce step B3 B5 all-reduce step"),
+        ((3,), 2, 4, (0, 2), "F2 all-reduce step B2 all-reduce step"),  # nothing of the first minibatch
+        ((1, 3), 2, 2, (1, 2), "all-reduce step"),
+    ],
+)
+def test_2bw(replicas, per_minibatch, count, place, expected):
+    assert computed(plan(replicas, per_minibatch, "pipedream-2bw"), count, *place) == expected
+
+
+@pytest.mark.parametrize(
+    "schedule, replicas, limit, expected",
+    [
+        ("1f1b", (1, 1, 1), 2, (2, 2, 1)),
+        ("1f1b", (1, 1, 1), 9, (3, 2, 1)),
+        ("1f1b", (1, 4, 1), 2, (2, 1, 1)),  # two on each of the four would wait for what the first holds back
+        ("1f1b", (1, 4, 2, 1), 2, (2, 1, 1, 1)),
+        ("1f1b", (4, 1, 1, 1), 1, (1, 1, 1, 1)),
+        ("pipedream", (4, 1, 1, 1), 1, (1, 1, 1, 1)),  # each of the four: a round must come back
+        ("pipedream", (4, 1, 1, 1), 2, (2, 2, 2, 1)),
+        ("pipedream", (1, 1, 1, 1), 3, (3, 3, 2, 1)),
+        ("pipedream", (1,) * 8, 4, (4, 4, 3, 3, 2, 2, 1, 1)),
+        ("pipedream-2bw", (1, 4, 1), 2, (2, 1, 1)),
+    ],
+)
+def test_a_limit_is_shared_out_so_that_all_stages_can_advance(schedule, replicas, limit, expected):
+    made = plan(replicas, 1 if schedule == "pipedream" else 24, schedule, max_in_flight=limit)
+    assert in_flight_per_stage(made, 24) == expected
+
+
+def test_zero_bubble_stashes_no_more_than_the_first_stage_of_1f1b():
+    assert in_flight_per_stage(plan([1] * 4, 8, "zero-bubble"), 8) == (4, 4, 4, 4)
+    assert in_flight_per_stage(plan([1, 4, 1], 24, "zero-bubble"), 24) == (9, 6, 9)  # a fourth of 24 is 6
+
+
+@pytest.mark.parametrize(
+    "made, stage, expected",
+    [
+        (plan([1, 1, 1], 1, "pipedream"), 0, [0, 0, 0, 1, 2, 3]),  # w(t - n + 1) ...
+        (plan([1, 1, 1], 1, "pipedream"), 1, [0, 0, 1, 2, 3, 4]),
+        (plan([1, 1, 1], 1, "pipedream"), 2, [0, 1, 2, 3, 4, 5]),
+        (plan([1, 1, 1], 1, "pipedream", vertical_sync=True), 2, [0, 0, 0, 1, 2, 3]),
+        (plan([2, 1], 1, "pipedream"), 0, [0, 0, 0, 0, 1, 1]),  # counted in rounds of two
+        (plan([2, 1], 1, "pipedream", vertical_sync=True), 1, [0, 0, 0, 0, 2, 2]),
+        (plan([1, 2], 1, "pipedream", vertical_sync=True), 1, [0, 0, 0, 0, 1, 1]),
+        (plan([1, 1, 1], 1, "pipedream", max_in_flight=1), 0, [0, 1, 2, 3, 4, 5]),
+        (plan([1, 1], 2, "pipedream-2bw"), 0, [0, 0, 0, 0, 1, 1]),
+        (plan([3, 2], 1, "pipedream-2bw"), 1, [0, 0, 1, 2, 3, 4]),
+    ],
+)
+def test_which_weights_a_microbatch_sees(made, stage, expected):
+    assert [version_of(made, stage, m) for m in range(6)] == expected
+
+
+def test_a_synchronous_schedule_has_no_versions():
+    with pytest.raises(ValueError, match=r"^gpipe has one version of the weights at a time$"):
+        version_of(plan([1], 1, "gpipe"), 0, 0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12, 30])
@@ -205,6 +306,7 @@ def test_1f1b_is_about_as_fast_as_gpipe_for_any_replicas():
         model_, cluster = model(*(layer(m, 2 * m) for m in replicas)), free(sum(replicas))
         seconds = {
             schedule: predict(plan(replicas, 24, schedule), model_, cluster)[0].seconds
-            for schedule in SYNCHRONOUS
+            for schedule in ("1f1b", "gpipe", "zero-bubble")
         }
         assert seconds["1f1b"] <= 1.05 * seconds["gpipe"], replicas
+        assert seconds["zero-bubble"] <= 1.05 * seconds["gpipe"], replicas

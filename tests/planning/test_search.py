@@ -134,12 +134,21 @@ def test_recomputation_competes_where_memory_is_limited():
     profile = model(*[layer(1, 2, parameters=1, output=1, activation=100)] * 2)
     cluster = replace(free(2), memory_bytes=600)
     best = search(profile, cluster, 16, schedule="gpipe", recompute=True)[0]
-    assert best.plan.recompute
+    assert best.plan.recomputes(0) and best.plan.recomputes(1)
     with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
         search(profile, cluster, 16, schedule="gpipe")
-    roomy = search(profile, replace(free(2), memory_bytes=10**6), 16, recompute=True)
-    assert {c.plan.recompute for c in roomy} == {False, True} and not roomy[0].plan.recompute
-    assert not any(c.plan.recompute for c in search(profile, free(2), 16, recompute=True))
+    for roomy in (replace(free(2), memory_bytes=10**6), free(2)):
+        found = search(profile, roomy, 16, recompute=True)
+        assert not any(map(found[0].plan.recomputes, range(found[0].plan.num_stages)))
+        assert found == search(profile, roomy, 16)
+
+
+def test_only_stages_that_must_recompute():
+    """Under 1f1b the first of two stages holds two microbatches, the second one."""
+    profile = model(*[layer(1, 2, parameters=1, output=1, activation=100)] * 2)
+    cluster = replace(free(2), memory_bytes=150)
+    best = search(profile, cluster, 16, recompute=True)[0].plan
+    assert [best.recomputes(s) for s in range(best.num_stages)] == [True, False]
 
 
 def refusal(profile, cluster, num_microbatches, **asked):
@@ -255,3 +264,83 @@ def test_a_long_minibatch_is_judged_at_once(num_microbatches):
     begin = time.monotonic()
     assert search(FOUR, Cluster.flat(16, 1e3, 1e-3), num_microbatches)
     assert time.monotonic() - begin < 30
+
+
+EQUAL = model(*[layer(1e-2, 2e-2, parameters=10**7, output=10**5)] * 16)
+
+
+@pytest.mark.parametrize(
+    "profile, bandwidth, best",
+    [
+        (EQUAL, 1e8, "interleaved-1f1b"),  # weights are heavy, messages light
+        (model(*EQUAL.layers[:4]), 1e8, "zero-bubble"),  # a layer a rank: nothing to interleave on all
+        (model(*[layer(1, 2, output=1)] * 16), 1e9, "1f1b"),  # data parallelism is perfect
+    ],
+)
+def test_auto_takes_the_schedule_that_is_fastest_in_the_simulator(profile, bandwidth, best):
+    cluster = Cluster.flat(4, bandwidth, 1e-5)
+    found = search(profile, cluster, 16, schedule="auto")
+    alone = {
+        schedule: search(profile, cluster, 16, schedule=schedule)[0].seconds
+        for schedule in ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")
+    }
+    assert found[0].plan.schedule == best
+    assert found[0].seconds == approx(min(alone.values()))
+    assert all(alone[best] <= seconds * (1 + 1e-9) for seconds in alone.values())
+
+
+def test_auto_allows_asynchronous_schedules_where_it_is_asked_to():
+    cluster = Cluster.flat(4, 1e8, 1e-5)
+    schedules = {c.plan.schedule for c in search(EQUAL, cluster, 16, schedule="auto")}
+    assert schedules == {"1f1b", "gpipe", "zero-bubble", "interleaved-1f1b"}
+    found = search(EQUAL, cluster, 16, schedule="auto", asynchronous=True, vertical_sync=True)
+    assert {c.plan.schedule for c in found} == {*schedules, "pipedream", "pipedream-2bw"}
+    assert {c.plan.vertical_sync for c in found if c.plan.schedule == "pipedream"} == {True}
+    assert {c.samples * c.plan.num_microbatches for c in found} == {16}
+    assert found[0].plan.is_asynchronous
+
+
+def test_what_schedules_can_do_limits_auto():
+    limited = search(EQUAL, free(4), 16, schedule="auto", max_in_flight=2)
+    assert {(c.plan.schedule, c.plan.max_in_flight) for c in limited} == {("1f1b", 2)}
+    with pytest.raises(ValueError, match=r"^vertical_sync must be false unless asynchronous schedules"):
+        search(EQUAL, free(4), 16, schedule="auto", vertical_sync=True)
+    with pytest.raises(ValueError, match=r"^schedule must be one of auto, 1f1b, gpipe, .*, got 'best'$"):
+        search(EQUAL, free(4), 16, schedule="best")
+    with pytest.raises(ValueError, match=r"^max_in_flight must not be given under gpipe$"):
+        search(EQUAL, free(4), 16, schedule="gpipe", max_in_flight=2)
+    with pytest.raises(
+        ValueError, match=r"^schedule interleaved-1f1b needs at least 2 ranks and 4 layers, got 4 and 3$"
+    ):
+        search(model(*[layer()] * 3), free(4), 16, schedule="interleaved-1f1b")
+    assert search(model(*[layer()] * 3), free(4), 16, schedule="auto")
+
+
+def test_equal_predictions_go_to_the_simpler_schedule():
+    def candidate(schedule, num_ranks, seconds=1.0):
+        plan = Plan((StageSpec(0, 1, num_ranks),), schedule, predicted=Prediction(seconds, 1.0, 0.0, ()))
+        return Candidate("exact", plan, 1)
+
+    order = [candidate("1f1b", 2), candidate("gpipe", 1), candidate("zero-bubble", 1)]
+    assert ranked(order[::-1]) == order
+    assert ranked([*order, candidate("zero-bubble", 2, 0.9)])[0].seconds == 0.9
+
+
+@pytest.mark.parametrize("limit", [6 * 10**6, 4 * 10**6])
+def test_interleaved_plans_respect_memory(limit):
+    profile = model(*[layer(1, 2, parameters=10**5, output=10**4, activation=10**5)] * 16)
+    cluster = replace(Cluster.flat(4, 1e5, 1e-3), memory_bytes=limit)
+    found = search(profile, cluster, 16, schedule="interleaved-1f1b", recompute=True)
+    assert all(fits(candidate.plan, profile, cluster) for candidate in found)
+    with pytest.raises(NoPlanFits, match="comes closest and needs"):
+        search(profile, replace(cluster, memory_bytes=10**5), 16, schedule="interleaved-1f1b")
+
+
+def test_the_baselines_of_schedules_that_have_none():
+    assert data_parallel(EQUAL, free(4), 4, 8, "auto").schedule == "1f1b"
+    assert data_parallel(EQUAL, free(4), 4, 8, "interleaved-1f1b").schedule == "1f1b"
+    chunked = straight(EQUAL, free(4), 4, 8, "interleaved-1f1b")
+    assert chunked.schedule == "interleaved-1f1b" and set(chunked.replicas) == {1}
+    names = ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")
+    seconds = [straight(EQUAL, free(4), 4, 8, name).predicted.minibatch_seconds for name in names]
+    assert straight(EQUAL, free(4), 4, 8, "auto").predicted.minibatch_seconds == approx(min(seconds))

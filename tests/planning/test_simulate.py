@@ -12,13 +12,24 @@ from pytest import approx
 from hybridpipe.planning.cluster import AllReduce as AllReduceFigures
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost import BUCKET_BYTES, GradientBucket, StageCost, estimate, stage_costs
-from hybridpipe.planning.instructions import AllReduce, Backward, Forward, Step, parse, text
-from hybridpipe.planning.plan import SYNCHRONOUS, Plan
+from hybridpipe.planning.instructions import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Step,
+    parse,
+    text,
+)
+from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import forward_programs, programs
 from hybridpipe.planning.simulate import Deadlock, predict, simulate
 
 from .helpers import free, layer, model, plan
 
+STRAIGHT = ("1f1b", "gpipe")
+FLUSHED = (*STRAIGHT, "zero-bubble")
 COMBINATIONS = [
     replicas for stages in range(1, 5) for replicas in itertools.product(range(1, 5), repeat=stages)
 ]
@@ -36,7 +47,7 @@ def times(timeline, rank, kind):
 # The pipeline
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", STRAIGHT)
 @pytest.mark.parametrize("p, m", [(1, 1), (1, 8), (2, 1), (2, 3), (3, 7), (4, 2), (4, 8), (8, 32)])
 def test_bubble_matches_the_paper(schedule, p, m):
     timeline, _ = predict(plan([1] * p, m, schedule), model(*[layer(1, 2)] * p), free(p))
@@ -44,7 +55,7 @@ def test_bubble_matches_the_paper(schedule, p, m):
     assert timeline.seconds == approx(3 * (m + p - 1))
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", FLUSHED)
 def test_no_rank_idles_once_replicas_and_cuts_balance(schedule):
     """Stage 0 costs twice as much and has twice the ranks: after the fill, nobody waits."""
     _, prediction = predict(plan([2, 1], 40, schedule), model(layer(2, 4), layer(1, 2)), free(3))
@@ -104,7 +115,7 @@ def test_straight_pipelines_match_the_recurrence(seed):
     stages, m = draw.choice([2, 2, 3, 4]), draw.randint(1, 9)
     forward, backward = ([draw.randint(1, 20) / 10 for _ in range(stages)] for _ in "FB")
     transfer, latency = (draw.randint(0, 25) / 10 if stages == 2 else 0.0), draw.randint(0, 10) / 10
-    straight = plan([1] * stages, m, draw.choice(SYNCHRONOUS))
+    straight = plan([1] * stages, m, draw.choice(STRAIGHT))
     costs = [
         StageCost(f, b, output_bytes=transfer, gradient_bytes=transfer) for f, b in zip(forward, backward)
     ]
@@ -161,7 +172,7 @@ def test_an_evaluation_can_be_simulated():
 # Deadlock
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", FLUSHED)
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 def test_no_deadlock_with_buffered_sends(schedule, num_microbatches):
     """Every replica count may meet every other."""
@@ -367,6 +378,46 @@ def test_every_replica_joins_the_all_reduce(num_microbatches, waits):
     assert [times(timeline, rank, AllReduce) for rank in range(2)] == [[wait] for wait in waits]
 
 
+def test_the_weights_half_fills_the_buckets():
+    """Both replicas: F 0-1, I 1-2, W 2-4 with a bucket in its middle and one at its end, each of 1 s."""
+    cost = StageCost(1.0, 3.0, buckets=(GradientBucket(10, 0.5), GradientBucket(10, 1.0)), weight_seconds=2.0)
+    made = plan([2], 2, "zero-bubble")
+    timeline = simulate(programs(made), made, [cost], Cluster.flat(2, 10.0, 0.0))
+    for rank in (0, 1):
+        assert times(timeline, rank, BackwardInput) == [(1, 2)]
+        assert times(timeline, rank, BackwardWeight) == [(2, 4)]
+        assert times(timeline, rank, AllReduce) == [(4, 5)]
+
+
+def test_the_gradients_of_each_stage_of_a_rank_are_reduced_once_they_are_final():
+    """Stages 0 and 2 on ranks 0 and 1: 0.1's are final at the end of its backward, long before 0's."""
+    bucket = (GradientBucket(10, 1.0),)
+    costs = [StageCost(1.0, 2.0, update_seconds=0.5, buckets=bucket)] * 4
+    made = plan([2, 2], 2, "interleaved-1f1b", chunks=2)
+    timeline = simulate(programs(made), made, costs, Cluster.flat(4, 1e300, 0.0))
+    slow = simulate(programs(made), made, costs, replace(Cluster.flat(4, 10.0, 0.0)))
+    free_end = times(timeline, 0, Backward)[-1].expected[1]
+    assert free_end == 12 and times(slow, 0, AllReduce) == [(12, 13)]
+    assert times(slow, 0, Step) == [(13, 14)]  # of two stages
+
+
+def test_messages_between_the_stages_of_two_ranks_do_not_mix():
+    """Rank 0 sends microbatch 0 forward from stage 0 and from stage 2, of different sizes."""
+    made = plan([1, 1], 1, "interleaved-1f1b", chunks=2)
+    costs = [StageCost(1.0, 1.0, output_bytes=10 * i, gradient_bytes=i) for i in (1, 2, 3, 4)]
+    timeline = simulate(programs(made), made, costs, Cluster.flat(2, 10.0, 0.0))
+    assert timeline.seconds == approx(8 + (1 + 2 + 3) + (0.3 + 0.2 + 0.1))
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_rank_of_several_stages_is_named_with_that_of_its_instruction(synchronous):
+    made = plan([1, 1], 1, "interleaved-1f1b", chunks=2)
+    bad = {0: parse("F0 sa0 ra0.1"), 1: parse("ra0 F0 rg0")}
+    waiting = "rank 0 (stage 2) waits at instruction 2, ra0.1; rank 1 (stage 1) waits at instruction 2, rg0"
+    with pytest.raises(Deadlock, match=f": {re.escape(waiting)}$"):
+        simulate(bad, made, [StageCost(1.0, 1.0)] * 4, free(2), synchronous=synchronous)
+
+
 # The prediction
 
 
@@ -522,6 +573,34 @@ def test_the_pace_of_a_full_pipeline_is_that_of_a_long_run(replicas):
     assert predict(made, profile, cluster)[1].minibatch_seconds == approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 2, 1), (2, 3), (3, 2, 1)])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_pace_of_2bw_is_that_of_a_long_run(replicas, size):
+    made = plan(replicas, size, "pipedream-2bw")
+    profile = model(*[layer(m, 2 * m, parameters=9, output=2) for m in replicas])
+    cluster = Cluster.flat(6, 20.0, 0.01)
+    whole = 96
+    timeline = simulate(programs(made, 3 * whole * size), made, stage_costs(profile, made), cluster)
+    ends = {
+        event.instruction.microbatch: event.end_seconds
+        for rank in made.stages[0].ranks
+        for event in timeline.events[rank]
+        if isinstance(event.instruction, Backward)
+    }
+    measured = (ends[2 * whole * size] - ends[whole * size]) / whole
+    assert predict(made, profile, cluster)[1].minibatch_seconds == approx(measured, rel=0.02)
+
+
+def test_a_limit_in_flight_slows_a_full_pipeline_down():
+    """One minibatch at a time: all stages, one after the other; half of those it takes: half as fast."""
+    profile = model(*[layer(1, 2)] * 8)
+    seconds = [
+        predict(plan([1] * 8, 1, "pipedream", max_in_flight=most), profile, free(8))[1].minibatch_seconds
+        for most in (1, 2, 4, 8, None)
+    ]
+    assert seconds == approx([24, 12, 6, 3, 3])
+
+
 def test_no_deadlock_of_asynchronous_programs():
     """Every replica count may meet every other, also where the last round is not full."""
     for replicas in COMBINATIONS:
@@ -537,7 +616,7 @@ def test_no_deadlock_of_asynchronous_programs():
 # Large plans
 
 
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("schedule", FLUSHED)
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (4, 2, 1), (3, 1), (2, 4, 3), (6,)])
 def test_a_long_minibatch_lies_on_a_line_with_two_shorter_ones(monkeypatch, schedule, replicas):
     cluster = Cluster(
@@ -555,6 +634,27 @@ def test_a_long_minibatch_lies_on_a_line_with_two_shorter_ones(monkeypatch, sche
     assert sum(map(len, part.events.values())) < sum(map(len, whole.events.values())) / 2
     assert extended.minibatch_seconds == approx(full.minibatch_seconds, rel=0.01)
     assert extended.bubble_fraction == approx(full.bubble_fraction, abs=0.01)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 2)])
+@pytest.mark.parametrize("num_microbatches", [240, 243])
+def test_a_long_interleaved_minibatch_lies_on_a_line_too(monkeypatch, replicas, num_microbatches):
+    profile = model(*[layer(1, 1.5, parameters=40, output=8, update=0.3)] * len(replicas) * 2)
+    made = plan(replicas, num_microbatches, "interleaved-1f1b", chunks=2)
+    cluster = Cluster.flat(4, 40.0, 0.1)
+    whole, full = predict(made, profile, cluster)
+    monkeypatch.setattr("hybridpipe.planning.simulate.MAX_INSTRUCTIONS", 100)
+    part, extended = predict(made, profile, cluster)
+    assert sum(map(len, part.events.values())) < sum(map(len, whole.events.values())) / 2
+    assert extended.minibatch_seconds == approx(full.minibatch_seconds, rel=0.01)
+    assert extended.bubble_fraction == approx(full.bubble_fraction, abs=0.01)
+
+
+@pytest.mark.parametrize("size", [1, 10**12])
+def test_a_minibatch_of_2bw_too_long_to_simulate_has_the_pace_of_the_formula(monkeypatch, size):
+    monkeypatch.setattr("hybridpipe.planning.simulate.MAX_INSTRUCTIONS", 100)
+    _, prediction = predict(plan([1] * 8, size, "pipedream-2bw"), model(*[layer(1, 2)] * 8), free(8))
+    assert prediction.minibatch_seconds > 0
 
 
 def test_an_asynchronous_pipeline_too_deep_to_fill_has_the_pace_of_the_formula(monkeypatch):

@@ -30,6 +30,7 @@ def test_figures():
     assert seen.seconds == 10
     assert (seen.busy_seconds(0), seen.busy_seconds(1)) == (4, 3)
     assert seen.bubble_fraction == approx(1 - 7 / 20)
+    assert timeline(r0="F0:0-1 I0:1-3 W0.1:4-5").busy_seconds(0) == 4
 
 
 def test_busy_within_a_window():
@@ -68,12 +69,28 @@ def test_parts_of_a_message_that_was_there_already_are_its_handling():
     assert seen.parts(plan([1, 1], 1)).traffic_seconds == approx((1 + 0.5) / 2)
 
 
+def test_parts_of_halves_and_of_several_stages_on_a_rank():
+    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1: a receive is matched with the send of its own stage."""
+    seen = timeline(
+        r0="F0:0-1 sa0:1-1 ra0.1:1-4 F0.1:4-5 sa0.1:5-5 rg0.1:5-9 I0.1:9-10 sg0.1:10-10 W0.1:10-12",
+        r1="ra0:0-2 F0:2-3 sa0:3-3 ra0.1:3-7 F0.1:7-8 B0.1:8-9 sg0.1:9-9 rg0:9-11",
+    )
+    parts = seen.parts(plan([1, 1], 1, "interleaved-1f1b", chunks=2))
+    assert parts.forward_seconds == approx((2 + 2) / 2)
+    assert parts.backward_seconds == approx((3 + 1) / 2)
+    assert parts.traffic_seconds == approx(((4 - 3) + (9 - 9) + (2 - 1) + (7 - 5) + (11 - 10)) / 2)
+    assert parts.seconds == approx(12)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("replicas", [(1,), (4,), (1, 1, 1), (3, 2, 1), (1, 4, 2)])
 def test_parts_add_up_to_the_timeline(schedule, replicas):
-    profile = model(*[layer(1, 2, parameters=30, output=9, update=0.5)] * len(replicas))
-    made = plan(replicas, 1 if schedule == "pipedream" else 7, schedule)
-    seen, _ = predict(made, profile, replace(Cluster.flat(8, 10.0, 0.25), message_seconds=0.125))
+    chunks = 1
+    if schedule == "interleaved-1f1b":
+        replicas, chunks = replicas[:1] * max(2, len(replicas)), 2
+    profile = model(*[layer(1, 2, parameters=30, output=9, update=0.5)] * len(replicas) * chunks)
+    made = plan(replicas, 1 if schedule == "pipedream" else 7, schedule, chunks=chunks)
+    seen, _ = predict(made, profile, replace(Cluster.flat(12, 10.0, 0.25), message_seconds=0.125))
     parts = seen.parts(made)
     assert parts.seconds == approx(seen.seconds)
     assert min(astuple(parts)) >= -1e-9
@@ -89,8 +106,9 @@ def test_nothing_has_no_bubble(empty):
 
 
 def test_kind():
-    program = parse("F0 B0 ra0 sa0 rg0 sg0 all-reduce step")
-    expected = ["forward", "backward", *["message"] * 4, "all-reduce", "step"]
+    program = parse("F0 B0 I0 W0 ra0 sa0 rg0 sg0 all-reduce step")
+    backwards = ["backward", "backward-input", "backward-weight"]
+    expected = ["forward", *backwards, *["message"] * 4, "all-reduce", "step"]
     assert [kind(instruction) for instruction in program] == expected
 
 

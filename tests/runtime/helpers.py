@@ -4,18 +4,22 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec
 from hybridpipe.batches import slice_minibatch
+from hybridpipe.planning.instructions import without_update
+from hybridpipe.planning.plan import Place
 from hybridpipe.planning.schedules import programs
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.executor import Executor
 from hybridpipe.runtime.inprocess import Mailboxes, QueueTransport, SharedGradients
+from hybridpipe.runtime.stream import Stream
+from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.split import check_plan
 from hybridpipe.stage.stage import Stage
 
@@ -57,6 +61,25 @@ class Recorded(SharedGradients):
         self.seen.append([None if p.grad is None else p.grad.clone() for p in self._parameters])
 
 
+class StageSum:
+    """The sum of a number over the stages of ranks that are threads."""
+
+    def __init__(self, barrier: threading.Barrier):
+        self.barrier, self.numbers = barrier, {}
+
+    def at(self, place: Place) -> Callable[[float], float]:
+        """For the rank there; replicas have the same number."""
+
+        def add_up(number: float) -> float:
+            self.numbers[place] = number
+            self.barrier.wait()
+            total = sum(self.numbers[each] for each in sorted(self.numbers) if each.replica == 0)
+            self.barrier.wait()
+            return total
+
+        return add_up
+
+
 class Result(NamedTuple):
     """What a training left behind: per minibatch the loss and each parameter's gradient, and the weights."""
 
@@ -64,32 +87,48 @@ class Result(NamedTuple):
     gradients: list[list[Tensor | None]]
     parameters: list[Tensor]
     events: dict[int, list[list[Event]]]
+    executors: dict[int, Executor]
 
 
-def make_plan(name: str, num_layers: int, num_microbatches: int, schedule: str = "1f1b") -> Plan:
+def make_plan(
+    name: str, num_layers: int, num_microbatches: int, schedule: str = "1f1b", **options: Any
+) -> Plan:
     """From "2-1" and the like: the layers shared out evenly."""
-    replicas = [int(count) for count in name.split("-")]
+    replicas = [int(count) for count in name.split("-")] * options.get("chunks", 1)
     edges = [round(i * num_layers / len(replicas)) for i in range(len(replicas) + 1)]
     stages = tuple(StageSpec(*each) for each in zip(edges, edges[1:], replicas, strict=False))
-    return Plan(stages, schedule=schedule, num_microbatches=num_microbatches)
+    return Plan(stages, schedule=schedule, num_microbatches=num_microbatches, **options)
 
 
 def one_process(
-    model: nn.Sequential, minibatches: Sequence[tuple[Tensor, Tensor]], loss, optimizer
+    model: nn.Sequential,
+    minibatches: Sequence[tuple[Tensor, Tensor]],
+    loss,
+    optimizer,
+    lr_scheduler=None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
 ) -> Result:
-    """Plain PyTorch, the whole minibatch at once."""
+    """Plain PyTorch, the whole minibatch at once; an update after each `accumulate` of them."""
     model = copy.deepcopy(model)
     parameters = list(model.parameters())
     update = optimizer([p for p in parameters if p.requires_grad])
+    scheduler = None if lr_scheduler is None else lr_scheduler(update)
     losses, gradients = [], []
-    for inputs, targets in minibatches:
+    for i, (inputs, targets) in enumerate(minibatches):
         value = loss(model(inputs), targets)
         value.backward()
         losses.append(value.item())
+        if (i + 1) % accumulate:
+            continue
         gradients.append([None if p.grad is None else p.grad.clone() for p in parameters])
+        if clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
         update.step()
         update.zero_grad()
-    return Result(losses, gradients, parameters, {})
+        if scheduler is not None:
+            scheduler.step()
+    return Result(losses, gradients, parameters, {}, {})
 
 
 def in_threads(
@@ -98,50 +137,51 @@ def in_threads(
     minibatches: Sequence[tuple[Tensor, Tensor]],
     microbatch_size: int,
     loss,
-    optimizer,
+    optimizer=None,
     timeout_seconds: float = 5.0,
+    rule: UpdateRule | None = None,
+    accumulate: int = 1,
 ) -> Result:
     """The same under a plan. Every rank has a model of its own. Raises what the first failing rank raised."""
     check_plan(model, plan)
     mailboxes = Mailboxes()
-    stages: dict[int, list[Stage]] = {}  # by stage, a Stage for each replica
-    for s, spec in enumerate(plan.stages):
-        last = s == plan.num_stages - 1
-        stages[s] = [
-            Stage(
-                list(copy.deepcopy(model))[spec.start : spec.stop],
-                spec.start,
-                CPU,
-                loss=loss if last else None,
-            )
-            for _ in spec.ranks
-        ]
-    executors, barriers = {}, []
-    for s, replicas in stages.items():
-        parameters = [list(stage.module.parameters()) for stage in replicas]
-        barriers.append(threading.Barrier(len(replicas), timeout=timeout_seconds))
-        for r, (stage, rank) in enumerate(zip(replicas, plan.stages[s].ranks, strict=True)):
-            trained = [p for p in parameters[r] if p.requires_grad]
+    executors: dict[int, Executor] = {}
+    barriers = [threading.Barrier(plan.num_ranks, timeout=timeout_seconds)]
+    stage_sum = StageSum(barriers[0])
+    for group, spec in enumerate(plan.stages[: plan.num_groups]):
+        held = plan.held_stages(Place(group, 0))
+        stages = [[_stage(plan, model, s, loss) for s in held] for _ in spec.ranks]  # for each replica
+        parameters = [[p for stage in each for p in stage.module.parameters()] for each in stages]
+        barriers.append(threading.Barrier(spec.replicas, timeout=timeout_seconds))
+        for r, rank in enumerate(spec.ranks):
+            transport = QueueTransport(mailboxes, rank, timeout_seconds)
             executors[rank] = Executor(
-                stage,
-                s,
-                Boundary(plan, s, QueueTransport(mailboxes, rank, timeout_seconds), CPU),
+                plan,
+                Place(group, r),
+                stages[r],
+                [Boundary(plan, s, transport, CPU) for s in held],
                 Recorded(parameters[r], r, parameters, barriers[-1]),
-                optimizer(trained) if trained else None,
+                (rule or UpdateRule(optimizer)).build(
+                    [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
+                ),
             )
 
+    cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
+    streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
     shares: list[dict[int, float]] = [{} for _ in minibatches]
     events: dict[int, list[list[Event]]] = {rank: [] for rank in plan.ranks}
     errors: list[Exception] = []
 
     def train(rank: int) -> None:
         try:
-            for step, (inputs, targets) in enumerate(minibatches):
-                minibatch = slice_minibatch(inputs, targets, microbatch_size)
-                program = programs(plan, len(minibatch.sizes))[rank]
-                losses, noted = executors[rank].run(program, minibatch, step)
-                shares[step].update(losses)
-                events[rank].append(noted)
+            for i, stream in enumerate(streams):
+                program = programs(plan, len(stream.sizes))[rank]
+                if (i + 1) % accumulate:
+                    program = without_update(program)
+                for done in executors[rank].run(program, stream):
+                    for m, share in done.losses.items():
+                        shares[stream[m].step][stream[m].microbatch] = share
+                    events[rank].append(done.events)
         except Exception as error:
             errors.append(error)
             for barrier in barriers:
@@ -155,24 +195,46 @@ def in_threads(
     if errors:
         raise errors[0]
 
-    for replicas in stages.values():
+    first = []
+    for spec in plan.stages[: plan.num_groups]:
+        replicas = [executors[rank] for rank in spec.ranks]
         for others in replicas[1:]:
-            for mine, theirs in zip(replicas[0].module.parameters(), others.module.parameters(), strict=True):
+            for mine, theirs in zip(_parameters(replicas[0]), _parameters(others), strict=True):
                 assert torch.equal(mine, theirs), "replicas differ"
-        assert all(stage.num_stashed == 0 for stage in replicas)
-    first = [executors[spec.ranks[0]] for spec in plan.stages]
+        assert all(stage.num_stashed == 0 for each in replicas for stage in each.stages)
+        first.append(replicas[0])
+    held = [pair for each in first for pair in zip(each.held, each.stages, strict=True)]
+    in_order = sorted(held, key=lambda pair: pair[0])
+    seen = [] if plan.is_asynchronous or plan.chunks > 1 else range(len(minibatches) // accumulate)
     return Result(
         [sum(part[m] for m in sorted(part)) for part in shares],
-        [list(chain(*(executor.gradients.seen[i] for executor in first))) for i in range(len(minibatches))],
-        [parameter for executor in first for parameter in executor.stage.module.parameters()],
+        [list(chain(*(each.gradients.seen[i] for each in first))) for i in seen],
+        [parameter for _, stage in in_order for parameter in stage.module.parameters()],
         events,
+        executors,
     )
+
+
+def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
+    spec = plan.stages[s]
+    return Stage(
+        list(copy.deepcopy(model))[spec.start : spec.stop],
+        spec.start,
+        CPU,
+        loss=loss if s == plan.num_stages - 1 else None,
+        split_backward=plan.schedule == "zero-bubble",
+        recompute=plan.recomputes(s),
+    )
+
+
+def _parameters(executor: Executor) -> list[Tensor]:
+    return [parameter for stage in executor.stages for parameter in stage.module.parameters()]
 
 
 def assert_same(result: Result, expected: Result, within: float = 1e-12) -> None:
     """Losses, gradients and parameters, to rounding."""
     torch.testing.assert_close(result.losses, expected.losses, rtol=0, atol=within)
-    for seen, wanted in zip(result.gradients, expected.gradients, strict=True):
+    for seen, wanted in zip(result.gradients, expected.gradients, strict=False):
         for gradient, reference in zip(seen, wanted, strict=True):
             if reference is None or gradient is None:
                 assert gradient is reference

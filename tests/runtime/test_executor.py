@@ -69,14 +69,30 @@ class OnPositive(nn.Module):
         return torch.where(positive, self.inner(x), x) if positive.any() else x
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["stashed", "recomputed"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize(
     "name", ["1", "3", "1-1", "2-1", "1-2", "3-2", "1-3", "2-2", "1-1-1-1", "2-1-2", "1-2-1"]
 )
-def test_every_plan_equals_one_process(name, schedule):
+def test_every_plan_equals_one_process(name, schedule, recompute):
     model, data = mlp(), minibatches(12, 12, 7, 1)  # 6, 6, 4 and 1 microbatches: some replicas get none
-    plan = make_plan(name, len(model), 6, schedule)
+    plan = make_plan(name, len(model), 6, schedule, recompute=recompute)
     result = in_threads(plan, model, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+
+
+@pytest.mark.parametrize("name, chunks", [("1-1", 2), ("2-2", 2), ("1-1-1", 2), ("3-3", 3), ("1-1", 3)])
+def test_several_stages_on_a_rank_equal_one_process(name, chunks):
+    model, data = nn.Sequential(*mlp(), nn.Linear(CLASSES, CLASSES).double()), minibatches(12, 12, 7, 1)
+    plan = make_plan(name, len(model), 6, "interleaved-1f1b", chunks=chunks)
+    result = in_threads(plan, model, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+
+
+def test_one_stage_recomputes_and_the_other_does_not():
+    model, data = mlp(), minibatches(12, 7)
+    stages = (StageSpec(0, 3, recompute=True), StageSpec(3, 5))
+    result = in_threads(Plan(stages, num_microbatches=6), model, data, 2, cross_entropy, momentum)
     assert_same(result, one_process(model, data, cross_entropy, momentum))
 
 

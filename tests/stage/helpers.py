@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Call(nn.Module):
@@ -44,3 +45,87 @@ def double(*layers: nn.Module) -> nn.Sequential:
 
 def batch(num_samples: int, num_features: int) -> torch.Tensor:
     return torch.randn(num_samples, num_features, dtype=torch.float64)
+
+
+class Shared(nn.Module):
+    """One linear layer used twice, its weight used a third time from outside."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(size, size), nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return self.scale * self.linear(torch.tanh(self.linear(x))) @ self.linear.weight
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also that of the linear layer behind."""
+
+    def __init__(self, entries, size):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(entries, size), nn.Linear(size, entries)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, indices):
+        return self.head(torch.tanh(self.embedding(indices)))
+
+
+class Checkpointed(nn.Module):
+    """Runs `inner` again in the backward."""
+
+    def __init__(self, inner, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class Penalised(nn.Module):
+    """Adds to its output the gradient of its input: autograd inside the forward, differentiated again."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        y = self.inner(x)
+        return y + torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+
+class Implicit(nn.Module):
+    """Runs autograd for its input's gradient inside the backward, twice, before the real one goes on."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.inner = nn.Linear(size, size)
+
+    def forward(self, x):
+        fixed = torch.tanh(self.inner(x)).detach().requires_grad_()
+        again = torch.tanh(self.inner(fixed))
+        copy = again.clone()
+
+        def refine(gradient):
+            for _ in range(2):
+                gradient = gradient + torch.autograd.grad(again, fixed, gradient, retain_graph=True)[0] / 4
+            return gradient
+
+        copy.register_hook(refine)
+        return copy + x
+
+
+class Stateful(nn.Module):
+    """Its output depends on buffers that its forwards change, in place and by replacement."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("constant", torch.ones(size))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.calls += 1
+        return self.linear(x * self.constant + self.mean) * self.calls.clone()

@@ -213,3 +213,20 @@ def test_a_profile_survives_its_file(tmp_path):
 def test_other_models_are_refused():
     with pytest.raises(TypeError, match=r"nn\.Sequential"):
         profile_of(nn.Linear(4, 3))
+
+
+def test_the_weights_part_of_a_backward_is_measured():
+    """All of the first layer's backward, as nothing comes back from it; none of a layer without weights."""
+    wide = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 3))
+    profile = profile_of(wide, torch.randn(64, 256), torch.randint(0, 3, (64,)))
+    first, relu, middle, _ = profile.layers
+    assert first.weight_seconds > 0.8 * first.backward_seconds
+    assert relu.weight_seconds == 0
+    assert 0.2 < middle.weight_seconds / middle.backward_seconds < 0.8
+    assert all(p.requires_grad for p in wide.parameters())
+
+
+def test_frozen_parameters_make_no_gradients():
+    model = mlp()
+    model[2].requires_grad_(False)
+    assert figures(profile_of(model), "weight_seconds")[1:] == [0, 0]

@@ -1,7 +1,8 @@
 """Under mpirun: train under each plan and compare every parameter with one process, in float64.
 
 The one process is the few lines of `reference`: microbatches in order, gradients weighted by samples and
-added up, one update. Usage: exactness.py NUM_UPDATES PLAN... with plans such as 2-2 or 1-2-1.
+added up, one update. Usage: exactness.py NUM_UPDATES PLAN... with plans such as 2-2, 1-2-1 or, with two
+stages on each rank, 1-1x2.
 """
 
 import copy
@@ -64,11 +65,18 @@ def reference(optimizer_factory, epochs):
     return model.state_dict(), losses
 
 
-def make_plan(name: str, schedule: str) -> Plan:
-    replicas = [int(count) for count in name.split("-")]
+def make_plan(name: str, schedule: str, recompute: bool = False) -> Plan:
+    name, _, chunks = name.partition("x")
+    replicas = [int(count) for count in name.split("-")] * int(chunks or 1)
     edges = [round(i * 7 / len(replicas)) for i in range(len(replicas) + 1)]
     stages = tuple(StageSpec(a, b, m) for a, b, m in zip(edges, edges[1:], replicas, strict=False))
-    return Plan(stages, schedule=schedule, num_microbatches=MINIBATCH // MICROBATCH)
+    return Plan(
+        stages,
+        schedule=schedule,
+        num_microbatches=MINIBATCH // MICROBATCH,
+        chunks=int(chunks or 1),
+        recompute=recompute,
+    )
 
 
 def check(plan: Plan, name: str, expected, expected_losses, epochs) -> None:
@@ -103,8 +111,13 @@ def main() -> None:
         expected, losses = reference(copy.deepcopy(factory), epochs)
         assert len(losses) == updates
         for plan in sys.argv[2:]:
-            for schedule in ("gpipe", "1f1b"):
+            if "x" in plan:
+                check(make_plan(plan, "interleaved-1f1b"), name, expected, losses, epochs)
+                continue
+            for schedule in ("gpipe", "1f1b", "zero-bubble"):
                 check(make_plan(plan, schedule), name, expected, losses, epochs)
+            check(make_plan(plan, "zero-bubble", recompute=True), name, expected, losses, epochs)
 
 
-main()
+if __name__ == "__main__":
+    main()

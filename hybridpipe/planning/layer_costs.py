@@ -1,0 +1,162 @@
+"""Layer costs: what stages of all lengths cost, for `partition`'s program over them.
+
+Lives here: the formula of `cost` in tables over first layers and lengths. Not known here: ranks, beyond the
+kinds of slots that `placement` makes of them.
+"""
+
+import math
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost import handling_seconds, measured_speed, stage_parts
+from hybridpipe.planning.memory import FUSION_BYTES
+from hybridpipe.planning.placement import Floats, Ints, Kind
+from hybridpipe.planning.plan import ASYNCHRONOUS, Plan, StageSpec
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.schedules import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What all plans of a search have in common."""
+
+    num_microbatches: int
+    schedule: str = "1f1b"
+    recompute: bool = False
+    vertical_sync: bool = False
+    max_in_flight: int | None = None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether plans of this form have no flush."""
+        return self.schedule in ASYNCHRONOUS
+
+    def plan(self, stages: Iterable[StageSpec], chunks: int = 1) -> Plan:
+        """The plan of this form with these stages."""
+        return Plan(
+            tuple(stages),
+            self.schedule,
+            self.num_microbatches,
+            chunks=chunks,
+            vertical_sync=self.vertical_sync,
+            max_in_flight=self.max_in_flight,
+            recompute=self.recompute,
+        )
+
+    def full_rounds(self, replicas: int) -> float:
+        """So many times a stage's work is at least in the maximum."""
+        rounds = ceil_div(self.num_microbatches, replicas)
+        match self.schedule:
+            case "pipedream":
+                return 1 / replicas
+            case "pipedream-2bw":
+                return rounds
+        return rounds - 1
+
+    def versions(self, in_flight: int) -> int:
+        """Of the weights, that a replica keeps."""
+        return {"pipedream": in_flight, "pipedream-2bw": 2}.get(self.schedule, 1)
+
+
+class LayerCosts:
+    """What layers cost at full speed, `[layer]`, and what a cut between them costs, `[edge]`."""
+
+    def __init__(self, profile: ModelProfile, cluster: Cluster, form: Form) -> None:
+        layers, speed = profile.layers, measured_speed(profile, cluster)
+        forward = np.array([layer.forward_seconds for layer in layers]) * speed
+        self.cluster, self.form, self.state_factor = cluster, form, profile.state_factor
+        self.backward = np.array([layer.backward_seconds for layer in layers]) * speed
+        self.backward += form.recompute * forward
+        self.weight = np.array([layer.weight_backward_seconds for layer in layers]) * speed
+        self.work = forward + self.backward
+        self.update = np.array([layer.update_seconds for layer in layers]) * speed
+        self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
+        self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
+        self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
+        self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
+        self.edges = np.arange(len(layers) + 1)
+        self.sums: dict[str, Floats] = {}  # `between` as far as it was asked for
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.work)
+
+    @property
+    def moved(self) -> Floats:
+        """Bytes over a cut at each edge, both ways."""
+        moved: Floats = self.output + self.returned
+        return moved
+
+    def merged(self, edges: Ints) -> "LayerCosts":
+        """The same with only these edges to cut at."""
+        merged = copy(self)
+        merged.sums = {}
+        for name in ("backward", "weight", "work", "update", "parameters", "activations"):
+            setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
+        for name in ("output", "returned", "edges"):
+            setattr(merged, name, getattr(self, name)[edges])
+        return merged
+
+    def longest(self, kind: Kind, bound: float) -> int:
+        """No stage of more layers has a maximum below the bound."""
+        rounds = self.form.full_rounds(kind.replicas)
+        n = self.num_layers
+        if rounds == 0 or math.isinf(bound):
+            return n
+        done = np.concatenate([[0.0], np.cumsum(self.work)])
+        room = max(bound, 0.0) * kind.speed / rounds * (1 + 1e-9) + done[-1] * 1e-9
+        stops = np.searchsorted(done, done + room, side="right") - 1
+        return max(1, int((stops - np.arange(n + 1)).max()))
+
+    def stages(self, kind: Kind, width: int) -> tuple[Floats, Floats]:
+        """`[d, i]`: seconds in the sum and in the maximum of the stage of the d+1 layers from i on.
+
+        Infinite where it does not fit into memory; whatever where it would end behind the last layer.
+        """
+        cluster = self.cluster
+        form, weight = self.form, self.between("weight", width) / kind.speed
+        last = weight if form.schedule == "zero-bubble" else self.between("backward", width) / kind.speed
+        parameters = self.between("parameters", width)
+        handling = np.array([handling_seconds(cluster, moved) for moved in self.moved.tolist()])
+        handling[[0, -1]] = 0.0
+        work = self.between("work", width) + handling[:-1] + self.ends(handling, width)
+        work /= kind.speed
+        ring = kind.ring_latency_seconds + kind.ring_seconds_per_byte * parameters
+        ring[parameters == 0] = 0.0
+        after = ring - cluster.overlap * np.minimum(ring, last) + self.between("update", width) / kind.speed
+        summed, slowest = stage_parts(
+            form.schedule, form.num_microbatches, kind.replicas, work, weight, after
+        )
+        if kind.memory_bytes < math.inf:
+            slowest[self.memory(kind, parameters) > kind.memory_bytes] = math.inf
+        return summed, slowest
+
+    def memory(self, kind: Kind, parameters: Floats) -> Floats:
+        """`memory.stage_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
+        width = len(parameters)
+        inside = self.between("activations", width) + self.ends(self.output, width)
+        received = self.output[:-1]
+        stash, working = (received, inside) if self.form.recompute else (received + inside, np.zeros(1))
+        resident = np.rint(parameters * (2 + self.state_factor))
+        resident += np.minimum(parameters, FUSION_BYTES) * (kind.replicas > 1)
+        versions = self.form.versions(kind.in_flight)
+        peak: Floats = resident + (versions - 1) * parameters + kind.in_flight * stash + working
+        return peak
+
+    def between(self, name: str, width: int) -> Floats:
+        """`[d, i]`: the sum over the d+1 layers from i on, added up without differences of large sums."""
+        if len(self.sums.get(name, ())) < width:
+            layers = getattr(self, name)
+            padded = np.concatenate([layers, np.zeros(width - 1)])
+            self.sums[name] = np.cumsum(sliding_window_view(padded, len(layers)), axis=0)
+        return self.sums[name][:width]
+
+    def ends(self, edges: Floats, width: int) -> Floats:
+        """`[d, i]`: the figure of the edge behind the d+1 layers from i on."""
+        padded = np.concatenate([edges[1:], np.zeros(width - 1)])
+        return sliding_window_view(padded, len(edges) - 1)

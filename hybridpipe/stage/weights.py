@@ -1,0 +1,214 @@
+"""Weights: the tensors that a stage's layers are called with, and the versions of them that are alive.
+
+Asynchronous training runs a microbatch's backward with the weights that its forward saw, while updates go
+on. A version is a set of leaf tensors; the graph or the stash of a microbatch keeps it alive, its gradients
+arrive on it, and its memory goes with the last who holds it.
+Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); two versions, PipeDream-2BW (ICML 2021).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.stage.values import Value, tensors_of
+
+# For each layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied
+# parameter stands under each of its names. Frozen parameters may be missing.
+Weights = Sequence[Mapping[str, Tensor]]
+_Result = TypeVar("_Result")
+
+
+def trained_parameters(layers: Iterable[nn.Module]) -> list[dict[str, Tensor]]:
+    """The parameters that require grad, as `Weights`."""
+    return [
+        {name: p for name, p in layer.named_parameters(remove_duplicate=False) if p.requires_grad}
+        for layer in layers
+    ]
+
+
+class Substitution:
+    """Runs functions while a stage's layers hold other tensors than their own.
+
+    `torch.func.functional_call` around a whole forward or backward instead of around each layer: a layer
+    that checkpoints is run again by autograd, in the middle of the backward, and must find the same
+    weights then.
+    """
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        self._around = _Around(layers)
+        # Each place once, though its module may stand in two: else the second would be put back wrongly.
+        self._places = [
+            (path, *_split_off_layer(path)) for path, _ in places(layers, lambda module: module._parameters)
+        ]
+
+    def run(
+        self,
+        function: Callable[[], _Result],
+        weights: Weights | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> _Result:
+        """`function()`, while the layers hold `weights` and, by their path in the stage, `buffers`."""
+        tensors = dict(buffers or {})
+        if weights is not None:
+            for path, layer, name in self._places:
+                if name in weights[layer]:
+                    tensors[path] = weights[layer][name]
+        if not tensors:
+            return function()
+        named = {f"layers.{path}": tensor for path, tensor in tensors.items()}
+        result: _Result = torch.func.functional_call(self._around, named, (function,), tie_weights=False)
+        return result
+
+
+class _Around(nn.Module):
+    """A module whose call is any function."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, function: Callable[[], _Result]) -> _Result:
+        return function()
+
+
+def places(
+    layers: nn.Sequential, table: Callable[[nn.Module], Mapping[str, Tensor | None]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in one table (`_parameters`, `_buffers`) of each module, by path; tied ones repeat."""
+    for prefix, module in layers.named_modules():
+        for name, tensor in table(module).items():
+            if tensor is not None:
+                yield f"{prefix}.{name}", tensor
+
+
+def _split_off_layer(path: str) -> tuple[int, str]:
+    layer, _, name = path.partition(".")
+    return int(layer), name
+
+
+def check_no_other_weights(outputs: Value, layers: nn.Sequential) -> None:
+    """Raises ValueError if the outputs' graph ends at a parameter that should have been substituted.
+
+    A layer that keeps its parameters in a list of its own, say, would use the newest ones unnoticed.
+    """
+    named = layers.named_parameters()
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named if parameter.requires_grad}
+    todo = [tensor.grad_fn for tensor in tensors_of(outputs)]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a leaf's node
+        if isinstance(variable, Tensor) and variable in names:
+            layer, name = _split_off_layer(names[variable])
+            raise ValueError(
+                f"{type(layers[layer]).__name__} uses its parameter {name} from another place than the "
+                "module that it is registered with, so it cannot be called with older weights; asynchronous "
+                "schedules need that"
+            )
+        todo.extend(before for before, _ in node.next_functions)
+
+
+class WeightVersions:
+    """The versions of a stage's weights, numbered by the updates that they have seen.
+
+    The layers' Parameters hold the newest, which the optimizer changes in place. A version shares their
+    storage until an update comes while somebody holds it, or may still ask for it; only then do the
+    Parameters get storage of their own, and the old one stays with the version. So a stage whose backward
+    directly follows its forward, such as the last, copies nothing. Frozen parameters belong to no version.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._own = trained_parameters(layers)
+        self._parameters = list(dict.fromkeys(p for layer in self._own for p in layer.values()))
+        self._newest = 0
+        self._oldest: int | None = None  # that may still be asked for; None: the newest
+        self._held: dict[int, Weights] = {}  # only the newest, and what may still be asked for
+        self._leaves: dict[int, list[weakref.ref[Tensor]]] = {}
+
+    @property
+    def newest(self) -> int:
+        """The number of updates so far."""
+        return self._newest
+
+    def current(self) -> Weights:
+        """The newest weights: the same tensors until the next update."""
+        return self.version(self._newest)
+
+    def version(self, number: int) -> Weights:
+        """The weights after `number` updates. Raises LookupError unless it is the newest or kept."""
+        if number == self._newest and number not in self._held:
+            self._held[number] = self._share(number)
+        if number not in self._held:
+            kept = ", ".join(map(str, sorted({*self._held, self._newest})))
+            raise LookupError(f"weights of version {number} are not kept; kept: {kept}")
+        return self._held[number]
+
+    def keep_from(self, number: int) -> None:
+        """From now on no version before `number` will be asked for; the others are kept.
+
+        Without it only the newest can be asked for.
+        """
+        self._oldest = number
+        for older in [held for held in self._held if held < min(number, self._newest)]:
+            del self._held[older]
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around the optimizer's step: what it changes is a new version."""
+        number = self._newest
+        if self._oldest is not None and self._oldest <= number:
+            self.version(number)  # held already, or made while its weights are still there
+        else:
+            self._held.pop(number, None)
+        for parameter, leaf in zip(self._parameters, self._leaves.get(number, []), strict=False):
+            if leaf() is not None:
+                parameter.data = parameter.data.clone()
+        yield
+        self._newest += 1
+        self._leaves = {n: leaves for n, leaves in self._leaves.items() if self._alive_leaves(n)}
+
+    def collect(self, weights: Weights, factor: float = 1.0) -> None:
+        """Move the gradients of a version to the Parameters, times `factor`; they add up there.
+
+        Hooks on the Parameters see them arrive, once each. A Parameter whose leaf has none stays as it is.
+        """
+        for own, leaves in zip(reversed(self._own), reversed(weights), strict=True):
+            for name, parameter in reversed(own.items()):  # in the order of a backward
+                leaf = leaves[name]
+                gradient, leaf.grad = leaf.grad, None  # so that a tied one moves once
+                if gradient is not None:
+                    torch.autograd.backward([parameter], [gradient if factor == 1.0 else gradient * factor])
+
+    @property
+    def alive(self) -> list[int]:
+        """The versions that somebody holds, and the newest."""
+        return sorted({self._newest, *(number for number in self._leaves if self._alive_leaves(number))})
+
+    @property
+    def extra_bytes(self) -> int:
+        """What versions hold beyond the Parameters themselves."""
+        own = {parameter.data_ptr() for parameter in self._parameters}
+        sizes = {
+            leaf.data_ptr(): leaf.nbytes
+            for number in self._leaves
+            for leaf in self._alive_leaves(number)
+            if leaf.data_ptr() not in own
+        }
+        return sum(sizes.values())
+
+    def _share(self, number: int) -> Weights:
+        # .data, not .detach(): that one would share the version counter, too, and autograd would refuse a
+        # backward after the Parameters moved on to a storage of their own and were changed there.
+        leaf_of = {parameter: parameter.data.requires_grad_() for parameter in self._parameters}
+        self._leaves[number] = [weakref.ref(leaf) for leaf in leaf_of.values()]
+        return [{name: leaf_of[p] for name, p in layer.items()} for layer in self._own]
+
+    def _alive_leaves(self, number: int) -> list[Tensor]:
+        return [leaf for leaf in (reference() for reference in self._leaves[number]) if leaf is not None]

@@ -1,0 +1,111 @@
+"""Under mpirun: train asynchronously and compare every parameter with the formulas, in float64.
+
+Usage: asynchronous.py [--rates] PLAN... with plans such as 2-2 or 1-2-1. With --rates there is a scheduler,
+and delay warm-up where there can be.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "runtime"))
+import asynchronous_reference as reference
+
+from hybridpipe import Plan, StageSpec, Trainer
+
+MICROBATCH, COUNT, SEED = 2, 3, 7
+NUM_MINIBATCHES = 40
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+}
+RULES = {
+    "pipedream": {"schedule": "pipedream"},
+    "vertical": {"schedule": "pipedream", "vertical_sync": True},
+    "2bw": {"schedule": "pipedream-2bw", "num_microbatches": COUNT},
+}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [
+        nn.Linear(5, 9),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Linear(9, 9),
+        nn.Dropout(0.2),
+        nn.Linear(9, 9),
+        nn.ReLU(inplace=True),
+        nn.Linear(9, 3),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def make_data(minibatch: int) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    samples = NUM_MINIBATCHES * minibatch - 1  # the last minibatch is short
+    inputs = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def check(replicas: list[int], rule: str, name: str, scheduler=None, warm_up: int = 0) -> None:
+    edges = [round(i * 8 / len(replicas)) for i in range(len(replicas) + 1)]
+    stages = tuple(StageSpec(a, b, m) for a, b, m in zip(edges, edges[1:], replicas, strict=False))
+    plan = Plan(stages, **RULES[rule])
+    minibatch = MICROBATCH * (COUNT if rule == "2bw" else 1)
+    data = make_data(minibatch)
+    trainer = Trainer(
+        make_model(),
+        loss=nn.functional.cross_entropy,
+        optimizer=OPTIMIZERS[name],
+        plan=plan,
+        minibatch_size=minibatch,
+        lr_scheduler=scheduler,
+        delay_warm_up=warm_up,
+        seed=SEED,
+    )
+    losses: list[float] = []
+    trainer.fit(data, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
+    state = trainer.full_state_dict()
+    assert all(other == losses for other in trainer.world.allgather(losses)), "losses differ between ranks"
+    if state is not None:
+        cut = [
+            [data[i : i + MICROBATCH] for i in range(start, min(start + minibatch, len(data)), MICROBATCH)]
+            for start in range(0, len(data), minibatch)
+        ]
+        expected, expected_losses = reference.train(
+            make_model(),
+            edges,
+            replicas,
+            cut,
+            nn.functional.cross_entropy,
+            OPTIMIZERS[name],
+            rule,
+            SEED,
+            scheduler=scheduler,
+            warm_up=warm_up,
+        )
+        torch.testing.assert_close(list(state.values()), expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-10)
+        worst = max((a - b).abs().max().item() for a, b in zip(state.values(), expected, strict=True))
+        print(f"{plan.name} {rule} {name}: parameters within {worst:.1e}", flush=True)
+    trainer.close()
+
+
+def main() -> None:
+    cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=25)
+    rates = sys.argv[1] == "--rates"
+    for plan in sys.argv[2 if rates else 1 :]:
+        replicas = [int(count) for count in plan.split("-")]
+        for rule in RULES:
+            if rates:
+                check(replicas, rule, "sgd", cosine, warm_up=0 if rule == "2bw" else 20)
+                continue
+            for name in OPTIMIZERS:
+                check(replicas, rule, name)
+
+
+main()

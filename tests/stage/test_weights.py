@@ -1,0 +1,282 @@
+"""Versions of a stage's weights: right numbers, copied only when needed, gone when nobody holds them."""
+
+import copy
+import gc
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.stage.weights import WeightVersions
+
+from .helpers import Tied, double
+from .parts import CASES, case, check_same, frozen, gradients_like, stage_of, tensor, train
+
+OPTIONS = [{}, {"split_backward": True}, {"recompute": True}, {"split_backward": True, "recompute": True}]
+
+
+@pytest.fixture(autouse=True)
+def by_reference_count():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def chain() -> nn.Sequential:
+    return double(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def num_bytes(model) -> int:
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def change(versions, model) -> None:
+    """An update, such as an optimizer makes it: in place."""
+    with versions.update(), torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+
+
+def values(weights) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for layer in weights for tensor in layer.values()]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_arrive_on_the_weights_that_were_given(name, options):
+    layers, inputs = case(name)
+    plain = stage_of(case(name)[0])
+    expected = train(plain, inputs)
+    stage = stage_of(layers, **options)
+    versions = WeightVersions(stage.module)
+    weights = versions.current()
+    change(versions, stage.module)  # the Parameters must not be what is used
+    check_same(train(stage, inputs, weights=weights), expected)
+    assert all(parameter.grad is None for parameter in stage.module.parameters())
+    versions.collect(weights)
+    check_same([p.grad for p in stage.module.parameters()], [p.grad for p in plain.module.parameters()])
+    assert all(leaf.grad is None for layer in weights for leaf in layer.values())
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_weight_stashing_is_pipedreams_formula(options, delay):
+    """w(t+1) = w(t) - rate * gradient at w(t - delay), with momentum and dropout."""
+    data = [(tensor(6, 3), torch.randn(6, 2, dtype=torch.float64)) for _ in range(12)]
+    model = chain()
+    reference, mse = copy.deepcopy(model), nn.functional.mse_loss
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stage = stage_of(list(model), loss=mse, **options)
+    versions = WeightVersions(stage.module)
+    in_flight = deque()
+    for t, (inputs, targets) in enumerate(data):
+        weights = versions.current()
+        stage.forward_loss(t, inputs.detach().clone().requires_grad_(), targets, 1.0, 0, weights)
+        in_flight.append((t, weights))
+        del weights
+        if len(in_flight) > delay:
+            m, weights = in_flight.popleft()
+            stage.backward(m)
+            versions.collect(weights)
+            del weights
+            with versions.update():
+                optimizer.step()
+            optimizer.zero_grad()
+        assert len(versions.alive) <= delay + 1
+        assert versions.extra_bytes <= delay * num_bytes(model)
+    assert delay == 0 or versions.extra_bytes > 0
+
+    step = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    states = []
+    for t in range(len(data) - delay):
+        newest = [p.detach().clone() for p in reference.parameters()]
+        states.append(newest)
+        with torch.no_grad():
+            for parameter, old in zip(reference.parameters(), states[max(0, t - delay)]):
+                parameter.copy_(old)
+        other = stage_of(list(copy.deepcopy(reference)), loss=mse)
+        other.forward_loss(t, data[t][0].detach().requires_grad_(), data[t][1], 1.0, 0)
+        other.backward(t)
+        with torch.no_grad():
+            for parameter, now, theirs in zip(reference.parameters(), newest, other.module.parameters()):
+                parameter.copy_(now)
+                parameter.grad = theirs.grad
+        step.step()
+    check_same(model.parameters(), reference.parameters())
+
+
+def test_a_backward_right_behind_its_forward_copies_nothing():
+    model = chain()
+    stage, versions = stage_of(list(model)), WeightVersions(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    for m in range(4):
+        versions.keep_from(m)
+        outputs = stage.forward(m, tensor(5, 3), 0, versions.current())
+        assert versions.extra_bytes == 0 and versions.alive == [m]
+        stage.backward(m, gradients_like(outputs))
+        versions.collect(versions.current())
+        del outputs
+        versions.keep_from(m + 1)
+        change(versions, model)
+    assert [p.data_ptr() for p in model.parameters()] == addresses and versions.newest == 4
+
+
+def test_versions_live_as_long_as_somebody_holds_them():
+    model = chain()
+    stage, versions = stage_of(list(model)), WeightVersions(model)
+    size = num_bytes(model)
+    for m in range(3):
+        stage.forward(m, tensor(5, 3), 0, versions.current())
+        change(versions, model)
+    assert versions.alive == [0, 1, 2, 3] and versions.extra_bytes == 3 * size
+    for m in (1, 0, 2):
+        stage.backward(m, [torch.ones(5, 2, dtype=torch.float64)])
+        assert m not in versions.alive
+    assert versions.alive == [3] and versions.extra_bytes == 0
+
+
+def test_the_second_half_of_a_backward_holds_its_version():
+    model = double(nn.Linear(3, 2))
+    stage, versions = stage_of(list(model), split_backward=True), WeightVersions(model)
+    stage.forward(0, tensor(5, 3), 0, versions.current())
+    stage.backward_input(0, [torch.ones(5, 2, dtype=torch.float64)])
+    change(versions, model)
+    assert versions.alive == [0, 1]
+    stage.backward_weight(0)
+    assert versions.alive == [1]
+
+
+def test_versions_still_to_be_asked_for_are_kept():
+    model = chain()
+    versions, seen = WeightVersions(model), []
+    versions.keep_from(0)
+    for _ in range(3):
+        seen.append([p.detach().clone() for p in model.parameters()])
+        change(versions, model)
+    assert versions.alive == [0, 1, 2, 3] and versions.extra_bytes == 3 * num_bytes(model)
+    for number in range(3):
+        check_same(values(versions.version(number)), seen[number], tolerance=0)
+        assert versions.version(number) is versions.version(number)
+    versions.keep_from(2)
+    assert versions.alive == [2, 3] and versions.extra_bytes == num_bytes(model)
+    with pytest.raises(LookupError, match="version 1 are not kept; kept: 2, 3"):
+        versions.version(1)
+    with pytest.raises(LookupError, match="version 4"):
+        versions.version(4)
+    versions.keep_from(9)
+    assert versions.alive == [3] and versions.current() is versions.version(3)
+
+
+def test_the_newest_is_the_same_until_the_next_update():
+    model = chain()
+    versions = WeightVersions(model)
+    first = versions.current()
+    assert versions.current() is first
+    assert [leaf.data_ptr() for layer in first for leaf in layer.values()] == [
+        p.data_ptr() for p in model.parameters()
+    ]
+    before = values(first)
+    change(versions, model)
+    assert versions.current() is not first
+    check_same(values(first), before, tolerance=0)
+    check_same(values(versions.current()), [p.detach() for p in model.parameters()], tolerance=0)
+
+
+def test_a_backward_after_an_update_is_no_error_of_autograd():
+    model = chain()
+    stage, versions = stage_of(list(model)), WeightVersions(model)
+    for m in range(2):
+        stage.forward(m, tensor(5, 3), 0, versions.current())
+    change(versions, model)
+    change(versions, model)
+    for m in range(2):
+        stage.backward(m, [torch.ones(5, 2, dtype=torch.float64)])
+
+
+def test_tied_parameters_stay_tied():
+    tied = Tied(5, 3).double()
+    model = nn.Sequential(tied, nn.Linear(5, 5).double())
+    model[1].bias = tied.head.bias
+    stage, versions = stage_of(list(model)), WeightVersions(model)
+    weights = versions.current()
+    assert weights[0]["embedding.weight"] is weights[0]["head.weight"]
+    assert weights[0]["head.bias"] is weights[1]["bias"]
+    change(versions, model)
+    stage.backward(0, gradients_like(stage.forward(0, torch.randint(5, (4,)), 0, weights)))
+    bias, seen = model[1].bias, []
+    bias.register_post_accumulate_grad_hook(seen.append)
+    expected = weights[1]["bias"].grad.clone()
+    versions.collect(weights)
+    assert len(seen) == 1 and torch.equal(bias.grad, expected)
+    assert versions.extra_bytes == num_bytes(model)
+
+
+def test_frozen_parameters_belong_to_no_version():
+    model = double(nn.Linear(3, 4), frozen(nn.Linear(4, 4)), frozen(nn.Linear(4, 2), "weight"))
+    stage, versions = stage_of(list(model)), WeightVersions(model)
+    addresses = [p.data_ptr() for p in model.parameters() if not p.requires_grad]
+    stage.forward(0, tensor(5, 3), 0, weights := versions.current())
+    assert [sorted(layer) for layer in weights] == [["bias", "weight"], [], ["bias"]]
+    with versions.update():
+        pass
+    assert [p.data_ptr() for p in model.parameters() if not p.requires_grad] == addresses
+    assert versions.extra_bytes == num_bytes(model)
+
+
+def test_gradients_add_up_times_a_factor():
+    model = double(nn.Linear(3, 2))
+    versions = WeightVersions(model)
+    weights = versions.current()
+    weights[0]["weight"].grad = torch.ones(2, 3, dtype=torch.float64)
+    versions.collect(weights, factor=0.5)
+    weights[0]["weight"].grad = torch.ones(2, 3, dtype=torch.float64)
+    versions.collect(weights, factor=0.25)
+    assert model[0].weight.grad.eq(0.75).all() and model[0].bias.grad is None
+    model[0].bias.grad = kept = torch.ones(2, dtype=torch.float64)
+    versions.collect(weights)
+    assert model[0].bias.grad is kept
+
+
+def test_the_optimizers_state_goes_on():
+    model = chain()
+    optimizer, versions = torch.optim.Adam(model.parameters()), WeightVersions(model)
+    held = versions.current()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = values(held)
+    for _ in range(2):
+        with versions.update():
+            optimizer.step()
+    check_same(values(held), before, tolerance=0)
+    assert all(optimizer.state[parameter]["step"] == 2 for parameter in model.parameters())
+
+
+def test_a_parameter_used_past_its_module_is_an_error():
+    class Hides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.hidden = [self.weight]
+
+        def forward(self, x):
+            return x * self.hidden[0]
+
+    stage = stage_of([nn.Linear(3, 3), Hides()])
+    stage.forward(0, torch.randn(2, 3), 0)
+    with pytest.raises(ValueError, match="Hides uses its parameter weight from another place"):
+        stage.forward(1, torch.randn(2, 3), 0, WeightVersions(stage.module).current())
+
+
+def test_scripted_layers_take_other_weights():
+    stage = stage_of([torch.jit.script(nn.Linear(3, 2)), nn.Linear(2, 2)])
+    versions = WeightVersions(stage.module)
+    weights = versions.current()
+    inputs = torch.randn(4, 3)
+    expected = stage.forward(0, inputs, 0).detach()
+    change(versions, stage.module)
+    outputs = stage.forward(1, inputs, 0, weights)
+    assert torch.equal(outputs, expected)
+    stage.backward(1, [torch.ones(4, 2)])
+    assert weights[0]["weight"].grad is not None and stage.module[0].weight.grad is None

@@ -1,0 +1,42 @@
+from dataclasses import replace
+
+import pytest
+from pytest import approx
+
+from hybridpipe.autoplan import choose
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.search import NoPlanFits
+
+LAYER = LayerProfile("layer", 1e-2, 2e-2, 10**7, 10**5, 10**5)
+PROFILE, CLUSTER = ModelProfile((LAYER,) * 8, samples=2), Cluster.flat(4, 1e8, 1e-5)
+
+
+def test_auto_compares_schedules_and_the_baselines_are_the_simplest():
+    choice = choose("auto", PROFILE, CLUSTER, 8, schedule="auto")
+    assert choice.plan == choice.candidates[0].plan and choice.profile == PROFILE
+    assert len({candidate.plan.schedule for candidate in choice.candidates}) == 4
+    assert choose("dp", PROFILE, CLUSTER, 8, schedule="auto").plan.schedule == "1f1b"
+    assert set(choose("straight", PROFILE, CLUSTER, 8, schedule="auto").plan.replicas) == {1}
+
+
+@pytest.mark.parametrize("name", ["auto", "dp", "straight"])
+def test_under_pipedream_a_minibatch_travels_whole(name):
+    choice = choose(name, PROFILE, CLUSTER, 8, schedule="pipedream", num_ranks=2)
+    assert choice.plan.num_microbatches == 1 and choice.profile.samples == 16
+    predicted = choice.plan.predicted
+    assert predicted.samples_per_second * predicted.minibatch_seconds == approx(16)
+
+
+def test_what_is_asked_for_is_in_the_plan():
+    choice = choose("auto", PROFILE, CLUSTER, 1, schedule="pipedream", vertical_sync=True, max_in_flight=2)
+    assert choice.plan.vertical_sync and choice.plan.max_in_flight == 2
+    for name in ("dp", "straight"):
+        named = choose(name, PROFILE, CLUSTER, 1, schedule="pipedream", vertical_sync=True, max_in_flight=1)
+        assert named.plan.vertical_sync and named.plan.max_in_flight == 1
+        assert named.plan in [candidate.plan for candidate in named.candidates], "the report points at it"
+        assert choose(name, PROFILE, CLUSTER, 8, recompute=True).plan.recompute
+    limited = replace(CLUSTER, memory_bytes=40_700_000)  # hardly more than weights and gradients
+    assert choose("auto", PROFILE, limited, 16, recompute=True).plan.recomputes(0)
+    with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
+        choose("auto", PROFILE, limited, 16)
