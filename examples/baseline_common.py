@@ -184,7 +184,7 @@ class Score:
             "peak_memory_bytes": memory.tolist(),
             "bytes_sent_p2p": 0,
             "bytes_allreduced": gradient_bytes * len(self.losses) * self.ranks,
-            "updates": len(self.losses),
+            "minibatches": len(self.losses),
         }
         self.job.out.mkdir(parents=True, exist_ok=True)
         (self.job.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

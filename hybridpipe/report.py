@@ -308,8 +308,8 @@ def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
         row |= {
             "accuracy": _accuracy(run),
             "last loss": f"{run['loss_last']:.5f}",
-            "p2p": size(run["bytes_sent_p2p"] / run["updates"]),
-            "all-reduced": size(run["bytes_allreduced"] / run["updates"]),
+            "p2p": size(run["bytes_sent_p2p"] / run["minibatches"]),
+            "all-reduced": size(run["bytes_allreduced"] / run["minibatches"]),
         }
         rows.append(row)
     return (

@@ -169,7 +169,7 @@ def test_baseline_computes_what_one_process_does(name, tmp_path):
         pytest.importorskip("horovod.torch")
     one = baseline(name, 1, tmp_path / "one")
     three = baseline(name, 3, tmp_path / "three", "--accumulate", "2")
-    assert (three["plan"], three["ranks"], three["updates"]) == (name, 3, 3)
+    assert (three["plan"], three["ranks"], three["minibatches"]) == (name, 3, 3)
     for key in ("loss_first", "loss_last", "metrics"):
         assert three[key] == pytest.approx(one[key], rel=1e-5), key
     assert three["bytes_allreduced"] == 3 * one["bytes_allreduced"]
