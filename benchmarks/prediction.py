@@ -122,7 +122,9 @@ def machine(network: str) -> Iterator[Machine]:
 
 
 def _netcluster(*words: str) -> str:
-    done = subprocess.run([str(NETCLUSTER), *words], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([str(NETCLUSTER), *words], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise SystemExit(f"netcluster {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()}")
     return done.stdout
 
 

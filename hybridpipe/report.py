@@ -314,7 +314,7 @@ def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
         rows.append(row)
     return (
         tabulate(rows, headers="keys", disable_numparse=True)
-        + "\n(p2p and all-reduced: of all ranks, per update)"
+        + "\n(p2p and all-reduced: of all ranks, per minibatch)"
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import nn
 
 from hybridpipe import launcher
 from hybridpipe.batches import num_minibatches
@@ -26,6 +27,7 @@ from hybridpipe.recorder import MinibatchRecord
 from hybridpipe.report import compared, explain, parts_table
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.stage.stage import Loss
 from hybridpipe.trainer import Trainer
 
 SUMMARY_FORMAT = "hybridpipe-summary/1"
@@ -41,32 +43,14 @@ def train(config: Config, plan: str, out: Path) -> int:
     except (OSError, ModuleNotFoundError) as error:  # data that is not there, told in one line
         failure.refuse(error)
     try:
-        trainer = Trainer(
-            model,
-            loss=loss,
-            optimizer=config.optimizer.build,
-            plan=plan,
-            minibatch_size=config.train.minibatch,
-            microbatch_size=config.train.microbatch,
-            schedule=config.plan.schedule,
-            vertical_sync=config.plan.vertical_sync,
-            max_in_flight=config.plan.max_in_flight,
-            recompute=config.plan.recompute,
-            lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
-            clip_grad_norm=config.train.clip_grad_norm,
-            scale_learning_rate=config.train.scale_learning_rate,
-            delay_warm_up=config.train.delay_warm_up,
-            predict=True,
-            seed=config.train.seed,
-        )
+        trainer = _trainer(config, model, loss, plan)
         trainer.prepare(dataset)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
     not_split = trainer.not_split()
-    rank0 = trainer.world.rank == 0
     progress = None
     metrics = None
-    if rank0:
+    if trainer.world.rank == 0:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -100,6 +84,27 @@ def train(config: Config, plan: str, out: Path) -> int:
     _finish(trainer, history, out)
     trainer.close()
     return 0
+
+
+def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str) -> Trainer:
+    return Trainer(
+        model,
+        loss=loss,
+        optimizer=config.optimizer.build,
+        plan=plan,
+        minibatch_size=config.train.minibatch,
+        microbatch_size=config.train.microbatch,
+        schedule=config.plan.schedule,
+        vertical_sync=config.plan.vertical_sync,
+        max_in_flight=config.plan.max_in_flight,
+        recompute=config.plan.recompute,
+        lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
+        clip_grad_norm=config.train.clip_grad_norm,
+        scale_learning_rate=config.train.scale_learning_rate,
+        delay_warm_up=config.train.delay_warm_up,
+        predict=True,
+        seed=config.train.seed,
+    )
 
 
 def _check_launcher() -> None:

@@ -209,9 +209,9 @@ class Trainer:
         Args:
             validation: evaluated after each epoch.
             shuffle: False: in the data set's order.
-            on_minibatch: called on every rank with what is known of each minibatch, one minibatch late. What
-                it raises on every rank ends `fit`; under an asynchronous schedule, with minibatches on their
-                way between ranks, it ends the job.
+            on_minibatch: called on every rank with what is known of each minibatch, one minibatch late, or as
+                many as are under way. What it raises on every rank ends `fit`; under an asynchronous
+                schedule, with minibatches on their way between ranks, it ends the job.
             target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
                 this loss, is the last; with both, the first that has both. The summary tells when it was.
 
@@ -278,7 +278,7 @@ class Trainer:
         return metrics
 
     def not_split(self) -> list[str] | None:
-        """On rank 0 the modules whose backward is whole, though the schedule splits it; None elsewhere."""
+        """The modules whose backward is whole, though the schedule splits it; None on other ranks than 0."""
         return self.worker.not_split()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
@@ -360,7 +360,7 @@ class Trainer:
             )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        self.rule.try_out([p for p in self.model.parameters() if p.requires_grad])
+        self.rule.try_out([p for p in self.model.parameters() if p.requires_grad][:1])
         try:
             self.choice = self._choose(minibatch)
         except ValueError as error:  # the same on every rank

@@ -85,7 +85,10 @@ class UpdateRule:
             )
 
     def try_out(self, parameters: Sequence[Tensor]) -> None:
-        """Raises ValueError for an optimizer or a scheduler that `build` would refuse."""
+        """Raises ValueError for an optimizer or a scheduler that `build` would refuse.
+
+        A few parameters are enough to see, and some optimizers allocate their state at once.
+        """
         if parameters:
             Update(self.optimizer(parameters), self.lr_scheduler)
 

@@ -222,12 +222,14 @@ class Worker:
             buffer.copy_(torch.from_numpy(mean / replicas.size))
 
     def not_split(self) -> list[str] | None:
-        """On rank 0 the trained modules whose backward is whole under zero-bubble, in order; None elsewhere.
+        """The trained modules whose backward is whole under zero-bubble; None on other ranks than 0.
 
         Collective.
         """
+        if self.plan.schedule != "zero-bubble":
+            return []
         here: list[tuple[int, list[str]]] = []
-        if self.executor is not None and self.plan.schedule == "zero-bubble":
+        if self.executor is not None:
             held = zip(self.executor.held, self.executor.stages, strict=True)
             here = [(s, stage.not_split) for s, stage in held]
         gathered = self.control.gather(here)
