@@ -6,7 +6,6 @@ program, which weights a microbatch sees and who the peers are in the plan, how 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -27,16 +26,16 @@ from hybridpipe.planning.instructions import (
     final_backwards,
 )
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules import minibatches_in_update, versions
+from hybridpipe.planning.schedules import minibatches_in_update
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.gradients import Gradients
 from hybridpipe.runtime.position import position
+from hybridpipe.runtime.seen import Newest, Seen, Stashed
 from hybridpipe.runtime.stream import Minibatch, Stream
 from hybridpipe.runtime.update import Update
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.values import Value, map_tensors
-from hybridpipe.stage.weights import Weights, WeightVersions
 
 Gradient = Sequence[torch.Tensor | None]
 
@@ -75,8 +74,7 @@ class Executor:
         self.plan, self.place, self.held = plan, place, plan.held_stages(place)
         self.stages, self.boundaries = stages, boundaries
         self.gradients, self.update = gradients, update
-        self.versions = WeightVersions(stages[0].module) if plan.is_asynchronous else None
-        self.version_of = versions(plan, place.stage) if plan.is_asynchronous else None
+        self.seen: Seen = Stashed(plan, place, stages[0].module) if plan.is_asynchronous else Newest()
 
     @property
     def bytes_sent(self) -> int:
@@ -102,8 +100,7 @@ class Executor:
                 yield run.take()
                 now = self._clock()
         position.outside()
-        if self.versions is not None:  # no microbatch is under way any more
-            self.versions.keep_from(self.versions.newest)
+        self.seen.end()
         if run.events:
             yield run.take()
 
@@ -153,12 +150,9 @@ class _Run:
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.events: list[Event] = []
-        self.weights: dict[int, Weights] = {}  # that microbatches in flight see
-        self.num_updates = self.first_version = 0
+        self.num_updates = 0
         self.applied = 0  # minibatches, since `take`
-        if executor.versions is not None:
-            self.first_version = executor.versions.newest
-            executor.versions.keep_from(self.first_version)
+        executor.seen.begin()
 
     def take(self) -> Done:
         """What has come in since this was called last."""
@@ -193,7 +187,7 @@ class _Run:
     def forward(self, m: int, c: int) -> None:
         executor, stage, at = self.executor, self.executor.stages[c], self.stream[m]
         self.step = at.step
-        weights = self.weights_of(m)
+        weights = executor.seen.of(m)
         inputs = self.values.pop((m, c)) if executor.held[c] else executor.to_device(at.inputs)
         if stage.loss is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
@@ -215,13 +209,12 @@ class _Run:
                 stage.backward_weight(m)
         if self.executor.held[c] == 0:
             self.gradients.pop((m, c), None)  # no one before it
-        if self.executor.versions is not None:
-            self.executor.versions.collect(self.weights.pop(m), 1 / self.minibatches_due)
+        self.executor.seen.collect(m, 1 / self.minibatches_due)
 
     def apply(self) -> None:
         """The update that is due."""
-        count, versions = self.minibatches_due, self.executor.versions
-        with nullcontext() if versions is None else versions.update():
+        count = self.minibatches_due
+        with self.executor.seen.update():
             self.executor.update.step(count)
         self.num_updates += 1
         self.applied += count
@@ -231,13 +224,3 @@ class _Run:
         """What goes into the next update."""
         plan, stage, count = self.executor.plan, self.executor.place.stage, len(self.stream.minibatches)
         return minibatches_in_update(plan, stage, self.num_updates, count)
-
-    def weights_of(self, microbatch: int) -> Weights | None:
-        """What a microbatch sees here; None: the parameters, as there is one version at a time."""
-        executor, kept, version_of = self.executor, self.executor.versions, self.executor.version_of
-        if kept is None or version_of is None:
-            return None
-        following = microbatch + executor.plan.replicas[executor.place.stage]
-        weights = self.weights[microbatch] = kept.version(self.first_version + version_of(microbatch))
-        kept.keep_from(self.first_version + version_of(following))
-        return weights
