@@ -43,6 +43,7 @@ def _row(level: Level) -> dict[str, str]:
         "bandwidth": _bandwidth(level.bandwidth),
         "latency": duration(level.latency_seconds),
         "fit": _error(level.fit_error),
+        "at once": size(level.burst_bytes) if level.burst_bytes else "-",
         "a host's ranks together": _bandwidth(level.shared_bandwidth) if level.shared_bandwidth else "-",
         "all-reduce": _bandwidth(reduced.bandwidth) if reduced else "-",
         "its latency": duration(reduced.latency_seconds) if reduced else "-",

@@ -23,7 +23,7 @@ from hybridpipe.planning import fit
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.runtime.gradients import horovod
-from hybridpipe.runtime.transport import Pending
+from hybridpipe.runtime.transport import Pending, Transport
 from hybridpipe.together import idle_barrier, largest, machine_leaders
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ Work = Callable[[], object]
 _MEMORY = Path("/proc/meminfo")
 
 # Small ones for the latency, and more up to a bucket of gradients, as time is lost with those. None follows
-# one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB.
+# one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB. But a
+# whole bucket is all-reduced in any case. Over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised:
+# where both directions are full, what a rank sends and what acknowledges the received stand in one queue.
 SIZES_BYTES = (64, 2**11, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, BUCKET_BYTES)
 GROW_SECONDS = 0.04
 # A size is repeated for so long, within these numbers.
@@ -41,6 +43,8 @@ SIZE_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.05, 3, 25
 STREAM_SECONDS = 0.06  # of the messages that one pair, or several at once, send one after another
 MAX_STREAMED = 16
 WAITING_SECONDS = 0.03
+REST_SECONDS = 0.06  # over 100 Mbit/s 750 KB could have passed meanwhile
+LIMITED_SECONDS = 1e-3
 WAKING_BYTES, WAKINGS, BETWEEN_SECONDS = 2**17, 40, 6e-3  # messages among computing, as in a pipeline
 COMPUTE_SECONDS = 0.1  # a time slice of the kernel is a few milliseconds
 ROUNDS = 3  # of what is compared, taken in turn, as the machines' speed drifts
@@ -75,6 +79,7 @@ def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
                 latency_seconds=link.message.start_seconds,
                 shared_bandwidth=link.shared_bandwidth,
                 allreduce=allreduce,
+                burst_bytes=link.burst_bytes,
                 fit_error=link.message.error,
             )
             for unit, link, allreduce in zip(levels, links, reduced, strict=True)
@@ -133,17 +138,21 @@ def _by_size(group: "MPI.Comm", prepare: Callable[[int], Callable[[], object]]) 
     """The time of `prepare(num_bytes)()`, in which all ranks of `group` take part, for growing sizes."""
     timed: list[_Timed] = []
     for num_bytes in SIZES_BYTES:
-        action = prepare(num_bytes)
-        action()  # fresh memory, and Horovod's first negotiation of a name
-        first, _ = _time(action)
-        repeats = int(SIZE_SECONDS / mean(group.allgather(first)))
-        taken = [_time(action) for _ in range(min(MAX_REPEATS, max(MIN_REPEATS, repeats)))]
-        seconds, processor = (median(values) for values in zip(*taken, strict=True))
-        gathered = group.allgather((seconds, processor))
-        timed.append(_Timed(num_bytes, *(mean(values) for values in zip(*gathered, strict=True))))
+        timed.append(_repeated(group, num_bytes, prepare(num_bytes)))
         if len(timed) > 1 and timed[-1].seconds > GROW_SECONDS:  # a line wants two
             break
     return timed
+
+
+def _repeated(group: "MPI.Comm", num_bytes: int, action: Work) -> _Timed:
+    """The median of some repetitions, and of that the mean over the ranks."""
+    action()  # fresh memory, and Horovod's first negotiation of a name
+    first, _ = _time(action)
+    repeats = int(SIZE_SECONDS / mean(group.allgather(first)))
+    taken = [_time(action) for _ in range(min(MAX_REPEATS, max(MIN_REPEATS, repeats)))]
+    seconds, processor = (median(values) for values in zip(*taken, strict=True))
+    gathered = group.allgather((seconds, processor))
+    return _Timed(num_bytes, *(mean(values) for values in zip(*gathered, strict=True)))
 
 
 def _time(action: Callable[[], object]) -> tuple[float, float]:
@@ -176,6 +185,7 @@ class _Link:
     handling_seconds: float  # processor time at either end
     handling_seconds_per_byte: float
     shared_bandwidth: float | None
+    burst_bytes: float
 
 
 def _link(world: "MPI.Comm", unit: _Unit) -> _Link:
@@ -201,34 +211,58 @@ def _link(world: "MPI.Comm", unit: _Unit) -> _Link:
     # what goes into looking whether a slow message is there is not the message's
     looking = waiting * (large.seconds - small.seconds)
     copying = large.processor_seconds - small.processor_seconds - looking
-    return _Link(message, small.processor_seconds, max(0.0, copying) / large.num_bytes, shared)
+    rested = _in_group(world, (0, unit.inner), partial(_rested, message=message))
+    burst = fit.burst_bytes(rested, message)
+    return _Link(message, small.processor_seconds, max(0.0, copying) / large.num_bytes, shared, burst)
 
 
 def _ping_pong(group: "MPI.Comm") -> tuple[list[_Timed], float]:
     """One way, by size: half of there and back; and the share of a processor that waiting takes."""
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
-    peer = 1 - group.rank
     with MpiTransport(group) as transport:
-
-        def prepare(num_bytes: int, pause_seconds: float = 0.0) -> Callable[[], object]:
-            sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-
-            def there_and_back() -> None:
-                receiving = transport.receive(received, peer, 0)
-                if group.rank > peer:
-                    receiving.wait()
-                time.sleep(pause_seconds)
-                sending = transport.send(sent, peer, 0)
-                receiving.wait()
-                sending.wait()
-
-            return there_and_back
-
+        prepare = partial(_there_and_back, group, transport)
         timed = [_Timed(n, seconds / 2, cpu / 2) for n, seconds, cpu in _by_size(group, prepare)]
         _, late = _time(prepare(SIZES_BYTES[0], WAITING_SECONDS))
         waiting = max(0.0, late - 2 * timed[0].processor_seconds) / WAITING_SECONDS
         return timed, waiting
+
+
+def _rested(group: "MPI.Comm", message: fit.Line) -> list[tuple[int, float]]:
+    """Messages over a link that has rested, by size, until one is limited: (bytes, seconds one way)."""
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+
+    timed: list[tuple[int, float]] = []
+    with MpiTransport(group) as transport:
+        for num_bytes in SIZES_BYTES:
+            limited_seconds = num_bytes * message.seconds_per_byte
+            if limited_seconds < LIMITED_SECONDS and num_bytes < SIZES_BYTES[-1]:
+                continue  # too short to be told apart
+            action = _there_and_back(group, transport, num_bytes, REST_SECONDS)
+            taken = median(_time(action)[0] for _ in range(MIN_REPEATS))
+            timed.append((num_bytes, mean(group.allgather(taken)) / 2 - REST_SECONDS))
+            if timed[-1][1] > message.start_seconds + 0.5 * limited_seconds:
+                break
+    return timed
+
+
+def _there_and_back(
+    group: "MPI.Comm", transport: Transport, num_bytes: int, pause_seconds: float = 0.0
+) -> Callable[[], None]:
+    """Between two ranks, each of which pauses before it sends."""
+    peer = 1 - group.rank
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+
+    def there_and_back() -> None:
+        receiving = transport.receive(received, peer, 0)
+        if group.rank > peer:
+            receiving.wait()
+        time.sleep(pause_seconds)
+        sending = transport.send(sent, peer, 0)
+        receiving.wait()
+        sending.wait()
+
+    return there_and_back
 
 
 def _stream(group: "MPI.Comm", num_pairs: int, seconds_per_byte: float) -> float:
@@ -334,9 +368,10 @@ def _allreduce(world: "MPI.Comm", unit: _Unit, link: _Link) -> tuple[AllReduce, 
     """
     timed, overlap, speed = _in_group(world, range(unit.ranks), _reduce)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
-    line = fit.fit_line(
-        [(each.num_bytes, each.seconds) for each in timed], sent * link.message.seconds_per_byte
-    )
+    small, bucket = timed[0], timed[-1]  # of large ones, most are as long as a bucket
+    slope = (bucket.seconds - small.seconds) / bucket.num_bytes
+    timings = [(each.num_bytes, each.seconds) for each in timed]
+    line = fit.fit_line(timings, max(slope, sent * link.message.seconds_per_byte))
     return AllReduce(sent / line.seconds_per_byte, line.start_seconds, line.error), overlap, speed
 
 
@@ -360,6 +395,8 @@ def _reduce(group: "MPI.Comm") -> tuple[list[_Timed], float, float]:
 
     timed = _by_size(group, prepare)
     overlap = _overlap(group, start(timed[-1].num_bytes), timed[-1].seconds)
+    if timed[-1].num_bytes < BUCKET_BYTES:
+        timed.append(_repeated(group, BUCKET_BYTES, prepare(BUCKET_BYTES)))
     hvd.shutdown()
     return timed, overlap, speed
 

@@ -2,7 +2,8 @@
 
 A machine's processors are one resource, with the speeds that were measured. A link has two directions, each
 a resource: every rank has a port at every level, and where a level's bandwidth is shared, so has every unit
-below it. Not known here: who computes or sends what, and when.
+below it. Where a level lets bursts pass, each has a token bucket. Not known here: who computes or sends
+what, and when.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ class Route(NamedTuple):
 
     resources: tuple[Resource, ...]
     latency_seconds: float
+    bursts: tuple["Burst", ...]
 
 
 class RingRoute(NamedTuple):
@@ -30,6 +32,36 @@ class RingRoute(NamedTuple):
     latency_seconds: float
     work_per_byte: float
     cap: float
+    bursts: tuple["Burst", ...]
+
+
+class Burst:
+    """What may pass a link at once: a token bucket, which fills at the link's bandwidth while it rests."""
+
+    __slots__ = ("_link", "_num_bytes", "_since", "_then")
+
+    def __init__(self, link: Resource, num_bytes: float) -> None:
+        self._link, self._num_bytes = link, num_bytes
+        self._then, self._since = num_bytes, 0.0
+
+    def left(self, now: float) -> float:
+        """Bytes that pass at once; none where others are passing."""
+        if self._link.jobs:
+            return 0.0
+        return min(self._num_bytes, self._then + (now - self._since) * self._link.shares[1])
+
+    def leave(self, left: float, now: float) -> None:
+        """From now on it fills again."""
+        self._then, self._since = left, now
+
+
+def pass_at_once(bursts: Sequence[Burst], num_bytes: float, now: float) -> float:
+    """How much of a message passes all links before their bandwidth holds, and is gone from their buckets."""
+    lefts = [burst.left(now) for burst in bursts]
+    passed = min(num_bytes, *lefts) if lefts else 0.0
+    for burst, left in zip(bursts, lefts, strict=True):
+        burst.leave(left - passed, now)
+    return passed
 
 
 class Machines:
@@ -47,6 +79,7 @@ class Machines:
         }
         self._links: dict[tuple[int, bool, bool, int], Resource] = {}  # level, shared?, outgoing?, number
         self._routes: dict[tuple[int, int], Route] = {}
+        self._bursts: dict[Resource, Burst] = {}
 
     def processors(self, rank: int) -> tuple[Resource]:
         """What a rank computes on."""
@@ -66,7 +99,8 @@ class Machines:
         if found is None:
             index = self.cluster.level_index(sender, receiver)
             links = self._links_of(index, [sender], True) + self._links_of(index, [receiver], False)
-            found = Route(tuple(links), self.cluster.levels[index].latency_seconds)
+            latency = self.cluster.levels[index].latency_seconds
+            found = Route(tuple(links), latency, self._bursts_of(index, links))
             self._routes[sender, receiver] = found
         return found
 
@@ -78,7 +112,13 @@ class Machines:
         sent_per_byte = 2 * (len(ranks) - 1) / len(ranks)
         # A measured all-reduce may be faster than a message: then each byte counts as less work.
         cap = min(sent_per_byte / seconds_per_byte, *(link.shares[1] for link in links))
-        return RingRoute(tuple(links), latency, seconds_per_byte * cap, cap)
+        return RingRoute(tuple(links), latency, seconds_per_byte * cap, cap, self._bursts_of(index, links))
+
+    def _bursts_of(self, index: int, links: Sequence[Resource]) -> tuple[Burst, ...]:
+        num_bytes = self.cluster.levels[index].burst_bytes
+        if not num_bytes:
+            return ()
+        return tuple(self._bursts.setdefault(link, Burst(link, num_bytes)) for link in links)
 
     def _links_of(self, index: int, ranks: Sequence[int], outgoing: bool) -> list[Resource]:
         """The ports of the ranks at a level, and where its links are shared those of their units."""

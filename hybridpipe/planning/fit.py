@@ -75,6 +75,19 @@ def shared_bandwidth(one: float, together: float, num_pairs: int) -> float | Non
     return None if together >= (1 - SHARING_TOLERANCE) * num_pairs * one else together
 
 
+def burst_bytes(rested: Sequence[tuple[int, float]], message: Line) -> float:
+    """What a link that has rested lets pass at once; 0 where no size got through in half its time.
+
+    Args:
+        rested: (num_bytes, seconds one way) by growing size, none sent before the link had rested.
+        message: the line of a link that is in use.
+    """
+    passed = [n - max(0.0, s - message.start_seconds) / message.seconds_per_byte for n, s in rested]
+    if all(at_once < 0.5 * n for at_once, (n, _) in zip(passed, rested, strict=True)):
+        return 0.0
+    return max(0.0, passed[-1])
+
+
 def overlap(compute_seconds: float, allreduce_seconds: float, both_seconds: float) -> float:
     """The share of the shorter one that ran behind the longer one while both were under way, in [0, 1]."""
     hidden = compute_seconds + allreduce_seconds - both_seconds

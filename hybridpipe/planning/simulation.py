@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.contention import Machines, Route
+from hybridpipe.planning.contention import Machines, Route, pass_at_once
 from hybridpipe.planning.cost import StageCost
 from hybridpipe.planning.instructions import (
     AllReduce,
@@ -259,6 +259,8 @@ class Simulation:
 
     def ring_done(self, replicas: _Replicas) -> None:
         assert replicas.ring is not None
+        for burst in replicas.ring.bursts:
+            burst.leave(0.0, self.engine.now)
         self.engine.after(replicas.ring.latency_seconds, self.part_done, replicas)
 
     def part_done(self, replicas: _Replicas) -> None:
@@ -333,8 +335,17 @@ class Simulation:
         return False
 
     def transfer(self, message: _Message) -> None:
-        message.route = self.machines.route(message.key[0], message.key[1])
-        self.engine.start(message.num_bytes, message.route.resources, self.transferred, message)
+        route = message.route = self.machines.route(message.key[0], message.key[1])
+        limited = message.num_bytes - pass_at_once(route.bursts, message.num_bytes, self.engine.now)
+        if limited:
+            self.engine.start(limited, route.resources, self.at_limit, message)
+        else:
+            self.engine.after(0.0, self.transferred, message)
+
+    def at_limit(self, message: _Message) -> None:
+        for burst in message.route.bursts:
+            burst.leave(0.0, self.engine.now)
+        self.transferred(message)
 
     def transferred(self, message: _Message) -> None:
         if self.synchronous:

@@ -95,6 +95,23 @@ def test_sharing():
     assert fit.shared_bandwidth(100, 60, 1) == 60
 
 
+LIMITED = fit.Line(0.5, 0.01, 0.0)  # 100 bytes a second
+
+
+@pytest.mark.parametrize(
+    "rested, expected",
+    [
+        ([(100, 0.5), (200, 0.5), (400, 2.5)], 200),  # 200 bytes of 400 were limited
+        ([(100, 0.5), (200, 0.5)], 200),  # at least
+        ([(100, 1.5), (400, 4.5)], 0),
+        ([(100, 1.1), (400, 3.5)], 0),  # somewhat faster than the line: it is not quite right
+        ([(100, 0.4), (400, 9.0)], 0),
+    ],
+)
+def test_a_burst_is_what_was_not_limited(rested, expected):
+    assert fit.burst_bytes(rested, LIMITED) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     "compute, allreduce, both, expected",
     [(4, 2, 4, 1), (4, 2, 6, 0), (4, 2, 5, 0.5), (2, 4, 5, 0.5), (4, 2, 7, 0), (4, 2, 3, 1)],

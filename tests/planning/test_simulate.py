@@ -473,6 +473,44 @@ def test_ranks_of_a_node_share_its_link():
             assert times(timeline, rank, Forward) == [(arrival, arrival + 0.5)]
 
 
+@pytest.mark.parametrize(
+    "burst, forward, arrivals",
+    [
+        (0, 2, (3, 5, 7)),
+        (30, 2, (2.7, 4.7, 6.7)),  # 70 are limited; it is full again after 0.3 s
+        (100, 2, (2, 4, 6)),
+        (150, 0.5, (0.5, 1, 2)),  # 50 are left, then none, and the third finds 50
+        (1e9, 0.5, (0.5, 1, 1.5)),
+    ],
+)
+def test_a_link_that_has_rested_lets_a_burst_pass(burst, forward, arrivals):
+    """100 bytes after each forward, over a link of 100 bytes/s."""
+    costs = [StageCost(forward, 0.0, output_bytes=100), StageCost(0.0, 0.0)]
+    made = plan((1, 1), 3, "gpipe")
+    programs_ = {0: parse("F0 sa0 F1 sa1 F2 sa2"), 1: parse("ra0 F0 ra1 F1 ra2 F2")}
+    cluster = Cluster((Level("network", 2, 100.0, 0.0, burst_bytes=burst),))
+    timeline = simulate(programs_, made, costs, cluster)
+    assert times(timeline, 1, Forward) == [(at, at) for at in arrivals]
+
+
+def test_an_all_reduce_empties_the_bucket():
+    """Rank 0 reduces 100 bytes until 3 s, and sends 100 more at 3.5 s: 50 have gathered."""
+    costs = [
+        StageCost(0.5, 2.0, output_bytes=100, buckets=(GradientBucket(100, 1.0),)),
+        StageCost(0.0, 0.0),
+    ]
+    made = plan((2, 1), 2, "gpipe")
+    programs_ = {
+        0: parse("B0 all-reduce F0 sa0"),
+        1: parse("B1 all-reduce"),
+        2: parse("ra0 F0"),
+    }
+    cluster = Cluster((Level("network", 3, 100.0, 0.0, burst_bytes=200),))
+    timeline = simulate(programs_, made, costs, cluster)
+    assert times(timeline, 0, AllReduce) == [(2, 3)]
+    assert times(timeline, 2, Forward) == [(4, 4)]
+
+
 def test_an_all_reduce_and_a_message_share_a_port():
     """Stage 1 reduces from 2 s on, 100 bytes a rank, just when rank 1 sends 100 back: both at half speed."""
     costs = [
