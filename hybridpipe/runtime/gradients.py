@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # Between two looks at an all-reduce. Horovod's own wait yields and looks again at once: with four ranks on two
-# cores that took 30 % of a core from each of those that still compute, and from Horovod's own threads.
+# cores that took up to 15 % of a core a rank from those that still computed, and from Horovod's own threads.
 POLL_SECONDS = 200e-6
 
 
