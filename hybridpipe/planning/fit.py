@@ -125,8 +125,10 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
             for each in measured
             if each.weight_seconds is not None
         ]
+        joined = [each.joined_seconds for each in measured if each.joined_seconds is not None]
         return replace(
             measured[0],
+            joined_seconds=median(joined) if joined else None,
             forward_seconds=median(each.forward_seconds for each in measured),
             backward_seconds=backward,
             update_seconds=median(each.update_seconds for each in measured),
