@@ -85,7 +85,7 @@ def stage_memory(profile: ModelProfile, start: int, stop: int, recompute: bool) 
     received = profile.layers[start - 1].output_bytes if start else 0
     inside = sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes
     stash, working = (received, inside) if recompute else (received + inside, 0)
-    resident = round(parameters * (2 + profile.state_factor)) + sum(layer.kept_bytes for layer in layers)
+    resident = round(parameters * (2 + profile.state_factor)) + sum(layer.kept_bytes or 0 for layer in layers)
     return StageMemory(parameters, resident, stash, working)
 
 

@@ -31,7 +31,7 @@ class LayerProfile:
         weight_seconds: the part of `backward_seconds` that makes the weights' gradients; None: not measured.
         joined_seconds: the backward where one product makes the weights' gradients of several microbatches,
             as under schedules that flush; None: `backward_seconds`.
-        kept_bytes: what is kept for these products, at most, beside the activations.
+        kept_bytes: what is kept for these products, at most, beside the activations; None: nothing.
     """
 
     name: str
@@ -44,15 +44,17 @@ class LayerProfile:
     gradient_bytes: int | None = None
     weight_seconds: float | None = None
     joined_seconds: float | None = None
-    kept_bytes: int = 0
+    kept_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds"):
             non_negative(name, getattr(self, name))
-        for name in ("parameter_bytes", "output_bytes", "activation_bytes", "kept_bytes"):
+        for name in ("parameter_bytes", "output_bytes", "activation_bytes"):
             non_negative_int(name, getattr(self, name))
         if self.gradient_bytes is not None:
             non_negative_int("gradient_bytes", self.gradient_bytes)
+        if self.kept_bytes is not None:
+            non_negative_int("kept_bytes", self.kept_bytes)
         if self.joined_seconds is not None:
             non_negative("joined_seconds", self.joined_seconds)
         if self.weight_seconds is not None:

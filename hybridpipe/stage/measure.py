@@ -111,7 +111,7 @@ class Rehearsal:
                         else 0.0
                     ),
                     joined_seconds=seconds.get(("joined backward", i)),
-                    kept_bytes=kept_bytes[i],
+                    kept_bytes=kept_bytes[i] or None,
                 )
                 for i, name in enumerate(self.names)
             ),
