@@ -19,7 +19,7 @@ from hybridpipe.planning.search import (
     data_parallel,
     judged,
     ranked,
-    search,
+    search_sizes,
     straight,
 )
 from hybridpipe.planning.simulate import predict
@@ -102,6 +102,8 @@ def choose(
 ) -> Choice:
     """The plan that `name` stands for; data parallelism also where it does not fit into memory.
 
+    "auto" is free to choose among the sizes of the microbatch that `profile` has, for as many samples.
+
     Where recomputation is asked for, "auto" recomputes where it must, and the others in every stage.
 
     Raises:
@@ -110,7 +112,7 @@ def choose(
     """
     if name not in SOURCES:
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
-    candidates = tuple(search(profile, cluster, num_microbatches, **asked))
+    candidates = tuple(search_sizes(profile, cluster, profile.samples * num_microbatches, **asked))
     best = candidates[0]
     if name == "auto":
         return Choice(best.plan, candidates, profile.scaled_to(best.samples), cluster)

@@ -185,7 +185,7 @@ class _Link:
     handling_seconds: float  # processor time at either end
     handling_seconds_per_byte: float
     shared_bandwidth: float | None
-    burst_bytes: float
+    burst_bytes: float | None
 
 
 def _link(world: "MPI.Comm", unit: _Unit) -> _Link:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hybridpipe.config import SOURCES
 from hybridpipe.files import read_plan
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import Measurement
 from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder
@@ -52,8 +54,9 @@ class Trainer:
         plan: a `Plan`, the path of a plan.json, or a name: "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" a pipeline with one rank a stage.
         minibatch_size: samples behind one update.
-        microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank. A `Plan`
-            says itself how many microbatches there are.
+        microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank, and with
+            "auto" to that, a half or a quarter of it, whichever is fastest by prediction. A `Plan` says
+            itself how many microbatches there are.
         schedule, vertical_sync, max_in_flight, recompute: likewise for a plan that goes by a name; "auto"
             is the best synchronous schedule.
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
@@ -126,6 +129,7 @@ class Trainer:
         self.choice: Choice | None = None
         self.recorder = Recorder()
         self._worker: Worker | None = None
+        self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
         self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
         if isinstance(self._plan, Plan):
             options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
@@ -138,6 +142,8 @@ class Trainer:
                 self._start(self._plan)
         else:
             self.microbatch_size = microbatch_size or ceil_div(minibatch_size, self.world.size)
+            if microbatch_size is None and plan == "auto":
+                self._smaller_sizes = _parts(self.microbatch_size, minibatch_size)
 
     @property
     def plan(self) -> Plan:
@@ -375,10 +381,13 @@ class Trainer:
     def _choose(self, minibatch: Minibatch) -> Choice:
         with failure.guard():  # ranks that can be measured would wait for one that cannot
             try:
-                rehearsal = Rehearsal(
-                    self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.device
-                )
+                rehearsal = Rehearsal(self.model, *minibatch.first(), self.loss, self.device)
                 profile = measure_together(self.world, partial(rehearsal.measure, self.rule.optimizer))
+                for size in self._smaller_sizes:
+                    part = Rehearsal(self.model, *minibatch.first(size), self.loss, self.device)
+                    other = measure_together(self.world, partial(part.measure, self.rule.optimizer))
+                    measurement = Measurement(other.samples, other.layers)
+                    profile = replace(profile, others=(*profile.others, measurement))
             except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
         count = ceil_div(self.minibatch_size, self.microbatch_size)
@@ -435,6 +444,11 @@ def _check_options(plan: Plan, schedule: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value and value != getattr(plan, name):
             raise ValueError(f"{name} = {value} disagrees with the plan, which says {getattr(plan, name)}")
+
+
+def _parts(share: int, minibatch_size: int) -> list[int]:
+    """Halves and quarters of a rank's share, where they make slices of one size."""
+    return [] if minibatch_size % share else [share // n for n in (2, 4) if share % n == 0]
 
 
 def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | None) -> int:

@@ -46,9 +46,10 @@ class Level:
             all its ranks together, as the ranks of a node share its network card; None: each rank has
             `bandwidth` to itself.
         allreduce: measured figures of an all-reduce over this level; None: those of its links.
-        burst_bytes: what a link that has rested lets pass at once; `bandwidth` holds for what is beyond, and
-            refills it: the token bucket of a network that limits a rate. Left out of the closed formulas.
         fit_error: how far the worst measured message is off `latency + bytes / bandwidth`, relative.
+        burst_bytes: what a link that has rested lets pass at once; `bandwidth` holds for what is beyond, and
+            refills it: the token bucket of a network that limits a rate; None: it holds from the first byte.
+            Left out of the closed formulas.
     """
 
     name: str
@@ -57,8 +58,8 @@ class Level:
     latency_seconds: float
     shared_bandwidth: float | None = None
     allreduce: AllReduce | None = None
-    burst_bytes: float = 0.0
     fit_error: float | None = None
+    burst_bytes: float | None = None
 
     def __post_init__(self) -> None:
         positive_int("ranks", self.ranks)
@@ -66,7 +67,8 @@ class Level:
         non_negative("latency_seconds", self.latency_seconds)
         if self.shared_bandwidth is not None:
             positive("shared_bandwidth", self.shared_bandwidth)
-        non_negative("burst_bytes", self.burst_bytes)
+        if self.burst_bytes is not None:
+            positive("burst_bytes", self.burst_bytes)
         if self.fit_error is not None:
             non_negative("fit_error", self.fit_error)
 

@@ -116,7 +116,7 @@ class Machines:
 
     def _bursts_of(self, index: int, links: Sequence[Resource]) -> tuple[Burst, ...]:
         num_bytes = self.cluster.levels[index].burst_bytes
-        if not num_bytes:
+        if num_bytes is None:
             return ()
         return tuple(self._bursts.setdefault(link, Burst(link, num_bytes)) for link in links)
 

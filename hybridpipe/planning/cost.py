@@ -89,7 +89,8 @@ def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> t
     if profile.num_layers != plan.num_layers:
         raise ValueError(f"the plan cuts {plan.num_layers} layers, the profile has {profile.num_layers}")
     return tuple(
-        _stage_cost(profile, stage, plan.recomputes(s), load_speed) for s, stage in enumerate(plan.stages)
+        _stage_cost(profile, stage, plan.schedule, plan.recomputes(s), load_speed)
+        for s, stage in enumerate(plan.stages)
     )
 
 
@@ -101,29 +102,31 @@ def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
     return 1.0 if cluster.compute_speeds is None else cluster.shared_speed(profile.load)
 
 
-def _stage_cost(profile: ModelProfile, stage: StageSpec, recompute: bool, load_speed: float) -> StageCost:
+def _stage_cost(
+    profile: ModelProfile, stage: StageSpec, schedule: str, recompute: bool, load_speed: float
+) -> StageCost:
     layers = profile.layers[stage.start : stage.stop]
     forward = sum(layer.forward_seconds for layer in layers) * load_speed
-    backward = sum(layer.backward_seconds for layer in layers) * load_speed
+    backward = sum(layer.backward(schedule) for layer in layers) * load_speed
     return StageCost(
         forward_seconds=forward,
         backward_seconds=backward + recompute * forward,
         update_seconds=sum(layer.update_seconds for layer in layers) * load_speed,
         output_bytes=layers[-1].output_bytes,
         gradient_bytes=layers[-1].returned_bytes,
-        buckets=_buckets(profile, stage),
+        buckets=_buckets(profile, stage, schedule),
         weight_seconds=sum(layer.weight_backward_seconds for layer in layers) * load_speed,
     )
 
 
-def _buckets(profile: ModelProfile, stage: StageSpec) -> tuple[GradientBucket, ...]:
+def _buckets(profile: ModelProfile, stage: StageSpec, schedule: str) -> tuple[GradientBucket, ...]:
     """Layers from last to first, as the backward visits them, gathered up to BUCKET_BYTES."""
     layers = profile.layers[stage.start : stage.stop][::-1]
-    total = sum(layer.backward_seconds for layer in layers) or 1.0
+    total = sum(layer.backward(schedule) for layer in layers) or 1.0
     buckets, filled, done = [], 0, 0.0
     for layer in layers:
         filled += layer.parameter_bytes
-        done += layer.backward_seconds
+        done += layer.backward(schedule)
         if filled >= BUCKET_BYTES:
             buckets.append(GradientBucket(filled, min(done / total, 1.0)))
             filled = 0

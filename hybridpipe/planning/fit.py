@@ -75,8 +75,8 @@ def shared_bandwidth(one: float, together: float, num_pairs: int) -> float | Non
     return None if together >= (1 - SHARING_TOLERANCE) * num_pairs * one else together
 
 
-def burst_bytes(rested: Sequence[tuple[int, float]], message: Line) -> float:
-    """What a link that has rested lets pass at once; 0 where no size got through in half its time.
+def burst_bytes(rested: Sequence[tuple[int, float]], message: Line) -> float | None:
+    """What a link that has rested lets pass at once; None where no size got through in half its time.
 
     Args:
         rested: (num_bytes, seconds one way) by growing size, none sent before the link had rested.
@@ -84,8 +84,8 @@ def burst_bytes(rested: Sequence[tuple[int, float]], message: Line) -> float:
     """
     passed = [n - max(0.0, s - message.start_seconds) / message.seconds_per_byte for n, s in rested]
     if all(at_once < 0.5 * n for at_once, (n, _) in zip(passed, rested, strict=True)):
-        return 0.0
-    return max(0.0, passed[-1])
+        return None
+    return passed[-1] if passed[-1] > 0 else None
 
 
 def overlap(compute_seconds: float, allreduce_seconds: float, both_seconds: float) -> float:
@@ -125,8 +125,10 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
             for each in measured
             if each.weight_seconds is not None
         ]
+        joined = [each.joined_seconds for each in measured if each.joined_seconds is not None]
         return replace(
             measured[0],
+            joined_seconds=median(joined) if joined else None,
             forward_seconds=median(each.forward_seconds for each in measured),
             backward_seconds=backward,
             update_seconds=median(each.update_seconds for each in measured),

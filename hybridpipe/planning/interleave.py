@@ -43,7 +43,10 @@ def interleaved_plans(
 
     Whether they fit into memory is not looked at.
     """
-    work = [layer.forward_seconds * (1 + form.recompute) + layer.backward_seconds for layer in profile.layers]
+    work = [
+        layer.forward_seconds * (1 + form.recompute) + layer.backward(form.schedule)
+        for layer in profile.layers
+    ]
     moved = [float(layer.output_bytes + layer.returned_bytes) for layer in profile.layers]
     found: dict[Plan, None] = {}
     tried = 1 if len(work) * len(ranks) > MANY else None

@@ -70,12 +70,13 @@ class LayerCosts:
         layers, speed = profile.layers, measured_speed(profile, cluster)
         forward = np.array([layer.forward_seconds for layer in layers]) * speed
         self.cluster, self.form, self.state_factor = cluster, form, profile.state_factor
-        self.backward = np.array([layer.backward_seconds for layer in layers]) * speed
+        self.backward = np.array([layer.backward(form.schedule) for layer in layers]) * speed
         self.backward += form.recompute * forward
         self.weight = np.array([layer.weight_backward_seconds for layer in layers]) * speed
         self.work = forward + self.backward
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
+        self.kept = np.array([layer.kept_bytes or 0 for layer in layers], dtype=np.float64)
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
@@ -96,7 +97,7 @@ class LayerCosts:
         """The same with only these edges to cut at."""
         merged = copy(self)
         merged.sums = {}
-        for name in ("backward", "weight", "work", "update", "parameters", "activations"):
+        for name in ("backward", "weight", "work", "update", "parameters", "kept", "activations"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
         for name in ("output", "returned", "edges"):
             setattr(merged, name, getattr(self, name)[edges])
@@ -142,7 +143,7 @@ class LayerCosts:
         inside = self.between("activations", width) + self.ends(self.output, width)
         received = self.output[:-1]
         stash, working = (received, inside) if self.form.recompute else (received + inside, np.zeros(1))
-        resident = np.rint(parameters * (2 + self.state_factor))
+        resident = np.rint(parameters * (2 + self.state_factor)) + self.between("kept", width)
         resident += np.minimum(parameters, FUSION_BYTES) * (kind.replicas > 1)
         versions = self.form.versions(kind.in_flight)
         peak: Floats = resident + (versions - 1) * parameters + kind.in_flight * stash + working

@@ -42,7 +42,7 @@ class StageMemory(NamedTuple):
 
     Args:
         parameters: one version of the weights.
-        resident: weights, gradients and the optimizer's state.
+        resident: weights, gradients, what is kept for the products that make them, the optimizer's state.
         stash: what each microbatch keeps from its forward on.
         working: what it keeps besides once its backward has begun.
     """
@@ -85,7 +85,8 @@ def stage_memory(profile: ModelProfile, start: int, stop: int, recompute: bool) 
     received = profile.layers[start - 1].output_bytes if start else 0
     inside = sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes
     stash, working = (received, inside) if recompute else (received + inside, 0)
-    return StageMemory(parameters, round(parameters * (2 + profile.state_factor)), stash, working)
+    resident = round(parameters * (2 + profile.state_factor)) + sum(layer.kept_bytes or 0 for layer in layers)
+    return StageMemory(parameters, resident, stash, working)
 
 
 def _resident(stages: Iterable[StageMemory], replicated: bool) -> int:

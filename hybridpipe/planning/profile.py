@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
 
 PROFILE_FORMAT = "hybridpipe-profile/1"
+JOINING = ("1f1b", "gpipe", "interleaved-1f1b")  # one version of the weights, and whole backwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class LayerProfile:
         gradient_bytes: what comes back over a cut after this layer; None: as much as goes forward.
             Tensors without a gradient, such as token numbers and masks, make it less.
         weight_seconds: the part of `backward_seconds` that makes the weights' gradients; None: not measured.
+        joined_seconds: the backward where one product makes the weights' gradients of several microbatches,
+            as under schedules that flush; None: `backward_seconds`.
+        kept_bytes: what is kept for these products, at most, beside the activations; None: nothing.
     """
 
     name: str
@@ -39,6 +43,8 @@ class LayerProfile:
     update_seconds: float = 0.0
     gradient_bytes: int | None = None
     weight_seconds: float | None = None
+    joined_seconds: float | None = None
+    kept_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds"):
@@ -47,6 +53,10 @@ class LayerProfile:
             non_negative_int(name, getattr(self, name))
         if self.gradient_bytes is not None:
             non_negative_int("gradient_bytes", self.gradient_bytes)
+        if self.kept_bytes is not None:
+            non_negative_int("kept_bytes", self.kept_bytes)
+        if self.joined_seconds is not None:
+            non_negative("joined_seconds", self.joined_seconds)
         if self.weight_seconds is not None:
             non_negative("weight_seconds", self.weight_seconds)
             if self.weight_seconds > self.backward_seconds:
@@ -54,6 +64,12 @@ class LayerProfile:
                     f"weight_seconds must be <= backward_seconds = {self.backward_seconds}, "
                     f"got {self.weight_seconds}"
                 )
+
+    def backward(self, schedule: str) -> float:
+        """Seconds of a microbatch's backward under a schedule."""
+        if schedule not in JOINING or self.joined_seconds is None:
+            return self.backward_seconds
+        return self.joined_seconds
 
     @property
     def returned_bytes(self) -> int:
@@ -166,7 +182,9 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
         low, high = measured[left], measured[right]
         factor = samples / sizes[right]
         backward = seconds(low.backward_seconds, high.backward_seconds)
-        weight = None
+        weight = joined = None
+        if low.joined_seconds is not None and high.joined_seconds is not None:
+            joined = seconds(low.joined_seconds, high.joined_seconds)
         if low.weight_seconds is not None and high.weight_seconds is not None:
             weight = min(seconds(low.weight_seconds, high.weight_seconds), backward)
         return replace(
@@ -174,6 +192,7 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
             forward_seconds=seconds(low.forward_seconds, high.forward_seconds),
             backward_seconds=backward,
             weight_seconds=weight,
+            joined_seconds=joined,
             output_bytes=round(high.output_bytes * factor),
             gradient_bytes=None if high.gradient_bytes is None else round(high.gradient_bytes * factor),
             activation_bytes=round(high.activation_bytes * factor),

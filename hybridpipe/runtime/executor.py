@@ -100,6 +100,8 @@ class Executor:
                 yield run.take()
                 now = self._clock()
         position.outside()
+        for stage in self.stages:
+            stage.complete_gradients()
         self.seen.end()
         if run.events:
             yield run.take()
@@ -175,7 +177,7 @@ class _Run:
             case Backward() | BackwardInput() | BackwardWeight():
                 if is_final:
                     executor.gradients.arm()
-                self.backward(instruction)
+                self.backward(instruction, is_final)
                 executor.gradients.disarm()
             case SendGradient(m, c):
                 executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)))
@@ -197,12 +199,12 @@ class _Run:
             at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
         )
 
-    def backward(self, instruction: Backward | BackwardInput | BackwardWeight) -> None:
+    def backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
         m, c = instruction.microbatch, instruction.chunk
         stage = self.executor.stages[c]
         match instruction:
             case Backward():
-                self.gradients[m, c] = stage.backward(m, self.gradients.pop((m, c), ()))
+                self.gradients[m, c] = stage.backward(m, self.gradients.pop((m, c), ()), is_final)
             case BackwardInput():
                 self.gradients[m, c] = stage.backward_input(m, self.gradients.pop((m, c), ()))
             case BackwardWeight():

@@ -18,8 +18,8 @@ from hybridpipe.planning.cost import BUCKET_BYTES
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Between two looks at an all-reduce. Horovod's own wait yields and looks again at once: with four ranks on two
-# cores that took up to 15 % of a core a rank from those that still computed, and from Horovod's own threads.
+# Between two looks at an all-reduce. Horovod's own wait yields and looks again at once: with four ranks on
+# two cores up to 15 % of a core a rank, taken from those that still computed and from Horovod's own threads.
 POLL_SECONDS = 200e-6
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridpipe.planning.instructions import Program, without_update
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import JOINING
 from hybridpipe.planning.schedules import forward_program, program
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime import failure
@@ -92,6 +93,7 @@ class Worker:
                 loss if s == plan.num_stages - 1 else None,
                 recompute=plan.recomputes(s),
                 split_backward=plan.schedule == "zero-bubble",
+                join_products=plan.schedule in JOINING,
             )
             for s in held
         ]

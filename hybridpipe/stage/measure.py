@@ -33,6 +33,7 @@ WARM_UP = 2
 REPETITION_SECONDS = 0.04
 MIN_REPEATS, MAX_REPEATS = 3, 16
 BUDGET_SECONDS = 4.0
+NUM_JOINED = 4  # microbatches of a minibatch, on one rank; with more of them a little more is saved
 
 
 def measure(
@@ -92,6 +93,7 @@ class Rehearsal:
         parameter_bytes = [
             _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
         ]
+        kept_bytes = [stage.most_kept_bytes for stage in stages]
         return ModelProfile(
             layers=tuple(
                 LayerProfile(
@@ -108,6 +110,8 @@ class Rehearsal:
                         if parameter_bytes[i]
                         else 0.0
                     ),
+                    joined_seconds=seconds.get(("joined backward", i)),
+                    kept_bytes=kept_bytes[i] or None,
                 )
                 for i, name in enumerate(self.names)
             ),
@@ -144,7 +148,8 @@ def _typical(sample: Callable[[], Mapping[_Key, float]], agree: Agree) -> dict[_
 def _two_passes(
     stages: list[Stage], inputs: Value, targets: Value, device: torch.device
 ) -> dict[tuple[str, int], float]:
-    """Seconds of every layer in one forward and one backward, and in a backward to the inputs alone.
+    """Seconds of every layer in one forward and one backward, and in a backward to the inputs alone; where a
+    layer joins the products of several microbatches, also in each of NUM_JOINED backwards.
 
     In turn, so that what else the machine does counts for both; the difference is what the weights' gradients
     take.
@@ -153,7 +158,29 @@ def _two_passes(
     seconds = _pass(stages, inputs, targets, device, crossing)
     with _frozen(stages):
         without = _pass(stages, inputs, targets, device, crossing)
-    return seconds | {("backward to inputs", i): without["backward", i] for i in range(len(stages))}
+    seconds |= {("backward to inputs", i): without["backward", i] for i in range(len(stages))}
+    joining = [i for i, stage in enumerate(stages) if stage.can_join]
+    if joining:
+        with _joined(stages):
+            passes = [
+                _pass(stages, inputs, targets, device, crossing, is_final=n == NUM_JOINED)
+                for n in range(1, NUM_JOINED + 1)
+            ]
+        for i in joining:
+            seconds["joined backward", i] = sum(each["backward", i] for each in passes) / NUM_JOINED
+    return seconds
+
+
+@contextmanager
+def _joined(stages: list[Stage]) -> Iterator[None]:
+    """Weight gradients of several passes are made at once."""
+    for stage in stages:
+        stage.join_products = True
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.join_products = False
 
 
 @contextmanager
@@ -175,11 +202,13 @@ def _pass(
     targets: Value,
     device: torch.device,
     crossing: dict[int, list[bool]],
+    is_final: bool = True,
 ) -> dict[tuple[str, int], float]:
     """Seconds of every layer in one forward and one backward.
 
     Args:
         crossing: which of each layer's outputs get a gradient; filled in where it does not say.
+        is_final: no pass follows whose weight gradients may be made together with this one's.
     """
     seconds = {}
     value = inputs
@@ -194,7 +223,7 @@ def _pass(
     gradients: tuple[Tensor | None, ...] = ()
     for i, stage in reversed(list(enumerate(stages))):
         began = _now(device)
-        gradients = stage.backward(0, gradients)
+        gradients = stage.backward(0, gradients, is_final)
         seconds["backward", i] = _now(device) - began
     return seconds
 

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.stage.halved import Halves, WeightHalf
+from hybridpipe.stage.deferred import Deferring
+from hybridpipe.stage.halved import WeightHalf
+from hybridpipe.stage.products import MicrobatchRows, WeightProducts
 from hybridpipe.stage.randomness import preserved_state, random_key, seed_generators
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.values import Value, map_tensors, rebuild, tensors_of
@@ -34,9 +36,12 @@ class _Call(NamedTuple):
     share: float | None = None  # None where no loss follows
 
 
+_Later = WeightHalf | MicrobatchRows  # where weights' gradients are left
+
+
 class _Graph(NamedTuple):
     outputs: Value
-    half: WeightHalf | None
+    later: _Later | None
 
 
 class _Stashed(NamedTuple):
@@ -56,6 +61,8 @@ class Stage:
         loss: for the last stage: `loss(outputs, targets)` is the mean over the microbatch's samples.
         split_backward: the backward can be run in halves, `backward_input` and `backward_weight`.
         recompute: stash a microbatch's inputs only, and run its forward again for its backward.
+        join_products: make the weight gradients of several microbatches at once where that pays; see
+            `hybridpipe.stage.products`. Not where microbatches see different weights.
     """
 
     def __init__(
@@ -67,14 +74,16 @@ class Stage:
         loss: Loss | None = None,
         split_backward: bool = False,
         recompute: bool = False,
+        join_products: bool = False,
     ) -> None:
         self.module = nn.Sequential(*layers).to(device)
         self.first_layer, self.device, self.seed, self.loss = first_layer, device, seed, loss
-        self.split_backward, self.recompute = split_backward, recompute
+        self.split_backward, self.recompute, self.join_products = split_backward, recompute, join_products
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self._substitution = Substitution(self.module)
-        self._halves = Halves(self.module)
+        self._products = WeightProducts(self.module)
+        self._deferring = Deferring(self.module) if split_backward else self._products.deferring
         self._buffers = ChangingBuffers(self.module)
         self._weights_checked = False
 
@@ -90,7 +99,7 @@ class Stage:
         Named by layer index in the whole model and path within: "3.norm (LayerNorm)".
         """
         names = []
-        for path, module in self._halves.whole():
+        for path, module in self._deferring.whole():
             layer, dot, name = path.partition(".")
             names.append(f"{self.first_layer + int(layer)}{dot}{name} ({type(module).__name__})")
         return names
@@ -148,26 +157,42 @@ class Stage:
             value: Value = self.module(inputs)
         return value
 
-    def backward(self, slot: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, slot: int, gradients: Sequence[Tensor | None] = (), is_final: bool = False
+    ) -> tuple[Tensor | None, ...]:
         """Run the microbatch's backward; parameter gradients add up in `.grad`.
 
         Args:
             gradients: one for each output tensor, None where it has none; empty behind the loss.
+            is_final: no backward follows before the gradients are used. Until then those of large linear
+                layers may be kept back; see `products` and `complete_gradients`.
 
         Returns:
             the gradient of each input tensor, None where it requires none.
         """
-        of_inputs, half = self._backward(slot, gradients)
-        if half is not None:
-            half.finish()
+        of_inputs, later = self._backward(slot, gradients, is_final)
+        if later is not None:
+            later.finish()
         return of_inputs
 
-    def backward_input(
-        self, slot: int, gradients: Sequence[Tensor | None] = ()
-    ) -> tuple[Tensor | None, ...]:
+    @property
+    def can_join(self) -> bool:
+        """Whether it has layers for whose weight gradients that pays."""
+        return not self._products.is_empty
+
+    @property
+    def most_kept_bytes(self) -> int:
+        """What backwards have kept back at most until now."""
+        return self._products.most_bytes
+
+    def complete_gradients(self) -> None:
+        """Bring into `.grad` what backwards have kept back, where no final one came."""
+        self._products.multiply_all()
+
+    def backward_input(self, slot: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
         """The half of `backward` that the stage before waits for; no parameter gets a gradient yet."""
         of_inputs, half = self._backward(slot, gradients)
-        assert half is not None, "the stage was not made to split its backward"
+        assert isinstance(half, WeightHalf), "the stage was not made to split its backward"
         self._weight_halves[slot] = half
         return of_inputs
 
@@ -188,10 +213,10 @@ class Stage:
         return without_graph(outputs)
 
     def _backward(
-        self, slot: int, gradients: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor | None, ...], WeightHalf | None]:
+        self, slot: int, gradients: Sequence[Tensor | None], is_final: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], _Later | None]:
         call, graph, buffers = self._stash.pop(slot)
-        outputs, half = graph or self._graph(call, buffers)
+        outputs, later = graph or self._graph(call, buffers)
         tensors = tensors_of(outputs)
         roots = [
             (output, gradient)
@@ -200,33 +225,35 @@ class Stage:
         ]
         if roots:
             ends, of_ends = zip(*roots, strict=True)
-            with nullcontext() if half is None else half.collected():
-                self._holding(call.weights, half, lambda: torch.autograd.backward(ends, of_ends))
-        return tuple(_gradient(t) if t.requires_grad else None for t in tensors_of(call.inputs)), half
+            with nullcontext() if later is None else later.collected(is_final):
+                self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
+        return tuple(_gradient(t) if t.requires_grad else None for t in tensors_of(call.inputs)), later
 
     def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
-        half = None
+        later: _Later | None = None
         if self.split_backward:
-            half = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
-        outputs = self._holding(call.weights, half, lambda: self._run(call), buffers)
+            later = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
+        elif self.join_products:
+            later = MicrobatchRows(self._products)
+        outputs = self._holding(call.weights, later, lambda: self._run(call), buffers)
         tensors_of(outputs)  # raises TypeError where the layers gave anything else
         if call.weights is not None and not self._weights_checked:
             check_no_other_weights(outputs, self.module)
             self._weights_checked = True
-        return _Graph(outputs, half)
+        return _Graph(outputs, later)
 
     def _holding(
         self,
         weights: Weights | None,
-        half: WeightHalf | None,
+        later: _Later | None,
         function: Callable[[], _Result],
         buffers: Mapping[str, Tensor] | None = None,
     ) -> _Result:
         """Run `function` while the layers hold what the microbatch needs them to."""
-        if half is None:
+        if later is None:
             return self._substitution.run(function, weights, buffers)
-        with self._halves.noting(half):
-            return self._substitution.run(function, half.weights, buffers)
+        with self._deferring.noting(later):
+            return self._substitution.run(function, later.weights, buffers)
 
     def _run(self, call: _Call) -> Value:
         value = map_tensors(_enter, call.inputs)

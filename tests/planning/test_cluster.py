@@ -56,7 +56,7 @@ LEVELS = (NODE, RACK, ALL)
         ),
         (
             lambda: Level("node", 1, 1.0, 0.0, burst_bytes=-1.0),
-            "burst_bytes must be a finite number >= 0, got -1.0",
+            "burst_bytes must be a finite number > 0, got -1.0",
         ),
         (lambda: Cluster((NODE,), format="x"), "format must be 'hybridpipe-cluster/1', got 'x'"),
         (lambda: Cluster((NODE,)).link(1, 2), "ranks 1 and 2 are not both among the cluster's 2"),

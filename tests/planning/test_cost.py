@@ -219,3 +219,10 @@ def test_the_weights_part_of_a_backward():
     layers = HALVED, layer(1, 2, parameters=1), layer(1, 2)
     one = stage_costs(model(*layers), Plan((StageSpec(0, 3),)), load_speed=0.5)
     assert one[0].weight_seconds == approx((0.5 + 1) / 2)
+
+
+def test_a_backward_that_joins_products_is_shorter():
+    profile = model(replace(layer(1, 4, parameters=1), joined_seconds=3.0))
+    for schedule, seconds in (("1f1b", 3), ("zero-bubble", 4), ("pipedream", 4)):
+        (cost,) = stage_costs(profile, Plan((StageSpec(0, 1),), schedule=schedule))
+        assert cost.backward_seconds == seconds

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -237,3 +238,10 @@ def test_without_a_flush_no_rank_holds_more_than_the_peak(schedule, options, cas
     seen = curves(profile, chosen, timeline)
     for held, peak in zip(seen.values(), prediction.peak_memory_bytes):
         assert max(bytes_ for _, bytes_ in held) <= peak
+
+
+def test_rows_kept_for_products_weigh_once():
+    profile = model(*[layer(1, 1, parameters=10)] * 2)
+    keeping = replace(profile, layers=tuple(replace(each, kept_bytes=7) for each in profile.layers))
+    plan = Plan((StageSpec(0, 2),), num_microbatches=4)
+    assert peak_memory_bytes(keeping, plan)[0] == peak_memory_bytes(profile, plan)[0] + 14

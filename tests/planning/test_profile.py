@@ -113,3 +113,16 @@ def test_the_weights_part_lies_on_the_line_too_where_all_sizes_have_it():
 def test_the_weights_part_is_no_more_than_the_backward():
     with pytest.raises(ValueError, match=r"^weight_seconds must be <= backward_seconds = 2, got 3$"):
         replace(layer(1, 2), weight_seconds=3)
+
+
+def test_only_schedules_that_flush_and_do_not_halve_their_backwards_join_products():
+    joined = replace(layer(1, 4), joined_seconds=3.0)
+    assert [joined.backward(name) for name in ("1f1b", "gpipe", "interleaved-1f1b")] == [3.0] * 3
+    assert [joined.backward(name) for name in ("zero-bubble", "pipedream", "pipedream-2bw")] == [4] * 3
+    assert layer(1, 4).backward("1f1b") == 4
+
+
+def test_the_joined_backward_lies_on_the_line_too_where_all_sizes_have_it():
+    small, large = (replace(layer(n, 2 * n), joined_seconds=1.5 * n) for n in (1, 4))
+    profile = ModelProfile((small,), 1, others=(Measurement(4, (large,)),))
+    assert profile.scaled_to(2).layers[0].joined_seconds == approx(3)

@@ -476,7 +476,7 @@ def test_ranks_of_a_node_share_its_link():
 @pytest.mark.parametrize(
     "burst, forward, arrivals",
     [
-        (0, 2, (3, 5, 7)),
+        (None, 2, (3, 5, 7)),
         (30, 2, (2.7, 4.7, 6.7)),  # 70 are limited; it is full again after 0.3 s
         (100, 2, (2, 4, 6)),
         (150, 0.5, (0.5, 1, 2)),  # 50 are left, then none, and the third finds 50

@@ -230,3 +230,13 @@ def test_frozen_parameters_make_no_gradients():
     model = mlp()
     model[2].requires_grad_(False)
     assert figures(profile_of(model), "weight_seconds")[1:] == [0, 0]
+
+
+def test_a_large_linear_layer_joins_products(tmp_path):
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
+    profile = profile_of(model, torch.randn(5, 512))
+    rows = 4 * 5 * (512 + 512) * FLOAT  # of the microbatches that were measured together
+    assert figures(profile, "kept_bytes") == [rows, None, None]
+    assert [each is not None for each in figures(profile, "joined_seconds")] == [True, False, False]
+    write_json(tmp_path / "profile.json", profile)
+    assert read_profile(tmp_path / "profile.json") == profile

@@ -1,0 +1,116 @@
+"""Products: the weight gradients of large linear layers, of several microbatches in one product.
+
+A weight's gradient is the product of what came back and what went in, a row each sample (or token). With a
+microbatch's few rows it reads and writes the whole gradient for little arithmetic, and autograd goes through
+it once more to add it up. So the rows of several microbatches are kept (`deferred`) until there are enough
+of them, and one product adds to `.grad` in place. Kept are at most ENOUGH_ROWS and one microbatch's, little
+beside the weight. Not for schedules that keep versions: a version has leaves of its own.
+Invariant: after a final backward no row is left, and where its hooks run a weight's gradient is complete.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.stage.deferred import Deferring, Use
+
+# A product over n rows takes 2 n operations an element of the weight, and 20 bytes of memory traffic. A core
+# does the operations of 50 rows while it moves these bytes; so few rows more than these save nothing more.
+ENOUGH_ROWS = 256
+LEAST_ELEMENTS = 2**18  # a smaller weight stays in the cache, and calls cost more than it
+
+
+class WeightProducts:
+    """A stage's rows that are not multiplied yet.
+
+    A weight that stands in two modules is left to autograd, and so is one whose gradient someone watches.
+    """
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        uses = Counter(parameter for module in layers.modules() for parameter in module._parameters.values())
+        self.deferring = Deferring(layers, lambda module: _is_large(module) and uses[module.weight] == 1)  # type: ignore[index]
+        self.most_bytes = 0  # that were kept at once
+        self._kept: dict[Tensor, list[Use]] = {}
+        self._num_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """No layer is large enough."""
+        return not self.deferring.candidates
+
+    def add(self, use: Use, is_last: bool) -> None:
+        """Keep a microbatch's rows. `is_last`: none follow before the gradient is used."""
+        kept = self._kept.setdefault(use.weight, [])
+        kept.append(use)
+        self._num_bytes += _num_bytes(use)
+        self.most_bytes = max(self.most_bytes, self._num_bytes)
+        if is_last or sum(len(each.gradient) for each in kept) >= ENOUGH_ROWS:
+            self._multiply(use.weight)
+
+    def multiply_all(self) -> None:
+        """Leave no row behind."""
+        for weight in list(self._kept):
+            self._multiply(weight)
+
+    def _multiply(self, weight: Tensor) -> None:
+        uses = self._kept.pop(weight)
+        self._num_bytes -= sum(map(_num_bytes, uses))
+        gradient, inputs = (
+            parts[0] if len(parts) == 1 else torch.cat(parts)
+            for parts in ([use.gradient for use in uses], [use.inputs for use in uses])
+        )
+        with torch.no_grad():
+            if weight.grad is None:
+                weight.grad = torch.mm(gradient.t(), inputs).to(weight.dtype)
+            elif gradient.dtype == inputs.dtype == weight.dtype:
+                weight.grad.addmm_(gradient.t(), inputs)
+            else:  # under autocast
+                weight.grad += torch.mm(gradient.t(), inputs)
+
+
+class MicrobatchRows:
+    """One microbatch's way into the products."""
+
+    takes_biases = False
+    weights = None  # the layers are called with their own
+
+    def __init__(self, products: WeightProducts) -> None:
+        self._products = products
+        self._is_final = self.collecting = False
+
+    @contextmanager
+    def collected(self, is_final: bool) -> Iterator[None]:
+        """Around the backward. `is_final`: after it all gradients are to be complete."""
+        self.collecting, self._is_final = True, is_final
+        try:
+            yield
+        finally:
+            self.collecting = False
+
+    def note(self, use: Use) -> None:
+        """Keep the rows, or multiply. Autograd runs the weight's hooks behind its last use, though without a
+        gradient of its own to add: so they find a complete one, and the all-reduce begins in time."""
+        self._products.add(use, is_last=self._is_final)
+
+    def finish(self) -> None:
+        """After the backward: where it was the final one, what had no use in it."""
+        if self._is_final:
+            self._products.multiply_all()
+
+
+def _is_large(module: nn.Module) -> bool:
+    """`weight` may be missing, where the module is parametrised."""
+    weight = module._parameters.get("weight")
+    return (
+        type(module) is nn.Linear
+        and weight is not None
+        and weight.numel() >= LEAST_ELEMENTS
+        and not weight._backward_hooks
+    )
+
+
+def _num_bytes(use: Use) -> int:
+    return use.gradient.nbytes + use.inputs.nbytes

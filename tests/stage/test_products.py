@@ -1,0 +1,148 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hybridpipe.stage.products import ENOUGH_ROWS, WeightProducts
+from hybridpipe.stage.stage import Stage
+
+SIZE = 512  # of the smallest weight that is worth it
+CPU = torch.device("cpu")
+
+
+def linear(bias: bool = True) -> nn.Linear:
+    return nn.Linear(SIZE, SIZE, bias=bias, dtype=torch.float64)
+
+
+class Twice(nn.Module):
+    """Uses one layer twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, inputs):
+        return self.layer(torch.tanh(self.layer(inputs)))
+
+
+class Checkpointed(nn.Module):
+    """Runs its layer's forward again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, inputs):
+        return checkpoint(self.layer, inputs, use_reentrant=False)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = linear(), linear()
+        self.other.weight = self.one.weight
+
+    def forward(self, inputs):
+        return self.other(torch.tanh(self.one(inputs)))
+
+
+MODELS = {
+    "two layers": lambda: nn.Sequential(linear(), nn.Tanh(), linear(bias=False)),
+    "tokens": lambda: nn.Sequential(nn.Unflatten(0, (-1, 2)), linear(), nn.Flatten(0, 1)),
+    "used twice": lambda: nn.Sequential(Twice()),
+    "the same layer at two places": lambda: nn.Sequential(layer := linear(), nn.Tanh(), layer),
+    "checkpointed": lambda: nn.Sequential(Checkpointed(), linear()),
+    "tied": lambda: nn.Sequential(Tied()),
+}
+
+
+def train(module: nn.Module, sizes, before_last=lambda: None, is_flushed=True, **options) -> Stage:
+    """One minibatch through a stage, each backward right after its forward, the last one final."""
+    stage = Stage(list(module), 0, CPU, loss=nn.functional.mse_loss, join_products=True, **options)
+    for m, size in enumerate(sizes):
+        inputs = torch.randn(size, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(m))
+        stage.forward_loss(m, inputs, inputs.flip(0), share=1 / len(sizes), step=0)
+        is_last = m == len(sizes) - 1
+        if is_last:
+            before_last()
+        stage.backward(m, is_final=is_last and is_flushed)
+    return stage
+
+
+def expected(module: nn.Module, sizes) -> list[torch.Tensor]:
+    for m, size in enumerate(sizes):
+        inputs = torch.randn(size, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(m))
+        (nn.functional.mse_loss(module(inputs), inputs.flip(0)) / len(sizes)).backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("sizes", [[32] * 10, [6, 2], [300, 2, 20]])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_autograd_and_hooks_run_once_when_they_are_complete(name, sizes, recompute):
+    module = MODELS[name]()
+    plain = copy.deepcopy(module)
+    seen: dict[torch.Tensor, list[torch.Tensor]] = {parameter: [] for parameter in module.parameters()}
+    armed = []
+
+    def arrived(parameter):
+        if armed:
+            seen[parameter].append(parameter.grad.clone())
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(arrived)
+    train(module, sizes, before_last=lambda: armed.append(True), recompute=recompute)
+    for parameter, gradient in zip(module.parameters(), expected(plain, sizes), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+        (once,) = seen[parameter]
+        torch.testing.assert_close(once, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_without_a_final_backward_the_gradients_are_completed_on_demand(is_final):
+    module = nn.Sequential(linear(), linear())
+    plain = copy.deepcopy(module)
+    stage = train(module, [4, 4], is_flushed=is_final)
+    assert (module[0].weight.grad is None) is not is_final
+    stage.complete_gradients()
+    for parameter, gradient in zip(module.parameters(), expected(plain, [4, 4]), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_no_more_than_enough_rows_and_one_microbatch_are_kept(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "hybridpipe.stage.stage.WeightProducts", lambda *args: made.append(WeightProducts(*args)) or made[-1]
+    )
+    train(nn.Sequential(linear()), [24] * 40)
+    row_bytes = 2 * SIZE * 8
+    rows = -(-ENOUGH_ROWS // 24) * 24
+    assert made[0].most_bytes == rows * row_bytes
+    assert not made[0]._kept
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Linear(SIZE, SIZE - 1), nn.Conv1d(SIZE, SIZE, 1), nn.utils.parametrizations.weight_norm(linear())],
+)
+def test_what_is_small_or_no_plain_linear_layer_is_left_to_autograd(module):
+    assert WeightProducts(nn.Sequential(module)).is_empty
+
+
+def test_a_weight_whose_gradient_is_watched_is_left_to_autograd():
+    module, seen = nn.Sequential(linear()), []
+    module[0].weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    train(module, [2, 2])
+    assert seen == [(SIZE, SIZE)] * 2
+
+
+def test_frozen_weights_stay_without_a_gradient():
+    module = nn.Sequential(linear(), linear())
+    module[0].weight.requires_grad_(False)
+    train(module, [2, 2])
+    assert module[0].weight.grad is None
+    assert module[0].bias.grad is not None and module[1].weight.grad is not None
