@@ -27,6 +27,18 @@ from hybridpipe.planning.timeline import Parts
 
 NUM_CANDIDATES = 6
 MAX_LISTED = 8  # cuts, or runs of ranks
+TRACED = {  # of a rank's minibatch, as a table calls it
+    "seconds": "minibatch",
+    "forward_seconds": "forward",
+    "backward_seconds": "backward",
+    "optimizer_seconds": "optimizer",
+    "allreduce_seconds": "all-reduce",
+    "message_seconds": "message",
+    "copying_seconds": "copying",
+    "loading_seconds": "loading",
+    "idle_seconds": "idle",
+    "other_seconds": "other",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +348,16 @@ def parts_table(parts: Mapping[str, Mapping[str, float]]) -> str:
             "measured": duration(seconds["measured"]),
         }
         for name, seconds in parts.items()
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
+    """Where each rank's minibatch goes: all of it first, then the parts, which add up to it."""
+    rows = [
+        {"rank": rank}
+        | {TRACED[name]: duration(seconds) if seconds else "-" for name, seconds in of_rank.items()}
+        for rank, of_rank in ranks.items()
     ]
     return tabulate(rows, headers="keys", disable_numparse=True)
 
