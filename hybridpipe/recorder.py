@@ -9,6 +9,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -85,8 +86,13 @@ class Recorder:
         self._busy_seconds: list[float] = []
         self._kept: deque[_Kept] = deque(maxlen=KEPT)  # for timelines
         self.metrics: dict[str, float] = {}
+        self._memory_before = 0
         self.training_seconds = 0.0  # of whole epochs, until the last loss; not what evaluating takes
         self._target: tuple[int, float] | None = None
+
+    def begin(self) -> None:
+        """Training begins: what the process weighs so far is no stage's."""
+        self._memory_before = _resident_bytes()
 
     def keep(self, events: list[Event], seconds: float, full: bool, num_minibatches: int = 1) -> None:
         """The events of an update and the time since the one before; short minibatches are not typical."""
@@ -111,6 +117,8 @@ class Recorder:
         """The figures of summary.json on rank 0, None elsewhere. Collective.
 
         `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
+        `memory_before_bytes` is what each process held when training began: Python, libraries, the whole
+        model; of all that `predicted_memory_bytes` (by rank of the plan) has the stage's weights only.
         `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
         the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
         """
@@ -119,6 +127,7 @@ class Recorder:
             {
                 "busy": statistics.median(busy) if busy else 0.0,
                 "memory": _peak_memory_bytes(worker.device),
+                "before": self._memory_before,
                 "p2p": worker.executor.bytes_sent if worker.executor else 0,
                 "allreduced": worker.executor.gradients.bytes_reduced if worker.executor else 0,
             }
@@ -145,6 +154,8 @@ class Recorder:
             "epochs_to_target": self._target and self._target[0],
             "seconds_to_target": self._target and self._target[1],
             "peak_memory_bytes": [note["memory"] for note in notes],
+            "memory_before_bytes": [note["before"] for note in notes],
+            "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
             "minibatches": len(self.records),
@@ -253,3 +264,12 @@ def _peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _resident_bytes() -> int:
+    """Of this process now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()

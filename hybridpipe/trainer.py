@@ -398,6 +398,7 @@ class Trainer:
     def _start(self, plan: Plan) -> None:
         self.rule.check(plan)
         self.microbatch_size = _microbatch_size(plan, self.minibatch_size, None)
+        self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
 
     def _judge(self, outputs: Value, targets: Value) -> list[float]:

@@ -1,9 +1,9 @@
 """MPI transport: nonblocking sends and receives, and one thread that makes progress while others compute.
 
-Whoever waits polls (`Testsome`, then a short sleep) by itself; while nobody waits, the communication thread
-does. Without it a large nonblocking send stands still while Python computes, over TCP and over shared memory
-without single copy (measured: 16 MB arrived 500 to 1100 ms late). Sleeping instead of spinning leaves the
-cores to whoever computes: a blocking MPI receive takes 87 % of one.
+Whoever waits polls by itself; while nobody waits, the communication thread does. Without it a large
+nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
+(measured: 16 MB arrived 500 to 1100 ms late). A rank that waits for long sleeps between polls, which leaves
+the cores to whoever computes: a blocking MPI receive takes 87 % of one.
 """
 
 import threading
@@ -15,17 +15,17 @@ from torch import Tensor
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.transport import Pending
 
-# A rank that waits looks again at once for so long, where every rank of its machine has a core: a pause is not
-# shorter than 70 µs, the kernel's timer slack included, and a small message takes two.
+# A rank that waits looks again at once for so long, where every rank of its machine has a core of its own: a
+# pause lasts at least 70 µs, the kernel's timer slack included, and a small message takes 2.
 SPIN_SECONDS = 2e-3
-# Then, or from the start where ranks outnumber cores, it pauses: from the first to the last, doubled in between
-# while nothing completes.
+# Then, or from the start where ranks outnumber cores, it pauses: from the first to the last, doubled in
+# between while nothing completes.
 FIRST_PAUSE_SECONDS = 20e-6
 LAST_PAUSE_SECONDS = 200e-6
-# The communication thread's pauses. Receives posted ahead are mostly all there is while a rank computes: a fixed
-# 50 µs took 15 % of a core and slowed computing down by 7 %, 1 ms takes 2 %. A send under way is another matter:
-# without single copy it goes in fragments, each of which waits for polls of both sides (256 KiB to a rank that
-# waits while the sender computes: 7.9 ms with the long pause, 3 ms with the short one).
+# The communication thread's pauses. Receives posted ahead are mostly all there is while a rank computes: a
+# fixed 50 µs took 15 % of a core and slowed computing down by 7 %, 1 ms takes 2 %. A large send under way is
+# another matter: without single copy it goes in fragments, each of which waits for polls of both sides
+# (256 KiB to a rank that waits while the sender computes: 7.9 ms with the long pause, 3 ms with the short).
 PAUSE_URGENT_SECONDS = 100e-6
 PAUSE_SECONDS = 1e-3
 # With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
@@ -73,8 +73,8 @@ class MpiTransport:
         self._brisk = False  # it makes short pauses
         self._closed = False
         self._num_waiting = 0
-        self._thread = threading.Thread(target=self._progress, name="hybridpipe-communication", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._progress, name="hybridpipe-communication", daemon=True)
+        self.thread.start()
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Start sending (`MPI_Isend`)."""
@@ -116,7 +116,7 @@ class MpiTransport:
         with self._guard:
             self._closed = True
             self._wake.notify()
-        self._thread.join()
+        self.thread.join()
 
     def __enter__(self) -> "MpiTransport":
         return self

@@ -98,7 +98,7 @@ def test_close_waits_for_what_is_under_way():
     transport.close()
     receiving.wait()
     assert buffer.eq(9).all()
-    assert not transport._thread.is_alive()
+    assert not transport.thread.is_alive()
     communicator.Free()
 
 

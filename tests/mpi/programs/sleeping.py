@@ -1,8 +1,8 @@
 """Under mpirun: layers that sleep, so that what a schedule leaves idle does not depend on the cores.
 
-    sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
-    sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
-    sleeping.py traced         for each rank what its time went into, and two clocks that say how long it was
+sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
+sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
+sleeping.py traced         for each rank what its time went into, and two clocks that say how long it was
 """
 
 import json
