@@ -44,7 +44,7 @@ def test_a_run_in_figures():
     recorder.training_seconds = 25.0
     recorder.reach_target(epochs=1)
     summary = recorder.summary(worker(Prediction(3.0, 2.7, 0.2, (1,))))
-    assert summary.pop("peak_memory_bytes")[0] >= summary.pop("memory_before_bytes")[0] > 1 << 20
+    assert min(*summary.pop("peak_memory_bytes"), *summary.pop("memory_before_bytes")) > 1 << 20
     assert summary == {
         "plan": "1",
         "schedule": "1f1b",
