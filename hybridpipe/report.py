@@ -362,6 +362,27 @@ def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
     return tabulate(rows, headers="keys", disable_numparse=True)
 
 
+def memory_table(plan: Plan, peak: Sequence[int], before: Sequence[int]) -> str:
+    """What each used rank's process held at most and before training, and what the plan says it needs.
+
+    Args:
+        peak, before: bytes by rank.
+    """
+    told = plan.predicted.peak_memory_bytes if plan.predicted else ()
+    predicted = dict(zip(plan.ranks, map(size, told), strict=False))
+    rows = [
+        {
+            "rank": rank,
+            "memory at most": size(peak[rank]),
+            "before training": size(before[rank]),
+            "more": size(max(0, peak[rank] - before[rank])),
+            "predicted for the stage": predicted.get(rank, "-"),
+        }
+        for rank in sorted(plan.ranks)
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
 def size(num_bytes: float) -> str:
     """A size for people, such as "1.25 MB"."""
     return _scaled(num_bytes, 1e3, "B", "kB", "MB", "GB", "TB")

@@ -24,7 +24,7 @@ from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.profiling import build_model
 from hybridpipe.progress import Progress
 from hybridpipe.recorder import MinibatchRecord
-from hybridpipe.report import compared, explain, parts_table, ranks_table
+from hybridpipe.report import compared, explain, memory_table, parts_table, ranks_table
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.stage.stage import Loss
@@ -140,6 +140,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path, trace: b
         traces += simulated.to_chrome_trace("predicted", process=1)
         if timeline is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
             parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
+    memory = memory_table(trainer.plan, summary["peak_memory_bytes"], summary["memory_before_bytes"])
     predicted = summary["predicted_minibatch_seconds"]
     rate = trainer.minibatch_size / predicted if predicted else None
     write_json(
@@ -160,6 +161,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path, trace: b
     print(
         (f"{parts_table(parts)}\n" if parts else "")
         + (f"{ranks_table(traced.per_minibatch())}\n" if traced else "")
+        + (f"{memory}\n" if trace else "")
         + f"{summary['samples_per_second']:,.0f} samples/s measured"
         + (f", {rate:,.0f} predicted" if rate else "")
         + f"; last loss {summary['loss_last']:.5f}"

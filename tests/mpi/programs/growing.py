@@ -14,7 +14,7 @@ from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
 
-WIDTH, SAMPLES = 64, 16
+WIDTH, SAMPLES = 256, 16  # a message holds 4 KB, or 16 KB under pipedream
 
 schedule, replicas, num_minibatches = sys.argv[1], list(map(int, sys.argv[2].split("-"))), int(sys.argv[3])
 stages = tuple(StageSpec(2 * s, 2 * s + 2, count) for s, count in enumerate(replicas))
@@ -31,7 +31,9 @@ def held() -> tuple[int, int]:
     """Tensors that Python knows, and resident bytes."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects()), pages * resource.getpagesize()
+    return sum(
+        issubclass(type(each), torch.Tensor) for each in gc.get_objects()
+    ), pages * resource.getpagesize()
 
 
 def train(count: int) -> None:
