@@ -72,7 +72,7 @@ def _plain(communicator) -> Callable:
     from mpi4py import MPI
 
     def prepare(size: int, first: bool, peer: int) -> Callable[[], None]:
-        ours, theirs = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+        ours, theirs = np.ones(size, np.uint8), np.ones(size, np.uint8)  # zeros would all be one page
 
         def exchange() -> None:
             if first:
@@ -90,7 +90,7 @@ def _ours(transport) -> Callable:
     import torch
 
     def prepare(size: int, first: bool, peer: int) -> Callable[[], None]:
-        ours, theirs = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+        ours, theirs = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
 
         def exchange() -> None:
             receiving = transport.receive(theirs, peer, 0)
