@@ -28,8 +28,8 @@ LAST_PAUSE_SECONDS = 200e-6
 # (256 KiB to a rank that waits while the sender computes: 7.9 ms with the long pause, 3 ms with the short).
 PAUSE_URGENT_SECONDS = 100e-6
 PAUSE_SECONDS = 1e-3
-# Doubled up to this while nothing completes: 1 ms and no more takes 4 % of a core on a virtual machine, whose
-# timers and thread switches are slow.
+# Doubled up to this until there is something new: 1 ms and no more takes 4 % of a core on a virtual machine,
+# whose timers and thread switches are slow.
 IDLE_PAUSE_SECONDS = 4e-3
 # With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
 # message would cost more than a small message.
@@ -74,6 +74,7 @@ class MpiTransport:
         self._wake = threading.Condition(self._guard)  # wakes the communication thread
         self._asleep = False  # the communication thread, until it is woken
         self._brisk = False  # it makes short pauses
+        self._pause = PAUSE_SECONDS
         self._closed = False
         self._num_waiting = 0
         self.thread = threading.Thread(target=self._progress, name="hybridpipe-communication", daemon=True)
@@ -98,6 +99,7 @@ class MpiTransport:
         # ranks than cores what is to be computed next waits for a time slice, a millisecond and more.
         with self._guard:
             self._active.append(pending)
+            self._pause = PAUSE_SECONDS
             if self._asleep or (pending.urgent and not self._brisk):
                 self._wake.notify()
         return pending
@@ -129,7 +131,7 @@ class MpiTransport:
 
     def _progress(self) -> None:
         """The communication thread."""
-        idle_pauses, pause = 0, PAUSE_SECONDS
+        idle_pauses = 0
         while True:
             with self._guard:
                 if self._closed and not self._active:
@@ -137,11 +139,13 @@ class MpiTransport:
                 idle_pauses = 0 if self._active else idle_pauses + 1
                 self._asleep = idle_pauses > LINGER_PAUSES
                 self._brisk = any(pending.urgent for pending in self._active)
-                self._wake.wait(None if self._asleep else PAUSE_URGENT_SECONDS if self._brisk else pause)
+                pause = PAUSE_URGENT_SECONDS if self._brisk else self._pause
+                self._pause = min(2 * self._pause, IDLE_PAUSE_SECONDS)
+                self._wake.wait(None if self._asleep else pause)
                 self._asleep = self._brisk = False
                 due = bool(self._active) and not self._num_waiting
-            found = due and self._poll()
-            pause = PAUSE_SECONDS if found else min(2 * pause, IDLE_PAUSE_SECONDS)
+            if due:
+                self._poll()
 
     def _test(self, pending: _Request) -> bool:
         """Is the request complete? If so, see to what else is, too."""
@@ -156,20 +160,19 @@ class MpiTransport:
             self._poll()
         return True
 
-    def _poll(self) -> bool:
-        """Test what is under way; True if something was completed."""
+    def _poll(self) -> None:
+        """Test what is under way."""
         with self._polling:
             with self._guard:
                 active = list(self._active)
             finished = MPI.Request.Testsome([pending.request for pending in active])
             if not finished:
-                return False
+                return
             completed = [active[i] for i in finished]
             with self._guard:
                 self._active = [pending for pending in self._active if pending not in completed]
             for pending in completed:
                 pending.complete()
-        return True
 
 
 def _pauses() -> Iterator[float]:
