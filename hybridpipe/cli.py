@@ -273,7 +273,7 @@ def _train(options: argparse.Namespace) -> int:
     config.check()
     from hybridpipe.train import train
 
-    return train(config, plan, options.out or Path("runs") / Path(options.config).stem)
+    return train(config, plan, options.out or Path("runs") / Path(options.config).stem, options.trace)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -419,6 +419,11 @@ def _add_train(command: Command) -> None:
         "--plan", type=_plan_source, metavar="auto|dp|straight|FILE", help="default: the config's"
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
+    train.add_argument(
+        "--trace",
+        action="store_true",
+        help="print where each rank's time goes; trace.json holds the last minibatches, not a typical one",
+    )
 
 
 def _add_compare(command: Command) -> None:

@@ -6,6 +6,7 @@ which sample, and in which order, is not known here.
 """
 
 import gzip
+import importlib.util
 import math
 import zlib
 from pathlib import Path
@@ -31,13 +32,14 @@ def digits(train: bool = True) -> TensorDataset:
     Raises:
         ModuleNotFoundError: scikit-learn is not installed; the message says how to get it.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
+    # Read, not imported: scikit-learn and scipy would load for some seconds, on every rank.
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
         raise ModuleNotFoundError(
             "the digits need scikit-learn, which is missing: pip install 'hybridpipe[examples]'"
-        ) from None
-    pixels, classes = load_digits(return_X_y=True)  # (1797, 64) in 0..16, (1797,)
+        )
+    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    pixels, classes = table[:, :-1], table[:, -1]  # (1797, 64) in 0..16, (1797,)
 
     # Shuffled, sorted by class, every fifth held out: each class is split 4 to 1. RandomState's
     # stream is frozen for good, which that of numpy's newer generators is not.

@@ -7,14 +7,15 @@ import resource
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from hybridpipe.planning.instructions import Forward
-from hybridpipe.planning.timeline import COMPUTE, Event, Timeline
+from hybridpipe.planning.instructions import Forward, Load
+from hybridpipe.planning.timeline import COMPUTE, Event, Spent, Timeline
 from hybridpipe.runtime.worker import Worker
 
 # The first minibatches negotiate shapes and warm caches up; they are in the losses, not in the speeds.
@@ -33,6 +34,49 @@ class MinibatchRecord:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """A rank's time in its last full minibatches, by its own clock.
+
+    Args:
+        seconds: from the end of the update before the first of them to the end of the last.
+        spent: of that, what its program's instructions took.
+    """
+
+    num_minibatches: int
+    seconds: float
+    spent: Spent
+
+    @property
+    def other_seconds(self) -> float:
+        """What no instruction took: losses, notes and the loop around the program."""
+        return max(0.0, self.seconds - self.spent.seconds)
+
+    def per_minibatch(self) -> dict[str, float]:
+        """Seconds of a minibatch, on average, by part; the parts add up to `seconds`."""
+        parts = {"seconds": self.seconds, **asdict(self.spent), "other_seconds": self.other_seconds}
+        return {name: seconds / self.num_minibatches for name, seconds in parts.items()}
+
+
+class Traced(NamedTuple):
+    """The last full minibatches of a run, warm-up left out, and each used rank's time in them."""
+
+    timeline: Timeline
+    ranks: dict[int, RankTime]
+
+    def per_minibatch(self) -> dict[int, dict[str, float]]:
+        """Each rank's seconds of a minibatch, by part."""
+        return {rank: time.per_minibatch() for rank, time in self.ranks.items()}
+
+
+class _Kept(NamedTuple):
+    """An update of this rank."""
+
+    events: list[Event]
+    seconds: float
+    num_minibatches: int
+
+
 class Recorder:
     """Notes of one rank."""
 
@@ -40,15 +84,20 @@ class Recorder:
         self.records: list[MinibatchRecord] = []
         self._full_seconds: list[float] = []
         self._busy_seconds: list[float] = []
-        self._events: deque[list[Event]] = deque(maxlen=KEPT)  # for a typical timeline
+        self._kept: deque[_Kept] = deque(maxlen=KEPT)  # for timelines
         self.metrics: dict[str, float] = {}
+        self._memory_before = 0
         self.training_seconds = 0.0  # of whole epochs, until the last loss; not what evaluating takes
         self._target: tuple[int, float] | None = None
 
-    def keep(self, events: list[Event], full: bool, num_minibatches: int = 1) -> None:
-        """The events of an update; short minibatches are not typical."""
+    def begin(self) -> None:
+        """Training begins: what the process weighs so far is no stage's."""
+        self._memory_before = _resident_bytes()
+
+    def keep(self, events: list[Event], seconds: float, full: bool, num_minibatches: int = 1) -> None:
+        """The events of an update and the time since the one before; short minibatches are not typical."""
         if full and num_minibatches:
-            self._events.append(events)
+            self._kept.append(_Kept(events, seconds, num_minibatches))
             busy = sum(event.seconds for event in events if isinstance(event.instruction, COMPUTE))
             self._busy_seconds.append(busy / num_minibatches)
 
@@ -68,6 +117,8 @@ class Recorder:
         """The figures of summary.json on rank 0, None elsewhere. Collective.
 
         `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
+        `memory_before_bytes` is what each process held when training began: Python, libraries, the whole
+        model; of all that `predicted_memory_bytes` (by rank of the plan) has the stage's weights only.
         `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
         the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
         """
@@ -76,6 +127,7 @@ class Recorder:
             {
                 "busy": statistics.median(busy) if busy else 0.0,
                 "memory": _peak_memory_bytes(worker.device),
+                "before": self._memory_before,
                 "p2p": worker.executor.bytes_sent if worker.executor else 0,
                 "allreduced": worker.executor.gradients.bytes_reduced if worker.executor else 0,
             }
@@ -102,6 +154,8 @@ class Recorder:
             "epochs_to_target": self._target and self._target[0],
             "seconds_to_target": self._target and self._target[1],
             "peak_memory_bytes": [note["memory"] for note in notes],
+            "memory_before_bytes": [note["before"] for note in notes],
+            "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
             "minibatches": len(self.records),
@@ -114,8 +168,7 @@ class Recorder:
 
         Ranks are aligned by the wall clock: exactly on one host, as well as NTP does between hosts.
         """
-        offset = time.time() - time.perf_counter()
-        kept = worker.control.gather([_shifted(events, offset) for events in self._events])
+        kept = worker.control.gather([_on_wall_clock(each.events) for each in self._kept])
         if kept is None:
             return None
         used = {rank: kept[rank] for rank in worker.plan.ranks}
@@ -128,6 +181,33 @@ class Recorder:
         events = {rank: used[rank][typical] for rank in used}
         begin = _begin(list(events.values()))
         return Timeline({rank: tuple(_from(events[rank], begin)) for rank in sorted(events)})
+
+    def traced(self, worker: Worker) -> Traced | None:
+        """The last full minibatches after the warm-up, on rank 0; None elsewhere. Collective.
+
+        None as well if there was none.
+        """
+        forgotten = len(self._busy_seconds) - len(self._kept)
+        steady = list(self._kept)[max(0, WARM_UP - forgotten) :] or list(self._kept)
+        gathered = worker.control.gather(
+            [each._replace(events=_on_wall_clock(each.events)) for each in steady]
+        )
+        if gathered is None or not all(gathered[rank] for rank in worker.plan.ranks):
+            return None
+        kept = {rank: gathered[rank] for rank in sorted(worker.plan.ranks)}
+        events = {rank: list(chain(*(each.events for each in updates))) for rank, updates in kept.items()}
+        begin = min(rank_events[0].start_seconds for rank_events in events.values())
+        timeline = Timeline({rank: tuple(_from(rank_events, begin)) for rank, rank_events in events.items()})
+        spent = timeline.spent(worker.plan)
+        times = {
+            rank: RankTime(
+                num_minibatches=sum(each.num_minibatches for each in updates),
+                seconds=sum(each.seconds for each in updates),
+                spent=spent[rank],
+            )
+            for rank, updates in kept.items()
+        }
+        return Traced(timeline, times)
 
 
 def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
@@ -142,6 +222,10 @@ def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
             for rank in sorted(events)
         }
     )
+
+
+def _on_wall_clock(events: list[Event]) -> list[Event]:
+    return _shifted(events, time.time() - time.perf_counter())
 
 
 def _shifted(events: list[Event], seconds: float) -> list[Event]:
@@ -161,9 +245,12 @@ def _span(events: list[list[Event]]) -> float:
 
 
 def _begin(events: list[list[Event]]) -> float:
-    """When the first rank began to compute; others wait since they were done with the minibatch before."""
+    """When the first rank began to work; others wait since they were done with the minibatch before."""
     starts = (
-        each.start_seconds for of_rank in events for each in of_rank if isinstance(each.instruction, Forward)
+        each.start_seconds
+        for of_rank in events
+        for each in of_rank
+        if isinstance(each.instruction, Forward | Load)
     )
     return min(starts)
 
@@ -177,3 +264,12 @@ def _peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _resident_bytes() -> int:
+    """Of this process now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()

@@ -27,6 +27,18 @@ from hybridpipe.planning.timeline import Parts
 
 NUM_CANDIDATES = 6
 MAX_LISTED = 8  # cuts, or runs of ranks
+TRACED = {  # of a rank's minibatch, as a table calls it
+    "seconds": "minibatch",
+    "forward_seconds": "forward",
+    "backward_seconds": "backward",
+    "optimizer_seconds": "optimizer",
+    "allreduce_seconds": "all-reduce",
+    "message_seconds": "message",
+    "copying_seconds": "copying",
+    "loading_seconds": "loading",
+    "idle_seconds": "idle",
+    "other_seconds": "other",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +348,37 @@ def parts_table(parts: Mapping[str, Mapping[str, float]]) -> str:
             "measured": duration(seconds["measured"]),
         }
         for name, seconds in parts.items()
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
+    """Where each rank's minibatch goes: all of it first, then the parts, which add up to it."""
+    rows = [
+        {"rank": rank}
+        | {TRACED[name]: duration(seconds) if seconds else "-" for name, seconds in of_rank.items()}
+        for rank, of_rank in ranks.items()
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def memory_table(plan: Plan, peak: Sequence[int], before: Sequence[int]) -> str:
+    """What each used rank's process held at most and before training, and what the plan says it needs.
+
+    Args:
+        peak, before: bytes by rank.
+    """
+    told = plan.predicted.peak_memory_bytes if plan.predicted else ()
+    predicted = dict(zip(plan.ranks, map(size, told), strict=False))
+    rows = [
+        {
+            "rank": rank,
+            "memory at most": size(peak[rank]),
+            "before training": size(before[rank]),
+            "more": size(max(0, peak[rank] - before[rank])),
+            "predicted for the stage": predicted.get(rank, "-"),
+        }
+        for rank in sorted(plan.ranks)
     ]
     return tabulate(rows, headers="keys", disable_numparse=True)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hybridpipe.launcher import num_cores
 from hybridpipe.planning.fit import typical
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.stage.measure import Agree
@@ -47,6 +48,12 @@ def machine_leaders(world: "MPI.Comm") -> list[int]:
     machine = _BOOT_ID.read_text() if _BOOT_ID.is_file() else MPI.Get_processor_name()
     machines = world.allgather(machine)
     return [machines.index(each) for each in machines]
+
+
+def cores_to_spare(world: "MPI.Comm") -> bool:
+    """Has every rank of this machine a core of its own? Collective."""
+    leaders = machine_leaders(world)
+    return leaders.count(leaders[world.rank]) <= num_cores()
 
 
 def share_cores(world: "MPI.Comm") -> None:

@@ -24,7 +24,7 @@ from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.profiling import build_model
 from hybridpipe.progress import Progress
 from hybridpipe.recorder import MinibatchRecord
-from hybridpipe.report import compared, explain, parts_table
+from hybridpipe.report import compared, explain, memory_table, parts_table, ranks_table
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.stage.stage import Loss
@@ -33,7 +33,7 @@ from hybridpipe.trainer import Trainer
 SUMMARY_FORMAT = "hybridpipe-summary/1"
 
 
-def train(config: Config, plan: str, out: Path) -> int:
+def train(config: Config, plan: str, out: Path, trace: bool = False) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective."""
     failure.install()
     _check_launcher()
@@ -81,7 +81,7 @@ def train(config: Config, plan: str, out: Path) -> int:
     if progress is not None and metrics is not None:
         progress.close()
         metrics.close()
-    _finish(trainer, history, out)
+    _finish(trainer, history, out, trace)
     trainer.close()
     return 0
 
@@ -127,17 +127,20 @@ def _tell_plan(trainer: Trainer, out: Path) -> None:
     print(explain(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
 
 
-def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
+def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path, trace: bool) -> None:
     """Gather, print and write what the run has come to."""
     summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
+    traced = trainer.traced() if trace else None
     if summary is None or state is None:
         return
-    traces, parts = [] if timeline is None else timeline.to_chrome_trace("measured", process=0), None
+    shown = timeline if traced is None else traced.timeline
+    traces, parts = [] if shown is None else shown.to_chrome_trace("measured", process=0), None
     if trainer.choice is not None:
         simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
         traces += simulated.to_chrome_trace("predicted", process=1)
         if timeline is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
             parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
+    memory = memory_table(trainer.plan, summary["peak_memory_bytes"], summary["memory_before_bytes"])
     predicted = summary["predicted_minibatch_seconds"]
     rate = trainer.minibatch_size / predicted if predicted else None
     write_json(
@@ -147,6 +150,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
             **summary,
             "predicted_samples_per_second": rate,
             "parts": parts,
+            **({} if traced is None else {"rank_seconds": traced.per_minibatch()}),
             "epochs": history,
         },
     )
@@ -156,6 +160,8 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path) -> None:
     figures = ", ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     print(
         (f"{parts_table(parts)}\n" if parts else "")
+        + (f"{ranks_table(traced.per_minibatch())}\n" if traced else "")
+        + (f"{memory}\n" if trace else "")
         + f"{summary['samples_per_second']:,.0f} samples/s measured"
         + (f", {rate:,.0f} predicted" if rate else "")
         + f"; last loss {summary['loss_last']:.5f}"

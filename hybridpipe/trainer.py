@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,8 @@ from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import Measurement
 from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
-from hybridpipe.planning.timeline import Timeline
-from hybridpipe.recorder import MinibatchRecord, Recorder
+from hybridpipe.planning.timeline import Event, Timeline
+from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
@@ -42,6 +42,8 @@ from hybridpipe.stage.values import Value, tensors_of
 from hybridpipe.together import measure_together
 
 PlanLike = Plan | str | os.PathLike[str]
+# What an update of this rank was made of, each minibatch's losses on their way, and what went on till then.
+Trained = tuple[list[tuple[Minibatch, Sums]], list[Event]]
 
 
 class Trainer:
@@ -175,9 +177,11 @@ class Trainer:
                 "without a pause; use fit"
             )
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
-        sums = self._train(minibatch)
+        sums, events = self._train(minibatch)
         sums.wait()
-        return self._record(self.epoch, minibatch, sums, time.perf_counter() - began).loss
+        seconds = time.perf_counter() - began
+        self._keep([minibatch], events, seconds)
+        return self._record(self.epoch, minibatch, sums, seconds).loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -305,6 +309,10 @@ class Trainer:
         """On rank 0 what every rank did in a typical full minibatch; None elsewhere."""
         return self.recorder.timeline(self.worker)
 
+    def traced(self) -> Traced | None:
+        """On rank 0 what every rank did in the last full minibatches, and where its time went; else None."""
+        return self.recorder.traced(self.worker)
+
     def summary(self) -> dict[str, Any] | None:
         """On rank 0 the figures of the training so far, as in summary.json; None elsewhere."""
         return self.recorder.summary(self.worker)
@@ -323,38 +331,41 @@ class Trainer:
         late = _lateness(self.plan)
         pending: deque[tuple[Minibatch, Sums, float]] = deque()  # whose losses travel while others run
         began = time.perf_counter()
-        for together in trained:
+        for together, events in trained:
             began, seconds = (now := time.perf_counter()), now - began
+            self._keep([minibatch for minibatch, _ in together], events, seconds)
             pending += [(*each, seconds / len(together)) for each in together]
             while len(pending) > late:
                 yield self._record(epoch, *pending.popleft())
         for each in pending:
             yield self._record(epoch, *each)
 
+    def _keep(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
+        full = all(minibatch.num_samples == self.minibatch_size for minibatch in trained)
+        self.recorder.keep(events, seconds, full, len(trained))
+
     def _record(self, epoch: int, minibatch: Minibatch, sums: Sums, seconds: float) -> MinibatchRecord:
         full = minibatch.num_samples == self.minibatch_size
         return self.recorder.note(epoch, _total(sums), minibatch.num_samples, seconds, full)
 
-    def _train(self, minibatch: Minibatch) -> Sums:
-        sums, events = self.worker.train(minibatch, self.step, self._updates)
-        self.recorder.keep(events, full=minibatch.num_samples == self.minibatch_size)
+    def _train(self, minibatch: Minibatch) -> tuple[Sums, list[Event]]:
+        trained = self.worker.train(minibatch, self.step, self._updates)
         self.step += 1
-        return sums
+        return trained
 
-    def _train_one(self, minibatch: Minibatch) -> list[tuple[Minibatch, Sums]]:
-        return [(minibatch, self._train(minibatch))]
+    def _train_one(self, minibatch: Minibatch) -> Trained:
+        sums, events = self._train(minibatch)
+        return [(minibatch, sums)], events
 
-    def _stream(self, batches: list[Minibatch]) -> Iterator[list[tuple[Minibatch, Sums]]]:
+    def _stream(self, batches: list[Minibatch]) -> Iterator[Trained]:
         """An epoch without a flush, by updates."""
         ahead = deque(batches)
         self._under_way = True
         try:
             for sums, events in self.worker.stream(batches, self.step):
                 together = [(ahead.popleft(), each) for each in sums]
-                full = all(minibatch.num_samples == self.minibatch_size for minibatch, _ in together)
-                self.recorder.keep(events, full, len(together))
                 self.step += len(together)
-                yield together
+                yield together, events
         finally:
             self._under_way = False
 
@@ -396,6 +407,7 @@ class Trainer:
     def _start(self, plan: Plan) -> None:
         self.rule.check(plan)
         self.microbatch_size = _microbatch_size(plan, self.minibatch_size, None)
+        self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
 
     def _judge(self, outputs: Value, targets: Value) -> list[float]:

@@ -1,6 +1,8 @@
 import gzip
+import importlib.util
 import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,13 +45,24 @@ def test_digits_are_split_by_class_and_for_good():
     assert test.tensors[1][:12].tolist() == [9, 2, 5, 7, 6, 9, 7, 3, 3, 3, 4, 6]
 
 
+def test_digits_are_those_of_scikit_learn_without_loading_it():
+    from sklearn.datasets import load_digits
+
+    pixels, classes = load_digits(return_X_y=True)
+    ours = torch.cat([digits(train=train).tensors[0] for train in (True, False)]).flatten(1)
+    found = {tuple(row) for row in (ours * 0.376 + 0.305).mul(16).round().int().tolist()}
+    assert found == {tuple(row) for row in pixels.astype(int).tolist()} and len(classes) == len(ours)
+    loads = "import sys, hybridpipe.data; hybridpipe.data.digits(); print('sklearn' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", loads], text=True) == "False\n"
+
+
 def test_no_digit_is_in_both_parts():
     everything = torch.cat([digits(train=train).tensors[0].flatten(1) for train in (True, False)])
     assert len(everything.unique(dim=0)) == 1797
 
 
 def test_digits_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'hybridpipe[examples]'")):
         digits()
 

@@ -9,7 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from hybridpipe.planning.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
+from hybridpipe.planning.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Load,
+)
 from hybridpipe.planning.memory import Curve
 from hybridpipe.planning.plan import Place, Plan, Prediction
 from hybridpipe.planning.timeline import BACKWARDS, Event, Timeline, kind
@@ -63,7 +70,7 @@ def _row(events: tuple[Event, ...], seconds: float, columns: int) -> str:
     return "".join(row)
 
 
-def _paint(instruction: Instruction, columns: int) -> str:
+def _paint(instruction: Instruction | Load, columns: int) -> str:
     """`F3--` where the number fits, otherwise `F---`."""
     fill = FILLS.get(kind(instruction), ".")
     name = str(instruction) if isinstance(instruction, ON_MICROBATCH) else ""

@@ -109,6 +109,16 @@ class Step(_OnStage):
     symbol = "step"
 
 
+class Load(_OnMicrobatch):
+    """Take a microbatch's inputs, or its targets, from the data set.
+
+    In no program: a measured timeline has it before each forward that needs them.
+    """
+
+    __slots__ = ()
+    symbol = "load"
+
+
 Instruction = (
     Forward
     | Backward

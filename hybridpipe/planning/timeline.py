@@ -4,9 +4,10 @@ Lives here: the data, its figures, its export. A timeline does not know whether 
 """
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
 from hybridpipe.planning.instructions import (
@@ -16,6 +17,7 @@ from hybridpipe.planning.instructions import (
     BackwardWeight,
     Forward,
     Instruction,
+    Load,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
@@ -32,7 +34,7 @@ TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto pas
 class Event(NamedTuple):
     """One instruction on one rank. A receive lasts as long as the rank waited for it."""
 
-    instruction: Instruction
+    instruction: Instruction | Load
     start_seconds: float
     end_seconds: float
 
@@ -40,6 +42,33 @@ class Event(NamedTuple):
     def seconds(self) -> float:
         """Its duration."""
         return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What one rank's time goes into, in seconds.
+
+    Args:
+        allreduce_seconds: waiting for the sum of the gradients once every replica waits for it.
+        message_seconds: waiting for what is being sent already.
+        copying_seconds: writing messages and starting to send them.
+        loading_seconds: taking microbatches from the data set, to where they are computed with.
+        idle_seconds: waiting for what no one sends yet, or for a replica that is not there yet.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    allreduce_seconds: float
+    message_seconds: float
+    copying_seconds: float
+    loading_seconds: float
+    idle_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it: the length of the rank's events."""
+        return float(sum(astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +103,8 @@ class Parts:
 class Timeline:
     """The events of one minibatch for each rank, in order; time 0 is the minibatch's start.
 
-    An asynchronous schedule's holds several minibatches, from the first forward to the last backward.
+    An asynchronous schedule's holds several minibatches, from the first forward to the last backward; so does
+    that of a run that was to be traced.
     """
 
     events: Mapping[int, tuple[Event, ...]]
@@ -110,43 +140,50 @@ class Timeline:
         traffic; of an all-reduce, what lies before the last replica came to it is idle. The ranks must be on
         one clock. Time between events is idle.
         """
+        spent = self.spent(plan).values()
+        num_ranks = len(self.events) or 1
+        named = (
+            sum(each.forward_seconds for each in spent) / num_ranks,
+            sum(each.backward_seconds for each in spent) / num_ranks,
+            sum(each.optimizer_seconds for each in spent) / num_ranks,
+            sum(each.message_seconds + each.copying_seconds for each in spent) / num_ranks,
+            sum(each.allreduce_seconds for each in spent) / num_ranks,
+        )
+        return Parts(*named, idle_seconds=self.seconds - sum(named))
+
+    def spent(self, plan: Plan) -> dict[int, Spent]:
+        """The time of each rank's events, by the rule of `parts`."""
         sent, entered = self._sent(plan), self._entered(plan)
-        spent: defaultdict[str, float] = defaultdict(float)
+        found = {}
         for rank, stages in _holders(plan):
+            seconds: defaultdict[str, float] = defaultdict(float)
             num_rounds = 0
             for instruction, start, end in self.events.get(rank, ()):
-                name = kind(instruction)
+                ready = start
                 if isinstance(instruction, ReceiveActivation | ReceiveGradient):
                     forward = isinstance(instruction, ReceiveActivation)
                     sender = stages[instruction.chunk] + (-1 if forward else 1)
-                    ready = sent.get((sender, forward, instruction.microbatch), start)
-                    start = min(max(start, ready), end)
+                    starts = sent[sender, forward, instruction.microbatch]
+                    if starts:  # of several minibatches, that which came before the end
+                        ready = starts[max(0, bisect_right(starts, end) - 1)]
                 elif isinstance(instruction, AllReduce):
-                    start = min(max(start, entered[stages[0], num_rounds]), end)
+                    ready = entered[stages[0], num_rounds]
                     num_rounds += 1
-                spent[name] += end - start
-        num_ranks = len(self.events) or 1
-        return Parts(
-            forward_seconds=spent["forward"] / num_ranks,
-            backward_seconds=sum(spent[name] for name in BACKWARDS) / num_ranks,
-            step_seconds=spent["step"] / num_ranks,
-            traffic_seconds=spent["message"] / num_ranks,
-            allreduce_seconds=spent["all-reduce"] / num_ranks,
-            idle_seconds=self.seconds - sum(spent.values()) / num_ranks,
-        )
+                ready = min(max(start, ready), end)
+                seconds["idle_seconds"] += ready - start
+                seconds[_spent_on(instruction)] += end - ready
+            found[rank] = Spent(**{field.name: seconds[field.name] for field in fields(Spent)})
+        return found
 
-    def _sent(self, plan: Plan) -> dict[tuple[int, bool, int], float]:
-        """When each message began to be sent, by the sender's stage, direction and microbatch."""
-        return {
-            (
-                stages[instruction.chunk],
-                isinstance(instruction, SendActivation),
-                instruction.microbatch,
-            ): start
-            for rank, stages in _holders(plan)
-            for instruction, start, _ in self.events.get(rank, ())
-            if isinstance(instruction, SendActivation | SendGradient)
-        }
+    def _sent(self, plan: Plan) -> defaultdict[tuple[int, bool, int], list[float]]:
+        """When each message began to be sent, by the sender's stage, direction and microbatch; in order."""
+        sent: defaultdict[tuple[int, bool, int], list[float]] = defaultdict(list)
+        for rank, stages in _holders(plan):
+            for instruction, start, _ in self.events.get(rank, ()):
+                if isinstance(instruction, SendActivation | SendGradient):
+                    forward = isinstance(instruction, SendActivation)
+                    sent[stages[instruction.chunk], forward, instruction.microbatch].append(start)
+        return sent
 
     def _entered(self, plan: Plan) -> dict[tuple[int, int], float]:
         """When the last replica of each (first) stage came to its all-reduce, round by round."""
@@ -194,8 +231,8 @@ def _holders(plan: Plan) -> Iterator[tuple[int, range]]:
             yield rank, plan.held_stages(Place(group, 0))
 
 
-def kind(instruction: Instruction) -> str:
-    """What an instruction's time is spent on: forward, one of BACKWARDS, step, all-reduce or message."""
+def kind(instruction: Instruction | Load) -> str:
+    """What an instruction is about: forward, one of BACKWARDS, step, all-reduce, load or message."""
     match instruction:
         case Forward():
             return "forward"
@@ -209,5 +246,26 @@ def kind(instruction: Instruction) -> str:
             return "step"
         case AllReduce():
             return "all-reduce"
+        case Load():
+            return "load"
         case _:
             return "message"
+
+
+def _spent_on(instruction: Instruction | Load) -> str:
+    """The field of Spent that an instruction's time goes to."""
+    match instruction:
+        case Forward():
+            return "forward_seconds"
+        case Backward() | BackwardInput() | BackwardWeight():
+            return "backward_seconds"
+        case Step():
+            return "optimizer_seconds"
+        case AllReduce():
+            return "allreduce_seconds"
+        case ReceiveActivation() | ReceiveGradient():
+            return "message_seconds"
+        case SendActivation() | SendGradient():
+            return "copying_seconds"
+        case Load():
+            return "loading_seconds"

@@ -17,6 +17,7 @@ from hybridpipe.planning.instructions import (
     BackwardWeight,
     Forward,
     Instruction,
+    Load,
     Program,
     ReceiveActivation,
     ReceiveGradient,
@@ -88,17 +89,14 @@ class Executor:
             boundary.begin(program, stream.sizes, stream.step, training=True)
         run = _Run(self, stream)
         finals = final_backwards(program)
-        now = self._clock()
         for i, instruction in enumerate(program):
-            started = now
             position.at(self._stage_of(instruction), run.step, instruction)
             run.do(instruction, is_final=i in finals)
-            now = self._clock()
-            run.events.append(Event(instruction, started, now))
+            run.note(instruction)
             if isinstance(instruction, Step):
                 position.outside()
                 yield run.take()
-                now = self._clock()
+                run.now = self.clock()
         position.outside()
         for stage in self.stages:
             stage.complete_gradients()
@@ -136,7 +134,8 @@ class Executor:
     def _stage_of(self, instruction: Instruction) -> int:
         return self.held[getattr(instruction, "chunk", 0)]
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
+        """The time, once the device is done with what it was given."""
         device = self.stages[0].device
         if device.type == "cuda":  # else an event would end when its kernels are queued
             torch.cuda.synchronize(device)
@@ -154,6 +153,7 @@ class _Run:
         self.events: list[Event] = []
         self.num_updates = 0
         self.applied = 0  # minibatches, since `take`
+        self.now = executor.clock()
         executor.seen.begin()
 
     def take(self) -> Done:
@@ -161,6 +161,11 @@ class _Run:
         done = Done({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
         self.losses, self.events, self.applied = {}, [], 0
         return done
+
+    def note(self, instruction: Instruction | Load) -> None:
+        """It took from the end of the event before until now."""
+        began, self.now = self.now, self.executor.clock()
+        self.events.append(Event(instruction, began, self.now))
 
     def do(self, instruction: Instruction, is_final: bool) -> None:
         """One instruction. `is_final`: a backward after which the chunk's gradients are complete."""
@@ -191,10 +196,12 @@ class _Run:
         self.step = at.step
         weights = executor.seen.of(m)
         inputs = self.values.pop((m, c)) if executor.held[c] else executor.to_device(at.inputs)
-        if stage.loss is None:
+        targets = None if stage.loss is None else executor.to_device(at.targets)
+        if executor.held[c] == 0 or targets is not None:
+            self.note(Load(m, c))
+        if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
             return
-        targets = executor.to_device(at.targets)
         self.losses[m] = stage.forward_loss(
             at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
         )

@@ -31,6 +31,7 @@ from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage
 from hybridpipe.stage.values import Value
+from hybridpipe.together import cores_to_spare
 
 # MPI counts in 32 bits: larger tensors move in parts.
 PART_BYTES = 2**30
@@ -71,7 +72,7 @@ class Worker:
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
-        self.transport = MpiTransport(self.communicators.peers)
+        self.transport = MpiTransport(self.communicators.peers, cores_to_spare(world))
         self.executor: Executor | None = None
         _broadcast_state(model, self.control)
         if self.place is not None:
@@ -144,9 +145,7 @@ class Worker:
             numbers[list(losses)] = list(losses.values())
             return self.share(numbers), events
 
-    def stream(
-        self, minibatches: Sequence[Minibatch], step: int
-    ) -> Iterator[tuple[list[Sums], list[Event]]]:
+    def stream(self, minibatches: Sequence[Minibatch], step: int) -> Iterator[tuple[list[Sums], list[Event]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
         Yields, for each update of this rank, what `train` returns, with shares of the loss for each

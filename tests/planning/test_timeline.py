@@ -5,7 +5,7 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.instructions import parse
+from hybridpipe.planning.instructions import Forward, Load, parse
 from hybridpipe.planning.plan import SCHEDULES
 from hybridpipe.planning.simulate import predict
 from hybridpipe.planning.timeline import Event, Timeline, kind
@@ -127,3 +127,25 @@ def test_chrome_trace():
         ("thread_name", 7, 0, "rank 0"),
         ("thread_name", 7, 3, "rank 3"),
     ]
+
+
+def test_where_a_ranks_time_goes():
+    """A receive is matched with the send of its own minibatch, though others carry the same number."""
+    seen = timeline(
+        r0="F0:0-1 sa0:1-2 all-reduce:2-3 step:3-4 F0:4-8 sa0:8-9 step:9-10",
+        r1="ra0:0-3 F0:3-4 B0:4-6 step:6-7 ra0:7-10 F0:10-11 B0:11-12",
+    )
+    first, second = seen.spent(plan([1, 1], 1)).values()
+    assert (first.forward_seconds, first.copying_seconds, first.optimizer_seconds) == (5, 2, 2)
+    assert (first.allreduce_seconds, first.message_seconds, first.idle_seconds) == (1, 0, 0)
+    assert (second.message_seconds, second.idle_seconds) == ((3 - 1) + (10 - 8), 1 + (8 - 7))
+    assert (second.forward_seconds, second.backward_seconds, second.optimizer_seconds) == (2, 3, 1)
+    assert (first.seconds, second.seconds) == (10, 12)
+
+
+def test_loading_is_no_computing():
+    loaded = Event(Load(0), 0.0, 3.0)
+    seen = Timeline({0: (loaded, Event(Forward(0), 3.0, 4.0))})
+    assert seen.spent(plan([1], 1))[0].loading_seconds == 3
+    assert seen.busy_seconds(0) == 1
+    assert seen.parts(plan([1], 1)).idle_seconds == 3

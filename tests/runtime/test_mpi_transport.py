@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.mpi_transport import MpiTransport
+from hybridpipe.runtime.mpi_transport import MOST_ACTIVE, MpiTransport
 from hybridpipe.runtime.transport import Buffers
 
 
-@pytest.fixture
-def transport():
+@pytest.fixture(params=[False, True], ids=["", "spinning"])
+def transport(request):
     communicator = MPI.COMM_SELF.Dup()
-    with MpiTransport(communicator) as transport:
+    with MpiTransport(communicator, cores_to_spare=request.param) as transport:
         yield transport
     communicator.Free()
 
@@ -98,7 +98,7 @@ def test_close_waits_for_what_is_under_way():
     transport.close()
     receiving.wait()
     assert buffer.eq(9).all()
-    assert not transport._thread.is_alive()
+    assert not transport.thread.is_alive()
     communicator.Free()
 
 
@@ -109,3 +109,23 @@ def test_an_idle_transport_sleeps(transport):
     began = time.process_time()
     time.sleep(0.2)
     assert time.process_time() - began < 0.05
+
+
+def test_a_rank_that_waits_for_long_sleeps_with_and_without_a_core(transport):
+    """From its own thread's processor time, so that what else the machine does makes no difference."""
+    pending = transport.receive(filled(64), 0, tag=0)
+    sender = threading.Timer(0.5, lambda: transport.send(filled(64, 5), 0, tag=0).wait())
+    sender.start()
+    began = time.thread_time()
+    pending.wait()
+    assert time.thread_time() - began < 0.25
+    sender.join()
+
+
+def test_sends_that_nobody_waits_for_are_let_go(transport):
+    """Whoever waits sees to them once there are many: its own messages alone keep it busy here."""
+    for _ in range(200):
+        receiving = transport.receive(filled(64), 0, tag=0)
+        transport.send(filled(64), 0, tag=0)
+        receiving.wait()
+    assert len(transport._active) <= MOST_ACTIVE + 1

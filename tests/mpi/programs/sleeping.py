@@ -1,9 +1,11 @@
 """Under mpirun: layers that sleep, so that what a schedule leaves idle does not depend on the cores.
 
-    sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
-    sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
+sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
+sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
+sleeping.py traced         for each rank what its time went into, and two clocks that say how long it was
 """
 
+import json
 import sys
 import time
 from functools import partial
@@ -109,7 +111,27 @@ def steady(plans: list[str]) -> None:
         trainer.close()
 
 
+def traced() -> None:
+    plans = {
+        "pipeline": cut([1, 1], 4, num_microbatches=4),
+        "replicated": cut([2, 1], 4, num_microbatches=4),
+        "asynchronous": cut([2, 1], 4, schedule="pipedream"),
+    }
+    for name, plan in plans.items():
+        trainer = train(plan, UNIT / 2, num_minibatches=16)
+        found = trainer.traced()
+        if found is not None:
+            spans = {
+                rank: (events[-1].end_seconds - events[0].start_seconds) / found.ranks[rank].num_minibatches
+                for rank, events in found.timeline.events.items()
+            }
+            print(json.dumps({"plan": name, "parts": found.per_minibatch(), "spans": spans}), flush=True)
+        trainer.close()
+
+
 if sys.argv[1] == "bubbles":
     bubbles()
+elif sys.argv[1] == "traced":
+    traced()
 else:
     steady(sys.argv[2:])
