@@ -72,11 +72,11 @@ class SleepingLayer(nn.Module):
         output: Tensor = _Sleep.apply(self, self.weight, tensors_of(value)[0])  # type: ignore[no-untyped-call]
         return (output, _alias(self.rest)) if len(self.rest) else output
 
-    def gradient_of(self, value: Tensor) -> Tensor:
+    def gradient_of(self, shape: torch.Size) -> Tensor:
         """Zeros for an input, which is of one size always."""
-        if self.returned.shape != value.shape:
-            self.returned = torch.zeros(value.shape)
-        return self.returned
+        if self.returned.shape != shape:
+            self.returned = torch.zeros(shape)
+        return _alias(self.returned)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """There is none."""
@@ -85,7 +85,7 @@ class SleepingLayer(nn.Module):
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, layer: SleepingLayer, _: Tensor | None, value: Tensor) -> Tensor:
-        context.layer, context.value = layer, value.detach()
+        context.layer, context.shape = layer, value.shape
         layer.pace.sleep(layer.profile.forward_seconds)
         return _alias(layer.output)
 
@@ -93,12 +93,9 @@ class _Sleep(torch.autograd.Function):
     def backward(context: Any, _: Tensor) -> tuple[None, Tensor | None, Tensor | None]:  # type: ignore[override]
         layer = context.layer
         layer.pace.sleep(layer.backward_seconds)
-        of_weight = _alias(layer.gradient) if context.needs_input_grad[1] else None
-        return (
-            None,
-            of_weight,
-            _alias(layer.gradient_of(context.value)) if context.needs_input_grad[2] else None,
-        )
+        _, weighted, has_gradient = context.needs_input_grad
+        of_weight = _alias(layer.gradient) if weighted else None
+        return None, of_weight, layer.gradient_of(context.shape) if has_gradient else None
 
 
 class SleepingOptimizer(torch.optim.Optimizer):
