@@ -65,7 +65,9 @@ class SleepingLayer(nn.Module):
             size = profile.parameter_bytes // ITEM_BYTES if reduced else 1
             self.weight = nn.Parameter(torch.zeros(max(1, size)))
             self.gradient = torch.zeros_like(self.weight)
-            self.weight.register_post_accumulate_grad_hook(lambda _: pace.sleep(weight_seconds))
+            self.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _: pace.sleep(weight_seconds)
+            )
 
     def forward(self, value: Value) -> Value:
         """What flows on is one tensor with a gradient and, over a cut, one with the bytes that have none."""
@@ -90,7 +92,7 @@ class _Sleep(torch.autograd.Function):
         return _alias(layer.output)
 
     @staticmethod
-    def backward(context: Any, _: Tensor) -> tuple[None, Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(context: Any, _: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         layer = context.layer
         layer.pace.sleep(layer.backward_seconds)
         _, weighted, has_gradient = context.needs_input_grad

@@ -61,7 +61,7 @@ def test_synchronous(job, folder):
 
 
 def test_asynchronous_from_a_published_graph(job, folder):
-    plan = Plan((StageSpec(0, 2, 1), StageSpec(2, 3, 2)), "pipedream")
+    plan = Plan((StageSpec(0, 1, 1), StageSpec(1, 2, 2)), "pipedream")  # inputs are no layer
     job(3, "hybridpipe", *words(folder, "graph.txt", plan, "--minibatches", "8"))
     told = summary(folder)
     assert told["bytes_sent_p2p"] == 8 * 2 * (HEADER + 1024 // SCALE)
