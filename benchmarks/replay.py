@@ -137,12 +137,11 @@ def report(found: list[Outcome]) -> str:
     rows = []
     for model in dict.fromkeys(outcome.model for outcome in found):
         by_run = {outcome.run: outcome for outcome in found if outcome.model == model}
-        if not by_run.keys() >= set(BASELINES):
-            continue
-        plans = [by_run[name] for name in ("published", "ours") if name in by_run] or [by_run["dp-ours"]]
-        for outcome in plans:
+        plans = [by_run[name] for name in ("published", "ours") if name in by_run]
+        for outcome in plans or [o for name, o in by_run.items() if name == "dp-ours"]:
             ratios = {
-                f"over {name}": f"{by_run[name].measured / outcome.measured:.2f}×" for name in BASELINES
+                f"over {name}": f"{by_run[name].measured / outcome.measured:.2f}×" if name in by_run else "-"
+                for name in BASELINES
             }
             paper = "-" if outcome.run == "ours" else PAPER[model]
             rows.append({"model": model, "plan": outcome.plan, **ratios, "the paper": paper})

@@ -92,8 +92,12 @@ def replay(asked: Replay, out: Path) -> int:
     try:
         trainer = _trainer(asked, rank)
         predicted = asked.predicted() if rank == 0 else None
+        if rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
         failure.refuse(error)
+    except OSError as error:
+        failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
     executor = trainer.worker.executor
     if executor is not None and isinstance(executor.gradients, HorovodGradients):
         executor.gradients.overlaps = asked.overlap
@@ -158,10 +162,6 @@ def _finish(
 ) -> None:
     """Write and print what it came to."""
     wanted = ("plan", "schedule", "ranks", "minibatches", "bytes_sent_p2p", "bytes_allreduced")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
     write_json(
         out / "summary.json",
         {
