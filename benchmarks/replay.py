@@ -4,8 +4,10 @@
     python benchmarks/replay.py --out runs/replay --models ''             the table of what is there
 
 Reads PipeDream's layer profiles (see published.py). Bytes and links are divided by --scale: with 32, a link
-of 10 Gbit/s is one of 312.5 Mbit/s. The hosts are made by `netcluster` (see networks.py); where
-$HYBRIDPIPE_MPIRUN_FLAGS names hosts, with links as slow as the scale asks for, those are taken.
+of 10 Gbit/s is one of 312.5 Mbit/s. Where the messages of 16 ranks are too much for this machine's processors,
+--slow gives them so many times as long: times are multiplied by it, and links divided. The hosts are made by
+`netcluster` (see networks.py); where $HYBRIDPIPE_MPIRUN_FLAGS names hosts, with links as slow as scale and
+slow ask for, those are taken.
 
 Data parallelism is replayed three times. "paper": the all-reduce begins when the whole backward is done, and
 the four ranks of a host all send to another host, so that each has a quarter of the link; "after": the same,
@@ -32,6 +34,7 @@ from hybridpipe.files import read_costs, write_json
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.scale import scaled_cluster
 from hybridpipe.planning.search import search
 
 RANKS, HOSTS = 16, 4
@@ -64,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds are those of a minibatch of one rank: the samples that the profile is of."""
+    """Seconds are those of a minibatch of one rank, the samples that the profile is of, at full speed."""
 
     model: str
     run: str
@@ -73,6 +76,7 @@ class Outcome:
     predicted: float
     processor_load: float
     scale: float
+    slow: float
 
     @property
     def off_by(self) -> float:
@@ -95,11 +99,22 @@ def runs(model: str, profile: ModelProfile) -> Iterator[Run]:
 
 
 def replay(
-    profile: ModelProfile, run: Run, scale: float, out: Path, where: Network, ranks: int = RANKS
+    profile: ModelProfile,
+    run: Run,
+    scale: float,
+    out: Path,
+    where: Network,
+    ranks: int = RANKS,
+    slow: float = 1.0,
 ) -> dict:
-    """The summary of one replay."""
+    """The summary of one replay, whose times are `slow` times as long."""
     out.mkdir(parents=True, exist_ok=True)
-    files = {"profile": profile, "plan": replace(run.plan, predicted=None), "cluster": run.cluster}
+    files = {
+        "profile": slowed(profile, slow),
+        "plan": replace(run.plan, predicted=None),
+        "cluster": scaled_cluster(run.cluster, slow),
+    }
+    write_json(out / "setting.json", {"slow": slow})
     words = ["replay", "--scale", str(scale), *run.options]
     for name, value in files.items():
         write_json(out / f"{name}.json", value)
@@ -108,6 +123,18 @@ def replay(
         words += ["--minibatches", str(run.minibatches)]
     settings = RING | {"HOROVOD_FUSION_THRESHOLD": str(round(FUSED_BYTES / scale))}
     return jobs.run(words, ranks, out, where.with_settings(settings).with_flags(run.flags))
+
+
+def slowed(profile: ModelProfile, slow: float) -> ModelProfile:
+    """All layers take so many times as long."""
+    fields = ("forward_seconds", "backward_seconds", "update_seconds")
+    return replace(
+        profile,
+        layers=tuple(
+            replace(layer, **{name: getattr(layer, name) * slow for name in fields})
+            for layer in profile.layers
+        ),
+    )
 
 
 def rate_of(scale: float) -> str:
@@ -120,15 +147,26 @@ def outcomes(folder: Path) -> list[Outcome]:
     found = []
     for model in PAPER:
         for path in sorted(folder.glob(f"{model}/*/summary.json")):
-            summary, plan = (
-                json.loads(path.with_name(f"{name}.json").read_text()) for name in ("summary", "plan")
+            summary, plan, setting = (
+                json.loads(path.with_name(f"{name}.json").read_text())
+                for name in ("summary", "plan", "setting")
             )
             measured, predicted = (
-                summary[f"{name}"] / plan["num_microbatches"]
+                summary[name] / plan["num_microbatches"] / setting["slow"]
                 for name in ("minibatch_seconds_median", "predicted_minibatch_seconds")
             )
-            load, scale = summary["processor_load"], summary["scale"]
-            found.append(Outcome(model, path.parent.name, summary["plan"], measured, predicted, load, scale))
+            found.append(
+                Outcome(
+                    model,
+                    path.parent.name,
+                    summary["plan"],
+                    measured,
+                    predicted,
+                    summary["processor_load"],
+                    summary["scale"],
+                    setting["slow"],
+                )
+            )
     return found
 
 
@@ -151,6 +189,7 @@ def report(found: list[Outcome]) -> str:
             "run": o.run,
             "plan": o.plan,
             "scale": f"{o.scale:g}",
+            "slow": f"{o.slow:g}",
             "simulated": f"{o.predicted * 1e3:.1f} ms",
             "measured": f"{o.measured * 1e3:.1f} ms",
             "off by": f"{o.off_by:+.0%}",
@@ -182,19 +221,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/replay"))
     parser.add_argument("--models", default=",".join(PAPER))
     parser.add_argument("--scale", type=float, default=32.0)
+    parser.add_argument("--slow", type=float, default=1.0, help="how many times as long everything takes")
     parser.add_argument("--runs", default="dp-paper,dp-after,dp-ours,published,ours")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     models = [name for name in options.models.split(",") if name]
     given = "HYBRIDPIPE_MPIRUN_FLAGS" in os.environ or not models
-    with nullcontext(jobs.HERE) if given else network(rate_of(options.scale), HOSTS, RANKS // HOSTS) as where:
+    with (
+        nullcontext(jobs.HERE)
+        if given
+        else network(rate_of(options.scale * options.slow), HOSTS, RANKS // HOSTS) as where
+    ):
         for model in models:
             profile = read_costs(PROFILES / model / "graph.txt", SAMPLES[model])
             for run in runs(model, profile):
                 if run.name in options.runs.split(","):
-                    replay(profile, run, options.scale, out / model / run.name, where)
-                    print((out / model / run.name / "log.txt").read_text(), end="", flush=True)
+                    folder = out / model / run.name
+                    replay(profile, run, options.scale, folder, where, slow=options.slow)
+                    print((folder / "log.txt").read_text(), end="", flush=True)
     found = outcomes(out)
     text = report(found)
     (out / "replay.md").write_text(text + "\n")
