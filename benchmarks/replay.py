@@ -4,7 +4,7 @@
     python benchmarks/replay.py --out runs/replay --models ''             the table of what is there
 
 Reads PipeDream's layer profiles (see published.py). Bytes and links are divided by --scale: with 32, a link
-of 10 Gbit/s is one of 312.5 Mbit/s. Where the messages of 16 ranks are too much for this machine's processors,
+of 10 Gbit/s is one of 312.5 Mbit/s. Where the messages of 16 ranks are too much for these processors,
 --slow gives them so many times as long: times are multiplied by it, and links divided. The hosts are made by
 `netcluster` (see networks.py); where $HYBRIDPIPE_MPIRUN_FLAGS names hosts, with links as slow as scale and
 slow ask for, those are taken.
