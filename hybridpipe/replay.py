@@ -139,7 +139,15 @@ def _trainer(asked: Replay, rank: int) -> Trainer:
     cuts = {stage.stop for stage in held} - {plan.num_layers}
     reduced = {i for stage in held if stage.replicas > 1 for i in range(stage.start, stage.stop)}
     layers = [
-        SleepingLayer(layer, own_pace, reduced=i in reduced, cut=i + 1 in cuts)
+        SleepingLayer(
+            layer,
+            own_pace,
+            reduced=i in reduced,
+            cut=i + 1 in cuts,
+            leads=any(i == stage.start for stage in held),
+            ends=any(i + 1 == stage.stop for stage in held),
+            split=plan.schedule == "zero-bubble",
+        )
         for i, layer in enumerate(profile.layers)
     ]
     update_seconds = sum(profile.layers[i].update_seconds for s in held for i in range(s.start, s.stop))

@@ -23,38 +23,56 @@ SHORTEST_SECONDS = 2e-4  # a sleep costs about 50 µs of processor time, whateve
 class Pace:
     """Sleeps as long as it was told to in total: what one sleep was too long, the next is shorter.
 
-    So a rank that shares its processor with many, and wakes up late, still computes at the profiled pace.
+    So a rank that shares its processor with many, and gets it late, still computes at the profiled pace.
     """
 
     def __init__(self) -> None:
         self._owed_seconds = 0.0
+        self._ended = 0.0
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep, or owe what is too short a sleep to be worth it."""
-        self._owed_seconds += seconds
+    def sleep(self, seconds: float, goes_on: bool = False) -> None:
+        """Sleep, or owe what is too short a sleep to be worth it.
+
+        Args:
+            goes_on: no message was waited for since the sleep before, so that the time between the two is part
+                of this one: it went by in Python, or waiting for a processor.
+        """
+        now = time.perf_counter()
+        self._owed_seconds += seconds - goes_on * (now - self._ended)
         if self._owed_seconds >= SHORTEST_SECONDS:
-            began = time.perf_counter()
             time.sleep(self._owed_seconds)
-            self._owed_seconds -= time.perf_counter() - began
+            self._owed_seconds -= time.perf_counter() - now
+        self._ended = time.perf_counter()
 
 
 class SleepingLayer(nn.Module):
     """One profiled layer.
 
-    Its weights' half of the backward is a hook of its parameter, so that a schedule can put it off. It has no
-    state: there is nothing for ranks to agree on, or to save.
+    It has no state: there is nothing for ranks to agree on, or to save.
 
     Args:
         profile: times, and sizes in bytes.
         pace: of this rank.
         reduced: its gradients are reduced among replicas, so the parameter has the profiled size.
         cut: its output goes to another rank, so it has the profiled size.
+        leads: it is the first of its stage; `ends`: the last. What it waits for is no part of its time.
+        split: the weights' half of its backward is a hook of its parameter: a schedule can put it off.
     """
 
-    def __init__(self, profile: LayerProfile, pace: Pace, *, reduced: bool, cut: bool) -> None:
+    def __init__(
+        self,
+        profile: LayerProfile,
+        pace: Pace,
+        *,
+        reduced: bool = False,
+        cut: bool = False,
+        leads: bool = True,
+        ends: bool = True,
+        split: bool = False,
+    ) -> None:
         super().__init__()
-        self.profile, self.pace = profile, pace
-        weight_seconds = profile.weight_backward_seconds
+        self.profile, self.pace, self.leads, self.ends = profile, pace, leads, ends
+        weight_seconds = profile.weight_backward_seconds if split else 0.0
         self.backward_seconds = profile.backward_seconds - weight_seconds
         with_gradient = profile.returned_bytes if cut else ITEM_BYTES
         self.output = torch.zeros(max(1, with_gradient // ITEM_BYTES))
@@ -65,9 +83,10 @@ class SleepingLayer(nn.Module):
             size = profile.parameter_bytes // ITEM_BYTES if reduced else 1
             self.weight = nn.Parameter(torch.zeros(max(1, size)))
             self.gradient = torch.zeros_like(self.weight)
-            self.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _: pace.sleep(weight_seconds)
-            )
+            if split:
+                self.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _: pace.sleep(weight_seconds)
+                )
 
     def forward(self, value: Value) -> Value:
         """What flows on is one tensor with a gradient and, over a cut, one with the bytes that have none."""
@@ -88,13 +107,13 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, layer: SleepingLayer, _: Tensor | None, value: Tensor) -> Tensor:
         context.layer, context.shape = layer, value.shape
-        layer.pace.sleep(layer.profile.forward_seconds)
+        layer.pace.sleep(layer.profile.forward_seconds, goes_on=not layer.leads)
         return _alias(layer.output)
 
     @staticmethod
     def backward(context: Any, _: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         layer = context.layer
-        layer.pace.sleep(layer.backward_seconds)
+        layer.pace.sleep(layer.backward_seconds, goes_on=not layer.ends)
         _, weighted, has_gradient = context.needs_input_grad
         of_weight = _alias(layer.gradient) if weighted else None
         return None, of_weight, layer.gradient_of(context.shape) if has_gradient else None
