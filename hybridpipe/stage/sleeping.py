@@ -34,7 +34,7 @@ class Pace:
         """Sleep, or owe what is too short a sleep to be worth it.
 
         Args:
-            goes_on: no message was waited for since the sleep before, so that the time between the two is part
+            goes_on: no message was waited for since the sleep before, so the time between the two is part
                 of this one: it went by in Python, or waiting for a processor.
         """
         now = time.perf_counter()
