@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hybridpipe.arguments import bandwidth, factor, names, plan_source, plan_sources, positive, seconds, sizes
 from hybridpipe.errors import UserError
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import SCHEDULES, Plan
@@ -276,6 +277,18 @@ def _train(options: argparse.Namespace) -> int:
     return train(config, plan, options.out or Path("runs") / Path(options.config).stem, options.trace)
 
 
+def _replay(options: argparse.Namespace) -> int:
+    from hybridpipe.files import read_cluster, read_costs, read_plan
+
+    plan = read_plan(options.plan)
+    profile = read_costs(options.profile, plan.microbatch_samples)
+    cluster = None if options.cluster is None else read_cluster(options.cluster)
+    from hybridpipe.replay import Replay, replay
+
+    asked = Replay(profile, plan, cluster, options.scale, options.minibatches, not options.no_overlap)
+    return replay(asked, options.out or Path("runs") / f"replay-{options.plan.stem}")
+
+
 def _compare(options: argparse.Namespace) -> int:
     _load(options).check()
     from hybridpipe.compare import compare
@@ -318,7 +331,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     command("doctor", _doctor, "is this machine ready? alone, or under mpirun")
-    for add in (_add_profile, _add_probe, _add_plan, _add_simulate, _add_train, _add_compare):
+    for add in (_add_profile, _add_probe, _add_plan, _add_simulate, _add_train, _add_replay, _add_compare):
         add(command)
     return parser
 
@@ -331,12 +344,12 @@ def _add_profile(command: Command) -> None:
         "--from-pipedream", type=Path, metavar="graph.txt", help="measure nothing: read PipeDream's format"
     )
     profile.add_argument(
-        "--samples", type=_positive, help="the minibatch that graph.txt was measured with; default: 1"
+        "--samples", type=positive, help="the minibatch that graph.txt was measured with; default: 1"
     )
     _add_set(profile)
     profile.add_argument(
         "--microbatch",
-        type=_sizes,
+        type=sizes,
         default=(),
         metavar="SAMPLES,...",
         help="the sizes to measure, for `plan` to choose among; default: the config's",
@@ -348,19 +361,19 @@ def _add_probe(command: Command) -> None:
     probe = command("probe", _probe, "measure the links between ranks, under mpirun")
     probe.add_argument("--out", type=Path, default=Path("cluster.json"))
     probe.add_argument(
-        "--flat", type=_positive, metavar="RANKS", help="measure nothing: equal ranks behind one switch"
+        "--flat", type=positive, metavar="RANKS", help="measure nothing: equal ranks behind one switch"
     )
     probe.add_argument(
-        "--bandwidth", type=_bandwidth, default=1.25e9, help="with --flat: bytes per second, or 10Gbit"
+        "--bandwidth", type=bandwidth, default=1.25e9, help="with --flat: bytes per second, or 10Gbit"
     )
-    probe.add_argument("--latency", type=_seconds, default=5e-5, help="with --flat: seconds, or 50us")
+    probe.add_argument("--latency", type=seconds, default=5e-5, help="with --flat: seconds, or 50us")
 
 
 def _add_plan(command: Command) -> None:
     plan = command("plan", _plan, "choose stages and replicas from a profile and a cluster")
     plan.add_argument("--profile", type=Path, required=True)
     plan.add_argument("--cluster", type=Path, required=True)
-    plan.add_argument("--ranks", type=_positive, help="use at most so many ranks")
+    plan.add_argument("--ranks", type=positive, help="use at most so many ranks")
     plan.add_argument(
         "--schedule",
         choices=("auto", *SCHEDULES),
@@ -373,12 +386,12 @@ def _add_plan(command: Command) -> None:
         help="with auto: asynchronous ones, too, whose weights are stale",
     )
     plan.add_argument(
-        "--minibatch", type=_positive, help="samples; default: four microbatches a rank; pipedream: one"
+        "--minibatch", type=positive, help="samples; default: four microbatches a rank; pipedream: one"
     )
     plan.add_argument(
-        "--microbatch", type=_positive, help="samples; default: the best of those that were measured"
+        "--microbatch", type=positive, help="samples; default: the best of those that were measured"
     )
-    plan.add_argument("--memory", type=_positive, metavar="BYTES", help="per rank; default: the cluster's")
+    plan.add_argument("--memory", type=positive, metavar="BYTES", help="per rank; default: the cluster's")
     plan.add_argument(
         "--recompute", action="store_true", help="let stages recompute activations where it pays"
     )
@@ -386,10 +399,10 @@ def _add_plan(command: Command) -> None:
         "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"
     )
     plan.add_argument(
-        "--max-in-flight", type=_positive, metavar="N", help="a rank stashes so many microbatches at most"
+        "--max-in-flight", type=positive, metavar="N", help="a rank stashes so many microbatches at most"
     )
     plan.add_argument(
-        "--search", type=_positive, default=0, metavar="N", help="simulate N more plans around the best one"
+        "--search", type=positive, default=0, metavar="N", help="simulate N more plans around the best one"
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--out", type=Path)
@@ -404,19 +417,19 @@ def _add_simulate(command: Command) -> None:
     simulate.add_argument("--plot", type=Path, help="write an SVG")
     simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
     simulate.add_argument(
-        "--ranks", type=_positive, help="what if: so many ranks, with a plan chosen for them"
+        "--ranks", type=positive, help="what if: so many ranks, with a plan chosen for them"
     )
     simulate.add_argument(
-        "--bandwidth", type=_bandwidth, help="what if: of the outermost level, such as 100Gbit"
+        "--bandwidth", type=bandwidth, help="what if: of the outermost level, such as 100Gbit"
     )
-    simulate.add_argument("--latency", type=_seconds, help="what if: of the outermost level, such as 5us")
+    simulate.add_argument("--latency", type=seconds, help="what if: of the outermost level, such as 5us")
 
 
 def _add_train(command: Command) -> None:
     train = command("train", _train, "train, under mpirun, horovodrun or srun")
     _add_config(train)
     train.add_argument(
-        "--plan", type=_plan_source, metavar="auto|dp|straight|FILE", help="default: the config's"
+        "--plan", type=plan_source, metavar="auto|dp|straight|FILE", help="default: the config's"
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
     train.add_argument(
@@ -426,17 +439,28 @@ def _add_train(command: Command) -> None:
     )
 
 
+def _add_replay(command: Command) -> None:
+    replay = command("replay", _replay, "run a plan with real messages, computing by sleeping, under mpirun")
+    replay.add_argument("--profile", type=Path, required=True, help="profile.json, or PipeDream's graph.txt")
+    replay.add_argument("--plan", type=Path, required=True)
+    replay.add_argument("--cluster", type=Path, help="for a prediction, at full size")
+    replay.add_argument("--scale", type=factor, default=1.0, metavar="S", help="bytes are divided by S")
+    replay.add_argument("--minibatches", type=positive, metavar="N", help="default: enough for a median")
+    replay.add_argument("--no-overlap", action="store_true", help="all-reduce after the whole backward")
+    replay.add_argument("--out", type=Path, metavar="DIR", help="default: runs/replay-PLAN's name")
+
+
 def _add_compare(command: Command) -> None:
     compare = command(
         "compare", _compare, "train under several plans and baselines in turn; starts mpirun itself"
     )
     _add_config(compare)
-    compare.add_argument("--ranks", type=_positive, required=True)
-    compare.add_argument("--plans", type=_plan_sources, default=["auto", "dp", "straight"])
+    compare.add_argument("--ranks", type=positive, required=True)
+    compare.add_argument("--plans", type=plan_sources, default=["auto", "dp", "straight"])
     compare.add_argument(
-        "--baselines", type=_names, default=[], help="runs baseline_NAME.py beside CONFIG: horovod,ddp"
+        "--baselines", type=names, default=[], help="runs baseline_NAME.py beside CONFIG: horovod,ddp"
     )
-    compare.add_argument("--rounds", type=_positive, default=1, help="how often; runs are interleaved")
+    compare.add_argument("--rounds", type=positive, default=1, help="how often; runs are interleaved")
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-CONFIG's name")
 
 
@@ -449,52 +473,6 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override a field of CONFIG"
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return value
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(map(_positive, text.split(","))))
-
-
-def _bandwidth(text: str) -> float:
-    from hybridpipe.planning.whatif import parse_bandwidth
-
-    return _parsed(parse_bandwidth, text)
-
-
-def _seconds(text: str) -> float:
-    from hybridpipe.planning.whatif import parse_seconds
-
-    return _parsed(parse_seconds, text)
-
-
-def _parsed(parse: Callable[[str], float], text: str) -> float:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _plan_source(text: str) -> str:
-    from hybridpipe.config import SOURCES
-
-    if text not in SOURCES and not text.endswith(".json"):
-        raise argparse.ArgumentTypeError(f"must be {', '.join(SOURCES)} or a .json file, got {text!r}")
-    return text
-
-
-def _plan_sources(text: str) -> list[str]:
-    return [_plan_source(name) for name in _names(text)]
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
 
 
 def _launched_rank() -> int:

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 from hybridpipe.errors import UserError, shown, suggest
 from hybridpipe.planning.cluster import CLUSTER_FORMAT, Cluster
 from hybridpipe.planning.graph import LayerGraph
+from hybridpipe.planning.linearise import narrow_order
 from hybridpipe.planning.pipedream_format import parse_graph
 from hybridpipe.planning.plan import PLAN_FORMAT, Plan
 from hybridpipe.planning.profile import PROFILE_FORMAT, ModelProfile
@@ -57,6 +58,18 @@ def read_pipedream_graph(path: str | Path) -> LayerGraph:
         return parse_graph(text)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def read_costs(path: str | Path, samples: int | None) -> ModelProfile:
+    """The profile of a microbatch of `samples`, if that is known, from a profile.json or a graph.txt.
+
+    A graph.txt does not say how many samples it is of; it is taken to be of as many.
+    """
+    if Path(path).suffix == ".txt":
+        graph = read_pipedream_graph(path)
+        return graph.profile(narrow_order(graph), samples or 1, "published")
+    profile = read_profile(path)
+    return profile.scaled_to(samples or profile.samples)
 
 
 def write_json(path: str | Path, value: Any) -> None:

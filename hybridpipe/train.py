@@ -36,7 +36,7 @@ SUMMARY_FORMAT = "hybridpipe-summary/1"
 def train(config: Config, plan: str, out: Path, trace: bool = False) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective."""
     failure.install()
-    _check_launcher()
+    check_launcher()
     model, loss = build_model(config), config.loss.build()
     try:
         dataset, validation = config.data.build(), config.data.build_validation()
@@ -107,7 +107,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str) -> Trainer
     )
 
 
-def _check_launcher() -> None:
+def check_launcher() -> None:
     """Refuses to train in as many worlds of one rank as the launcher has started processes."""
     promised, size = launcher.promised_ranks() or 1, MPI.COMM_WORLD.size
     if size < promised:

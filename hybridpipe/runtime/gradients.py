@@ -74,6 +74,7 @@ class HorovodGradients:
         self._hvd = horovod(replicas)
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._armed = False
+        self.overlaps = True  # False: nothing is reduced before `finish`, to see what overlapping gives
         self.bytes_reduced = 0
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
@@ -83,7 +84,7 @@ class HorovodGradients:
 
     def arm(self) -> None:
         """From now on a bucket is reduced as soon as it is full."""
-        self._armed = True
+        self._armed = self.overlaps
 
     def disarm(self) -> None:
         """Until further notice no gradient is final."""

@@ -1,0 +1,75 @@
+"""Networks: where benchmarks run their jobs: this machine alone, or hosts on it with limited links.
+
+The hosts are network namespaces that `netcluster` makes (as root; from ../shared/cluster or $NETCLUSTER).
+They share this machine's processors and memory.
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NETCLUSTER = Path(os.environ.get("NETCLUSTER", ROOT / "../shared/cluster/netcluster"))
+LOOPBACK = "loopback"
+
+
+@dataclass(frozen=True)
+class Network:
+    """How a job is started there: before its command, and in its environment."""
+
+    prefix: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def with_flags(self, flags: str) -> "Network":
+        """With more words for mpirun."""
+        name = "HYBRIDPIPE_MPIRUN_FLAGS"
+        before = self.environment.get(name, os.environ.get(name, ""))
+        return self.with_settings({name: f"{before} {flags}".strip()})
+
+    def with_settings(self, settings: Mapping[str, str]) -> "Network":
+        """With more variables in the environment of every rank."""
+        environment = {**self.environment, **settings}
+        return _hosted(environment) if self.prefix else Network((), environment)
+
+
+def are_available() -> bool:
+    """Whether this machine can make hosts."""
+    return NETCLUSTER.is_file() and os.geteuid() == 0
+
+
+@contextmanager
+def network(name: str, num_hosts: int = 4, ranks_per_host: int = 1) -> Iterator[Network]:
+    """`LOOPBACK`, or a rate such as "1gbit" of every host's link."""
+    if name == LOOPBACK:
+        yield Network((), {})
+        return
+    _netcluster("up", str(num_hosts), "--rate", name)
+    try:
+        lines = _netcluster("env").replace("export ", "").split()
+        hosts = ",".join(f"h{i}:{ranks_per_host}" for i in range(1, num_hosts + 1))
+        environment = dict(line.split("=", 1) for line in lines if "=" in line)
+        environment |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {hosts}", "PATH": os.environ["PATH"]}
+        # The hosts share this machine's cores, which a launcher that counts ranks by host cannot see.
+        environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "10"}
+        # Whoever polls for a message over TCP is to leave its core to whoever computes: a thread that yields
+        # has it again at once (3-1 took 1.3 to 1.5 times as long; within a machine it makes no difference).
+        environment |= {"OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep", "OMP_NUM_THREADS": "1"}
+        yield _hosted(environment)
+    finally:
+        _netcluster("down")
+
+
+def _hosted(environment: Mapping[str, str]) -> Network:
+    """On the first host, which the environment is carried into."""
+    settings = [word for name, value in environment.items() for word in ("-e", f"{name}={value}")]
+    return Network((str(NETCLUSTER), "run", *settings, "h1"), environment)
+
+
+def _netcluster(*words: str) -> str:
+    done = subprocess.run([str(NETCLUSTER), *words], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise SystemExit(f"netcluster {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout

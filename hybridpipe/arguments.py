@@ -1,0 +1,61 @@
+"""Arguments: what the command line's values may be, and the one line that tells a wrong one."""
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return value
+
+
+def factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number >= 1, got {text!r}")
+    return value
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(positive, text.split(","))))
+
+
+def bandwidth(text: str) -> float:
+    from hybridpipe.planning.whatif import parse_bandwidth
+
+    return _parsed(parse_bandwidth, text)
+
+
+def seconds(text: str) -> float:
+    from hybridpipe.planning.whatif import parse_seconds
+
+    return _parsed(parse_seconds, text)
+
+
+def _parsed(parse: Callable[[str], float], text: str) -> float:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def plan_source(text: str) -> str:
+    from hybridpipe.config import SOURCES
+
+    if text not in SOURCES and not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"must be {', '.join(SOURCES)} or a .json file, got {text!r}")
+    return text
+
+
+def plan_sources(text: str) -> list[str]:
+    return [plan_source(name) for name in names(text)]
+
+
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]

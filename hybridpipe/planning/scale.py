@@ -1,0 +1,46 @@
+"""Scale: model and machines with all bytes divided by one number, so that transfers take as long as before.
+
+Pure: profiles and clusters in, profiles and clusters out. Invariant: bytes over bandwidth, and every time
+that is not a transfer, stay as they are; latencies do, too.
+"""
+
+from dataclasses import replace
+
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
+
+
+def scaled_profile(profile: ModelProfile, scale: float) -> ModelProfile:
+    """Every size divided by `scale`, every time as it is."""
+    return replace(profile, layers=tuple(_layer(layer, scale) for layer in profile.layers), others=())
+
+
+def scaled_cluster(cluster: Cluster, scale: float) -> Cluster:
+    """Every bandwidth divided by `scale`, and what a byte costs a processor multiplied by it."""
+    return replace(
+        cluster,
+        levels=tuple(_level(level, scale) for level in cluster.levels),
+        message_seconds_per_byte=cluster.message_seconds_per_byte * scale,
+    )
+
+
+def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
+    returned = layer.gradient_bytes
+    return replace(
+        layer,
+        parameter_bytes=round(layer.parameter_bytes / scale),
+        output_bytes=round(layer.output_bytes / scale),
+        activation_bytes=round(layer.activation_bytes / scale),
+        gradient_bytes=None if returned is None else round(returned / scale),
+    )
+
+
+def _level(level: Level, scale: float) -> Level:
+    figures = level.allreduce
+    return replace(
+        level,
+        bandwidth=level.bandwidth / scale,
+        shared_bandwidth=level.shared_bandwidth and level.shared_bandwidth / scale,
+        allreduce=figures and replace(figures, bandwidth=figures.bandwidth / scale),
+        burst_bytes=level.burst_bytes / scale,
+    )
