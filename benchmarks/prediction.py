@@ -13,9 +13,7 @@ The network setups need `netcluster` (hosts with limited links on one machine, a
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,14 +21,13 @@ from itertools import combinations
 from pathlib import Path
 
 import jobs
+import networks
 from tabulate import tabulate
 
 from hybridpipe.files import read_cluster, read_profile, write_json
 from hybridpipe.planning.cost import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 
-NETCLUSTER = Path(os.environ.get("NETCLUSTER", jobs.ROOT / "../shared/cluster/netcluster"))
-NUM_HOSTS = 4
 NOTEWORTHY = 1.15  # two plans whose times differ by more than this must be predicted in the right order
 
 
@@ -89,14 +86,14 @@ class Outcome:
 class Machine:
     """Runs `hybridpipe train` on one network."""
 
-    def __init__(self, network: str, environment: dict[str, str], prefix: Sequence[str]) -> None:
-        self.network, self.environment, self.prefix = network, environment, prefix
+    def __init__(self, network: str, hosts: networks.Hosts) -> None:
+        self.network, self.hosts = network, hosts
 
     def train(self, setup: Setup, plan: str, out: Path) -> dict:
         """The summary of one job."""
         return jobs.train(
             setup.config, plan, setup.ranks, setup.overrides, out,
-            prefix=self.prefix, environment=self.environment,
+            prefix=self.hosts.prefix, environment=self.hosts.environment,
         )  # fmt: skip
 
 
@@ -104,30 +101,10 @@ class Machine:
 def machine(network: str) -> Iterator[Machine]:
     """This machine alone, or one host for each rank with links of a given rate between them."""
     if network == "loopback":
-        yield Machine(network, {}, ())
+        yield Machine(network, networks.Hosts())
         return
-    _netcluster("up", str(NUM_HOSTS), "--rate", network)
-    try:
-        lines = _netcluster("env").replace("export ", "").split()
-        hosts = ",".join(f"h{i}:1" for i in range(1, NUM_HOSTS + 1))
-        environment = dict(line.split("=", 1) for line in lines if "=" in line)
-        environment |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {hosts}", "PATH": os.environ["PATH"]}
-        # The hosts share this machine's cores, which a launcher that counts ranks by host cannot see.
-        environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "10"}
-        # Whoever polls for a message over TCP is to leave its core to whoever computes: a thread that yields
-        # has it again at once (3-1 took 1.3 to 1.5 times as long; within a machine it makes no difference).
-        environment |= {"OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep", "OMP_NUM_THREADS": "1"}
-        settings = [word for name, value in environment.items() for word in ("-e", f"{name}={value}")]
-        yield Machine(network, environment, (str(NETCLUSTER), "run", *settings, "h1"))
-    finally:
-        _netcluster("down")
-
-
-def _netcluster(*words: str) -> str:
-    done = subprocess.run([str(NETCLUSTER), *words], capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        raise SystemExit(f"netcluster {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
+    with networks.hosts(network) as hosts:
+        yield Machine(network, hosts)
 
 
 def plan_files(setup: Setup, folder: Path) -> dict[str, str]:
@@ -265,12 +242,12 @@ def main() -> None:
     parser.add_argument("--networks", default="loopback,1gbit,100mbit")
     parser.add_argument("--models", default=",".join(MODELS))
     options = parser.parse_args()
-    networks = options.networks.split(",")
-    if not (NETCLUSTER.is_file() and os.geteuid() == 0):
+    names = options.networks.split(",")
+    if not networks.available():
         print("no netcluster here, or not root: loopback only", flush=True)
-        networks = ["loopback"]
+        names = ["loopback"]
     models = options.models.split(",")
-    chosen = [s for s in setups() if s.network in networks and s.name.split("-")[0] in models]
+    chosen = [s for s in setups() if s.network in names and s.name.split("-")[0] in models]
     out = options.out.resolve()
     outcomes = run(chosen, options.rounds, out)
     text = report(outcomes)
