@@ -1,14 +1,14 @@
 """Network: is `auto` the best plan between hosts with slow links, and how far is data parallelism behind?
 
-    python benchmarks/network.py --out runs/network                   all rates and models; half an hour a round
-    python benchmarks/network.py --rates 1gbit --models vgg-digits    one of them
-    python benchmarks/network.py --sweep                              minibatches of 16 to 256 at 1 Gbit/s
+    python benchmarks/network.py --out runs/network                  all of it, half an hour a round
+    python benchmarks/network.py --rates 1gbit --models vgg-digits   one of them
+    python benchmarks/network.py --sweep                             minibatches of 16 to 256 at 1 Gbit/s
 
-Four hosts with one rank each train for real, over MPI and Horovod; see networks.py for what the hosts are. The
-first job of a round is `auto`, which measures model and machines; the other plans have the cuts that are best
-by the closed formula on what the first round's `auto` has measured. Under `dp` a rank's share is one
-microbatch, as in plain Horovod. `auto` takes the best synchronous plan; `auto, pipedream` the best for an
-asynchronous pipeline, whose weights are stale, as in the paper.
+Four hosts with one rank each train for real, over MPI and Horovod; networks.py makes the hosts. The first job
+of a round is `auto`, which measures model and machines; the other plans have the cuts that are best by the
+closed formula on what the first round's `auto` has measured. Under `dp` a rank's share is one microbatch, as in
+plain Horovod. `auto` takes the best synchronous plan; `auto, pipedream` the best for an asynchronous pipeline,
+whose weights are stale, as in the paper.
 
 Rounds are interleaved, each way a fresh job; figures are medians, ratios are taken within a round. Rounds of
 earlier calls with the same DIR count on. Writes DIR/network.json, tables in DIR/network.md and a plot in
@@ -182,8 +182,8 @@ def main() -> None:
         with networks.hosts(rate) as hosts:
             for _ in range(options.rounds):
                 for setup in (each for each in setups if each.rate == rate):
-                    number_ = next_round(outcomes, setup.name)
-                    for outcome in run(setup, not options.sweep, number_, hosts, out):
+                    round_ = next_round(outcomes, setup.name)
+                    for outcome in run(setup, not options.sweep, round_, hosts, out):
                         print(line(outcome), flush=True)
                         outcomes.append(outcome)
                         write(out / "network.json", outcomes)

@@ -39,7 +39,6 @@ def start(
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run one job of a round and see what came of it; one that fails is an outcome, too."""
-    # The limit is launcher's caller's: what carries the job's token ends with the launcher.
     command = [*prefix, sys.executable, "-m", "hybridpipe.launcher", str(way.ranks), "--"]
     command += [sys.executable, str(FOLDER / f"{way.program}.py"), task, "--variant", way.variant]
     command += [*arguments, "--out", str(out)]

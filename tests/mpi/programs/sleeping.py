@@ -1,7 +1,7 @@
 """Under mpirun: layers that sleep, so that what a schedule leaves idle does not depend on the cores.
 
-    sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
-    sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
+sleeping.py bubbles        one minibatch's idle share under each synchronous schedule, and the formula's
+sleeping.py steady PLAN... what each rank waits, as a share of its time, once pipedream's pipeline is full
 """
 
 import sys
