@@ -6,9 +6,9 @@
 
 Four hosts with one rank each train for real, over MPI and Horovod; networks.py makes the hosts. The first job
 of a round is `auto`, which measures model and machines; the other plans have the cuts that are best by the
-closed formula on what the first round's `auto` has measured. Under `dp` a rank's share is one microbatch, as in
-plain Horovod. `auto` takes the best synchronous plan; `auto, pipedream` the best for an asynchronous pipeline,
-whose weights are stale, as in the paper.
+closed formula on what the first round's `auto` has measured. Under `dp` a rank's share is one microbatch, as
+in plain Horovod. `auto` takes the best synchronous plan; `auto, pipedream` the best for an asynchronous
+pipeline, whose weights are stale, as in the paper.
 
 Rounds are interleaved, each way a fresh job; figures are medians, ratios are taken within a round. Rounds of
 earlier calls with the same DIR count on. Writes DIR/network.json, tables in DIR/network.md and a plot in
