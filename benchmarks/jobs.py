@@ -1,42 +1,37 @@
-"""Jobs: what the benchmarks that train have in common: `hybridpipe train` under mpirun, and plots."""
+"""Jobs: what the benchmarks have in common: `hybridpipe` commands under mpirun, and plots."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from networks import ROOT, Network
+
+HERE = Network((), {})
 
 
 def train(
-    config: str,
-    plan: str | Path,
-    ranks: int,
-    overrides: Sequence[str],
-    out: Path,
-    *,
-    prefix: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
+    config: str, plan: str | Path, ranks: int, overrides: Sequence[str], out: Path, network: Network = HERE
 ) -> dict:
-    """The summary of one job on examples/`config`; ends the benchmark where the job fails.
+    """The summary of training examples/`config`."""
+    words = ["train", f"examples/{config}", "--plan", str(plan)]
+    words += [word for override in overrides for word in ("--set", override)]
+    return run(words, ranks, out, network)
 
-    Args:
-        prefix: of the command, such as one that enters another host.
-        environment: goes over this process's.
-    """
-    command = [*prefix, sys.executable, "-m", "hybridpipe.launcher", str(ranks), "--"]
-    command += ["hybridpipe", "train", f"examples/{config}", "--plan", str(plan), "--out", str(out)]
-    command += [word for override in overrides for word in ("--set", override)]
+
+def run(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) -> dict:
+    """The summary of one `hybridpipe` command on several ranks; ends the benchmark where the job fails."""
+    command = [*network.prefix, sys.executable, "-m", "hybridpipe.launcher", str(ranks), "--", "hybridpipe"]
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log.txt").open("w") as log:
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | (environment or {}),
+            [*command, *words, "--out", str(out)], cwd=ROOT, env=os.environ | network.environment,
             stdout=log, stderr=subprocess.STDOUT, timeout=900,
         )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"{config}, {plan}: exit code {done.returncode}; see {out / 'log.txt'}")
+        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}; see {out / 'log.txt'}")
     return json.loads((out / "summary.json").read_text())
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import jobs
 import networks
 import programs
-from networks import NUM_HOSTS, Hosts
+from networks import Network
 from programs import Way
 from rounds import Outcome, line, median_seconds, next_round, number, of, read, times_as_fast, write
 from tabulate import tabulate
@@ -34,6 +34,7 @@ from hybridpipe.files import read_cluster, read_profile, write_json
 from hybridpipe.planning.cost import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 
+NUM_HOSTS = 4
 RATES = ("100mbit", "1gbit", "10gbit")
 MODELS = {"vgg-digits": 64, "gpt": 16}  # and samples of a minibatch
 SWEEP = ("vgg-digits", "1gbit", (16, 32, 64, 128, 256))
@@ -86,13 +87,13 @@ def plan_ways(folder: Path) -> list[Way]:
     return ways
 
 
-def run(setup: Setup, plans: bool, round_: int, hosts: Hosts, out: Path) -> Iterator[Outcome]:
+def run(setup: Setup, plans: bool, round_: int, hosts: Network, out: Path) -> Iterator[Outcome]:
     """One round of a setup, with all plans or without."""
 
     def start(way: Way) -> Outcome:
         return programs.start(
             way, setup.model, setup.name, round_, _folder(setup, way, round_, out),
-            arguments=arguments, prefix=hosts.prefix, environment=hosts.environment,
+            arguments=arguments, network=hosts,
         )  # fmt: skip
 
     arguments = ["--minibatch", str(setup.minibatch), "--minibatches", str(setup.num_minibatches)]
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--sweep", action="store_true", help="minibatch sizes instead of plans")
     options = parser.parse_args()
-    if not networks.available():
+    if not networks.are_available():
         raise SystemExit("network: needs root and netcluster, named by $NETCLUSTER")
     setups = [
         Setup(model, rate, MODELS[model])
@@ -179,7 +180,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     outcomes = read(out / "network.json")
     for rate in dict.fromkeys(setup.rate for setup in setups):
-        with networks.hosts(rate) as hosts:
+        with networks.network(rate, NUM_HOSTS) as hosts:
             for _ in range(options.rounds):
                 for setup in (each for each in setups if each.rate == rate):
                     round_ = next_round(outcomes, setup.name)

@@ -1,51 +1,71 @@
-"""Networks: hosts with limited links on one machine, which share its cores.
+"""Networks: where benchmarks run their jobs: this machine alone, or hosts on it with limited links.
 
-`netcluster` makes them (as root, with iproute2): ../shared/cluster/netcluster or $NETCLUSTER.
+The hosts are network namespaces that `netcluster` makes (as root; from ../shared/cluster or $NETCLUSTER).
+They share this machine's processors and memory.
 """
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
-import jobs
-
-NETCLUSTER = jobs.ROOT / os.environ.get("NETCLUSTER", "../shared/cluster/netcluster")
-NUM_HOSTS = 4
+ROOT = Path(__file__).resolve().parents[1]
+NETCLUSTER = Path(os.environ.get("NETCLUSTER", ROOT / "../shared/cluster/netcluster"))
+LOOPBACK = "loopback"
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """How to start a job there: what goes before its command, and over this process's environment."""
+class Network:
+    """How a job is started there: before its command, and in its environment."""
 
-    prefix: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def with_flags(self, flags: str) -> "Network":
+        """With more words for mpirun."""
+        name = "HYBRIDPIPE_MPIRUN_FLAGS"
+        before = self.environment.get(name, os.environ.get(name, ""))
+        return self.with_settings({name: f"{before} {flags}".strip()})
+
+    def with_settings(self, settings: Mapping[str, str]) -> "Network":
+        """With more variables in the environment of every rank."""
+        environment = {**self.environment, **settings}
+        return _hosted(environment) if self.prefix else Network((), environment)
 
 
-def available() -> bool:
-    """Whether hosts can be made here."""
+def are_available() -> bool:
+    """Whether this machine can make hosts."""
     return NETCLUSTER.is_file() and os.geteuid() == 0
 
 
 @contextmanager
-def hosts(rate: str) -> Iterator[Hosts]:
-    """NUM_HOSTS hosts for one rank each, with links of `rate` (as tc writes it: 1gbit) between them."""
-    _netcluster("up", str(NUM_HOSTS), "--rate", rate)
+def network(name: str, num_hosts: int = 4, ranks_per_host: int = 1) -> Iterator[Network]:
+    """`LOOPBACK`, or a rate such as "1gbit" of every host's link."""
+    if name == LOOPBACK:
+        yield Network((), {})
+        return
+    _netcluster("up", str(num_hosts), "--rate", name)
     try:
         lines = _netcluster("env").replace("export ", "").split()
-        names = ",".join(f"h{i}:1" for i in range(1, NUM_HOSTS + 1))
+        hosts = ",".join(f"h{i}:{ranks_per_host}" for i in range(1, num_hosts + 1))
         environment = dict(line.split("=", 1) for line in lines if "=" in line)
-        environment |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {names}", "PATH": os.environ["PATH"]}
+        environment |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {hosts}", "PATH": os.environ["PATH"]}
         # The hosts share this machine's cores, which a launcher that counts ranks by host cannot see.
         environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "10"}
         # Whoever polls for a message over TCP is to leave its core to whoever computes: a thread that yields
         # has it again at once (3-1 took 1.3 to 1.5 times as long; within a machine it makes no difference).
         environment |= {"OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep", "OMP_NUM_THREADS": "1"}
-        settings = [word for name, value in environment.items() for word in ("-e", f"{name}={value}")]
-        yield Hosts((str(NETCLUSTER), "run", *settings, "h1"), environment)
+        yield _hosted(environment)
     finally:
         _netcluster("down")
+
+
+def _hosted(environment: Mapping[str, str]) -> Network:
+    """On the first host, which the environment is carried into."""
+    settings = [word for name, value in environment.items() for word in ("-e", f"{name}={value}")]
+    return Network((str(NETCLUSTER), "run", *settings, "h1"), environment)
 
 
 def _netcluster(*words: str) -> str:

@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--minibatches", type=int, default=12)
+    parser.add_argument("--minibatches", type=int, default=10)
     parser.add_argument("--ways", default="", help="only those whose name begins so, beside the references")
     options = parser.parse_args()
     models, out = options.models.split(","), options.out.resolve()

@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -83,30 +82,6 @@ class Outcome:
         return self.predicted / self.measured
 
 
-class Machine:
-    """Runs `hybridpipe train` on one network."""
-
-    def __init__(self, network: str, hosts: networks.Hosts) -> None:
-        self.network, self.hosts = network, hosts
-
-    def train(self, setup: Setup, plan: str, out: Path) -> dict:
-        """The summary of one job."""
-        return jobs.train(
-            setup.config, plan, setup.ranks, setup.overrides, out,
-            prefix=self.hosts.prefix, environment=self.hosts.environment,
-        )  # fmt: skip
-
-
-@contextmanager
-def machine(network: str) -> Iterator[Machine]:
-    """This machine alone, or one host for each rank with links of a given rate between them."""
-    if network == "loopback":
-        yield Machine(network, networks.Hosts())
-        return
-    with networks.hosts(network) as hosts:
-        yield Machine(network, hosts)
-
-
 def plan_files(setup: Setup, folder: Path) -> dict[str, str]:
     """For each of the setup's replica counts the cuts that are best by the closed formula, as plan files."""
     profile, cluster = read_profile(folder / "profile.json"), read_cluster(folder / "cluster.json")
@@ -132,16 +107,20 @@ def run(chosen: Sequence[Setup], rounds: int, out: Path) -> list[Outcome]:
     outcomes = []
     for network in dict.fromkeys(setup.network for setup in chosen):
         here = [setup for setup in chosen if setup.network == network]
-        with machine(network) as where:
+        with networks.network(network) as where:
+
+            def train(setup: Setup, plan: str, out: Path, where: networks.Network = where) -> dict:
+                return jobs.train(setup.config, plan, setup.ranks, setup.overrides, out, where)
+
             plans = {}
             for setup in here:
-                where.train(setup, "auto", out / setup.name / "auto")
+                train(setup, "auto", out / setup.name / "auto")
                 plans[setup] = plan_files(setup, out / setup.name / "auto")
             runs: dict[tuple[Setup, str], list[dict]] = {}
             for r in range(rounds):
                 for setup in here:
                     for name, file in plans[setup].items():
-                        summary = where.train(setup, file, out / setup.name / name / f"round{r}")
+                        summary = train(setup, file, out / setup.name / name / f"round{r}")
                         runs.setdefault((setup, name), []).append(summary)
                         print(_line(_outcome(setup, name, [summary])), flush=True)
             outcomes += [_outcome(setup, name, found) for (setup, name), found in runs.items()]
@@ -242,12 +221,12 @@ def main() -> None:
     parser.add_argument("--networks", default="loopback,1gbit,100mbit")
     parser.add_argument("--models", default=",".join(MODELS))
     options = parser.parse_args()
-    names = options.networks.split(",")
-    if not networks.available():
+    wanted = options.networks.split(",")
+    if not networks.are_available():
         print("no netcluster here, or not root: loopback only", flush=True)
-        names = ["loopback"]
+        wanted = [networks.LOOPBACK]
     models = options.models.split(",")
-    chosen = [s for s in setups() if s.network in names and s.name.split("-")[0] in models]
+    chosen = [s for s in setups() if s.network in wanted and s.name.split("-")[0] in models]
     out = options.out.resolve()
     outcomes = run(chosen, options.rounds, out)
     text = report(outcomes)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jobs
+from networks import ROOT, Network
 from rounds import Outcome, steady_seconds
 
-FOLDER = jobs.ROOT / "benchmarks" / "peer_programs"
+FOLDER = ROOT / "benchmarks" / "peer_programs"
 TIMEOUT_SECONDS = 150
 
 
@@ -35,11 +36,11 @@ def start(
     out: Path,
     *,
     arguments: Sequence[str] = (),
-    prefix: Sequence[str] = (),
+    network: Network = jobs.HERE,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run one job of a round and see what came of it; one that fails is an outcome, too."""
-    command = [*prefix, sys.executable, "-m", "hybridpipe.launcher", str(way.ranks), "--"]
+    command = [*network.prefix, sys.executable, "-m", "hybridpipe.launcher", str(way.ranks), "--"]
     command += [sys.executable, str(FOLDER / f"{way.program}.py"), task, "--variant", way.variant]
     command += [*arguments, "--out", str(out)]
     out.mkdir(parents=True, exist_ok=True)
@@ -47,9 +48,10 @@ def start(
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(environment or {})}
+    environment |= network.environment
     with (out / "log.txt").open("w") as log:
         process = subprocess.Popen(
-            command, cwd=jobs.ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
         )
         try:
             code = process.wait(TIMEOUT_SECONDS)

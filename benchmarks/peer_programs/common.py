@@ -123,7 +123,7 @@ def load_job() -> Job:
     parser.add_argument("--variant", default="", help="of the program")
     parser.add_argument("--cuts", default="", help="first layers of the stages but the first, as in 3,5")
     parser.add_argument("--minibatch", type=int, help="samples; by default the task's")
-    parser.add_argument("--minibatches", type=int, default=12)
+    parser.add_argument("--minibatches", type=int, default=10)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
