@@ -1,0 +1,25 @@
+"""torch's DistributedDataParallel over gloo, every rank with an equal share of each minibatch."""
+
+import torch.distributed as dist
+from common import load_job
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    job = load_job()
+    dist.init_process_group("gloo", rank=job.rank, world_size=job.ranks)
+    model = DistributedDataParallel(job.model())
+    optimizer = job.task.optimizer(model.parameters())
+    for inputs, targets in job.minibatches():
+        x, y = inputs.chunk(job.ranks)[job.rank], targets.chunk(job.ranks)[job.rank]
+        optimizer.zero_grad()
+        loss = job.task.loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        job.losses.append(loss.item() / job.ranks)
+    job.report()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""hybridpipe. The variant is auto, dp, 1f1b, pipedream (two stages or more, at `cuts`) or the path of a plan.
+
+auto writes what it was chosen from beside the report: DIR/plan.json, profile.json, cluster.json.
+"""
+
+from itertools import pairwise
+
+from common import Job, load_job
+
+from hybridpipe.files import write_json
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.recorder import MinibatchRecord
+from hybridpipe.trainer import Trainer
+
+
+def plan(job: Job, num_layers: int) -> Plan | str:
+    """What is asked for. Under `dp` a rank's share is one microbatch, as it is with DDP and Horovod."""
+    if job.variant == "dp":
+        return Plan.data_parallel(num_layers, job.ranks, job.ranks, "1f1b")
+    if job.variant in ("1f1b", "pipedream"):
+        edges = (0, *job.cuts, num_layers)
+        stages = tuple(StageSpec(start, stop) for start, stop in pairwise(edges))
+        return Plan(stages, job.variant, 1 if job.variant == "pipedream" else job.num_microbatches)
+    return "auto" if job.variant.startswith("auto") else job.variant
+
+
+def main() -> None:
+    job = load_job()
+    model = job.model()
+    chosen = plan(job, len(model))
+    trainer = Trainer(
+        model,
+        loss=job.task.loss,
+        optimizer=job.task.optimizer,
+        plan=chosen,
+        minibatch_size=job.minibatch,
+        **options(job) if chosen == "auto" else {},
+    )
+
+    def note(record: MinibatchRecord) -> None:
+        job.seconds.append(record.seconds)
+        job.losses.append(record.loss / job.ranks)
+
+    trainer.fit(job.dataset(), shuffle=False, on_minibatch=note)
+    if trainer.choice is not None and job.rank == 0:
+        job.out.mkdir(parents=True, exist_ok=True)
+        for name in ("plan", "profile", "cluster"):
+            write_json(job.out / f"{name}.json", getattr(trainer.choice, name))
+    done = trainer.plan
+    job.report(plan=f"{done.name}, {done.schedule}, {done.num_microbatches}")
+    trainer.close()
+
+
+def options(job: Job) -> dict:
+    """For `auto` any synchronous schedule will do, and for `auto-pipedream` that one."""
+    schedule = "pipedream" if job.variant == "auto-pipedream" else "auto"
+    return {"schedule": schedule, "microbatch_size": job.minibatch // job.num_microbatches}
+
+
+if __name__ == "__main__":
+    main()

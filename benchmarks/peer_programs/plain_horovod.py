@@ -1,0 +1,27 @@
+"""Plain Horovod as its documentation has it, every rank with an equal share of each minibatch."""
+
+import horovod.torch as hvd
+from common import load_job
+
+
+def main() -> None:
+    job = load_job()
+    hvd.init()
+    model = job.model()
+    optimizer = hvd.DistributedOptimizer(
+        job.task.optimizer(model.parameters()), named_parameters=model.named_parameters()
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for inputs, targets in job.minibatches():
+        x, y = inputs.chunk(job.ranks)[job.rank], targets.chunk(job.ranks)[job.rank]
+        optimizer.zero_grad()
+        loss = job.task.loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        job.losses.append(loss.item() / job.ranks)
+    job.report()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

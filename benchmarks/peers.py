@@ -1,0 +1,191 @@
+"""Peers: how fast do two ranks of one thread train, by every way there is, beside the ceiling of the machine?
+
+    python benchmarks/peers.py --out runs/peers                    three models, one round; about six minutes
+    python benchmarks/peers.py --models mlp --ways ours --rounds 3
+
+One process trains whole minibatches; `two independent halves` are the two stages of the pipelines, trained
+side by side and whole, without a message: more than that two cores do not do. Data-parallel ways take half a
+minibatch each, synchronous pipelines 8 microbatches. All have the same model, split, samples and optimizer,
+so all synchronous ways end with one process's loss; the output names those that do not. Every way is a
+small program in peer_programs/.
+
+Rounds are interleaved, each way a fresh job; figures are medians, ratios are taken within a round. Rounds of
+earlier calls with the same DIR count on. Writes DIR/peers.json, a table in DIR/peers.md and a plot in
+DIR/peers.svg.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import jobs
+import programs
+import torch
+from programs import Way
+from rounds import (
+    Outcome,
+    line,
+    median_seconds,
+    next_round,
+    number,
+    of,
+    other_losses,
+    read,
+    times_as_fast,
+    write,
+)
+from tabulate import tabulate
+
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.stage.measure import measure
+
+sys.path.insert(0, str(programs.FOLDER))
+from common import TASKS, Task
+
+MODELS = ("gpt", "vgg", "mlp")
+MICROBATCHES = 8
+ONE, CEILING = "one process", "two independent halves"
+INTERLEAVED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")  # two stages a rank
+WAYS = (
+    Way(ONE, "one_process", ranks=1),
+    Way(f"one process, {MICROBATCHES} microbatches", "one_process", "micro", ranks=1),
+    Way(CEILING, "halves"),
+    Way("torch DDP", "ddp"),
+    Way("plain Horovod", "plain_horovod"),
+    *(
+        Way(f"torch pipelining, {name}", "torch_pipelining", name)
+        for name in ("Schedule1F1B", "ScheduleGPipe", *INTERLEAVED)
+    ),
+    Way("DeepSpeed's pipeline", "deepspeed_pipeline"),
+    Way("ours, dp", "ours", "dp"),
+    Way("ours, 1f1b", "ours", "1f1b"),
+    Way("ours, pipedream", "ours", "pipedream"),
+    Way("ours, auto", "ours", "auto"),
+)
+ASYNCHRONOUS = ("ours, pipedream",)
+# Threads of Open MPI that wait leave their cores to those that compute.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Where to cut layers that take so long, so that the longest stage is as short as can be."""
+
+    def longest(cuts: tuple[int, ...]) -> float:
+        return max(sum(seconds[a:b]) for a, b in pairwise((0, *cuts, len(seconds))))
+
+    return min(combinations(range(1, len(seconds)), num_stages - 1), key=longest)
+
+
+def profile(task: Task) -> ModelProfile:
+    """The model's, at the microbatch of the pipelines, in this process."""
+    torch.set_num_threads(1)
+    inputs, targets = task.samples(task.minibatch // MICROBATCHES).tensors
+    return measure(task.build(), inputs, targets, task.loss, task.optimizer)
+
+
+@cache
+def cuts(model: str, num_stages: int) -> tuple[int, ...]:
+    """The best balanced, by our profile; the same in all rounds of a call."""
+    layers = _profile(model).layers
+    seconds = [
+        MICROBATCHES * (layer.forward_seconds + layer.backward_seconds) + layer.update_seconds
+        for layer in layers
+    ]
+    return balanced(seconds, num_stages)
+
+
+@cache
+def _profile(model: str) -> ModelProfile:
+    return profile(TASKS[model])
+
+
+def run(model: str, ways: Sequence[Way], round_: int, minibatches: int, out: Path) -> Iterator[Outcome]:
+    """One round of a model."""
+    for way in ways:
+        where = cuts(model, 4 if way.variant in INTERLEAVED else 2)
+        arguments = ["--minibatches", str(minibatches), "--microbatches", str(MICROBATCHES)]
+        arguments += ["--cuts", ",".join(map(str, where))]
+        folder = out / model / way.name.replace(" ", "-") / f"round{round_}"
+        yield programs.start(way, model, model, round_, folder, arguments=arguments, environment=ENVIRONMENT)
+
+
+def rows(outcomes: Sequence[Outcome], models: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Of the table: for each model, milliseconds, times one process, of the ceiling, and the loss."""
+    for model in models:
+        ceiling = times_as_fast(outcomes, model, CEILING, ONE)
+        for way in WAYS:
+            found = of(outcomes, model, way.name)
+            if not found:
+                continue
+            seconds = median_seconds(outcomes, model, way.name)
+            faster = times_as_fast(outcomes, model, way.name, ONE)
+            to_ceiling = times_as_fast(outcomes, model, way.name, CEILING)
+            yield {
+                "model": model,
+                "way": way.name + (f" ({found[-1].plan})" if found[-1].plan else ""),
+                "ms a minibatch": number(seconds and seconds * 1e3, digits=0),
+                "× one process": number(faster) if seconds else f"did not run: {found[-1].error}",
+                "of the ceiling": number(to_ceiling if ceiling else None),
+                "loss": number(found[-1].loss, digits=5),
+                "rounds": str(len(found)),
+            }
+
+
+def plot(outcomes: Sequence[Outcome], models: Sequence[str], path: Path) -> None:
+    """Times one process: a group of bars a model, a line for the ceiling."""
+    figure, axes = jobs.svg_axes(figsize=(9, 4))
+    shown = [way for way in WAYS if way.name not in (ONE, CEILING)]
+    for i, way in enumerate(shown):
+        heights = [times_as_fast(outcomes, model, way.name, ONE) or 0.0 for model in models]
+        places = [m + 0.8 * (i / len(shown) - 0.5) for m in range(len(models))]
+        axes.bar(places, heights, width=0.8 / len(shown), color=f"C{i % 10}", label=way.name, align="edge")
+    for m, model in enumerate(models):
+        ceiling = times_as_fast(outcomes, model, CEILING, ONE)
+        if ceiling:
+            axes.hlines(ceiling, m - 0.4, m + 0.4, color="black", label=CEILING if m == 0 else None)
+    axes.set_xticks(range(len(models)), models)
+    axes.set_ylabel("times one process")
+    axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/peers"))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--minibatches", type=int, default=10)
+    parser.add_argument("--ways", default="", help="only those whose name begins so, beside the references")
+    options = parser.parse_args()
+    models, out = options.models.split(","), options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    ways = [way for way in WAYS if way.name in (ONE, CEILING) or way.name.startswith(options.ways)]
+    outcomes = read(out / "peers.json")
+    for _ in range(options.rounds):
+        for model in models:
+            for outcome in run(model, ways, next_round(outcomes, model), options.minibatches, out):
+                print(line(outcome), flush=True)
+                outcomes.append(outcome)
+                write(out / "peers.json", outcomes)
+    measured = [name for name in TASKS if any(o.group == name for o in outcomes)]
+    table = list(rows(outcomes, measured))
+    lines = [tabulate(table, headers="keys", tablefmt="github", disable_numparse=True)]
+    lines += [
+        f"another loss: {o.group}, {o.way}, round {o.round}: {o.loss:.6f} instead of {wanted:.6f}"
+        for o, wanted in other_losses(outcomes, ONE, ASYNCHRONOUS)
+    ]
+    lines += [f"load of the machine: {max(o.load for o in outcomes):.1f} at most, {os.cpu_count()} cores"]
+    text = "\n".join(lines)
+    (out / "peers.md").write_text(text + "\n")
+    plot(outcomes, measured, out / "peers.svg")
+    print(f"\n{text}\n\nwritten to {out}")
+
+
+if __name__ == "__main__":
+    main()

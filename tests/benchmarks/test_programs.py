@@ -1,0 +1,59 @@
+"""The programs of the peers: each trains a tiny model, and all synchronous ones end with one loss."""
+
+import programs
+import pytest
+from programs import Way, merged, reason
+from rounds import Outcome
+
+ARGUMENTS = ("--cuts", "3", "--minibatches", "4", "--microbatches", "4")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The loss that it ends with."""
+    return outcome(Way("one", "one_process", ranks=1), tmp_path_factory.mktemp("one")).loss
+
+
+def outcome(way: Way, folder) -> Outcome:
+    done = programs.start(way, "tiny", "tiny", 0, folder, arguments=ARGUMENTS, environment=ENVIRONMENT)
+    assert not done.error, (folder / "log.txt").read_text()
+    return done
+
+
+@pytest.mark.parametrize(
+    "program, variant",
+    [
+        ("ddp", ""),
+        ("plain_horovod", ""),
+        ("torch_pipelining", "Schedule1F1B"),
+        ("ours", "dp"),
+        ("ours", "1f1b"),
+    ],
+)
+def test_two_ranks_end_with_the_loss_of_one_process(program, variant, one_process, tmp_path):
+    done = outcome(Way(program, program, variant), tmp_path)
+    assert done.loss == pytest.approx(one_process, rel=1e-5)
+    assert done.seconds > 0
+
+
+def test_the_ceiling_has_no_loss(tmp_path):
+    done = outcome(Way("halves", "halves"), tmp_path)
+    assert done.loss is None and done.seconds > 0
+
+
+def test_a_program_that_fails_is_an_outcome_with_its_reason(tmp_path):
+    done = programs.start(Way("no", "ours", "nowhere.json", 1), "tiny", "tiny", 0, tmp_path)
+    assert done.seconds is None and "nowhere.json" in done.error
+
+
+def test_the_slowest_rank_counts_and_parts_of_the_loss_add_up():
+    reports = [{"seconds": [1.0], "losses": [9.0, 0.5]}, {"seconds": [2.0], "losses": [9.0, 1.0]}]
+    done = merged(reports, Outcome("tiny", "way", 0))
+    assert (done.seconds, done.loss) == (2.0, 1.5)
+
+
+def test_the_reason_is_the_first_error_of_a_log():
+    log = "Traceback\n  File x\nValueError: first\n[rank1]: RuntimeError: second\nmpirun: exit code 1"
+    assert reason(log) == "ValueError: first"
+    assert reason("just\nended") == "ended"
