@@ -66,6 +66,11 @@ def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Mini
     return Minibatch(sizes, lambda m: part(inputs, m), lambda m: part(targets, m))
 
 
+def parts_of(share: int, minibatch_size: int) -> list[int]:
+    """Halves and quarters of a rank's share, where they make slices of one size."""
+    return [] if minibatch_size % share else [share // n for n in (2, 4) if share % n == 0]
+
+
 def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     if not shuffle:
         return list(range(length))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.autoplan import Choice, autoplan
-from hybridpipe.batches import minibatches, slice_minibatch
+from hybridpipe.batches import minibatches, parts_of, slice_minibatch
 from hybridpipe.config import SOURCES
 from hybridpipe.files import read_plan
 from hybridpipe.planning.checks import positive_int
@@ -145,7 +145,7 @@ class Trainer:
         else:
             self.microbatch_size = microbatch_size or ceil_div(minibatch_size, self.world.size)
             if microbatch_size is None and plan == "auto":
-                self._smaller_sizes = _parts(self.microbatch_size, minibatch_size)
+                self._smaller_sizes = parts_of(self.microbatch_size, minibatch_size)
 
     @property
     def plan(self) -> Plan:
@@ -456,11 +456,6 @@ def _check_options(plan: Plan, schedule: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value and value != getattr(plan, name):
             raise ValueError(f"{name} = {value} disagrees with the plan, which says {getattr(plan, name)}")
-
-
-def _parts(share: int, minibatch_size: int) -> list[int]:
-    """Halves and quarters of a rank's share, where they make slices of one size."""
-    return [] if minibatch_size % share else [share // n for n in (2, 4) if share % n == 0]
 
 
 def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | None) -> int:

@@ -5,7 +5,7 @@ from pytest import approx
 
 from hybridpipe.autoplan import choose
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
 from hybridpipe.planning.search import NoPlanFits
 
 LAYER = LayerProfile("layer", 1e-2, 2e-2, 10**7, 10**5, 10**5)
@@ -40,3 +40,18 @@ def test_what_is_asked_for_is_in_the_plan():
     assert choose("auto", PROFILE, limited, 16, recompute=True).plan.recomputes(0)
     with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
         choose("auto", PROFILE, limited, 16)
+
+
+@pytest.mark.parametrize("seconds_at_2, samples, replicas", [(1e-2, 8, (4,)), (2.5e-3, 2, (1, 1, 1, 1))])
+def test_auto_chooses_the_size_of_the_microbatch(seconds_at_2, samples, replicas):
+    """Four ranks, 32 samples. Small ones cost as much as large ones, or their share; then a pipeline wins."""
+
+    def at(seconds: float) -> tuple[LayerProfile, ...]:
+        return (replace(LAYER, forward_seconds=seconds, backward_seconds=2 * seconds),) * 8
+
+    profile = ModelProfile(at(1e-2), samples=8, others=(Measurement(2, at(seconds_at_2)),))
+    cluster = Cluster.flat(4, 1e10 if samples == 8 else 1e8, 1e-5)
+    choice = choose("auto", profile, cluster, 4)
+    assert (choice.profile.samples, choice.plan.replicas) == (samples, replicas)
+    assert choice.plan.num_microbatches == 32 // samples
+    assert choose("dp", profile, cluster, 4).profile.samples == 8

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from hybridpipe.batches import minibatches, num_minibatches, slice_minibatch
+from hybridpipe.batches import minibatches, num_minibatches, parts_of, slice_minibatch
 
 
 class Counted(Dataset):
@@ -141,3 +141,16 @@ def test_slices_of_a_minibatch_in_memory():
 def test_what_cannot_be_sliced_is_refused(inputs, targets, told):
     with pytest.raises(ValueError, match=f"inputs and targets must hold {told}"):
         slice_minibatch(inputs, targets, 2)
+
+
+@pytest.mark.parametrize(
+    "share, minibatch, parts", [(8, 32, [4, 2]), (6, 24, [3]), (5, 20, []), (3, 10, []), (1, 4, [])]
+)
+def test_parts_of_a_share(share, minibatch, parts):
+    assert parts_of(share, minibatch) == parts
+
+
+def test_the_first_samples_of_a_minibatch():
+    batch = slice_minibatch(torch.arange(10), torch.arange(10, 20), 4)
+    assert [value.tolist() for value in batch.first()] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert [value.tolist() for value in batch.first(1)] == [[0], [10]]

@@ -32,6 +32,8 @@ def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
         output_bytes=round(layer.output_bytes / scale),
         activation_bytes=round(layer.activation_bytes / scale),
         gradient_bytes=None if returned is None else round(returned / scale),
+        joined_seconds=None,  # who sleeps through a backward makes no products
+        kept_bytes=None,
     )
 
 
@@ -42,5 +44,5 @@ def _level(level: Level, scale: float) -> Level:
         bandwidth=level.bandwidth / scale,
         shared_bandwidth=level.shared_bandwidth and level.shared_bandwidth / scale,
         allreduce=figures and replace(figures, bandwidth=figures.bandwidth / scale),
-        burst_bytes=level.burst_bytes / scale,
+        burst_bytes=level.burst_bytes and level.burst_bytes / scale,
     )
