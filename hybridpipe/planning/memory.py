@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.planning.instructions import Backward, BackwardInput, BackwardWeight, Forward, Step
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -30,8 +31,8 @@ from hybridpipe.planning.timeline import Event, Timeline
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
 
-# Horovod copies what it reduces into a fusion buffer; HOROVOD_FUSION_THRESHOLD's default.
-FUSION_BYTES = 128 * 2**20
+# Horovod copies what it joins into a fusion buffer; `runtime.gradients` lets it join as much as a bucket.
+FUSION_BYTES = BUCKET_BYTES
 
 # Longer rounds of two stages are not walked through to count versions.
 MAX_ROUND = 4096
