@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.planning.instructions import Backward, BackwardInput, BackwardWeight, Forward, Step
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -31,8 +30,8 @@ from hybridpipe.planning.timeline import Event, Timeline
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
 
-# Horovod copies what it joins into a fusion buffer; `runtime.gradients` lets it join as much as a bucket.
-FUSION_BYTES = BUCKET_BYTES
+# Horovod copies what it joins into a fusion buffer, at most so much; `runtime.gradients` may allow it less.
+FUSION_BYTES = 128 * 2**20
 
 # Longer rounds of two stages are not walked through to count versions.
 MAX_ROUND = 4096
