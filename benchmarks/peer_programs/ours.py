@@ -53,8 +53,7 @@ def main() -> None:
 
 def options(job: Job) -> dict:
     """For `auto` any synchronous schedule will do, and for `auto-pipedream` that one."""
-    schedule = "pipedream" if job.variant == "auto-pipedream" else "auto"
-    return {"schedule": schedule, "microbatch_size": job.minibatch // job.num_microbatches}
+    return {"schedule": "pipedream" if job.variant == "auto-pipedream" else "auto"}
 
 
 if __name__ == "__main__":
