@@ -67,8 +67,11 @@ def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Mini
 
 
 def parts_of(share: int, minibatch_size: int) -> list[int]:
-    """Halves and quarters of a rank's share, where they make slices of one size."""
-    return [] if minibatch_size % share else [share // n for n in (2, 4) if share % n == 0]
+    """Halves and quarters of a rank's share, where they make slices of one size; of two samples at least.
+
+    BatchNorm, and what squeezes, does not work with one.
+    """
+    return [] if minibatch_size % share else [share // n for n in (2, 4) if share % n == 0 and share > n]
 
 
 def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:

@@ -234,7 +234,7 @@ def _changed(
     count = 1 if plan.schedule == "pipedream" else count
     choice = choose(
         "auto",
-        profile,
+        replace(profile, others=()),  # the microbatch stays as it is
         changed,
         count,
         num_ranks=options.ranks,

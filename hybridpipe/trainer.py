@@ -57,8 +57,8 @@ class Trainer:
             "dp" is data parallelism on all ranks; "straight" a pipeline with one rank a stage.
         minibatch_size: samples behind one update.
         microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank, and with
-            "auto" to that, a half or a quarter of it, whichever is fastest by prediction. A `Plan` says
-            itself how many microbatches there are.
+            "auto" to that, a half or a quarter of it, whichever is fastest by prediction (BatchNorm's
+            statistics are a microbatch's). A `Plan` says itself how many microbatches there are.
         schedule, vertical_sync, max_in_flight, recompute: likewise for a plan that goes by a name; "auto"
             is the best synchronous schedule.
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
@@ -392,13 +392,16 @@ class Trainer:
     def _choose(self, minibatch: Minibatch) -> Choice:
         with failure.guard():  # ranks that can be measured would wait for one that cannot
             try:
-                rehearsal = Rehearsal(self.model, *minibatch.first(), self.loss, self.device)
-                profile = measure_together(self.world, partial(rehearsal.measure, self.rule.optimizer))
+                rehearsal = Rehearsal(
+                    self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.device
+                )
+                measure = partial(rehearsal.measure, self.rule.optimizer)
+                profile = measure_together(self.world, measure)
                 for size in self._smaller_sizes:
-                    part = Rehearsal(self.model, *minibatch.first(size), self.loss, self.device)
-                    other = measure_together(self.world, partial(part.measure, self.rule.optimizer))
-                    measurement = Measurement(other.samples, other.layers)
-                    profile = replace(profile, others=(*profile.others, measurement))
+                    if size < profile.samples:  # the data may hold no more
+                        other = measure_together(self.world, partial(measure, size=size))
+                        measurement = Measurement(other.samples, other.layers)
+                        profile = replace(profile, others=(*profile.others, measurement))
             except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
         count = ceil_div(self.minibatch_size, self.microbatch_size)

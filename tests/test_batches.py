@@ -144,13 +144,8 @@ def test_what_cannot_be_sliced_is_refused(inputs, targets, told):
 
 
 @pytest.mark.parametrize(
-    "share, minibatch, parts", [(8, 32, [4, 2]), (6, 24, [3]), (5, 20, []), (3, 10, []), (1, 4, [])]
+    "share, minibatch, parts",
+    [(8, 32, [4, 2]), (4, 16, [2]), (6, 24, [3]), (5, 20, []), (3, 10, []), (1, 4, [])],
 )
 def test_parts_of_a_share(share, minibatch, parts):
     assert parts_of(share, minibatch) == parts
-
-
-def test_the_first_samples_of_a_minibatch():
-    batch = slice_minibatch(torch.arange(10), torch.arange(10, 20), 4)
-    assert [value.tolist() for value in batch.first()] == [[0, 1, 2, 3], [10, 11, 12, 13]]
-    assert [value.tolist() for value in batch.first(1)] == [[0], [10]]

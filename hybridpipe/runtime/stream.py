@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.stage.values import Value, map_tensors
+from hybridpipe.stage.values import Value
 
 
 class Minibatch(NamedTuple):
@@ -18,13 +18,6 @@ class Minibatch(NamedTuple):
     sizes: Sequence[int]
     inputs: Callable[[int], Value]
     targets: Callable[[int], Value]
-
-    def first(self, size: int | None = None) -> tuple[Value, Value]:
-        """Inputs and targets of the first microbatch, or of its first `size` samples."""
-        inputs, targets = (
-            map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs(0), self.targets(0))
-        )
-        return inputs, targets
 
     @property
     def num_samples(self) -> int:

@@ -127,7 +127,7 @@ class Deferring:
     """
 
     def __init__(self, layers: nn.Sequential, wanted: Callable[[nn.Module], bool] = lambda _: True) -> None:
-        self._layers = layers
+        self._layers, self._wanted = layers, wanted
         # torch.compile would compile a module anew for each microbatch's forward
         compiled = {part for module in layers.modules() if _is_compiled(module) for part in module.modules()}
         self.candidates = [
@@ -148,7 +148,7 @@ class Deferring:
     @contextmanager
     def noting(self, sink: Sink) -> Iterator[None]:
         """While a stage's layers run, or autograd runs them again, let them leave notes in `sink`."""
-        changed = [module for module in self.candidates if _defers(module)]
+        changed = [module for module in self.candidates if _defers(module) and self._wanted(module)]
         try:
             for module in changed:
                 vars(module)["forward"] = partial(_CALLS[type(module)], module, sink)

@@ -79,16 +79,22 @@ class Rehearsal:
         """One forward and one backward of the microbatch."""
         _pass(self.stages, self.inputs, self.targets, self.device, {})
 
-    def measure(self, optimizer: OptimizerFactory | None = None, agree: Agree = float) -> ModelProfile:
+    def measure(
+        self, optimizer: OptimizerFactory | None = None, agree: Agree = float, size: int | None = None
+    ) -> ModelProfile:
         """What each layer takes, keeps and passes on.
 
         Args:
+            size: measure the first so many samples only.
             optimizer: its step over each layer's parameters is measured too, and the weight of its state.
             agree: with the other ranks that measure at once.
         """
-        stages, inputs, device = self.stages, self.inputs, self.device
-        activation_bytes, output_bytes, gradient_bytes = _measure_bytes(stages, inputs, self.targets)
-        seconds = _typical(lambda: _two_passes(stages, inputs, self.targets, device), agree)
+        stages, device = self.stages, self.device
+        inputs, targets = (
+            map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
+        )
+        activation_bytes, output_bytes, gradient_bytes = _measure_bytes(stages, inputs, targets)
+        seconds = _typical(lambda: _two_passes(stages, inputs, targets, device), agree)
         updates, state_bytes = _measure_updates(stages, optimizer, device, agree)
         parameter_bytes = [
             _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages

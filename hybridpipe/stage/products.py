@@ -3,8 +3,8 @@
 A weight's gradient is the product of what came back and what went in, a row each sample (or token). With a
 microbatch's few rows it reads and writes the whole gradient for little arithmetic, and autograd goes through
 it once more to add it up. So the rows of several microbatches are kept (`deferred`) until there are enough
-of them, and one product adds to `.grad` in place. Kept are at most ENOUGH_ROWS and one microbatch's, little
-beside the weight. Not for schedules that keep versions: a version has leaves of its own.
+of them, and one product adds to `.grad` in place. Kept are at most ENOUGH_ROWS and one microbatch's, no more
+than twice the weight. Not for schedules that keep versions: a version has leaves of its own.
 Invariant: after a final backward no row is left, and where its hooks run a weight's gradient is complete.
 """
 
@@ -21,6 +21,7 @@ from hybridpipe.stage.deferred import Deferring, Use
 # does the operations of 50 rows while it moves these bytes; so few rows more than these save nothing more.
 ENOUGH_ROWS = 256
 LEAST_ELEMENTS = 2**18  # a smaller weight stays in the cache, and calls cost more than it
+LEAST_SIDE = 256  # with a shorter one the rows weigh more than the weight
 
 
 class WeightProducts:
@@ -31,7 +32,14 @@ class WeightProducts:
 
     def __init__(self, layers: nn.Sequential) -> None:
         uses = Counter(parameter for module in layers.modules() for parameter in module._parameters.values())
-        self.deferring = Deferring(layers, lambda module: _is_large(module) and uses[module.weight] == 1)  # type: ignore[index]
+        watched = {parameter for parameter in layers.parameters() if parameter._post_accumulate_grad_hooks}
+
+        def joins(module: nn.Module) -> bool:
+            weight = module._parameters.get("weight")  # missing where the module is parametrised
+            return weight is not None and _is_large(module) and uses[weight] == 1 and weight not in watched
+
+        self.deferring = Deferring(layers, joins)
+        self._layers = layers
         self.most_bytes = 0  # that were kept at once
         self._kept: dict[Tensor, list[Use]] = {}
         self._num_bytes = 0
@@ -44,11 +52,18 @@ class WeightProducts:
     def add(self, use: Use, is_last: bool) -> None:
         """Keep a microbatch's rows. `is_last`: none follow before the gradient is used."""
         kept = self._kept.setdefault(use.weight, [])
+        if self._may_change(use.inputs) or use.inputs.untyped_storage().nbytes() > 2 * use.inputs.nbytes:
+            use = use._replace(inputs=use.inputs.clone())  # or a view would keep all of what it looks at
         kept.append(use)
         self._num_bytes += _num_bytes(use)
         self.most_bytes = max(self.most_bytes, self._num_bytes)
         if is_last or sum(len(each.gradient) for each in kept) >= ENOUGH_ROWS:
             self._multiply(use.weight)
+
+    def _may_change(self, inputs: Tensor) -> bool:
+        """A layer may update its buffers in the next microbatch's forward."""
+        start = inputs.untyped_storage().data_ptr()
+        return any(buffer.untyped_storage().data_ptr() == start for buffer in self._layers.buffers())
 
     def multiply_all(self) -> None:
         """Leave no row behind."""
@@ -91,8 +106,11 @@ class MicrobatchRows:
             self.collecting = False
 
     def note(self, use: Use) -> None:
-        """Keep the rows, or multiply. Autograd runs the weight's hooks behind its last use, though without a
-        gradient of its own to add: so they find a complete one, and the all-reduce begins in time."""
+        """Keep the rows, or multiply.
+
+        Autograd (of torch 2.13) runs the weight's hooks behind its last use, though it has no gradient of its
+        own to add: they find a complete one, and the all-reduce begins in time.
+        """
         self._products.add(use, is_last=self._is_final)
 
     def finish(self) -> None:
@@ -102,13 +120,11 @@ class MicrobatchRows:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """`weight` may be missing, where the module is parametrised."""
-    weight = module._parameters.get("weight")
     return (
         type(module) is nn.Linear
-        and weight is not None
-        and weight.numel() >= LEAST_ELEMENTS
-        and not weight._backward_hooks
+        and module.weight.numel() >= LEAST_ELEMENTS
+        and min(module.weight.shape) >= LEAST_SIDE
+        and not module.weight._backward_hooks
     )
 
 

@@ -223,9 +223,9 @@ class Stage:
             for output, gradient in zip(tensors, gradients or [None] * len(tensors), strict=True)
             if output.requires_grad
         ]
-        if roots:
-            ends, of_ends = zip(*roots, strict=True)
-            with nullcontext() if later is None else later.collected(is_final):
+        with nullcontext() if later is None else later.collected(is_final):
+            if roots:
+                ends, of_ends = zip(*roots, strict=True)
                 self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
         return tuple(_gradient(t) if t.requires_grad else None for t in tensors_of(call.inputs)), later
 

@@ -60,9 +60,13 @@ MODELS = {
 }
 
 
-def train(module: nn.Module, sizes, before_last=lambda: None, is_flushed=True, **options) -> Stage:
+def train(
+    module: nn.Module, sizes, before_last=lambda: None, is_flushed=True, arrived=None, **options
+) -> Stage:
     """One minibatch through a stage, each backward right after its forward, the last one final."""
     stage = Stage(list(module), 0, CPU, loss=nn.functional.mse_loss, join_products=True, **options)
+    for parameter in module.parameters() if arrived else ():
+        parameter.register_post_accumulate_grad_hook(arrived)
     for m, size in enumerate(sizes):
         inputs = torch.randn(size, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(m))
         stage.forward_loss(m, inputs, inputs.flip(0), share=1 / len(sizes), step=0)
@@ -93,9 +97,7 @@ def test_gradients_are_those_of_autograd_and_hooks_run_once_when_they_are_comple
         if armed:
             seen[parameter].append(parameter.grad.clone())
 
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(arrived)
-    train(module, sizes, before_last=lambda: armed.append(True), recompute=recompute)
+    train(module, sizes, before_last=lambda: armed.append(True), arrived=arrived, recompute=recompute)
     for parameter, gradient in zip(module.parameters(), expected(plain, sizes), strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
         (once,) = seen[parameter]
@@ -140,9 +142,86 @@ def test_a_weight_whose_gradient_is_watched_is_left_to_autograd():
     assert seen == [(SIZE, SIZE)] * 2
 
 
+def test_a_weight_with_hooks_of_its_owner_is_left_to_autograd():
+    """Horovod's come later, when the stage has been made."""
+    layer, seen = linear(), []
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad is not None))
+    train(nn.Sequential(layer), [2, 2])
+    assert seen == [True, True]
+
+
 def test_frozen_weights_stay_without_a_gradient():
     module = nn.Sequential(linear(), linear())
     module[0].weight.requires_grad_(False)
     train(module, [2, 2])
     assert module[0].weight.grad is None
     assert module[0].bias.grad is not None and module[1].weight.grad is not None
+
+
+class Skipping(nn.Module):
+    """Drops its layer in every other forward, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.num_forwards = linear(), 0
+
+    def forward(self, inputs):
+        self.num_forwards += 1
+        return self.layer(inputs) if self.num_forwards % 2 else inputs
+
+
+def test_a_final_backward_that_reaches_no_weight_leaves_no_row_behind():
+    """The rows of the first microbatch came into the next minibatch's gradient."""
+    stage = Stage([Skipping()], 0, CPU, join_products=True)
+    inputs = torch.ones(2, SIZE, dtype=torch.float64)
+    for m in range(2):
+        outputs = stage.forward(m, inputs, step=0)
+        stage.backward(m, [torch.ones_like(outputs)], is_final=m == 1)
+    assert stage.module[0].layer.weight.grad.sum() == 2 * SIZE * SIZE
+
+
+class Counting(nn.Module):
+    """What goes into its layer is a buffer, which each forward changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.register_buffer("rows", torch.zeros(2, SIZE, dtype=torch.float64))
+
+    def forward(self, inputs):
+        self.rows.add_(1)
+        return inputs + self.layer(self.rows)
+
+
+def test_kept_rows_do_not_follow_a_buffer():
+    stage = Stage([Counting()], 0, CPU, join_products=True)
+    for m in range(3):
+        outputs = stage.forward(m, torch.ones(2, SIZE, dtype=torch.float64), step=0)
+        stage.backward(m, [torch.ones_like(outputs)], is_final=m == 2)
+    assert stage.module[0].layer.weight.grad.sum() == 2 * SIZE * SIZE * (1 + 2 + 3)
+
+
+def test_a_view_does_not_keep_what_it_is_a_view_of():
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, inputs):
+            return self.layer(inputs[:, 0])
+
+    stage = Stage([First()], 0, CPU, join_products=True)
+    outputs = stage.forward(0, torch.ones(2, 50, SIZE, dtype=torch.float64), step=0)
+    stage.backward(0, [torch.ones_like(outputs)])
+    ((use,),) = stage._products._kept.values()
+    assert use.inputs.untyped_storage().nbytes() == use.inputs.nbytes
+
+
+def test_a_hook_that_comes_later_sees_gradients():
+    module, seen = nn.Sequential(linear()), []
+    stage = Stage(list(module), 0, CPU, loss=nn.functional.mse_loss, join_products=True)
+    module[0].weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    inputs = torch.ones(2, SIZE, dtype=torch.float64)
+    stage.forward_loss(0, inputs, inputs, share=1.0, step=0)
+    stage.backward(0, is_final=True)
+    assert seen == [(SIZE, SIZE)]

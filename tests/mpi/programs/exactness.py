@@ -17,7 +17,7 @@ from hybridpipe.stage import products
 from hybridpipe.stage.randomness import random_key
 
 # The layer in the middle is to be large enough for its products to be joined, of three microbatches at most.
-products.LEAST_ELEMENTS, products.ENOUGH_ROWS = 9 * 9, 5
+products.LEAST_ELEMENTS, products.LEAST_SIDE, products.ENOUGH_ROWS = 9 * 9, 9, 5
 MINIBATCH, MICROBATCH, SEED = 12, 2, 7
 SAMPLES = 41  # the last minibatch has 5 samples, its last microbatch 1
 OPTIMIZERS = {
