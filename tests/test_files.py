@@ -1,6 +1,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,8 @@ def plans(draw: st.DrawFn) -> Plan:
     memory = st.tuples(*[sizes] * num_ranks)
     predicted = draw(st.none() | st.builds(Prediction, seconds, rates, st.floats(0, 1), memory))
     chunked = len(stages) > 1 and len(set(replicas)) == 1 and draw(st.booleans())
+    if chunked:  # the groups hold as many stages again
+        stages += [replace(each, start=edge + each.start, stop=edge + each.stop) for each in stages]
     schedule = (
         "interleaved-1f1b" if chunked else draw(st.sampled_from([*set(SCHEDULES) - {"interleaved-1f1b"}]))
     )
@@ -339,6 +342,7 @@ def plans(draw: st.DrawFn) -> Plan:
         tuple(stages),
         schedule,
         num_microbatches=1 if schedule == "pipedream" else draw(counts),
+        chunks=2 if chunked else 1,
         vertical_sync=schedule == "pipedream" and draw(st.booleans()),
         max_in_flight=draw(st.none() | counts) if schedule in ("1f1b", *ASYNCHRONOUS) else None,
         recompute=draw(st.booleans()),

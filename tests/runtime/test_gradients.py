@@ -1,5 +1,6 @@
 """Buckets and hooks, with a Horovod that only notes what it is asked for."""
 
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -25,13 +26,20 @@ class Horovod:
 
     def __init__(self, other=lambda tensors: [t.clone() for t in tensors]):
         self.started, self.other, self.ended = [], other, False
+        self.looks = Counter()
 
     def grouped_allreduce_async_(self, tensors, name, op):
         assert op == self.Sum
         self.started.append(Started(list(tensors), name))
         return self.started[-1]
 
+    def poll(self, handle):
+        """Done at the second look."""
+        self.looks[handle.name] += 1
+        return self.looks[handle.name] > 1
+
     def synchronize(self, handle):
+        assert self.looks.pop(handle.name) > 1, "it would spin in here"
         for tensor, others in zip(handle.tensors, self.other(handle.tensors), strict=True):
             tensor.add_(others)
 
@@ -87,7 +95,7 @@ def test_the_simulator_expects_the_same_buckets(monkeypatch):
     monkeypatch.setattr(cost, "BUCKET_BYTES", 100)
     counts = (3, 30, 10, 10, 10, 1, 25, 2)
     profile = ModelProfile(tuple(LayerProfile("", 1, 1, 4 * n, 0, 0) for n in counts), samples=1)
-    expected = [bucket.num_bytes for bucket in cost._buckets(profile, StageSpec(0, len(counts)))]
+    expected = [bucket.num_bytes for bucket in cost._buckets(profile, StageSpec(0, len(counts)), "1f1b")]
     assert [4 * sum(bucket) for bucket in sizes(_buckets(parameters(*counts)))] == expected
 
 
