@@ -133,3 +133,12 @@ def choose(
     if plan not in (candidate.plan for candidate in candidates):
         candidates = tuple(ranked([*candidates, Candidate(name, plan, profile.samples)]))
     return Choice(plan, candidates, profile, cluster)
+
+
+def check_options(plan: Plan, schedule: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for what a plan that is given says itself, and otherwise."""
+    if schedule not in ("1f1b", plan.schedule):
+        raise ValueError(f"schedule = {schedule!r} disagrees with the plan, which says {plan.schedule!r}")
+    for name, value in options.items():
+        if value and value != getattr(plan, name):
+            raise ValueError(f"{name} = {value} disagrees with the plan, which says {getattr(plan, name)}")

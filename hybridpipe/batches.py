@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
-from hybridpipe.planning.plan import microbatch_sizes
+from hybridpipe.planning.plan import Plan, microbatch_sizes
+from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.stage.randomness import random_key
 from hybridpipe.stage.values import Value, map_tensors, tensors_of
@@ -64,6 +65,23 @@ def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Mini
         return map_tensors(lambda tensor: tensor[start : start + microbatch_size], value)
 
     return Minibatch(sizes, lambda m: part(inputs, m), lambda m: part(targets, m))
+
+
+def microbatch_size_of(plan: Plan, minibatch_size: int, microbatch_size: int | None = None) -> int:
+    """What the plan's number of microbatches makes it; it must be the given one, if one is given."""
+    size = ceil_div(minibatch_size, plan.num_microbatches)
+    count = ceil_div(minibatch_size, size)
+    if count != plan.num_microbatches:
+        raise ValueError(
+            f"minibatch_size = {minibatch_size} cannot be sliced into the plan's num_microbatches = "
+            f"{plan.num_microbatches} of one size: slices of {size} are {count}"
+        )
+    if microbatch_size not in (None, size):
+        raise ValueError(
+            f"microbatch_size = {microbatch_size} disagrees with the plan: minibatch_size = {minibatch_size} "
+            f"in num_microbatches = {plan.num_microbatches} makes {size}; leave microbatch_size out"
+        )
+    return size
 
 
 def parts_of(share: int, minibatch_size: int) -> list[int]:

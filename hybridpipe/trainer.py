@@ -18,14 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.autoplan import Choice, autoplan
-from hybridpipe.batches import minibatches, parts_of, slice_minibatch
+from hybridpipe.autoplan import Choice, autoplan, check_options
+from hybridpipe.batches import microbatch_size_of, minibatches, parts_of, slice_minibatch
 from hybridpipe.config import SOURCES
 from hybridpipe.files import read_plan
+from hybridpipe.judging import judge, reached
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import Measurement
-from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
+from hybridpipe.planning.schedules import ceil_div, losses_late
 from hybridpipe.planning.timeline import Event, Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.runtime import failure
@@ -38,7 +39,7 @@ from hybridpipe.runtime.worker import Sums, Worker
 from hybridpipe.stage.measure import OptimizerFactory, Rehearsal
 from hybridpipe.stage.split import check_plan, layers_of
 from hybridpipe.stage.stage import Loss
-from hybridpipe.stage.values import Value, tensors_of
+from hybridpipe.stage.values import Value
 from hybridpipe.together import measure_together
 
 PlanLike = Plan | str | os.PathLike[str]
@@ -135,8 +136,8 @@ class Trainer:
         self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
         if isinstance(self._plan, Plan):
             options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
-            _check_options(self._plan, schedule, options)
-            self.microbatch_size = _microbatch_size(self._plan, minibatch_size, microbatch_size)
+            check_options(self._plan, schedule, options)
+            self.microbatch_size = microbatch_size_of(self._plan, minibatch_size, microbatch_size)
             self.rule.check(self._plan)
             check_plan(model, self._plan)
             self._plan.check_world(self.world.size)
@@ -258,7 +259,7 @@ class Trainer:
                 entry["validation"] = self.recorder.metrics = self.evaluate(validation)
             history.append(entry)
             self.epoch += 1
-            if wanted and _reached(entry["validation"], wanted):
+            if wanted and reached(entry["validation"], wanted):
                 self.recorder.reach_target(self.epoch)
                 break
         return history
@@ -275,7 +276,7 @@ class Trainer:
         totals = np.zeros(3)
         previous: Sums | None = None
         for minibatch in minibatches(dataset, self.minibatch_size, self.microbatch_size):
-            current = self.worker.infer(minibatch, self._judge, width=3)
+            current = self.worker.infer(minibatch, partial(judge, self.loss), width=3)
             if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
                 totals += previous.wait().sum(axis=0)
             previous = current
@@ -328,7 +329,7 @@ class Trainer:
             dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
         )
         trained = self._stream(list(batches)) if self.plan.is_asynchronous else map(self._train_one, batches)
-        late = _lateness(self.plan)
+        late = losses_late(self.plan)
         pending: deque[tuple[Minibatch, Sums, float]] = deque()  # whose losses travel while others run
         began = time.perf_counter()
         for together, events in trained:
@@ -409,84 +410,14 @@ class Trainer:
 
     def _start(self, plan: Plan) -> None:
         self.rule.check(plan)
-        self.microbatch_size = _microbatch_size(plan, self.minibatch_size, None)
+        self.microbatch_size = microbatch_size_of(plan, self.minibatch_size)
         self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
-
-    def _judge(self, outputs: Value, targets: Value) -> list[float]:
-        """Summed loss, right answers and answers judged, for one microbatch."""
-        with torch.no_grad():
-            loss = float(self.loss(outputs, targets)) * len(tensors_of(targets)[0])
-        classes = _classes(outputs, targets)
-        if classes is None:
-            return [loss, 0.0, 0.0]
-        return [loss, float(classes.eq(tensors_of(targets)[0]).sum()), float(classes.numel())]
-
-
-def _classes(outputs: Value, targets: Value) -> Tensor | None:
-    """The most likely classes, where outputs are logits of the targets in the last dimension or, as
-    `cross_entropy` has them, in the second."""
-    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.is_floating_point():
-        return None
-    if outputs.shape[:-1] == targets.shape:
-        return outputs.argmax(-1)
-    if outputs.ndim > 1 and outputs.shape[:1] + outputs.shape[2:] == targets.shape:
-        return outputs.argmax(1)
-    return None
 
 
 def _total(sums: Sums) -> float:
     """Added up in the order of the microbatches: the same float on every rank and under every plan."""
     return float(sum(sums.wait().tolist()))
-
-
-def _reached(metrics: dict[str, float], wanted: dict[str, float]) -> bool:
-    """Whether an accuracy is high and a loss low enough; every rank has the same metrics."""
-    if "accuracy" in wanted and "accuracy" not in metrics:
-        raise ValueError(
-            f"target_accuracy = {wanted['accuracy']} needs targets that are classes; there is no accuracy"
-        )
-    return all(
-        metrics[name] >= value if name == "accuracy" else metrics[name] <= value
-        for name, value in wanted.items()
-    )
-
-
-def _check_options(plan: Plan, schedule: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for what a plan that is given says itself, and otherwise."""
-    if schedule not in ("1f1b", plan.schedule):
-        raise ValueError(f"schedule = {schedule!r} disagrees with the plan, which says {plan.schedule!r}")
-    for name, value in options.items():
-        if value and value != getattr(plan, name):
-            raise ValueError(f"{name} = {value} disagrees with the plan, which says {getattr(plan, name)}")
-
-
-def _microbatch_size(plan: Plan, minibatch_size: int, microbatch_size: int | None) -> int:
-    """What the plan's number of microbatches makes it; it must be the given one, if one is given."""
-    size = ceil_div(minibatch_size, plan.num_microbatches)
-    count = ceil_div(minibatch_size, size)
-    if count != plan.num_microbatches:
-        raise ValueError(
-            f"minibatch_size = {minibatch_size} cannot be sliced into the plan's num_microbatches = "
-            f"{plan.num_microbatches} of one size: slices of {size} are {count}"
-        )
-    if microbatch_size not in (None, size):
-        raise ValueError(
-            f"microbatch_size = {microbatch_size} disagrees with the plan: minibatch_size = {minibatch_size} "
-            f"in num_microbatches = {plan.num_microbatches} makes {size}; leave microbatch_size out"
-        )
-    return size
-
-
-def _lateness(plan: Plan) -> int:
-    """How many minibatches after it a minibatch's loss is waited for, at most.
-
-    Late enough that no rank waits for one that waits for it: what is in flight, and a round more.
-    """
-    if not plan.is_asynchronous:
-        return 1
-    held = in_flight_per_stage(plan, plan.num_microbatches)
-    return max(a * b for a, b in zip(held, plan.replicas, strict=True)) + 2 * max(plan.replicas)
 
 
 def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:

@@ -330,6 +330,17 @@ def delay_of(plan: Plan, stage: int) -> int:
     return late // per_update - version_of(plan, stage, late)
 
 
+def losses_late(plan: Plan) -> int:
+    """How many minibatches after it a minibatch's loss is waited for, at most.
+
+    Late enough that no rank waits for one that waits for it: what is in flight, and a round more.
+    """
+    if not plan.is_asynchronous:
+        return 1
+    held = in_flight_per_stage(plan, plan.num_microbatches)
+    return max(a * b for a, b in zip(held, plan.replicas, strict=True)) + 2 * max(plan.replicas)
+
+
 def minibatches_in_update(plan: Plan, stage: int, update: int, num_minibatches: int) -> int:
     """How many minibatches a stage's update is the mean of, out of a stream of so many.
 
