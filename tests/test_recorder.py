@@ -93,7 +93,7 @@ def test_the_timeline_is_that_of_a_typical_minibatch_from_time_zero():
 
 
 def test_a_trace_without_a_flush_begins_where_every_rank_has_notes():
-    """A replicated stage's updates are of several minibatches each: as many notes of it reach further back."""
+    """An update of a replicated stage is of several minibatches: as many notes of it reach further back."""
     recorder = Recorder()
     for i in range(WARM_UP + 5):
         recorder.keep(minibatch(10.0 * i), 10.0, full=True)

@@ -79,9 +79,7 @@ def stage_memory_bytes(
     )
 
 
-def stage_memory(
-    profile: ModelProfile, start: int, stop: int, recompute: bool, schedule: str
-) -> StageMemory:
+def stage_memory(profile: ModelProfile, start: int, stop: int, recompute: bool, schedule: str) -> StageMemory:
     """What the layers `[start, stop)` weigh."""
     layers = profile.layers[start:stop]
     parameters = sum(layer.parameter_bytes for layer in layers)
