@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridpipe.errors import UserError
-from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.usage import COMMANDS
@@ -119,6 +119,8 @@ def _plan(options: argparse.Namespace) -> int:
     from hybridpipe.report import explain
 
     profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
+    if options.compression != NO_COMPRESSION:
+        cluster = replace(cluster, allreduce_factor=COMPRESSIONS[options.compression])
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
     ranks = options.ranks or cluster.num_ranks

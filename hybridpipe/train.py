@@ -102,6 +102,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str) -> Trainer
         clip_grad_norm=config.train.clip_grad_norm,
         scale_learning_rate=config.train.scale_learning_rate,
         delay_warm_up=config.train.delay_warm_up,
+        compression=config.train.compression,
         predict=True,
         seed=config.train.seed,
     )

@@ -24,6 +24,7 @@ from hybridpipe.config import SOURCES
 from hybridpipe.files import read_plan
 from hybridpipe.judging import judge, reached
 from hybridpipe.planning.checks import positive_int
+from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import Measurement
 from hybridpipe.planning.schedules import ceil_div, losses_late
@@ -71,6 +72,8 @@ class Trainer:
         delay_warm_up: under asynchronous schedules, for so many minibatches a stage whose gradients are d
             updates late takes smaller steps, at first by d, then by less (PipeMare, MLSys 2021, section 3.1).
             Not under pipedream-2bw, where d is 1 everywhere.
+        compression: "fp16": float32 gradients travel between replicas as float16, half the bytes. Sums then
+            have three digits, and those beyond 65504 are infinite.
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer draws.
@@ -100,6 +103,7 @@ class Trainer:
         clip_grad_norm: float | None = None,
         scale_learning_rate: bool = True,
         delay_warm_up: int = 0,
+        compression: str = NO_COMPRESSION,
         predict: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -112,13 +116,16 @@ class Trainer:
         if microbatch_size is not None:
             positive_int("microbatch_size", microbatch_size)
         self.model, self.loss, self.seed = model, loss, seed
-        self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
+        self.rule = UpdateRule(
+            optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up, compression
+        )
         self._autoplan = partial(
             autoplan,
             schedule=schedule,
             vertical_sync=vertical_sync,
             max_in_flight=max_in_flight,
             recompute=recompute,
+            compression=compression,
         )
         self._updates = True
         self._under_way = False  # minibatches, between ranks

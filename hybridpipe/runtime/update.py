@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.planning.checks import non_negative_int, positive
+from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import delay_of
 from hybridpipe.stage.measure import OptimizerFactory
@@ -62,6 +63,10 @@ class UpdateRule:
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
+    compression: str = NO_COMPRESSION  # of gradients, on their way between replicas
+
+    def __post_init__(self) -> None:
+        check_compression(self.compression)
 
     def check(self, plan: Plan) -> None:
         """Raises ValueError for what makes no sense under the plan's schedule."""
