@@ -218,7 +218,9 @@ def test_one_replica_needs_nothing():
     assert local.bytes_reduced == 0
 
 
-@pytest.mark.parametrize("dtype, travels_as", [(torch.float32, torch.float16), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    "dtype, travels_as", [(torch.float32, torch.float16), (torch.float64, torch.float64)]
+)
 def test_compressed_gradients_travel_as_halves_and_arrive_as_they_were(monkeypatch, dtype, travels_as):
     net = model().to(dtype)
     synced, hvd = make(monkeypatch, net.parameters(), compression="fp16")
