@@ -1,0 +1,286 @@
+"""Directory: a checkpoint as a directory, which is complete under its final name or not there.
+
+    ROOT/step-00000120/          a checkpoint: its files, and manifest.json, which was written last
+    ROOT/latest                  the name of the one that the training stands on
+    ROOT/.step-00000120.tmp/     being written
+    ROOT/.step-00000120.replaced/   gave way to another one of the same step, which is not in its place yet
+    ROOT/.step-00000120.deleted/    being deleted
+
+Knows neither torch nor MPI: one process calls it, for all. Invariant: at every moment, a kill and a power cut
+included, what `last_good` finds is whole: the old checkpoint or the new one.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridpipe.checkpoint.disk import (
+    NewFile,
+    compare,
+    hash_of,
+    read_bounded,
+    replace_file,
+    sync_directory,
+    writing,
+)
+from hybridpipe.checkpoint.manifest import JSON, MANIFEST, FileEntry, Manifest, from_text, to_text
+from hybridpipe.errors import UserError, shown
+
+LATEST = "latest"
+_LARGEST_MANIFEST = 1 << 26  # bytes: 100,000 ranks' files need a quarter
+_LARGEST_LATEST = 100
+_NAME = re.compile(r"step-(\d{8,18})")
+_HIDDEN = re.compile(r"\.(step-\d{8,18})\.(tmp|replaced|deleted)")
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint that was taken after so many minibatches."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name says; None for any other name."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found and name_of(int(found[1])) == path.name else None
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """What has a checkpoint's name in `root`, the largest step first."""
+    found = [each for each in _listed(root) if step_of(each) is not None]
+    return sorted(found, key=lambda each: step_of(each) or 0, reverse=True)
+
+
+def begin(root: Path, step: int) -> Path:
+    """The new, empty directory to write the files of a checkpoint into; what a killed training left goes.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+    _clear(root)
+    path = _temporary(root, step)
+    with writing(path):
+        path.mkdir()
+    return path
+
+
+def abandon(root: Path, step: int) -> None:
+    """Give up a checkpoint that was begun: its temporary directory goes, as far as that is possible."""
+    shutil.rmtree(_temporary(root, step), ignore_errors=True)
+
+
+def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[str, JSON], keep: int) -> Path:
+    """Let the files written since `begin` appear as a checkpoint, and delete checkpoints that are too old.
+
+    Args:
+        files: what each `write_shard` returned, on whatever rank; they must all be there.
+        described: `epoch`, `position`, `plan`, `versions` and `run` of the `Manifest`.
+        keep: so many checkpoints stay, this one included; those of larger steps are not counted, and stay.
+
+    Raises:
+        UserError: the checkpoint is not there then, and neither is its temporary directory.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be >= 1, got {keep}")
+    unfinished, final = _temporary(root, step), root / name_of(step)
+    try:
+        text = to_text(Manifest(step=step, files=tuple(sorted(files, key=lambda f: f.name)), **described))
+        _check_files(unfinished, files)
+        with NewFile(unfinished / MANIFEST) as manifest:
+            manifest.write(text.encode())
+        sync_directory(unfinished)
+        _move_into_place(unfinished, final)
+    except BaseException:
+        abandon(root, step)
+        raise
+    stand_on(final)
+    for line in _prune(root, step, keep):
+        print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
+    return final
+
+
+def stand_on(checkpoint: Path) -> None:
+    """Let `latest` name this checkpoint: the one just published, or the one that is gone back to."""
+    replace_file(checkpoint.parent / LATEST, f"{checkpoint.name}\n")
+    sync_directory(checkpoint.parent)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint `path`, whose files are not looked at.
+
+    Raises:
+        UserError: there is none, or it is damaged, or of another step than the directory's name says.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: must be a checkpoint's directory")
+    source = path / MANIFEST
+    manifest = from_text(read_bounded(source, _LARGEST_MANIFEST), str(source))
+    if step_of(path) not in (None, manifest.step):
+        raise UserError(
+            f"{source}: step: must be {step_of(path)} as in the directory's name, got {manifest.step}"
+        )
+    return manifest
+
+
+def verify(path: Path) -> Manifest:
+    """Read every byte of a checkpoint and compare it with the manifest.
+
+    Raises:
+        UserError: one line that names the file that is wrong, and how.
+    """
+    manifest = read_manifest(path)
+    _check_files(path, manifest.files)
+    for entry in manifest.files:
+        compare(path / entry.name, hash_of(path / entry.name), entry)
+    return manifest
+
+
+def last_good(root: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint to resume from: the latest, or else the next one that verifies; None if there is none.
+
+    Returns:
+        It, and one line for each that was passed over.
+    """
+    passed = []
+    candidates, lines = _candidates(root)
+    for path in candidates:
+        try:
+            verify(path)
+        except UserError as error:
+            passed.append(f"passed over {path.name}: {error}")
+        else:
+            return path, lines + passed
+    return None, lines + passed
+
+
+def _candidates(root: Path) -> tuple[list[Path], list[str]]:
+    """In the order to be tried: `latest`, older ones, newer ones, which the training has gone back behind."""
+    found = checkpoints(root)
+    present = {path.name for path in found}
+    for each in _listed(root):  # killed between two renames: the old one is whole, under this name
+        hidden = _HIDDEN.fullmatch(each.name)
+        if hidden and hidden[2] == "replaced" and hidden[1] not in present:
+            found.append(each)
+    latest, lines = _latest(root) if found else (None, [])
+    if latest is None:
+        return found, lines
+    step = step_of(latest) or 0
+    return sorted(found, key=lambda each: (_any_step(each) > step, -_any_step(each))), lines
+
+
+def _latest(root: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `latest` names, if there is such a file, and what is wrong with it."""
+    path = root / LATEST
+    if not path.exists():
+        return None, []
+    try:
+        name = read_bounded(path, _LARGEST_LATEST).decode("utf-8", "replace").strip()
+    except UserError as error:
+        return None, [str(error)]
+    if step_of(Path(name)) is None or Path(name).name != name:
+        return None, [f"{path}: must name a checkpoint, got {shown(name)}"]
+    if not (root / name).is_dir():
+        return root / name, [f"{path}: names {name}, which is not there"]
+    return root / name, []
+
+
+def _any_step(path: Path) -> int:
+    """Of a checkpoint under its own name or that of one replaced."""
+    hidden = _HIDDEN.fullmatch(path.name)
+    return step_of(Path(hidden[1]) if hidden else path) or 0
+
+
+def _check_files(path: Path, files: Sequence[FileEntry]) -> None:
+    """Raises UserError unless exactly these files are there (and the manifest), each of its length."""
+    present = {each.name for each in _listed(path)} - {MANIFEST}
+    for entry in files:
+        if entry.name not in present:
+            raise UserError(f"{path / entry.name}: is missing")
+        size = (path / entry.name).stat().st_size
+        if size != entry.num_bytes:
+            raise UserError(f"{path / entry.name}: must have {entry.num_bytes:,} bytes, got {size:,}")
+    if unknown := sorted(present - {entry.name for entry in files}):
+        raise UserError(f"{path / unknown[0]}: is not listed in {MANIFEST}")
+
+
+def _move_into_place(unfinished: Path, final: Path) -> None:
+    replaced = final.with_name(f".{final.name}.replaced")
+    with writing(final):
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(unfinished, final)
+    sync_directory(final.parent)
+    if replaced.exists():
+        _delete(replaced)
+
+
+def _prune(root: Path, step: int, keep: int) -> list[str]:
+    """Delete what is older than the last `keep` that look whole; says what could not be deleted.
+
+    One that does not look whole is not counted; it goes when it is older than all that are kept.
+    """
+    kept, lines = 1, []
+    for path in checkpoints(root):
+        if (step_of(path) or 0) >= step:
+            continue
+        if kept < keep:
+            kept += _looks_whole(path)
+            continue
+        try:
+            _delete(path)
+        except UserError as error:
+            lines.append(str(error))
+    return lines
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        _check_files(path, read_manifest(path).files)
+    except UserError:
+        return False
+    return True
+
+
+def _delete(path: Path) -> None:
+    """First renamed, so that nothing half-deleted looks like a checkpoint."""
+    name = path.name if path.name.startswith("step-") else path.name.split(".")[1]
+    doomed = path.with_name(f".{name}.deleted")
+    try:
+        if doomed != path:
+            if doomed.exists():
+                shutil.rmtree(doomed)
+            os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be deleted: {error.strerror or error}") from error
+
+
+def _clear(root: Path) -> None:
+    """Remove what a killed training has left; what it had only moved aside returns to its place."""
+    for path in _listed(root):
+        hidden = _HIDDEN.fullmatch(path.name)
+        if not hidden:
+            continue
+        if hidden[2] == "replaced" and not (root / hidden[1]).exists():
+            with writing(path):
+                os.rename(path, root / hidden[1])
+        else:
+            _delete(path)
+
+
+def _temporary(root: Path, step: int) -> Path:
+    return root / f".{name_of(step)}.tmp"
+
+
+def _listed(path: Path) -> list[Path]:
+    """What is in a directory; nothing if it is not there."""
+    try:
+        return sorted(path.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
