@@ -14,7 +14,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybridpipe.checkpoint.disk import (
@@ -22,7 +23,7 @@ from hybridpipe.checkpoint.disk import (
     compare,
     hash_of,
     read_bounded,
-    replace_file,
+    replacing,
     sync_directory,
     writing,
 )
@@ -93,11 +94,11 @@ def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[s
         with NewFile(unfinished / MANIFEST) as manifest:
             manifest.write(text.encode())
         sync_directory(unfinished)
-        _move_into_place(unfinished, final)
+        with _latest_to_be(final):  # written before: where the disk is full, nothing has moved yet
+            _move_into_place(unfinished, final)
     except BaseException:
         abandon(root, step)
         raise
-    stand_on(final)
     for line in _prune(root, step, keep):
         print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
     return final
@@ -105,8 +106,8 @@ def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[s
 
 def stand_on(checkpoint: Path) -> None:
     """Let `latest` name this checkpoint: the one just published, or the one that is gone back to."""
-    replace_file(checkpoint.parent / LATEST, f"{checkpoint.name}\n")
-    sync_directory(checkpoint.parent)
+    with _latest_to_be(checkpoint):
+        pass
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -155,6 +156,15 @@ def last_good(root: Path) -> tuple[Path | None, list[str]]:
         else:
             return path, lines + passed
     return None, lines + passed
+
+
+@contextmanager
+def _latest_to_be(checkpoint: Path) -> Iterator[None]:
+    """`latest`, with what it is going to say, takes its place when the context ends well."""
+    with replacing(checkpoint.parent / LATEST) as unfinished:
+        with NewFile(unfinished) as file:
+            file.write(f"{checkpoint.name}\n".encode())
+        yield
 
 
 def _candidates(root: Path) -> tuple[list[Path], list[str]]:
