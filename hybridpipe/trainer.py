@@ -29,7 +29,7 @@ from hybridpipe.planning.profile import Measurement
 from hybridpipe.planning.schedules import ceil_div, losses_late
 from hybridpipe.planning.timeline import Event, Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
-from hybridpipe.runtime import failure
+from hybridpipe.runtime import failure, faults
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
 from hybridpipe.runtime.mpi import MPI
@@ -276,6 +276,7 @@ class Trainer:
         totals = np.zeros(3)
         previous: Sums | None = None
         for minibatch in minibatches(dataset, self.minibatch_size, self.microbatch_size):
+            faults.at("evaluate", step=self.step)
             current = self.worker.infer(minibatch, partial(judge, self.loss), width=3)
             if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
                 totals += previous.wait().sum(axis=0)

@@ -80,7 +80,7 @@ class Boundary:
         self._posted: dict[ReceiveActivation | ReceiveGradient, _Posted] = {}
         self._num_posted = self._num_consumed = 0
 
-    def send_activation(self, microbatch: int, value: Value) -> None:
+    def send_activation(self, microbatch: int, value: Value, fault: str | None = None) -> None:
         """Start sending a stage's output to the stage behind."""
         tensors = tensors_of(value)
         spec = spec_of(tensors, single=isinstance(value, Tensor))
@@ -94,14 +94,16 @@ class Boundary:
                 f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes and types that "
                 "depend on the number of samples only"
             )
-        self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors)
+        self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors, fault)
 
-    def send_gradient(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
+    def send_gradient(
+        self, microbatch: int, gradients: Sequence[Tensor | None], fault: str | None = None
+    ) -> None:
         """Start sending the gradients of a stage's input to the stage before."""
         size = self._size(microbatch, self._stage - 1)
         spec = self._specs[size].gradients()
         tensors = [gradient for gradient in gradients if gradient is not None]
-        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec, tensors)
+        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec, tensors, fault)
 
     def receive_activation(self, microbatch: int) -> Value:
         """Wait for a stage's input: leaves of this stage's graph."""
@@ -122,7 +124,14 @@ class Boundary:
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
 
     def _send(
-        self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Sequence[Tensor]
+        self,
+        kind: int,
+        microbatch: int,
+        cut: int,
+        peer: int,
+        spec: Spec,
+        tensors: Sequence[Tensor],
+        fault: str | None,
     ) -> None:
         if spec.num_bytes > LARGEST_MESSAGE_BYTES:
             raise ValueError(
@@ -132,7 +141,12 @@ class Boundary:
         buffer = self._buffers.take(spec.num_bytes)
         pack(buffer, spec, tensors, (kind, self._step, microbatch, cut))
         self.bytes_sent += spec.num_bytes
-        self._transport.send(buffer, peer, self._tag(kind, microbatch, cut))
+        tag = self._tag(kind, microbatch, cut)
+        if fault == "badsize":
+            buffer = torch.cat([buffer, buffer])
+        elif fault == "badtag":
+            tag = self._tag(kind, microbatch + 1, cut)
+        self._transport.send(buffer, peer, tag)
 
     def _receive(self, instruction: ReceiveActivation | ReceiveGradient) -> tuple[Tensor, ...]:
         self._num_consumed += 1

@@ -29,6 +29,7 @@ from hybridpipe.planning.instructions import (
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules import minibatches_in_update
 from hybridpipe.planning.timeline import Event
+from hybridpipe.runtime import faults
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.gradients import Gradients
 from hybridpipe.runtime.position import position
@@ -39,6 +40,19 @@ from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.values import Value, map_tensors
 
 Gradient = Sequence[torch.Tensor | None]
+
+_POINTS: dict[type[Instruction], str] = {  # for `faults`
+    ReceiveActivation: "receive-activation",
+    Forward: "forward",
+    SendActivation: "send-activation",
+    ReceiveGradient: "receive-gradient",
+    Backward: "backward",
+    BackwardInput: "backward",
+    BackwardWeight: "backward",
+    SendGradient: "send-gradient",
+    AllReduce: "all-reduce",
+    Step: "step",
+}
 
 
 class Done(NamedTuple):
@@ -153,6 +167,7 @@ class _Run:
         self.events: list[Event] = []
         self.num_updates = 0
         self.applied = 0  # minibatches, since `take`
+        self.covered = 0  # minibatches, by all updates
         self.now = executor.clock()
         executor.seen.begin()
 
@@ -170,35 +185,51 @@ class _Run:
     def do(self, instruction: Instruction, is_final: bool) -> None:
         """One instruction. `is_final`: a backward after which the chunk's gradients are complete."""
         executor = self.executor
+        fault = self.fault(_POINTS[type(instruction)], getattr(instruction, "microbatch", None))
         match instruction:
             case ReceiveActivation(m, c):
                 self.values[m, c] = executor.boundaries[c].receive_activation(m)
             case Forward(m, c):
-                self.forward(m, c)
+                self.forward(m, c, fault)
             case SendActivation(m, c):
-                executor.boundaries[c].send_activation(m, self.values.pop((m, c)))
+                executor.boundaries[c].send_activation(m, self.values.pop((m, c)), fault)
             case ReceiveGradient(m, c):
                 self.gradients[m, c] = executor.boundaries[c].receive_gradient(m)
+                if fault == "nan":
+                    self.gradients[m, c] = [g if g is None else _not_numbers(g) for g in self.gradients[m, c]]
             case Backward() | BackwardInput() | BackwardWeight():
                 if is_final:
                     executor.gradients.arm()
                 self.backward(instruction, is_final)
                 executor.gradients.disarm()
             case SendGradient(m, c):
-                executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)))
+                executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)), fault)
             case AllReduce():
                 executor.gradients.finish()
             case Step():
-                self.apply()
+                self.apply(fault)
 
-    def forward(self, m: int, c: int) -> None:
+    def fault(self, point: str, m: int | None) -> str | None:
+        """Passes a point where something may be asked to go wrong."""
+        if not faults.any_left():
+            return None
+        if m is None:
+            return faults.at(point, step=self.stream.step + self.covered)
+        at = self.stream[m]
+        return faults.at(point, step=at.step, microbatch=at.microbatch)
+
+    def forward(self, m: int, c: int, fault: str | None) -> None:
         executor, stage, at = self.executor, self.executor.stages[c], self.stream[m]
         self.step = at.step
         weights = executor.seen.of(m)
+        if executor.held[c] == 0 or stage.loss is not None:
+            self.fault("load", m)
         inputs = self.values.pop((m, c)) if executor.held[c] else executor.to_device(at.inputs)
         targets = None if stage.loss is None else executor.to_device(at.targets)
         if executor.held[c] == 0 or targets is not None:
             self.note(Load(m, c))
+        if fault == "nan":
+            inputs = map_tensors(_not_numbers, inputs)
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
             return
@@ -220,16 +251,26 @@ class _Run:
             self.gradients.pop((m, c), None)  # no one before it
         self.executor.seen.collect(m, 1 / self.minibatches_due)
 
-    def apply(self) -> None:
+    def apply(self, fault: str | None) -> None:
         """The update that is due."""
         count = self.minibatches_due
+        if fault == "nan":
+            self.executor.update.spoil()
         with self.executor.seen.update():
             self.executor.update.step(count)
         self.num_updates += 1
         self.applied += count
+        self.covered += count
 
     @property
     def minibatches_due(self) -> int:
         """What goes into the next update."""
         plan, stage, count = self.executor.plan, self.executor.place.stage, len(self.stream.minibatches)
         return minibatches_in_update(plan, stage, self.num_updates, count)
+
+
+def _not_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """In the place of a tensor that could hold them; others stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.full_like(tensor, torch.nan, requires_grad=tensor.requires_grad)
