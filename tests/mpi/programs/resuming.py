@@ -198,7 +198,7 @@ def pairs(specs: list[str], optimizer: str, folder: Path) -> None:
         saved = saved_state(folder / was / "step-00000006")
         mine = state_by_name(trainer)
         assert all(torch.equal(value, saved[key]) for key, value in mine.items()), (was, now)
-        assert mine, "every rank trains something here"
+        assert mine or trainer.worker.place is None
         files = sorted((folder / was / "step-00000006").glob("stage-*"))
         wanted = {k: t for f in files for k, t in under("model", read_shard(f, None)[0]).items()}
         state = trainer.full_state_dict()
