@@ -4,6 +4,7 @@ Every function that communicates takes the communicator as an argument; none use
 """
 
 import os
+import time
 from typing import NamedTuple
 
 from hybridpipe.planning.plan import Place, Plan
@@ -48,6 +49,14 @@ def ranks_on_host(world: MPI.Comm) -> tuple[int, int]:
     index, size = host.rank, host.size
     host.Free()
     return index, size
+
+
+def meet(world: MPI.Comm, seconds: float) -> None:
+    """Wait until all ranks of `world` are here, at most so long: a rank that is lost never comes."""
+    barrier = world.Ibarrier()
+    end = time.monotonic() + seconds
+    while not barrier.Test() and time.monotonic() < end:
+        time.sleep(1e-3)
 
 
 def default_num_threads(ranks_here: int) -> int | None:
