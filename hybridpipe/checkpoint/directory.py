@@ -1,20 +1,14 @@
 """Directory: a checkpoint as a directory, which is complete under its final name or not there.
 
-    ROOT/step-00000120/          a checkpoint: its files, and manifest.json, which was written last
-    ROOT/latest                  the name of the one that the training stands on
-    ROOT/.step-00000120.tmp/     being written
-    ROOT/.step-00000120.replaced/   gave way to another one of the same step, which is not in its place yet
-    ROOT/.step-00000120.deleted/    being deleted
-
-Knows neither torch nor MPI: one process calls it, for all. Invariant: at every moment, a kill and a power cut
-included, what `last_good` finds is whole: the old checkpoint or the new one.
+Knows neither torch nor MPI: one process calls it, for all; `names` tells what lies there. Invariant: after a
+kill or a power cut at any moment, what `last_good` finds is whole: the old checkpoint or the new one.
 """
 
 import os
-import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybridpipe.checkpoint.disk import (
@@ -22,35 +16,23 @@ from hybridpipe.checkpoint.disk import (
     compare,
     hash_of,
     read_bounded,
-    replace_file,
+    replacing,
     sync_directory,
     writing,
 )
 from hybridpipe.checkpoint.manifest import JSON, MANIFEST, FileEntry, Manifest, from_text, to_text
+from hybridpipe.checkpoint.names import LATEST, name_of, parse_name, step_of
 from hybridpipe.errors import UserError, shown
+from hybridpipe.runtime import faults
 
-LATEST = "latest"
 _LARGEST_MANIFEST = 1 << 26  # bytes: 100,000 ranks' files need a quarter
 _LARGEST_LATEST = 100
-_NAME = re.compile(r"step-(\d{8,18})")
-_HIDDEN = re.compile(r"\.(step-\d{8,18})\.(tmp|replaced|deleted)")
-
-
-def name_of(step: int) -> str:
-    """The name of the checkpoint that was taken after so many minibatches."""
-    return f"step-{step:08d}"
-
-
-def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's name says; None for any other name."""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found and name_of(int(found[1])) == path.name else None
 
 
 def checkpoints(root: Path) -> list[Path]:
     """What has a checkpoint's name in `root`, the largest step first."""
     found = [each for each in _listed(root) if step_of(each) is not None]
-    return sorted(found, key=lambda each: step_of(each) or 0, reverse=True)
+    return sorted(found, key=_step, reverse=True)
 
 
 def begin(root: Path, step: int) -> Path:
@@ -59,9 +41,13 @@ def begin(root: Path, step: int) -> Path:
     Raises:
         UserError: it cannot be made.
     """
+    new = [each for each in (root, *root.parents) if not each.exists()]
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
-    _clear(root)
+    for each in new:
+        sync_directory(each.parent)
+    for line in _clear(root):
+        _tell(line)
     path = _temporary(root, step)
     with writing(path):
         path.mkdir()
@@ -82,31 +68,36 @@ def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[s
         keep: so many checkpoints stay, this one included; those of larger steps are not counted, and stay.
 
     Raises:
-        UserError: the checkpoint is not there then, and neither is its temporary directory.
+        UserError: the checkpoint is not there then, and neither is its temporary directory. Only where
+            nothing but the last rename failed, of `latest`, it is there and not the latest.
     """
     if keep < 1:
         raise ValueError(f"keep must be >= 1, got {keep}")
     unfinished, final = _temporary(root, step), root / name_of(step)
     try:
         text = to_text(Manifest(step=step, files=tuple(sorted(files, key=lambda f: f.name)), **described))
-        _check_files(unfinished, files)
+        _check_files(unfinished, files, "do all ranks write to one file system?")
         with NewFile(unfinished / MANIFEST) as manifest:
+            faults.at("save-manifest", step=step)
             manifest.write(text.encode())
         sync_directory(unfinished)
-        _move_into_place(unfinished, final)
+        with _latest_to_be(final):  # written before: where the disk is full, nothing has moved yet
+            faults.at("save-rename", step=step)
+            _move_into_place(unfinished, final)
+            faults.at("save-latest", step=step)
     except BaseException:
         abandon(root, step)
         raise
-    stand_on(final)
+    faults.at("save-prune", step=step)
     for line in _prune(root, step, keep):
-        print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
+        _tell(line)
     return final
 
 
 def stand_on(checkpoint: Path) -> None:
     """Let `latest` name this checkpoint: the one just published, or the one that is gone back to."""
-    replace_file(checkpoint.parent / LATEST, f"{checkpoint.name}\n")
-    sync_directory(checkpoint.parent)
+    with _latest_to_be(checkpoint):
+        pass
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -157,19 +148,26 @@ def last_good(root: Path) -> tuple[Path | None, list[str]]:
     return None, lines + passed
 
 
+@contextmanager
+def _latest_to_be(checkpoint: Path) -> Iterator[None]:
+    """`latest`, with what it is going to say, takes its place when the context ends well."""
+    with replacing(checkpoint.parent / LATEST) as unfinished:
+        with NewFile(unfinished) as file:
+            file.write(f"{checkpoint.name}\n".encode())
+        yield
+
+
 def _candidates(root: Path) -> tuple[list[Path], list[str]]:
     """In the order to be tried: `latest`, older ones, newer ones, which the training has gone back behind."""
     found = checkpoints(root)
-    present = {path.name for path in found}
-    for each in _listed(root):  # killed between two renames: the old one is whole, under this name
-        hidden = _HIDDEN.fullmatch(each.name)
-        if hidden and hidden[2] == "replaced" and hidden[1] not in present:
+    for each in _in_state(root, "replaced"):  # killed between two renames: it is whole, and the only one
+        if not _in_place(each).exists():
             found.append(each)
     latest, lines = _latest(root) if found else (None, [])
     if latest is None:
         return found, lines
-    step = step_of(latest) or 0
-    return sorted(found, key=lambda each: (_any_step(each) > step, -_any_step(each))), lines
+    reached = _step(latest)
+    return sorted(found, key=lambda each: (_step(each) > reached, -_step(each))), lines
 
 
 def _latest(root: Path) -> tuple[Path | None, list[str]]:
@@ -188,18 +186,28 @@ def _latest(root: Path) -> tuple[Path | None, list[str]]:
     return root / name, []
 
 
-def _any_step(path: Path) -> int:
-    """Of a checkpoint under its own name or that of one replaced."""
-    hidden = _HIDDEN.fullmatch(path.name)
-    return step_of(Path(hidden[1]) if hidden else path) or 0
+def _step(path: Path) -> int:
+    """Of a checkpoint, whatever state its name says."""
+    name = parse_name(path)
+    assert name is not None, path
+    return name.step
 
 
-def _check_files(path: Path, files: Sequence[FileEntry]) -> None:
+def _in_place(path: Path) -> Path:
+    """Where this checkpoint belongs when it is whole."""
+    return path.with_name(name_of(_step(path)))
+
+
+def _in_state(root: Path, *states: str) -> list[Path]:
+    return [each for each in _listed(root) if (name := parse_name(each)) and name.state in states]
+
+
+def _check_files(path: Path, files: Sequence[FileEntry], hint: str = "") -> None:
     """Raises UserError unless exactly these files are there (and the manifest), each of its length."""
     present = {each.name for each in _listed(path)} - {MANIFEST}
     for entry in files:
         if entry.name not in present:
-            raise UserError(f"{path / entry.name}: is missing")
+            raise UserError(f"{path / entry.name}: is missing{hint and f'; {hint}'}")
         size = (path / entry.name).stat().st_size
         if size != entry.num_bytes:
             raise UserError(f"{path / entry.name}: must have {entry.num_bytes:,} bytes, got {size:,}")
@@ -208,14 +216,12 @@ def _check_files(path: Path, files: Sequence[FileEntry]) -> None:
 
 
 def _move_into_place(unfinished: Path, final: Path) -> None:
-    replaced = final.with_name(f".{final.name}.replaced")
+    replaced = final.with_name(name_of(_step(final), "replaced"))
     with writing(final):
         if final.exists():
             os.rename(final, replaced)
         os.rename(unfinished, final)
     sync_directory(final.parent)
-    if replaced.exists():
-        _delete(replaced)
 
 
 def _prune(root: Path, step: int, keep: int) -> list[str]:
@@ -223,18 +229,15 @@ def _prune(root: Path, step: int, keep: int) -> list[str]:
 
     One that does not look whole is not counted; it goes when it is older than all that are kept.
     """
-    kept, lines = 1, []
+    kept, old = 1, _in_state(root, "replaced", "deleted")
     for path in checkpoints(root):
-        if (step_of(path) or 0) >= step:
+        if _step(path) >= step:
             continue
         if kept < keep:
             kept += _looks_whole(path)
-            continue
-        try:
-            _delete(path)
-        except UserError as error:
-            lines.append(str(error))
-    return lines
+        else:
+            old.append(path)
+    return _delete(old)
 
 
 def _looks_whole(path: Path) -> bool:
@@ -245,35 +248,43 @@ def _looks_whole(path: Path) -> bool:
     return True
 
 
-def _delete(path: Path) -> None:
-    """First renamed, so that nothing half-deleted looks like a checkpoint."""
-    name = path.name if path.name.startswith("step-") else path.name.split(".")[1]
-    doomed = path.with_name(f".{name}.deleted")
-    try:
-        if doomed != path:
-            if doomed.exists():
-                shutil.rmtree(doomed)
-            os.rename(path, doomed)
-        shutil.rmtree(doomed)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be deleted: {error.strerror or error}") from error
+def _delete(paths: Sequence[Path]) -> list[str]:
+    """First rename, so that nothing half-deleted looks like a checkpoint; says what could not be deleted."""
+    lines = []
+    for path in paths:
+        doomed = path.with_name(name_of(_step(path), "deleted"))
+        try:
+            if doomed != path:
+                _remove(doomed)
+                os.rename(path, doomed)
+            _remove(doomed)
+        except OSError as error:  # will be tried again, and must not end a training
+            lines.append(f"{path}: cannot be deleted: {error.strerror or error}")
+    return lines
 
 
-def _clear(root: Path) -> None:
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _clear(root: Path) -> list[str]:
     """Remove what a killed training has left; what it had only moved aside returns to its place."""
-    for path in _listed(root):
-        hidden = _HIDDEN.fullmatch(path.name)
-        if not hidden:
-            continue
-        if hidden[2] == "replaced" and not (root / hidden[1]).exists():
+    for path in _in_state(root, "replaced"):
+        if not _in_place(path).exists():
             with writing(path):
-                os.rename(path, root / hidden[1])
-        else:
-            _delete(path)
+                os.rename(path, _in_place(path))
+    return _delete(_in_state(root, "tmp", "replaced", "deleted"))
+
+
+def _tell(line: str) -> None:
+    print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
 
 
 def _temporary(root: Path, step: int) -> Path:
-    return root / f".{name_of(step)}.tmp"
+    return root / name_of(step, "tmp")
 
 
 def _listed(path: Path) -> list[Path]:

@@ -70,15 +70,21 @@ class NewFile:
             self.path.unlink()
 
 
-def replace_file(path: Path, text: str) -> None:
-    """A whole small file in the place of another, fsynced; the directory is not."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Under what name to write a file that takes the place of another when the context ends well."""
     unfinished = path.with_name(f".{path.name}.tmp")
     with writing(path):
         unfinished.unlink(missing_ok=True)
-    with NewFile(unfinished) as file:
-        file.write(text.encode())
-    with writing(path):
-        os.replace(unfinished, path)
+    try:
+        yield unfinished
+        with writing(path):
+            os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -112,6 +112,8 @@ def _slot(name: str, said: Any, source: str) -> Slot:
         raise UserError(f"{source}: shape: must be integers >= 0, got {shown(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2:
         raise UserError(f"{source}: data_offsets: must be two integers >= 0, got {shown(offsets)}")
+    if ITEM_BYTES[dtype] * math.prod(max(each, 1) for each in shape) >= 2**63:  # torch overflows
+        raise UserError(f"{source}: shape: is too large for any machine: {shown(shape)}")
     start, stop = offsets
     if stop - start != ITEM_BYTES[dtype] * math.prod(shape):
         needed = f"{ITEM_BYTES[dtype] * math.prod(shape):,} bytes for {dtype} of shape {shown(shape)}"

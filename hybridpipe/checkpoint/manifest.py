@@ -8,6 +8,7 @@ manifest carries a checksum of what it says.
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -66,9 +67,9 @@ class Manifest:
             non_negative_int(name, getattr(self, name))
         if not self.files:
             raise ValueError("files must name at least one file, got none")
-        names = [file.name for file in self.files]
-        if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-            raise ValueError(f"files must name every file once, got {twice!r} twice")
+        names = Counter(file.name for file in self.files)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"files must name every file once, got {twice[0]!r} twice")
 
     def entry(self, name: str) -> FileEntry | None:
         """The file of this name, if the checkpoint has one."""

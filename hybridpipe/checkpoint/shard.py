@@ -17,7 +17,9 @@ from torch import Tensor
 from hybridpipe.checkpoint import header
 from hybridpipe.checkpoint.disk import NewFile, compare, open_regular, read_into
 from hybridpipe.checkpoint.manifest import JSON, FileEntry, check_json, parse_json
+from hybridpipe.checkpoint.names import parse_name
 from hybridpipe.errors import UserError, shown
+from hybridpipe.runtime import faults
 
 __all__ = ["FileEntry", "read_plain", "read_shard", "write_plain", "write_shard"]
 
@@ -96,10 +98,14 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         head, slots = header.encode(listed, metadata)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
+    directory = parse_name(path.parent)
+    step = directory.step if directory else None
     with NewFile(path) as file:
         file.write(head)
+        faults.at("save-shard", step=step)  # with a part of the file there
         for slot in slots:
             file.write(_bytes_of(tensors[slot.name].detach().cpu().contiguous()))
+    faults.at("save-shard-written", step=step)
     return file.entry
 
 
