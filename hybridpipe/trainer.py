@@ -33,9 +33,10 @@ from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Past, Recorder, Traced
 from hybridpipe.rehearsing import device_and_threads, measured
-from hybridpipe.runtime import failure, faults
+from hybridpipe.runtime import failure, faults, preemption
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.checkpoint import Saver
+from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load, load_plain
 from hybridpipe.runtime.stream import Minibatch
@@ -242,7 +243,8 @@ class Trainer:
             on_minibatch: called on every rank with what is known of each minibatch, one minibatch late, or as
                 many as are under way. What it raises on every rank ends `fit`; under an asynchronous
                 schedule, with minibatches on their way between ranks, it ends the job.
-            checkpoint: save on the way, while training goes on, and at the end.
+            checkpoint: save on the way, while training goes on, and at the end; and when USR1 or TERM asks
+                any rank to stop, after which all of them end (`Preempted`).
             target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
                 this loss, is the last; with both, the first that has both. The summary tells when it was.
 
@@ -254,6 +256,7 @@ class Trainer:
             what `evaluate` says of it.
 
         Raises:
+            Preempted: with `checkpoint`: a rank was asked to stop; all have, and what was trained is saved.
             UserError: the state is such that it cannot be saved, or could not be written.
             ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
                 are no classes.
@@ -268,18 +271,26 @@ class Trainer:
         self.prepare(dataset)
         keeper = None if checkpoint is None else self._keeper(checkpoint)
         first, self.stopped = len(self.history), False
-        for _ in range(epochs):
-            self._train_epoch(dataset, shuffle, keeper, on_minibatch)
-            if self._stops():
-                break
-            entry = self._end_epoch(validation)
-            if wanted and reached(entry["validation"], wanted):
-                self.recorder.reach_target(self.epoch)
-                break
-            if self._stops():
-                break
-        if keeper is not None:
-            keeper.finish(self.step, *self._so_far())
+        with preemption.listening(keeper is not None):
+            if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
+                self.standing.preempted, epochs = True, 0
+            for _ in range(epochs):
+                self._train_epoch(dataset, shuffle, keeper, on_minibatch)
+                if self._stops():
+                    break
+                entry = self._end_epoch(validation)
+                if self._stops():
+                    break
+                if wanted and reached(entry["validation"], wanted):
+                    self.recorder.reach_target(self.epoch)
+                    break
+            if keeper is not None and self.step:
+                keeper.finish(self.step, *self._so_far())
+            if checkpoint is not None and self.standing.preempted:
+                saved = "before the first minibatch, with nothing to save"
+                if self.step:
+                    saved = f"at step {self.step}, saved as {Path(checkpoint.folder) / name_of(self.step)}"
+                preemption.stop(f"stopped {saved}", self.step, partial(meet, self.world))
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
@@ -352,6 +363,12 @@ class Trainer:
             RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
         """
         self._check_nothing_under_way("evaluate")
+        metrics = self._evaluate(dataset)
+        assert metrics is not None
+        return metrics
+
+    def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
+        """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
         self.prepare(dataset)
         self.worker.average_statistics()
         totals = np.zeros(3)
@@ -361,6 +378,8 @@ class Trainer:
             current = self.worker.infer(minibatch, partial(judge, self.loss), width=3)
             if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
                 totals += previous.wait().sum(axis=0)
+                if may_stop and previous.ask_to_stop():
+                    return None
             previous = current
         if previous is not None:
             totals += previous.wait().sum(axis=0)
@@ -454,11 +473,15 @@ class Trainer:
     def _end_epoch(self, validation: Any) -> dict[str, Any]:
         so_far = self.standing.so_far
         assert so_far is not None
-        self.recorder.training_seconds += so_far.seconds
         mean = so_far.loss_sum / so_far.num_samples
         entry: dict[str, Any] = {"epoch": self.epoch, "loss": mean, "seconds": so_far.seconds}
         if validation is not None:
-            entry["validation"] = self.recorder.metrics = self.evaluate(validation)
+            metrics = self._evaluate(validation, may_stop=True)
+            if metrics is None:  # whoever resumes evaluates first
+                self.standing.preempt(self.step)
+                return entry
+            entry["validation"] = self.recorder.metrics = metrics
+        self.recorder.training_seconds += so_far.seconds
         self.history.append(entry)
         self.standing.epoch += 1
         self.standing.so_far = None

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from hybridpipe import outcome
+from hybridpipe.launcher import launched_rank
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 # Whoever leaves first makes mpirun end the others, so all leave together, if the others come at all.
@@ -42,6 +43,7 @@ class Preempted(SystemExit):
 class _State:
     listening = False
     asked = False
+    leaving = False
 
 
 _state = _State()
@@ -53,9 +55,9 @@ def asked() -> bool:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[None]:
-    """Inside, the signals ask; outside they end the process. Only the main thread can listen."""
-    if _state.listening or threading.current_thread() is not threading.main_thread():
+def listening(wanted: bool = True) -> Iterator[None]:
+    """Inside, if wanted, the signals ask; outside they end the process. Only the main thread can listen."""
+    if not wanted or _state.listening or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
@@ -63,9 +65,10 @@ def listening() -> Iterator[None]:
     try:
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        _state.listening = _state.asked = False
+        if not _state.leaving:  # else a second signal would end what is about to end with 75
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            _state.listening = _state.asked = False
 
 
 def listen() -> None:
@@ -104,7 +107,10 @@ def stop(what: str, step: int, barrier: Callable[[float], None]) -> NoReturn:
     Raises:
         Preempted: always.
     """
+    _state.leaving = True
     outcome.tell(outcome.PREEMPTED, what, step=step)
+    if launched_rank() == 0:
+        print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
     atexit.register(_leave, barrier)  # registered last, it comes first: before MPI's and Horovod's
     raise Preempted(what)
 
