@@ -178,7 +178,7 @@ class Soak:
             "--ranks", str(plan.num_ranks), "--max-restarts", str(len(faults)), "--",
             "train", str(ROOT / "benchmarks" / "soak.toml"), "--plan", str(folder / "given.json"),
             "--out", str(folder / "out"), "--hang-timeout", str(HANG_SECONDS),
-            "--set", f"checkpoint.folder={folder / 'checkpoints'}", "--set", f"checkpoint.every={EVERY}",
+            "--set", f"checkpoint.every={EVERY}",
         ]  # fmt: skip
         env = os.environ | {"HYBRIDPIPE_FAULT": ";".join(map(str, faults)), "OMP_NUM_THREADS": "1"}
         with (folder / "log.txt").open("w") as log:

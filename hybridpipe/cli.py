@@ -19,6 +19,7 @@ from hybridpipe.launcher import launched_rank
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.runtime import preemption
 from hybridpipe.usage import COMMANDS
 
 if TYPE_CHECKING:
@@ -270,6 +271,8 @@ def _train(options: argparse.Namespace) -> int:
         from hybridpipe.files import read_plan
 
         read_plan(plan)  # a mistake in it is told now; the trainer reads it again
+    preemption.listen()
+    outcome.up()
     config.check()
     from hybridpipe.train import train
 
@@ -293,6 +296,7 @@ def _launch(options: argparse.Namespace) -> int:
         supervisor.Asked(
             words=tuple(words),
             out=_out(training),
+            checkpoints=_out(training) / "checkpoints",
             ranks=ranks,
             launcher=kind,
             slots=slots,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybridpipe import launcher, outcome, restarts
+from hybridpipe.checkpoint.directory import checkpoints
 from hybridpipe.errors import UserError
 
 # All of them ask for the same: a user, a batch system and a shell each send another.
@@ -40,12 +41,14 @@ class Asked:
     Args:
         words: the command for every rank, such as ("train", "digits.toml", "--plan", "auto").
         out: the folder that the training writes to, which every host sees.
+        checkpoints: its folder of checkpoints.
         slots: ranks that each host can take; empty: this one, or the Slurm allocation as a whole.
         fixed_plan: the plan is a file, which fits this number of ranks only.
     """
 
     words: tuple[str, ...]
     out: Path
+    checkpoints: Path
     ranks: int
     launcher: str = "mpirun"
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -110,7 +113,8 @@ def supervise(asked: Asked) -> int:
             if stop.signum is not None:
                 why, following = "it was asked to stop", None
             if following is not None:
-                _say(f"attempt {len(attempts) - 1}: {ended.cause}; again, from the last good checkpoint")
+                start = "the last good checkpoint" if checkpoints(asked.checkpoints) else "the start"
+                _say(f"attempt {len(attempts) - 1}: {ended.cause}; again, from {start}")
     _report(attempts, why or f"--min-ranks is {asked.min_ranks}")
     return attempts[-1].code
 
@@ -129,7 +133,8 @@ def _asked_to_stop() -> Iterator[Stop]:
 def _attempt(asked: Asked, number: int, stop: Stop) -> restarts.Attempt:
     """Start the job, see it to its end and leave no process behind."""
     told_in = Path(tempfile.mkdtemp(prefix=".launch-", dir=asked.out)).resolve()
-    words = [*asked.words, *(("--resume", "auto") if number else ())]
+    # Without a checkpoint of its own the job starts as it did, from one that --resume may name.
+    words = [*asked.words, *(("--resume", "auto") if number and checkpoints(asked.checkpoints) else ())]
     env = {**os.environ, outcome.DIRECTORY: str(told_in), outcome.ATTEMPT: str(number)}
     if sys.stderr.isatty():
         env["HYBRIDPIPE_TERMINAL"] = "1"

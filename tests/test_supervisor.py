@@ -52,8 +52,8 @@ from hybridpipe import supervisor
 supervisor.BACKSTOP_SECONDS = 1.0
 out, mode, restarts, deadline = sys.argv[1:]
 sys.exit(supervisor.supervise(supervisor.Asked(
-    words=(mode,), out=Path(out), ranks=2, max_restarts=int(restarts), deadline_seconds=float(deadline),
-    program=(sys.executable, out + "/rank.py"))))
+    words=(mode,), out=Path(out), checkpoints=Path(out), ranks=2, max_restarts=int(restarts),
+    deadline_seconds=float(deadline), program=(sys.executable, out + "/rank.py"))))
 """
 
 
@@ -61,6 +61,7 @@ sys.exit(supervisor.supervise(supervisor.Asked(
 def launch(tmp_path):
     """`launch(mode)` starts a supervisor with two ranks; whatever is left of it at the end is killed."""
     (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "step-00000004").mkdir()  # as if one were there
     started = []
 
     def start(mode, restarts=0, deadline=30.0):
@@ -101,7 +102,7 @@ def test_a_lost_rank_and_a_second_attempt(launch, tmp_path):
     lines = [line.split(maxsplit=3) for line in out.splitlines()]
     resumed = [line for line in lines if line[3:] == ["--resume auto"]]
     assert len(resumed) == 2 and nobody_is_left(out)
-    assert [path.name for path in tmp_path.iterdir()] == ["rank.py"]
+    assert {path.name for path in tmp_path.iterdir()} == {"rank.py", "step-00000004"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Asked to stop in whatever phase: one agreed step, a whole checkpoint, exit code 75, and nothing is lost.
 
-Each chain is one training, stopped once in every phase; each job goes on where the one before has stopped. The
-signal (always two of them, to one rank) comes at a named point, so no timing is involved.
+Each chain is one training, stopped once in every phase; each job goes on where the one before has stopped.
+The signal (always two of them, to one rank) comes at a named point, so no timing is involved.
 """
 
 import json
@@ -21,11 +21,11 @@ SYNCHRONOUS = [
     "rank=1,point=save-shard,kind=term",
 ]
 ASYNCHRONOUS = [
-    "rank=1,step=0,point=receive-activation,kind=term",
-    "rank=0,step=8,point=receive-gradient,kind=usr1",
+    "rank=1,step=0,point=receive-activation,kind=term",  # and stops with minibatches in flight
+    "rank=0,step=14,point=receive-gradient,kind=usr1",
+    "rank=1,step=23,point=step,kind=usr1",  # in the last minibatch of an epoch
     "rank=0,point=evaluate,kind=term",
     "rank=0,point=save-manifest,kind=usr1",
-    "rank=1,step=17,point=step,kind=usr1",  # in the last minibatch of an epoch
 ]
 
 
@@ -54,5 +54,6 @@ def test_stopped_in_every_phase_a_training_ends_as_if_never_asked(job, tmp_path,
             assert directory.step_of(directory.last_good(checkpoints)[0]) == step, done.stdout
         assert step >= before, f"{phase}: less than before\n{done.stdout}"
         before = step
+        print(phase, "stopped at", step)
     done = job(ranks, "preempted.py", str(checkpoints), shape, schedule, "last")
     assert "as undisturbed" in done.stdout
