@@ -271,7 +271,8 @@ def _train(options: argparse.Namespace) -> int:
     config.check()
     from hybridpipe.train import train
 
-    return train(config, plan, options.out or Path("runs") / Path(options.config).stem, options.trace)
+    out = options.out or Path("runs") / Path(options.config).stem
+    return train(config, plan, out, options.trace, options.hang_timeout)
 
 
 def _replay(options: argparse.Namespace) -> int:

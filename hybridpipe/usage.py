@@ -4,7 +4,17 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from hybridpipe.arguments import bandwidth, factor, names, plan_source, plan_sources, positive, seconds, sizes
+from hybridpipe.arguments import (
+    bandwidth,
+    factor,
+    hang_timeout,
+    names,
+    plan_source,
+    plan_sources,
+    positive,
+    seconds,
+    sizes,
+)
 from hybridpipe.planning.plan import SCHEDULES
 
 Command = Callable[[str, str], argparse.ArgumentParser]  # adds one: its name, a line of help
@@ -114,6 +124,14 @@ def add_train(command: Command) -> None:
         "--trace",
         action="store_true",
         help="print where each rank's time goes; trace.json holds the last minibatches, not a typical one",
+    )
+    train.add_argument(
+        "--hang-timeout",
+        type=hang_timeout,
+        default=300.0,
+        metavar="SECONDS",
+        help="without progress for so long, a rank tells what all are doing and ends the job; 0: never; "
+        "default: 300",
     )
 
 

@@ -199,7 +199,7 @@ class Worker:
     def share(self, numbers: np.ndarray) -> Sums:
         """Add `numbers` up over all ranks, in the background."""
         request = self.control.Iallreduce(MPI.IN_PLACE, numbers, op=MPI.SUM)
-        return Sums(numbers, self.transport.watch(request, numbers))
+        return Sums(numbers, self.transport.watch(request, numbers, "sum of the losses"))
 
     def average_statistics(self) -> None:
         """Let the replicas of a stage agree on the mean of their normalisation layers' running statistics.
