@@ -22,6 +22,16 @@ def factor(text: str) -> float:
     return value
 
 
+def hang_timeout(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 1e6, got {text!r}")
+    return value
+
+
 def sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(positive, text.split(","))))
 

@@ -276,7 +276,7 @@ def _train(options: argparse.Namespace) -> int:
     config.check()
     from hybridpipe.train import train
 
-    return train(config, plan, _out(options), options.trace)
+    return train(config, plan, _out(options), options.trace, options.hang_timeout)
 
 
 def _launch(options: argparse.Namespace) -> int:

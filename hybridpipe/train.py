@@ -27,13 +27,16 @@ from hybridpipe.recorder import MinibatchRecord
 from hybridpipe.report import compared, explain, memory_table, parts_table, ranks_table
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS
 from hybridpipe.stage.stage import Loss
 from hybridpipe.trainer import Trainer
 
 SUMMARY_FORMAT = "hybridpipe-summary/1"
 
 
-def train(config: Config, plan: str, out: Path, trace: bool = False) -> int:
+def train(
+    config: Config, plan: str, out: Path, trace: bool = False, hang_timeout: float = DEFAULT_SECONDS
+) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective."""
     failure.install()
     check_launcher()
@@ -43,7 +46,7 @@ def train(config: Config, plan: str, out: Path, trace: bool = False) -> int:
     except (OSError, ModuleNotFoundError) as error:  # data that is not there, told in one line
         failure.refuse(error)
     try:
-        trainer = _trainer(config, model, loss, plan)
+        trainer = _trainer(config, model, loss, plan, hang_timeout)
         trainer.prepare(dataset)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
@@ -86,7 +89,7 @@ def train(config: Config, plan: str, out: Path, trace: bool = False) -> int:
     return 0
 
 
-def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str) -> Trainer:
+def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str, hang_timeout: float) -> Trainer:
     return Trainer(
         model,
         loss=loss,
@@ -104,6 +107,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str) -> Trainer
         delay_warm_up=config.train.delay_warm_up,
         predict=True,
         seed=config.train.seed,
+        hang_timeout=hang_timeout,
     )
 
 

@@ -26,7 +26,7 @@ from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_plan
 from hybridpipe.judging import judge, reached
-from hybridpipe.planning.checks import positive_int
+from hybridpipe.planning.checks import non_negative, positive_int
 from hybridpipe.planning.cuts import Cut
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import ceil_div
@@ -41,6 +41,7 @@ from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.runtime.worker import Sums, Worker
 from hybridpipe.stage.measure import OptimizerFactory
 from hybridpipe.stage.split import check_plan, layers_of
@@ -80,6 +81,8 @@ class Trainer:
         seed: of the order of the data and of every random number that a layer draws.
         device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
+        hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
+            every rank is doing and ends the job; 0: never.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -108,6 +111,7 @@ class Trainer:
         seed: int = 0,
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
+        hang_timeout: float = DEFAULT_SECONDS,
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
@@ -115,6 +119,7 @@ class Trainer:
         positive_int("minibatch_size", minibatch_size)
         if microbatch_size is not None:
             positive_int("microbatch_size", microbatch_size)
+        non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
         self._autoplan = partial(
@@ -132,6 +137,7 @@ class Trainer:
         self.device, num_threads = device_and_threads(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        self._watchdog = watch(self.world, hang_timeout)
         self.standing = Standing()
         self.history: list[dict[str, Any]] = []  # what `fit` has returned, also before a checkpoint
         self.stopped = False
@@ -427,6 +433,8 @@ class Trainer:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     def _train_epoch(
         self,

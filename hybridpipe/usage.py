@@ -8,6 +8,7 @@ from hybridpipe.arguments import (
     bandwidth,
     count,
     factor,
+    hang_timeout,
     hosts,
     names,
     plan_source,
@@ -125,6 +126,14 @@ def add_train(command: Command) -> None:
         "--trace",
         action="store_true",
         help="print where each rank's time goes; trace.json holds the last minibatches, not a typical one",
+    )
+    train.add_argument(
+        "--hang-timeout",
+        type=hang_timeout,
+        default=300.0,
+        metavar="SECONDS",
+        help="without progress for so long, a rank tells what all are doing and ends the job; 0: never; "
+        "default: 300",
     )
 
 

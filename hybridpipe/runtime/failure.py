@@ -116,6 +116,7 @@ def refuse(error: Exception) -> NoReturn:
 
 def end_job(code: int) -> NoReturn:
     """MPI_Abort, and SIGALRM's default action should that hang. Never returns."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # in this thread at least
     signal.alarm(ABORT_SECONDS)
     MPI.COMM_WORLD.Abort(code or 1)
     os._exit(code or 1)

@@ -226,7 +226,7 @@ class Worker:
         """Add `numbers` up over all ranks, in the background."""
         carried = np.append(numbers, float(preemption.asked()))
         request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
-        return Sums(carried, numbers.shape, self.transport.watch(request, carried))
+        return Sums(carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses"))
 
     def average_statistics(self) -> None:
         """Let the replicas of a stage agree on the mean of their normalisation layers' running statistics.
