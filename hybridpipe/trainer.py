@@ -508,7 +508,7 @@ class Trainer:
 
     def _keeper(self, asked: Checkpointing, anyway: bool = False) -> Keeper:
         if self._saver is None:
-            self._saver = Saver(self.worker.control.Dup())
+            self._saver = Saver(self.world.Dup())
         came = self._came_from
         saved = None
         if came is not None and not anyway and came.parent.resolve() == Path(asked.folder).resolve():

@@ -30,6 +30,7 @@ from hybridpipe.planning.cuts import Cut, num_updates, versions_in_use
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime import failure, faults
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.position import position
 from hybridpipe.runtime.seen import Before, Stashed
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.split import layers_of
@@ -110,9 +111,8 @@ def referred(worker: Worker, cut: Cut) -> dict[str, State]:
         for s, names in names_of(worker).items():
             buffers = names.buffers()
             if before is not None:
-                buffers |= {
-                    names.of(path): copy for path, copy in before.buffers.items() if names.of(path) in buffers
-                }
+                then = {names.of(path): copy for path, copy in before.buffers.items()}
+                buffers = {key: then.get(key, buffer) for key, buffer in buffers.items()}
             if worker.place.replica == 0:
                 files[stage_file(s)] = _of_stage(worker, s, names, buffers, cut)
             else:
@@ -127,7 +127,7 @@ def referred(worker: Worker, cut: Cut) -> dict[str, State]:
 def _of_stage(worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.Tensor], cut: Cut) -> State:
     assert worker.executor is not None and worker.place is not None
     update = worker.executor.update
-    state = State(prefixed("model", names.tensors() | buffers))
+    state = State(prefixed("model", {**names.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
     if update.optimizer is not None:
         take_optimizer(update.optimizer, names.parameters(), state)
@@ -200,7 +200,8 @@ class Saver:
     def wait(self) -> None:
         """Return once the checkpoint that was started is published. Raises as `start`."""
         if self._thread is not None:
-            self._thread.join()
+            with position.waiting("checkpoint", range(self._communicator.size)):
+                self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
