@@ -125,6 +125,9 @@ class Epoch:
         loss = total(sums)
         record = self._recorder.note(self._standing.epoch, loss, minibatch.num_samples, seconds, full)
         self._so_far.note(loss, minibatch.num_samples)
+        if sums.ask_to_stop():  # all ranks see it here, and none has trained further than this:
+            behind = self._standing.step - self._so_far.position + self._so_far.recorded
+            self._standing.preempt(behind + losses_late(self._worker.plan))
         if self._keeper is not None:
             self._keeper.losses_in(self._so_far)
         return record

@@ -57,6 +57,7 @@ class Standing:
         epoch: complete epochs.
         so_far: of the epoch that is under way, or is to be gone on with; None between epochs.
         stop_from: `fit` is to end at the first cut at or behind this step, or at the epoch's end.
+        preempted: because a rank was asked to stop.
         under_way: minibatches are between ranks.
     """
 
@@ -64,7 +65,13 @@ class Standing:
     epoch: int = 0
     so_far: SoFar | None = None
     stop_from: int | None = None
+    preempted: bool = False
     under_way: bool = False
+
+    def preempt(self, step: int) -> None:
+        """A rank was asked to stop: end at the first cut at or behind `step`, if not before."""
+        self.preempted = True
+        self.stop_from = step if self.stop_from is None else min(step, self.stop_from)
 
 
 def is_at_cut(plan: Plan, cut: Cut) -> bool:

@@ -31,6 +31,7 @@ from hybridpipe.recorder import MinibatchRecord
 from hybridpipe.report import compared, explain, memory_table, parts_table, ranks_table
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS
 from hybridpipe.stage.stage import Loss
 from hybridpipe.trainer import Trainer
 
@@ -60,7 +61,14 @@ class _Watcher:
             self._metrics.close()
 
 
-def train(config: Config, plan: str, out: Path, trace: bool = False, resume: str | None = None) -> int:
+def train(
+    config: Config,
+    plan: str,
+    out: Path,
+    trace: bool = False,
+    hang_timeout: float = DEFAULT_SECONDS,
+    resume: str | None = None,
+) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective.
 
     Args:
@@ -74,7 +82,7 @@ def train(config: Config, plan: str, out: Path, trace: bool = False, resume: str
     except (OSError, ModuleNotFoundError) as error:  # data that is not there, told in one line
         failure.refuse(error)
     try:
-        trainer = _trainer(config, model, loss, plan)
+        trainer = _trainer(config, model, loss, plan, hang_timeout)
         told = _resume(trainer, resume, out)
         trainer.prepare(dataset)
     except (TypeError, ValueError) as error:
@@ -155,7 +163,7 @@ def _metrics(path: Path, step: int) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
-def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str) -> Trainer:
+def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str, hang_timeout: float) -> Trainer:
     return Trainer(
         model,
         loss=loss,
@@ -173,6 +181,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str) -> Trainer
         delay_warm_up=config.train.delay_warm_up,
         predict=True,
         seed=config.train.seed,
+        hang_timeout=hang_timeout,
     )
 
 

@@ -26,20 +26,22 @@ from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_plan
 from hybridpipe.judging import judge, reached
-from hybridpipe.planning.checks import positive_int
+from hybridpipe.planning.checks import non_negative, positive_int
 from hybridpipe.planning.cuts import Cut
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Past, Recorder, Traced
 from hybridpipe.rehearsing import device_and_threads, measured
-from hybridpipe.runtime import failure, faults
+from hybridpipe.runtime import failure, faults, preemption
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.checkpoint import Saver
+from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.runtime.worker import Sums, Worker
 from hybridpipe.stage.measure import OptimizerFactory
 from hybridpipe.stage.split import check_plan, layers_of
@@ -79,6 +81,8 @@ class Trainer:
         seed: of the order of the data and of every random number that a layer draws.
         device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
+        hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
+            every rank is doing and ends the job; 0: never.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -107,6 +111,7 @@ class Trainer:
         seed: int = 0,
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
+        hang_timeout: float = DEFAULT_SECONDS,
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
@@ -114,6 +119,7 @@ class Trainer:
         positive_int("minibatch_size", minibatch_size)
         if microbatch_size is not None:
             positive_int("microbatch_size", microbatch_size)
+        non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
         self._autoplan = partial(
@@ -131,6 +137,7 @@ class Trainer:
         self.device, num_threads = device_and_threads(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        self._watchdog = watch(self.world, hang_timeout)
         self.standing = Standing()
         self.history: list[dict[str, Any]] = []  # what `fit` has returned, also before a checkpoint
         self.stopped = False
@@ -242,7 +249,8 @@ class Trainer:
             on_minibatch: called on every rank with what is known of each minibatch, one minibatch late, or as
                 many as are under way. What it raises on every rank ends `fit`; under an asynchronous
                 schedule, with minibatches on their way between ranks, it ends the job.
-            checkpoint: save on the way, while training goes on, and at the end.
+            checkpoint: save on the way, while training goes on, and at the end; and when USR1 or TERM asks
+                any rank to stop, after which all of them end (`Preempted`).
             target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
                 this loss, is the last; with both, the first that has both. The summary tells when it was.
 
@@ -254,6 +262,7 @@ class Trainer:
             what `evaluate` says of it.
 
         Raises:
+            Preempted: with `checkpoint`: a rank was asked to stop; all have, and what was trained is saved.
             UserError: the state is such that it cannot be saved, or could not be written.
             ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
                 are no classes.
@@ -268,18 +277,26 @@ class Trainer:
         self.prepare(dataset)
         keeper = None if checkpoint is None else self._keeper(checkpoint)
         first, self.stopped = len(self.history), False
-        for _ in range(epochs):
-            self._train_epoch(dataset, shuffle, keeper, on_minibatch)
-            if self._stops():
-                break
-            entry = self._end_epoch(validation)
-            if wanted and reached(entry["validation"], wanted):
-                self.recorder.reach_target(self.epoch)
-                break
-            if self._stops():
-                break
-        if keeper is not None:
-            keeper.finish(self.step, *self._so_far())
+        with preemption.listening(keeper is not None):
+            if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
+                self.standing.preempted, epochs = True, 0
+            for _ in range(epochs):
+                self._train_epoch(dataset, shuffle, keeper, on_minibatch)
+                if self._stops():
+                    break
+                entry = self._end_epoch(validation)
+                if self._stops():
+                    break
+                if wanted and reached(entry["validation"], wanted):
+                    self.recorder.reach_target(self.epoch)
+                    break
+            if keeper is not None and self.step:
+                keeper.finish(self.step, *self._so_far())
+            if checkpoint is not None and self.standing.preempted:
+                saved = "before the first minibatch, with nothing to save"
+                if self.step:
+                    saved = f"at step {self.step}, saved as {Path(checkpoint.folder) / name_of(self.step)}"
+                preemption.stop(f"stopped {saved}", self.step, partial(meet, self.world))
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
@@ -352,6 +369,12 @@ class Trainer:
             RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
         """
         self._check_nothing_under_way("evaluate")
+        metrics = self._evaluate(dataset)
+        assert metrics is not None
+        return metrics
+
+    def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
+        """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
         self.prepare(dataset)
         self.worker.average_statistics()
         totals = np.zeros(3)
@@ -361,6 +384,8 @@ class Trainer:
             current = self.worker.infer(minibatch, partial(judge, self.loss), width=3)
             if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
                 totals += previous.wait().sum(axis=0)
+                if may_stop and previous.ask_to_stop():
+                    return None
             previous = current
         if previous is not None:
             totals += previous.wait().sum(axis=0)
@@ -408,6 +433,8 @@ class Trainer:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     def _train_epoch(
         self,
@@ -454,11 +481,15 @@ class Trainer:
     def _end_epoch(self, validation: Any) -> dict[str, Any]:
         so_far = self.standing.so_far
         assert so_far is not None
-        self.recorder.training_seconds += so_far.seconds
         mean = so_far.loss_sum / so_far.num_samples
         entry: dict[str, Any] = {"epoch": self.epoch, "loss": mean, "seconds": so_far.seconds}
         if validation is not None:
-            entry["validation"] = self.recorder.metrics = self.evaluate(validation)
+            metrics = self._evaluate(validation, may_stop=True)
+            if metrics is None:  # whoever resumes evaluates first
+                self.standing.preempt(self.step)
+                return entry
+            entry["validation"] = self.recorder.metrics = metrics
+        self.recorder.training_seconds += so_far.seconds
         self.history.append(entry)
         self.standing.epoch += 1
         self.standing.so_far = None
@@ -477,7 +508,7 @@ class Trainer:
 
     def _keeper(self, asked: Checkpointing, anyway: bool = False) -> Keeper:
         if self._saver is None:
-            self._saver = Saver(self.worker.control.Dup())
+            self._saver = Saver(self.world.Dup())
         came = self._came_from
         saved = None
         if came is not None and not anyway and came.parent.resolve() == Path(asked.folder).resolve():

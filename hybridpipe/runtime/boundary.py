@@ -6,6 +6,7 @@ reused buffers, and a sender whose tensors have changed shape says so instead of
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from hybridpipe.runtime.messages import (
     check_header,
     decode_spec,
     encode_spec,
+    header_of,
     pack,
     spec_of,
     views,
@@ -53,6 +55,15 @@ class _Posted(NamedTuple):
     buffer: Tensor
     spec: Spec
     header: tuple[int, ...]
+    peer: int
+    tag: int
+
+    def check(self) -> None:
+        """Raises ProtocolError unless what has come is what the plan expects."""
+        try:
+            check_header(self.buffer, self.spec, self.header, HEADER_NAMES)
+        except ProtocolError as error:
+            raise ProtocolError(f"from rank {self.peer}, tag {self.tag}: {error}") from None
 
 
 class Boundary:
@@ -111,7 +122,7 @@ class Boundary:
         if size not in self._specs:
             buffer = torch.empty(SPEC_BYTES, dtype=torch.uint8)
             tag = self._tag(SPEC, microbatch, self._stage - 1)
-            self._transport.receive(buffer, size.peer, tag).wait()
+            self._transport.receive(buffer, size.peer, tag).wait(partial(self._doubt, size.peer))
             self._specs[size] = decode_spec(buffer)
         spec = self._specs[size]
         tensors = self._receive(ReceiveActivation(microbatch, self._chunk))
@@ -152,8 +163,8 @@ class Boundary:
         self._num_consumed += 1
         self._post_until(self._num_consumed + LOOK_AHEAD)
         posted = self._posted.pop(instruction)
-        posted.pending.wait()
-        check_header(posted.buffer, posted.spec, posted.header, HEADER_NAMES)
+        posted.pending.wait(partial(self._doubt, posted.peer))
+        posted.check()
         return tuple(tensor.to(self._device) for tensor in views(posted.buffer, posted.spec))
 
     def _post_until(self, count: int) -> None:
@@ -169,9 +180,27 @@ class Boundary:
             spec = known if forward else known.gradients()
             kind, cut = (ACTIVATION, self._stage - 1) if forward else (GRADIENT, self._stage)
             buffer = self._buffers.take(spec.num_bytes)
-            pending = self._transport.receive(buffer, size.peer, self._tag(kind, m, cut))
-            self._posted[instruction] = _Posted(pending, buffer, spec, (kind, self._step, m, cut))
+            tag = self._tag(kind, m, cut)
+            pending = self._transport.receive(buffer, size.peer, tag)
+            header = (kind, self._step, m, cut)
+            self._posted[instruction] = _Posted(pending, buffer, spec, header, size.peer, tag)
             self._num_posted += 1
+
+    def _doubt(self, peer: int) -> None:
+        """A wait takes long: raises ProtocolError if the peer has sent what nobody will ever ask for."""
+        for posted in self._posted.values():
+            if posted.pending.is_complete():
+                posted.check()
+        for tag, message in self._transport.unclaimed(peer):
+            if tag % KINDS == SPEC:
+                continue
+            found = dict(zip(HEADER_NAMES, header_of(message, len(HEADER_NAMES)), strict=True))
+            expected = self._tag(found["kind"], found["microbatch"], found["stage"])
+            if tag != expected:
+                raise ProtocolError(
+                    f"from rank {peer} came a message with tag {tag} where the plan expects {expected}: "
+                    f"{', '.join(f'{name} {value}' for name, value in found.items())}"
+                )
 
     def _size(self, microbatch: int, stage: int) -> _Size:
         cut, peer = min(stage, self._stage), self._plan.rank_of(stage, microbatch)

@@ -30,6 +30,7 @@ from hybridpipe.planning.cuts import Cut, num_updates, versions_in_use
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime import failure, faults
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.position import position
 from hybridpipe.runtime.seen import Before, Stashed
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.split import layers_of
@@ -199,7 +200,8 @@ class Saver:
     def wait(self) -> None:
         """Return once the checkpoint that was started is published. Raises as `start`."""
         if self._thread is not None:
-            self._thread.join()
+            with position.waiting("checkpoint", range(self._communicator.size)):
+                self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None

@@ -46,7 +46,8 @@ POINTS = (
 )
 # What the code at the point has to do itself, and the points that do it.
 ACTED_ON = {"badsize": SENDING, "badtag": SENDING, "nan": ("forward", "receive-gradient", "step")}
-KINDS = ("raise", "exit", "thread", "kill", "stop", "segv", "delay", *ACTED_ON)
+ASKING = {"usr1": signal.SIGUSR1, "term": signal.SIGTERM}  # the rank to stop, twice
+KINDS = ("raise", "exit", "thread", "kill", "stop", "segv", "delay", *ASKING, *ACTED_ON)
 
 EXIT_CODE = 3
 _NUMBERS = ("rank", "step", "mb", "attempt")
@@ -185,6 +186,9 @@ def _happen(fault: Fault, step: int | None, microbatch: int | None) -> str | Non
             os.kill(os.getpid(), signal.SIGSTOP)
         case "segv":
             ctypes.string_at(0)
+        case "usr1" | "term":
+            for _ in range(2):  # a second signal changes nothing
+                os.kill(os.getpid(), ASKING[fault.kind])
         case "delay":
             time.sleep(fault.seconds)
         case _:

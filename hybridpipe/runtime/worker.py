@@ -19,7 +19,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import JOINING
 from hybridpipe.planning.schedules import forward_program, program
 from hybridpipe.planning.timeline import Event
-from hybridpipe.runtime import failure
+from hybridpipe.runtime import failure, preemption
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.communicators import communicators
 from hybridpipe.runtime.executor import Executor
@@ -41,16 +41,22 @@ PART_BYTES = 2**30
 class Sums:
     """Numbers, one for each microbatch, being brought from where they arose to every rank.
 
-    Each has one contributor and the rest add zero, so the result is exact and the same on all ranks.
+    Each has one contributor and the rest add zero, so the result is exact and the same on all ranks. One more
+    says how many ranks were asked to stop.
     """
 
-    def __init__(self, numbers: np.ndarray, pending: Pending) -> None:
-        self._numbers, self._pending = numbers, pending
+    def __init__(self, numbers: np.ndarray, shape: tuple[int, ...], pending: Pending) -> None:
+        self._numbers, self._shape, self._pending = numbers, shape, pending
 
     def wait(self) -> np.ndarray:
         """The numbers, once they are there."""
         self._pending.wait()
-        return self._numbers
+        return self._numbers[:-1].reshape(self._shape)
+
+    def ask_to_stop(self) -> bool:
+        """Was any rank asked to stop when it gave its numbers? All ranks find the same."""
+        self._pending.wait()
+        return bool(self._numbers[-1])
 
 
 class Worker:
@@ -218,8 +224,9 @@ class Worker:
 
     def share(self, numbers: np.ndarray) -> Sums:
         """Add `numbers` up over all ranks, in the background."""
-        request = self.control.Iallreduce(MPI.IN_PLACE, numbers, op=MPI.SUM)
-        return Sums(numbers, self.transport.watch(request, numbers))
+        carried = np.append(numbers, float(preemption.asked()))
+        request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
+        return Sums(carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses"))
 
     def average_statistics(self) -> None:
         """Let the replicas of a stage agree on the mean of their normalisation layers' running statistics.
