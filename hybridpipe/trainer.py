@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,25 @@ from torch import Tensor, nn
 
 from hybridpipe.autoplan import Choice, autoplan, check_options
 from hybridpipe.batches import microbatch_size_of, minibatches, parts_of, slice_minibatch
-from hybridpipe.checkpoint.names import name_of, step_of
-from hybridpipe.checkpointing import Checkpointing, Keeper, check_run, described
+from hybridpipe.books import Books, Sizes
+from hybridpipe.checkpoint.names import name_of
+from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.config import SOURCES
 from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_plan
 from hybridpipe.judging import judge, reached
 from hybridpipe.planning.checks import non_negative, positive_int
-from hybridpipe.planning.cuts import Cut
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
-from hybridpipe.recorder import MinibatchRecord, Past, Recorder, Traced
+from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.rehearsing import device_and_threads, measured
 from hybridpipe.runtime import failure, faults, preemption
 from hybridpipe.runtime.allocator import keep_freed_memory
-from hybridpipe.runtime.checkpoint import Saver
 from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load, load_plain
+from hybridpipe.runtime.resume import Nothing, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
 from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
@@ -47,7 +45,6 @@ from hybridpipe.stage.measure import OptimizerFactory
 from hybridpipe.stage.split import check_plan, layers_of
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value
-from hybridpipe.standing import SoFar, Standing, read_so_far
 
 PlanLike = Plan | str | os.PathLike[str]
 
@@ -138,14 +135,9 @@ class Trainer:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._watchdog = watch(self.world, hang_timeout)
-        self.standing = Standing()
-        self.history: list[dict[str, Any]] = []  # what `fit` has returned, also before a checkpoint
+        self.books = Books(Sizes(seed, minibatch_size), self.world)
         self.stopped = False
         self.choice: Choice | None = None
-        self._found: Found | None = None  # to be loaded when there is a plan
-        self._came_from: Path | None = None
-        self._saver: Saver | None = None
-        self.recorder = Recorder()
         self._worker: Worker | None = None
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
         self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
@@ -163,12 +155,22 @@ class Trainer:
     @property
     def step(self) -> int:
         """Minibatches trained on."""
-        return self.standing.step
+        return self.books.standing.step
 
     @property
     def epoch(self) -> int:
         """Complete epochs."""
-        return self.standing.epoch
+        return self.books.standing.epoch
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What `fit` has returned for each epoch, of the runs before a checkpoint, too."""
+        return self.books.history
+
+    @property
+    def recorder(self) -> Recorder:
+        """What was measured on the way."""
+        return self.books.recorder
 
     @property
     def plan(self) -> Plan:
@@ -201,8 +203,8 @@ class Trainer:
             )
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         sums, events = self.worker.train(minibatch, self.step, self._updates)
-        self.standing.step += 1
-        self.standing.so_far = None
+        self.books.standing.step += 1
+        self.books.standing.so_far = None
         self._accumulated = not self._updates
         loss, seconds = total(sums), time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
@@ -275,24 +277,22 @@ class Trainer:
         if wanted and validation is None:
             raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
         self.prepare(dataset)
-        keeper = None if checkpoint is None else self._keeper(checkpoint)
+        keeper = None
+        if checkpoint is not None:
+            keeper = self.books.keeper(self.worker, checkpoint, self.microbatch_size)
         first, self.stopped = len(self.history), False
         with preemption.listening(keeper is not None):
             if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
-                self.standing.preempted, epochs = True, 0
+                self.books.standing.preempted, epochs = True, 0
             for _ in range(epochs):
                 self._train_epoch(dataset, shuffle, keeper, on_minibatch)
                 if self._stops():
                     break
-                entry = self._end_epoch(validation)
-                if self._stops():
-                    break
-                if wanted and reached(entry["validation"], wanted):
-                    self.recorder.reach_target(self.epoch)
+                if not self._end_epoch(validation, wanted):
                     break
             if keeper is not None and self.step:
-                keeper.finish(self.step, *self._so_far())
-            if checkpoint is not None and self.standing.preempted:
+                keeper.finish(self.step, *self.books.so_far())
+            if checkpoint is not None and self.books.standing.preempted:
                 saved = "before the first minibatch, with nothing to save"
                 if self.step:
                     saved = f"at step {self.step}, saved as {Path(checkpoint.folder) / name_of(self.step)}"
@@ -306,7 +306,7 @@ class Trainer:
         it has trained on so many; `fit` then saves, returns, and `stopped` is set. Under an asynchronous
         schedule messages of later minibatches stay under way: the process has to end then, without `close`.
         """
-        self.standing.stop_from = step
+        self.books.standing.stop_from = step
 
     def save(self, root: str | os.PathLike[str], keep: int = 3) -> Path:
         """Save the state between two steps as `root/step-...`, of which the last `keep` stay. Collective.
@@ -321,8 +321,9 @@ class Trainer:
             )
         if self._accumulated:
             raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
-        keeper = self._keeper(Checkpointing(root, keep=keep), anyway=True)
-        keeper.finish(self.step, *self._so_far())
+        asked = Checkpointing(root, keep=keep)
+        keeper = self.books.keeper(self.worker, asked, self.microbatch_size, anew=True)
+        keeper.finish(self.step, *self.books.so_far())
         return Path(root) / name_of(self.step)
 
     def resume(self, source: str | os.PathLike[str], or_anew: bool = False) -> list[str]:
@@ -345,19 +346,14 @@ class Trainer:
         if path.suffix == ".safetensors":
             load_plain(self.world, self.model, path)
             return [f"weights of {path}; all else starts anew"]
-        found = find(self.world, path)
+        found = self.books.find(path, self.model)
         if isinstance(found, Nothing):
             if not or_anew:
                 raise UserError("; ".join([f"{path}: holds no checkpoint to resume from", *found.notes]))
             return [*found.notes, f"no checkpoint in {path}: training starts anew"]
-        where = str(found.path)
-        check_model(found, self.model)
-        check_run(found.run, {"seed": self.seed, "minibatch_size": self.minibatch_size}, where)
-        read_so_far(found.run.get("so_far"), where)
-        self._found = found
         told = [*found.notes, f"resuming from {found.path}: {found.place}"]
         if self._worker is not None:
-            self._load()
+            self.books.load(self._worker)
         elif self._plan == "auto":
             told.append(self._take_plan(found.plan))
         return told
@@ -427,9 +423,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the communication thread and give back the communicators; the model keeps its weights."""
-        if self._saver is not None:
-            self._saver.close()
-            self._saver = None
+        self.books.close()
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -443,8 +437,7 @@ class Trainer:
         keeper: Keeper | None,
         on_minibatch: Callable[[MinibatchRecord], None] | None,
     ) -> None:
-        standing = self.standing
-        standing.so_far = self._begun(dataset, shuffle)
+        self.books.begin_epoch(len(dataset), shuffle)
         batches = minibatches(
             dataset,
             self.minibatch_size,
@@ -453,6 +446,7 @@ class Trainer:
             epoch=self.epoch,
             shuffle=shuffle,
         )
+        standing = self.books.standing
         epoch = Epoch(self.worker, self.recorder, standing, self.minibatch_size, keeper)
         self._in_fit = True
         try:
@@ -466,65 +460,27 @@ class Trainer:
         finally:
             self._in_fit = False
 
-    def _begun(self, dataset: Any, shuffle: bool) -> SoFar:
-        """The epoch that a checkpoint, or a stop, has left begun; else a new one."""
-        begun = self.standing.so_far
-        if begun is None or not begun.position:
-            return SoFar(len(dataset), shuffle)
-        if (begun.dataset_samples, begun.shuffle) != (len(dataset), shuffle):
-            raise UserError(
-                f"epoch {self.epoch} was begun with {begun.dataset_samples} samples and shuffle = "
-                f"{begun.shuffle}, and cannot go on with {len(dataset)} and {shuffle}"
-            )
-        return begun
-
-    def _end_epoch(self, validation: Any) -> dict[str, Any]:
-        so_far = self.standing.so_far
-        assert so_far is not None
-        mean = so_far.loss_sum / so_far.num_samples
-        entry: dict[str, Any] = {"epoch": self.epoch, "loss": mean, "seconds": so_far.seconds}
+    def _end_epoch(self, validation: Any, wanted: dict[str, float]) -> bool:
+        """Evaluate, and close the epoch's books. Is there more to train?"""
+        metrics = None
         if validation is not None:
             metrics = self._evaluate(validation, may_stop=True)
             if metrics is None:  # whoever resumes evaluates first
-                self.standing.preempt(self.step)
-                return entry
-            entry["validation"] = self.recorder.metrics = metrics
-        self.recorder.training_seconds += so_far.seconds
-        self.history.append(entry)
-        self.standing.epoch += 1
-        self.standing.so_far = None
-        return entry
-
-    def _stops(self) -> bool:
-        if self.standing.stop_from is None:
+                self.books.standing.preempt(self.step)
+                return not self._stops()
+        self.books.end_epoch(metrics)
+        if self._stops():
             return False
-        self.standing.stop_from, self.stopped = None, True
+        if wanted and metrics is not None and reached(metrics, wanted):
+            self.recorder.reach_target(self.epoch)
+            return False
         return True
 
-    def _so_far(self) -> tuple[SoFar, Cut]:
-        """Where the training stands between two calls."""
-        so_far = self.standing.so_far or SoFar(0, shuffle=True)
-        return so_far, so_far.cut(self.minibatch_size)
-
-    def _keeper(self, asked: Checkpointing, anyway: bool = False) -> Keeper:
-        if self._saver is None:
-            self._saver = Saver(self.world.Dup())
-        came = self._came_from
-        saved = None
-        if came is not None and not anyway and came.parent.resolve() == Path(asked.folder).resolve():
-            saved = step_of(came)
-        return Keeper(asked, self._saver, self.worker, self.step, saved, self._describe)
-
-    def _describe(self, so_far: SoFar) -> dict[str, Any]:
-        run = {
-            "seed": self.seed,
-            "minibatch_size": self.minibatch_size,
-            "microbatch_size": self.microbatch_size,
-            "ranks": self.world.size,
-            "past": asdict(self.recorder.past()),
-            "history": self.history,
-        }
-        return described(self.worker, self.epoch, so_far, run)
+    def _stops(self) -> bool:
+        if self.books.standing.stop_from is None:
+            return False
+        self.books.standing.stop_from, self.stopped = None, True
+        return True
 
     def _take_plan(self, plan: Plan) -> str:
         """Run a checkpoint's plan, if that can be, instead of searching for one; says which it will be."""
@@ -547,21 +503,8 @@ class Trainer:
         plan.check_world(self.world.size)
         return size
 
-    def _load(self) -> None:
-        found, self._found = self._found, None
-        if found is None:
-            return
-        load(self.worker, found)
-        so_far = read_so_far(found.run["so_far"], str(found.path))
-        if not is_exact(found, self.plan):
-            so_far.stream_start = so_far.position
-        standing = Standing(found.manifest.step, found.manifest.epoch, so_far if so_far.position else None)
-        self.standing, self._came_from = standing, found.path
-        self.history = found.run["history"]
-        self.recorder.go_on(Past(**found.run["past"]))
-
     def _check_nothing_under_way(self, method: str) -> None:
-        if self.standing.under_way:
+        if self.books.standing.under_way:
             raise RuntimeError(
                 f"{method} was called while minibatches are under way under {self.plan.schedule}; "
                 "call it between epochs"
@@ -593,4 +536,4 @@ class Trainer:
         self.microbatch_size = microbatch_size_of(plan, self.minibatch_size)
         self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
-        self._load()
+        self.books.load(self._worker)
