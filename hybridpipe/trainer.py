@@ -4,7 +4,6 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,23 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.autoplan import Choice, autoplan, check_options
-from hybridpipe.batches import microbatch_size_of, minibatches, parts_of, slice_minibatch
+from hybridpipe.autoplan import Choice
+from hybridpipe.batches import minibatches, slice_minibatch
 from hybridpipe.books import Books, Sizes
 from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpointing import Checkpointing, Keeper
-from hybridpipe.config import SOURCES
 from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
-from hybridpipe.files import read_plan
-from hybridpipe.judging import judge, reached
+from hybridpipe.judging import evaluated, reached
+from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads
 from hybridpipe.planning.checks import non_negative, positive_int
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
-from hybridpipe.rehearsing import device_and_threads, measured
-from hybridpipe.runtime import failure, faults, preemption
+from hybridpipe.runtime import failure, preemption
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
@@ -40,13 +36,11 @@ from hybridpipe.runtime.resume import Nothing, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
 from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
-from hybridpipe.runtime.worker import Sums, Worker
+from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.measure import OptimizerFactory
-from hybridpipe.stage.split import check_plan, layers_of
+from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value
-
-PlanLike = Plan | str | os.PathLike[str]
 
 
 class Trainer:
@@ -119,14 +113,6 @@ class Trainer:
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
-        self._autoplan = partial(
-            autoplan,
-            schedule=schedule,
-            vertical_sync=vertical_sync,
-            max_in_flight=max_in_flight,
-            recompute=recompute,
-        )
-        self._asked = {"schedule": schedule, "vertical_sync": vertical_sync, "max_in_flight": max_in_flight}
         self._updates, self._in_fit = True, False
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         self.minibatch_size = minibatch_size
@@ -139,18 +125,25 @@ class Trainer:
         self.stopped = False
         self.choice: Choice | None = None
         self._worker: Worker | None = None
-        self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
-        self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
-        if isinstance(self._plan, Plan):
-            options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
-            check_options(self._plan, schedule, options)
-            self.microbatch_size = self._fitting(self._plan, microbatch_size)
-            if not predict:
-                self._start(self._plan)
-        else:
-            self.microbatch_size = microbatch_size or ceil_div(minibatch_size, self.world.size)
-            if microbatch_size is None and plan == "auto":
-                self._smaller_sizes = parts_of(self.microbatch_size, minibatch_size)
+        asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
+        self._maker = PlanMaker(
+            plan,
+            asked,
+            model,
+            loss,
+            self.rule,
+            self.world,
+            self.device,
+            minibatch_size,
+            microbatch_size,
+        )
+        if self._maker.plan is not None and not predict:
+            self._start(self._maker.plan)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of a microbatch, but for the last one of a short minibatch."""
+        return self._maker.microbatch_size
 
     @property
     def step(self) -> int:
@@ -354,8 +347,8 @@ class Trainer:
         told = [*found.notes, f"resuming from {found.path}: {found.place}"]
         if self._worker is not None:
             self.books.load(self._worker)
-        elif self._plan == "auto":
-            told.append(self._take_plan(found.plan))
+        elif (preferred := self._maker.prefer(found.plan)) is not None:
+            told.append(preferred)
         return told
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
@@ -372,24 +365,8 @@ class Trainer:
     def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
         """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
         self.prepare(dataset)
-        self.worker.average_statistics()
-        totals = np.zeros(3)
-        previous: Sums | None = None
-        for minibatch in minibatches(dataset, self.minibatch_size, self.microbatch_size):
-            faults.at("evaluate", step=self.step)
-            current = self.worker.infer(minibatch, partial(judge, self.loss), width=3)
-            if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
-                totals += previous.wait().sum(axis=0)
-                if may_stop and previous.ask_to_stop():
-                    return None
-            previous = current
-        if previous is not None:
-            totals += previous.wait().sum(axis=0)
-        loss, correct, judged = totals
-        metrics = {"loss": float(loss) / max(len(dataset), 1)}
-        if judged:
-            metrics["accuracy"] = float(correct / judged)
-        return metrics
+        batches = minibatches(dataset, self.minibatch_size, self.microbatch_size)
+        return evaluated(self.worker, batches, self.loss, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
         """The modules whose backward is whole, though the schedule splits it; None on other ranks than 0."""
@@ -482,27 +459,6 @@ class Trainer:
         self.books.standing.stop_from, self.stopped = None, True
         return True
 
-    def _take_plan(self, plan: Plan) -> str:
-        """Run a checkpoint's plan, if that can be, instead of searching for one; says which it will be."""
-        what = f"its plan {plan.name}, {plan.schedule}"
-        try:
-            for name, value in self._asked.items():
-                if value not in ("auto", getattr(plan, name)):
-                    raise ValueError(f"{name} = {value} is asked for")
-            self.microbatch_size = self._fitting(plan)
-        except ValueError as error:
-            return f"{what}, does not fit here, so one is searched for: {error}"
-        self._plan, self._smaller_sizes = plan, []
-        return f"with {what}"
-
-    def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
-        """The size of the plan's microbatches. Raises ValueError if it fits model, world or minibatch not."""
-        size = microbatch_size_of(plan, self.minibatch_size, microbatch_size)
-        self.rule.check(plan)
-        check_plan(self.model, plan)
-        plan.check_world(self.world.size)
-        return size
-
     def _check_nothing_under_way(self, method: str) -> None:
         if self.books.standing.under_way:
             raise RuntimeError(
@@ -511,29 +467,10 @@ class Trainer:
             )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        self.rule.try_out([p for p in self.model.parameters() if p.requires_grad][:1])
-        try:
-            self.choice = self._choose(minibatch)
-        except ValueError as error:  # the same on every rank
-            if not isinstance(self._plan, Plan):
-                raise
-            if self.world.rank == 0:
-                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
-            self._start(self._plan)
-        else:
-            self._start(self.choice.plan)
-
-    def _choose(self, minibatch: Minibatch) -> Choice:
-        with failure.guard():  # ranks that can be measured would wait for one that cannot
-            profile, work = measured(
-                self.model, minibatch, self.loss, self.device, self.rule, self.world, self._smaller_sizes
-            )
-        count = ceil_div(self.minibatch_size, self.microbatch_size)
-        return self._autoplan(self._plan, self.world, profile, count, work=work)
+        plan, self.choice = self._maker.make(minibatch)
+        self._start(plan)
 
     def _start(self, plan: Plan) -> None:
-        self.rule.check(plan)
-        self.microbatch_size = microbatch_size_of(plan, self.minibatch_size)
         self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
         self.books.load(self._worker)
