@@ -22,6 +22,16 @@ def factor(text: str) -> float:
     return value
 
 
+def hang_timeout(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 1e6, got {text!r}")
+    return value
+
+
 def sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(positive, text.split(","))))
 
@@ -59,3 +69,20 @@ def plan_sources(text: str) -> list[str]:
 
 def names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text!r}")
+    return int(text)
+
+
+def hosts(text: str) -> dict[str, int]:
+    """h1:4,h2 is {"h1": 4, "h2": 1}."""
+    found = {}
+    for each in names(text):
+        name, _, slots = each.partition(":")
+        if not name or name in found or not (slots or "1").isdecimal() or int(slots or 1) < 1:
+            raise argparse.ArgumentTypeError(f"must be hosts and ranks such as h1:4,h2:4, got {text!r}")
+        found[name] = int(slots or 1)
+    return found

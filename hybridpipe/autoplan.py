@@ -24,6 +24,7 @@ from hybridpipe.planning.search import (
 )
 from hybridpipe.planning.simulate import predict
 from hybridpipe.probe import probe
+from hybridpipe.runtime.position import position
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -90,7 +91,8 @@ def autoplan(
                 choice = choose(plan, profile, cluster, num_microbatches, **asked)
         except ValueError as error:  # such as NoPlanFits: every rank is to raise it, none to wait
             choice = error
-    choice = world.bcast(choice)
+    with position.waiting("rank 0's choice of a plan", (0,)):
+        choice = world.bcast(choice)
     if isinstance(choice, ValueError):
         raise choice
     assert choice is not None

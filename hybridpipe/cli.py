@@ -13,17 +13,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hybridpipe import outcome
 from hybridpipe.errors import UserError
+from hybridpipe.launcher import launched_rank
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.runtime import preemption
 from hybridpipe.usage import COMMANDS
 
 if TYPE_CHECKING:
     from hybridpipe.planning.search import Asked
 
 RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except UserError as error:
+        outcome.tell(2, str(error))
         _tell(f"hybridpipe: {error}")
         return 2
     return code
@@ -42,7 +45,7 @@ def _tell(mistake: str) -> None:
 
     A rank that ended first would make mpirun end rank 0 before that has printed; so the others wait for it.
     """
-    if _launched_rank() == 0:
+    if launched_rank() == 0:
         print(" ".join(mistake.splitlines()), file=sys.stderr, flush=True)
     else:
         time.sleep(RANK0_SECONDS)
@@ -73,7 +76,7 @@ def _profile(options: argparse.Namespace) -> int:
         from hybridpipe.profiling import circumstances, profile_model
 
         profile = profile_model(config, options.microbatch)
-        if _launched_rank():
+        if launched_rank():
             return 0
         print(circumstances(profile))
         write_json(options.out, profile)
@@ -270,10 +273,48 @@ def _train(options: argparse.Namespace) -> int:
         from hybridpipe.files import read_plan
 
         read_plan(plan)  # a mistake in it is told now; the trainer reads it again
+    if options.resume not in (None, "auto") and not Path(options.resume).exists():
+        raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
+    preemption.listen()
+    outcome.up()
     config.check()
     from hybridpipe.train import train
 
-    return train(config, plan, options.out or Path("runs") / Path(options.config).stem, options.trace)
+    return train(config, plan, _out(options), options.trace, options.hang_timeout, options.resume)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    """The mistakes that can be seen are told here, before any rank is started."""
+    from hybridpipe import supervisor
+
+    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if words[:1] != ["train"]:
+        raise UserError(
+            f"launch: must be followed by -- train CONFIG ..., got {' '.join(words) or 'nothing'}"
+        )
+    training = _parser().parse_args(words)
+    plan = training.plan or _load(training).plan.source
+    kind = options.launcher or ("srun" if "SLURM_JOB_ID" in os.environ else "mpirun")
+    ranks, slots = supervisor.places(options.ranks, options.hosts)
+    return supervisor.supervise(
+        supervisor.Asked(
+            words=tuple(words),
+            out=_out(training),
+            checkpoints=_out(training) / "checkpoints",
+            ranks=ranks,
+            launcher=kind,
+            slots=slots,
+            max_restarts=options.max_restarts,
+            min_ranks=options.min_ranks or ranks,
+            deadline_seconds=options.deadline,
+            fixed_plan=plan.endswith(".json"),
+        )
+    )
+
+
+def _out(options: argparse.Namespace) -> Path:
+    """The folder that `train` writes to."""
+    return options.out or Path("runs") / Path(options.config).stem
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -317,6 +358,7 @@ _RUNS = {
     "plan": _plan,
     "simulate": _simulate,
     "train": _train,
+    "launch": _launch,
     "replay": _replay,
     "compare": _compare,
 }
@@ -344,8 +386,3 @@ def _parser() -> argparse.ArgumentParser:
     for add in COMMANDS:
         add(command)
     return parser
-
-
-def _launched_rank() -> int:
-    """This process's rank as the launcher tells it, before MPI starts."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)

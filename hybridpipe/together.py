@@ -15,6 +15,7 @@ import torch
 from hybridpipe.launcher import num_cores
 from hybridpipe.planning.fit import typical
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.runtime.position import position
 from hybridpipe.stage.measure import Agree
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def idle_barrier(world: "MPI.Comm") -> None:
     """A barrier that sleeps."""
-    _sleep_until(world.Ibarrier())
+    _sleep_until(world, world.Ibarrier())
 
 
 def largest(world: "MPI.Comm", number: float) -> float:
@@ -34,7 +35,7 @@ def largest(world: "MPI.Comm", number: float) -> float:
     from hybridpipe.runtime.mpi import MPI
 
     found = np.array([number])
-    _sleep_until(world.Iallreduce(MPI.IN_PLACE, found, op=MPI.MAX))
+    _sleep_until(world, world.Iallreduce(MPI.IN_PLACE, found, op=MPI.MAX))
     return float(found[0])
 
 
@@ -80,6 +81,7 @@ def measure_together(world: "MPI.Comm", measure: Callable[[Agree], ModelProfile]
     return agreed
 
 
-def _sleep_until(request: "MPI.Request") -> None:
-    while not request.Test():
-        time.sleep(PAUSE_SECONDS)
+def _sleep_until(world: "MPI.Comm", request: "MPI.Request") -> None:
+    with position.waiting("measuring together", range(world.size)):
+        while not request.Test():
+            time.sleep(PAUSE_SECONDS)

@@ -4,12 +4,9 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 """
 
 import os
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,34 +15,33 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.autoplan import Choice, autoplan, check_options
-from hybridpipe.batches import microbatch_size_of, minibatches, parts_of, slice_minibatch
-from hybridpipe.config import SOURCES
-from hybridpipe.files import read_plan
-from hybridpipe.judging import judge, reached
-from hybridpipe.planning.checks import positive_int
+from hybridpipe.autoplan import Choice
+from hybridpipe.batches import minibatches, slice_minibatch
+from hybridpipe.books import Books, Sizes
+from hybridpipe.checkpoint.names import name_of
+from hybridpipe.checkpointing import Checkpointing, Keeper
+from hybridpipe.epoch import Epoch, total
+from hybridpipe.errors import UserError
+from hybridpipe.judging import evaluated, reached
+from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads
+from hybridpipe.planning.checks import non_negative, positive_int
 from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.profile import Measurement
-from hybridpipe.planning.schedules import ceil_div, losses_late
-from hybridpipe.planning.timeline import Event, Timeline
+from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
-from hybridpipe.runtime import failure
+from hybridpipe.runtime import failure, preemption
 from hybridpipe.runtime.allocator import keep_freed_memory
-from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
+from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.resume import Nothing, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
-from hybridpipe.runtime.worker import Sums, Worker
-from hybridpipe.stage.measure import OptimizerFactory, Rehearsal
-from hybridpipe.stage.split import check_plan, layers_of
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
+from hybridpipe.runtime.worker import Worker
+from hybridpipe.stage.measure import OptimizerFactory
+from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value
-from hybridpipe.together import measure_together
-
-PlanLike = Plan | str | os.PathLike[str]
-# What an update of this rank was made of, each minibatch's losses on their way, and what went on till then.
-Trained = tuple[list[tuple[Minibatch, Sums]], list[Event]]
 
 
 class Trainer:
@@ -79,6 +75,8 @@ class Trainer:
         seed: of the order of the data and of every random number that a layer draws.
         device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
+        hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
+            every rank is doing and ends the job; 0: never.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -108,6 +106,7 @@ class Trainer:
         seed: int = 0,
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
+        hang_timeout: float = DEFAULT_SECONDS,
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
@@ -115,45 +114,62 @@ class Trainer:
         positive_int("minibatch_size", minibatch_size)
         if microbatch_size is not None:
             positive_int("microbatch_size", microbatch_size)
+        non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(
             optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up, compression
         )
-        self._autoplan = partial(
-            autoplan,
-            schedule=schedule,
-            vertical_sync=vertical_sync,
-            max_in_flight=max_in_flight,
-            recompute=recompute,
-            compression=compression,
-        )
-        self._updates = True
-        self._under_way = False  # minibatches, between ranks
+        self._updates, self._in_fit = True, False
+        self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         self.minibatch_size = minibatch_size
         keep_freed_memory()
-        self.device, num_threads = _device(self.world, device)
+        self.device, num_threads = device_and_threads(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self.step = 0
-        self.epoch = 0
+        self._watchdog = watch(self.world, hang_timeout)
+        self.books = Books(Sizes(seed, minibatch_size), self.world)
+        self.stopped = False
         self.choice: Choice | None = None
-        self.recorder = Recorder()
         self._worker: Worker | None = None
-        self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
-        self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
-        if isinstance(self._plan, Plan):
-            options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
-            check_options(self._plan, schedule, options)
-            self.microbatch_size = microbatch_size_of(self._plan, minibatch_size, microbatch_size)
-            self.rule.check(self._plan)
-            check_plan(model, self._plan)
-            self._plan.check_world(self.world.size)
-            if not predict:
-                self._start(self._plan)
-        else:
-            self.microbatch_size = microbatch_size or ceil_div(minibatch_size, self.world.size)
-            if microbatch_size is None and plan == "auto":
-                self._smaller_sizes = parts_of(self.microbatch_size, minibatch_size)
+        asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
+        self._maker = PlanMaker(
+            plan,
+            asked,
+            model,
+            loss,
+            self.rule,
+            self.world,
+            self.device,
+            minibatch_size,
+            microbatch_size,
+        )
+        if self._maker.plan is not None and not predict:
+            self._start(self._maker.plan)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of a microbatch, but for the last one of a short minibatch."""
+        return self._maker.microbatch_size
+
+    @property
+    def step(self) -> int:
+        """Minibatches trained on."""
+        return self.books.standing.step
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs."""
+        return self.books.standing.epoch
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What `fit` has returned for each epoch, of the runs before a checkpoint, too."""
+        return self.books.history
+
+    @property
+    def recorder(self) -> Recorder:
+        """What was measured on the way."""
+        return self.books.recorder
 
     @property
     def plan(self) -> Plan:
@@ -185,11 +201,14 @@ class Trainer:
                 "without a pause; use fit"
             )
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
-        sums, events = self._train(minibatch)
-        sums.wait()
-        seconds = time.perf_counter() - began
-        self._keep([minibatch], events, seconds)
-        return self._record(self.epoch, minibatch, sums, seconds).loss
+        sums, events = self.worker.train(minibatch, self.step, self._updates)
+        self.books.standing.step += 1
+        self.books.standing.so_far = None
+        self._accumulated = not self._updates
+        loss, seconds = total(sums), time.perf_counter() - began
+        full = minibatch.num_samples == self.minibatch_size
+        self.recorder.keep(events, seconds, full)
+        return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full).loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -219,6 +238,7 @@ class Trainer:
         on_minibatch: Callable[[MinibatchRecord], None] | None = None,
         target_accuracy: float | None = None,
         target_loss: float | None = None,
+        checkpoint: Checkpointing | None = None,
     ) -> list[dict[str, Any]]:
         """Train on a map-style data set of (inputs, target).
 
@@ -230,46 +250,112 @@ class Trainer:
             on_minibatch: called on every rank with what is known of each minibatch, one minibatch late, or as
                 many as are under way. What it raises on every rank ends `fit`; under an asynchronous
                 schedule, with minibatches on their way between ranks, it ends the job.
+            checkpoint: save on the way, while training goes on, and at the end; and when USR1 or TERM asks
+                any rank to stop, after which all of them end (`Preempted`).
             target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
                 this loss, is the last; with both, the first that has both. The summary tells when it was.
+
+        After `resume` the first epoch is the one that the checkpoint stands in, whatever is left of it. After
+        `stop_from` it ends early, with `stopped` set, and all ranks at one step.
 
         Returns:
             for each epoch its number, mean loss, seconds of training on this rank and, with `validation`,
             what `evaluate` says of it.
 
         Raises:
+            Preempted: with `checkpoint`: a rank was asked to stop; all have, and what was trained is saved.
+            UserError: the state is such that it cannot be saved, or could not be written.
             ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
                 are no classes.
         """
         self._check_nothing_under_way("fit")
         if not self._updates:
             raise ValueError("fit makes no sense inside no_sync, where nothing is learnt; use train_step")
-        history = []
         targets = {"accuracy": target_accuracy, "loss": target_loss}
         wanted = {name: value for name, value in targets.items() if value is not None}
         if wanted and validation is None:
             raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
         self.prepare(dataset)
-        for epoch in range(self.epoch, self.epoch + epochs):
-            losses = []
-            began = time.perf_counter()
-            with closing(self._epoch(dataset, epoch, shuffle)) as records:  # an error closes it at once
-                for record in records:
-                    losses.append((record.loss, record.num_samples))
-                    if on_minibatch is not None:
-                        on_minibatch(record)
-            mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-            seconds = time.perf_counter() - began
-            self.recorder.training_seconds += seconds
-            entry: dict[str, Any] = {"epoch": epoch, "loss": mean, "seconds": seconds}
-            if validation is not None:
-                entry["validation"] = self.recorder.metrics = self.evaluate(validation)
-            history.append(entry)
-            self.epoch += 1
-            if wanted and reached(entry["validation"], wanted):
-                self.recorder.reach_target(self.epoch)
-                break
-        return history
+        keeper = None
+        if checkpoint is not None:
+            keeper = self.books.keeper(self.worker, checkpoint, self.microbatch_size)
+        first, self.stopped = len(self.history), False
+        with preemption.listening(keeper is not None):
+            if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
+                self.books.standing.preempted, epochs = True, 0
+            for _ in range(epochs):
+                self._train_epoch(dataset, shuffle, keeper, on_minibatch)
+                if self._stops():
+                    break
+                if not self._end_epoch(validation, wanted):
+                    break
+            if keeper is not None and self.step:
+                keeper.finish(self.step, *self.books.so_far())
+            if checkpoint is not None and self.books.standing.preempted:
+                saved = "before the first minibatch, with nothing to save"
+                if self.step:
+                    saved = f"at step {self.step}, saved as {Path(checkpoint.folder) / name_of(self.step)}"
+                preemption.stop(f"stopped {saved}", self.step, partial(meet, self.world))
+        return self.history[first:]
+
+    def stop_from(self, step: int) -> None:
+        """Let `fit` end at the first cut at or behind `step`, or with the epoch, whatever comes first.
+
+        A cut is where every stage has updated with the same minibatches. Every rank says the same step before
+        it has trained on so many; `fit` then saves, returns, and `stopped` is set. Under an asynchronous
+        schedule messages of later minibatches stay under way: the process has to end then, without `close`.
+        """
+        self.books.standing.stop_from = step
+
+    def save(self, root: str | os.PathLike[str], keep: int = 3) -> Path:
+        """Save the state between two steps as `root/step-...`, of which the last `keep` stay. Collective.
+
+        Raises:
+            RuntimeError: inside `fit`, which has `checkpoint` for that, or between `no_sync` and the update.
+            UserError: it cannot be saved.
+        """
+        if self._in_fit:
+            raise RuntimeError(
+                "save was called while fit is training, which has checkpoint=Checkpointing(...)"
+            )
+        if self._accumulated:
+            raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
+        asked = Checkpointing(root, keep=keep)
+        keeper = self.books.keeper(self.worker, asked, self.microbatch_size, anew=True)
+        keeper.finish(self.step, *self.books.so_far())
+        return Path(root) / name_of(self.step)
+
+    def resume(self, source: str | os.PathLike[str], or_anew: bool = False) -> list[str]:
+        """Go on from a checkpoint, from the last good one in a folder, or with a safetensors file's weights.
+
+        Under the checkpoint's own plan, which "auto" prefers where it fits, training goes on bit for bit.
+        Under any other the weights, buffers and optimizer state are bit-equal by name. Collective.
+
+        Args:
+            or_anew: a folder may hold none; training then starts anew.
+
+        Returns:
+            what there is to tell, in lines.
+
+        Raises:
+            UserError: it is damaged, or of another model, optimizer, seed or minibatch; nothing has changed.
+        """
+        self._check_nothing_under_way("resume")
+        path = Path(source)
+        if path.suffix == ".safetensors":
+            load_plain(self.world, self.model, path)
+            return [f"weights of {path}; all else starts anew"]
+        found = self.books.find(path, self.model)
+        if isinstance(found, Nothing):
+            if not or_anew:
+                raise UserError("; ".join([f"{path}: holds no checkpoint to resume from", *found.notes]))
+            return [*found.notes, f"no checkpoint in {path}: training starts anew"]
+        told = [*found.notes, f"resuming from {found.path}: {found.place}"]
+        if self._worker is not None:
+            self.books.load(self._worker)
+        elif (preferred := self._maker.prefer(found.plan)) is not None:
+            told.append(preferred)
+        return told
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank.
@@ -278,22 +364,15 @@ class Trainer:
             RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
         """
         self._check_nothing_under_way("evaluate")
-        self.prepare(dataset)
-        self.worker.average_statistics()
-        totals = np.zeros(3)
-        previous: Sums | None = None
-        for minibatch in minibatches(dataset, self.minibatch_size, self.microbatch_size):
-            current = self.worker.infer(minibatch, partial(judge, self.loss), width=3)
-            if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
-                totals += previous.wait().sum(axis=0)
-            previous = current
-        if previous is not None:
-            totals += previous.wait().sum(axis=0)
-        loss, correct, judged = totals
-        metrics = {"loss": float(loss) / max(len(dataset), 1)}
-        if judged:
-            metrics["accuracy"] = float(correct / judged)
+        metrics = self._evaluate(dataset)
+        assert metrics is not None
         return metrics
+
+    def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
+        """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
+        self.prepare(dataset)
+        batches = minibatches(dataset, self.minibatch_size, self.microbatch_size)
+        return evaluated(self.worker, batches, self.loss, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
         """The modules whose backward is whole, though the schedule splits it; None on other ranks than 0."""
@@ -327,113 +406,77 @@ class Trainer:
 
     def close(self) -> None:
         """End the communication thread and give back the communicators; the model keeps its weights."""
+        self.books.close()
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
-    def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Generator[MinibatchRecord, None, None]:
+    def _train_epoch(
+        self,
+        dataset: Any,
+        shuffle: bool,
+        keeper: Keeper | None,
+        on_minibatch: Callable[[MinibatchRecord], None] | None,
+    ) -> None:
+        self.books.begin_epoch(len(dataset), shuffle)
         batches = minibatches(
-            dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
+            dataset,
+            self.minibatch_size,
+            self.microbatch_size,
+            seed=self.seed,
+            epoch=self.epoch,
+            shuffle=shuffle,
         )
-        trained = self._stream(list(batches)) if self.plan.is_asynchronous else map(self._train_one, batches)
-        late = losses_late(self.plan)
-        pending: deque[tuple[Minibatch, Sums, float]] = deque()  # whose losses travel while others run
-        began = time.perf_counter()
-        for together, events in trained:
-            began, seconds = (now := time.perf_counter()), now - began
-            self._keep([minibatch for minibatch, _ in together], events, seconds)
-            pending += [(*each, seconds / len(together)) for each in together]
-            while len(pending) > late:
-                yield self._record(epoch, *pending.popleft())
-        for each in pending:
-            yield self._record(epoch, *each)
-
-    def _keep(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
-        full = all(minibatch.num_samples == self.minibatch_size for minibatch in trained)
-        self.recorder.keep(events, seconds, full, len(trained))
-
-    def _record(self, epoch: int, minibatch: Minibatch, sums: Sums, seconds: float) -> MinibatchRecord:
-        full = minibatch.num_samples == self.minibatch_size
-        return self.recorder.note(epoch, _total(sums), minibatch.num_samples, seconds, full)
-
-    def _train(self, minibatch: Minibatch) -> tuple[Sums, list[Event]]:
-        trained = self.worker.train(minibatch, self.step, self._updates)
-        self.step += 1
-        return trained
-
-    def _train_one(self, minibatch: Minibatch) -> Trained:
-        sums, events = self._train(minibatch)
-        return [(minibatch, sums)], events
-
-    def _stream(self, batches: list[Minibatch]) -> Iterator[Trained]:
-        """An epoch without a flush, by updates."""
-        ahead = deque(batches)
-        self._under_way = True
+        standing = self.books.standing
+        epoch = Epoch(self.worker, self.recorder, standing, self.minibatch_size, keeper)
+        self._in_fit = True
         try:
-            for sums, events in self.worker.stream(batches, self.step):
-                together = [(ahead.popleft(), each) for each in sums]
-                self.step += len(together)
-                yield together, events
+            with closing(epoch.run(batches)) as records:  # an error closes it at once
+                for record in records:
+                    if on_minibatch is not None:
+                        on_minibatch(record)
+        except BaseException:
+            standing.so_far = None  # the next `fit` begins the epoch anew
+            raise
         finally:
-            self._under_way = False
+            self._in_fit = False
+
+    def _end_epoch(self, validation: Any, wanted: dict[str, float]) -> bool:
+        """Evaluate, and close the epoch's books. Is there more to train?"""
+        metrics = None
+        if validation is not None:
+            metrics = self._evaluate(validation, may_stop=True)
+            if metrics is None:  # whoever resumes evaluates first
+                self.books.standing.preempt(self.step)
+                return not self._stops()
+        self.books.end_epoch(metrics)
+        if self._stops():
+            return False
+        if wanted and metrics is not None and reached(metrics, wanted):
+            self.recorder.reach_target(self.epoch)
+            return False
+        return True
+
+    def _stops(self) -> bool:
+        if self.books.standing.stop_from is None:
+            return False
+        self.books.standing.stop_from, self.stopped = None, True
+        return True
 
     def _check_nothing_under_way(self, method: str) -> None:
-        if self._under_way:
+        if self.books.standing.under_way:
             raise RuntimeError(
                 f"{method} was called while minibatches are under way under {self.plan.schedule}; "
                 "call it between epochs"
             )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        self.rule.try_out([p for p in self.model.parameters() if p.requires_grad][:1])
-        try:
-            self.choice = self._choose(minibatch)
-        except ValueError as error:  # the same on every rank
-            if not isinstance(self._plan, Plan):
-                raise
-            if self.world.rank == 0:
-                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
-            self._start(self._plan)
-        else:
-            self._start(self.choice.plan)
-
-    def _choose(self, minibatch: Minibatch) -> Choice:
-        with failure.guard():  # ranks that can be measured would wait for one that cannot
-            try:
-                rehearsal = Rehearsal(
-                    self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.device
-                )
-                measure = partial(rehearsal.measure, self.rule.optimizer)
-                profile = measure_together(self.world, measure)
-                for size in self._smaller_sizes:
-                    if size < profile.samples:  # the data may hold no more
-                        other = measure_together(self.world, partial(measure, size=size))
-                        measurement = Measurement(other.samples, other.layers)
-                        profile = replace(profile, others=(*profile.others, measurement))
-            except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
-                raise RuntimeError("the first microbatch failed while the model was measured") from error
-        count = ceil_div(self.minibatch_size, self.microbatch_size)
-        return self._autoplan(self._plan, self.world, profile, count, work=rehearsal.run)
+        plan, self.choice = self._maker.make(minibatch)
+        self._start(plan)
 
     def _start(self, plan: Plan) -> None:
-        self.rule.check(plan)
-        self.microbatch_size = microbatch_size_of(plan, self.minibatch_size)
         self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
-
-
-def _total(sums: Sums) -> float:
-    """Added up in the order of the microbatches: the same float on every rank and under every plan."""
-    return float(sum(sums.wait().tolist()))
-
-
-def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:
-    """This rank's device, and its compute threads (None: the user has set them)."""
-    local_rank, local_size = ranks_on_host(world)
-    if device is None:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
-    return device, default_num_threads(local_size)
+        self.books.load(self._worker)

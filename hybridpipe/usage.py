@@ -4,7 +4,19 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from hybridpipe.arguments import bandwidth, factor, names, plan_source, plan_sources, positive, seconds, sizes
+from hybridpipe.arguments import (
+    bandwidth,
+    count,
+    factor,
+    hang_timeout,
+    hosts,
+    names,
+    plan_source,
+    plan_sources,
+    positive,
+    seconds,
+    sizes,
+)
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import SCHEDULES
 
@@ -118,9 +130,52 @@ def add_train(command: Command) -> None:
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
     train.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="auto: from the last good checkpoint in DIR/checkpoints, or else anew; PATH: a checkpoint, "
+        "a folder of them, or a safetensors file of weights",
+    )
+    train.add_argument(
         "--trace",
         action="store_true",
         help="print where each rank's time goes; trace.json holds the last minibatches, not a typical one",
+    )
+    train.add_argument(
+        "--hang-timeout",
+        type=hang_timeout,
+        default=300.0,
+        metavar="SECONDS",
+        help="without progress for so long, a rank tells what all are doing and ends the job; 0: never; "
+        "default: 300",
+    )
+
+
+def add_launch(command: Command) -> None:
+    launch = command("launch", "train on several ranks: starts mpirun or srun, and again after a failure")
+    launch.add_argument("--ranks", type=positive, help="default: those of the Slurm allocation")
+    launch.add_argument(
+        "--hosts", type=hosts, default={}, metavar="h1:4,h2:4", help="and how many ranks each can take"
+    )
+    launch.add_argument("--launcher", choices=("mpirun", "srun"), help="default: srun under Slurm")
+    launch.add_argument(
+        "--max-restarts",
+        type=count,
+        default=0,
+        metavar="N",
+        help="start again so often, from the last good checkpoint",
+    )
+    launch.add_argument(
+        "--min-ranks", type=positive, metavar="N", help="with hosts gone, go on with so many; default: all"
+    )
+    launch.add_argument(
+        "--deadline",
+        type=seconds,
+        default=100.0,
+        metavar="SECONDS",
+        help="asked to stop, the job has so long to save; default: 100",
+    )
+    launch.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- train CONFIG ...", help="as `hybridpipe train`"
     )
 
 
@@ -158,4 +213,14 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     )
 
 
-COMMANDS = (add_doctor, add_profile, add_probe, add_plan, add_simulate, add_train, add_replay, add_compare)
+COMMANDS = (
+    add_doctor,
+    add_profile,
+    add_probe,
+    add_plan,
+    add_simulate,
+    add_train,
+    add_launch,
+    add_replay,
+    add_compare,
+)

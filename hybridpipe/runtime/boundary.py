@@ -6,6 +6,7 @@ reused buffers, and a sender whose tensors have changed shape says so instead of
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from hybridpipe.runtime.messages import (
     check_header,
     decode_spec,
     encode_spec,
+    header_of,
     pack,
     spec_of,
     views,
@@ -53,6 +55,15 @@ class _Posted(NamedTuple):
     buffer: Tensor
     spec: Spec
     header: tuple[int, ...]
+    peer: int
+    tag: int
+
+    def check(self) -> None:
+        """Raises ProtocolError unless what has come is what the plan expects."""
+        try:
+            check_header(self.buffer, self.spec, self.header, HEADER_NAMES)
+        except ProtocolError as error:
+            raise ProtocolError(f"from rank {self.peer}, tag {self.tag}: {error}") from None
 
 
 class Boundary:
@@ -80,7 +91,7 @@ class Boundary:
         self._posted: dict[ReceiveActivation | ReceiveGradient, _Posted] = {}
         self._num_posted = self._num_consumed = 0
 
-    def send_activation(self, microbatch: int, value: Value) -> None:
+    def send_activation(self, microbatch: int, value: Value, fault: str | None = None) -> None:
         """Start sending a stage's output to the stage behind."""
         tensors = tensors_of(value)
         spec = spec_of(tensors, single=isinstance(value, Tensor))
@@ -94,14 +105,16 @@ class Boundary:
                 f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes and types that "
                 "depend on the number of samples only"
             )
-        self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors)
+        self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors, fault)
 
-    def send_gradient(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
+    def send_gradient(
+        self, microbatch: int, gradients: Sequence[Tensor | None], fault: str | None = None
+    ) -> None:
         """Start sending the gradients of a stage's input to the stage before."""
         size = self._size(microbatch, self._stage - 1)
         spec = self._specs[size].gradients()
         tensors = [gradient for gradient in gradients if gradient is not None]
-        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec, tensors)
+        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec, tensors, fault)
 
     def receive_activation(self, microbatch: int) -> Value:
         """Wait for a stage's input: leaves of this stage's graph."""
@@ -109,7 +122,7 @@ class Boundary:
         if size not in self._specs:
             buffer = torch.empty(SPEC_BYTES, dtype=torch.uint8)
             tag = self._tag(SPEC, microbatch, self._stage - 1)
-            self._transport.receive(buffer, size.peer, tag).wait()
+            self._transport.receive(buffer, size.peer, tag).wait(partial(self._doubt, size.peer))
             self._specs[size] = decode_spec(buffer)
         spec = self._specs[size]
         tensors = self._receive(ReceiveActivation(microbatch, self._chunk))
@@ -122,7 +135,14 @@ class Boundary:
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
 
     def _send(
-        self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Sequence[Tensor]
+        self,
+        kind: int,
+        microbatch: int,
+        cut: int,
+        peer: int,
+        spec: Spec,
+        tensors: Sequence[Tensor],
+        fault: str | None,
     ) -> None:
         if spec.num_bytes > LARGEST_MESSAGE_BYTES:
             raise ValueError(
@@ -132,14 +152,19 @@ class Boundary:
         buffer = self._buffers.take(spec.num_bytes)
         pack(buffer, spec, tensors, (kind, self._step, microbatch, cut))
         self.bytes_sent += spec.num_bytes
-        self._transport.send(buffer, peer, self._tag(kind, microbatch, cut))
+        tag = self._tag(kind, microbatch, cut)
+        if fault == "badsize":
+            buffer = torch.cat([buffer, buffer])
+        elif fault == "badtag":
+            tag = self._tag(kind, microbatch + 1, cut)
+        self._transport.send(buffer, peer, tag)
 
     def _receive(self, instruction: ReceiveActivation | ReceiveGradient) -> tuple[Tensor, ...]:
         self._num_consumed += 1
         self._post_until(self._num_consumed + LOOK_AHEAD)
         posted = self._posted.pop(instruction)
-        posted.pending.wait()
-        check_header(posted.buffer, posted.spec, posted.header, HEADER_NAMES)
+        posted.pending.wait(partial(self._doubt, posted.peer))
+        posted.check()
         return tuple(tensor.to(self._device) for tensor in views(posted.buffer, posted.spec))
 
     def _post_until(self, count: int) -> None:
@@ -155,9 +180,27 @@ class Boundary:
             spec = known if forward else known.gradients()
             kind, cut = (ACTIVATION, self._stage - 1) if forward else (GRADIENT, self._stage)
             buffer = self._buffers.take(spec.num_bytes)
-            pending = self._transport.receive(buffer, size.peer, self._tag(kind, m, cut))
-            self._posted[instruction] = _Posted(pending, buffer, spec, (kind, self._step, m, cut))
+            tag = self._tag(kind, m, cut)
+            pending = self._transport.receive(buffer, size.peer, tag)
+            header = (kind, self._step, m, cut)
+            self._posted[instruction] = _Posted(pending, buffer, spec, header, size.peer, tag)
             self._num_posted += 1
+
+    def _doubt(self, peer: int) -> None:
+        """A wait takes long: raises ProtocolError if the peer has sent what nobody will ever ask for."""
+        for posted in self._posted.values():
+            if posted.pending.is_complete():
+                posted.check()
+        for tag, message in self._transport.unclaimed(peer):
+            if tag % KINDS == SPEC:
+                continue
+            found = dict(zip(HEADER_NAMES, header_of(message, len(HEADER_NAMES)), strict=True))
+            expected = self._tag(found["kind"], found["microbatch"], found["stage"])
+            if tag != expected:
+                raise ProtocolError(
+                    f"from rank {peer} came a message with tag {tag} where the plan expects {expected}: "
+                    f"{', '.join(f'{name} {value}' for name, value in found.items())}"
+                )
 
     def _size(self, microbatch: int, stage: int) -> _Size:
         cut, peer = min(stage, self._stage), self._plan.rank_of(stage, microbatch)

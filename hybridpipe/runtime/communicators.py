@@ -1,13 +1,18 @@
 """Communicators: who talks to whom about what. Each is a private duplicate, so no traffic mixes.
 
-Every function that communicates takes the communicator as an argument; none uses MPI.COMM_WORLD.
+Every function that communicates takes the communicator as an argument; none uses MPI.COMM_WORLD. Whoever
+waits in a blocking call of one of these can be seen to do so (`position`), which is what a watchdog reports.
 """
 
 import os
-from typing import NamedTuple
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
 
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.position import position
 
 
 class Communicators(NamedTuple):
@@ -19,10 +24,10 @@ class Communicators(NamedTuple):
     the ranks that the plan uses (None on the others).
     """
 
-    control: MPI.Comm
+    control: "Watched"
     peers: MPI.Comm
-    replicas: MPI.Comm | None
-    used: MPI.Comm | None
+    replicas: "Watched | None"
+    used: "Watched | None"
 
     def free(self) -> None:
         """Give the communicators back. Collective."""
@@ -31,15 +36,45 @@ class Communicators(NamedTuple):
                 communicator.Free()
 
 
+class Watched(MPI.Intracomm):
+    """A communicator whose blocking calls say, while they last, that this rank waits, and for whom."""
+
+    ranks: tuple[int, ...]  # of its members, in the world
+
+    def __new__(cls, communicator: MPI.Comm, world: MPI.Comm) -> "Watched":
+        made = super().__new__(cls, communicator)  # the same communicator, not another one
+        mine, everybody = communicator.Get_group(), world.Get_group()
+        made.ranks = tuple(MPI.Group.Translate_ranks(mine, None, everybody))
+        mine.Free()
+        everybody.Free()
+        return made
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    blocking = getattr(MPI.Intracomm, name)
+
+    @wraps(blocking)
+    def call(self: Watched, *arguments: Any, **options: Any) -> Any:
+        with position.waiting(name, self.ranks):
+            return blocking(self, *arguments, **options)
+
+    return call
+
+
+for _name in ("Barrier", "Bcast", "bcast", "Allreduce", "allreduce", "gather", "allgather", "Send", "Recv"):
+    setattr(Watched, _name, _watched(_name))
+
+
 def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
     """Split the world as the plan says. Collective over `world`."""
     place = plan.place(world.rank)
     at = Place(MPI.UNDEFINED, 0) if place is None else place
     replicas = world.Split(color=at.stage, key=world.rank)
     used = world.Split(color=MPI.UNDEFINED if place is None else 0, key=world.rank)
+    control = Watched(world.Dup(), world)
     if place is None:
-        return Communicators(world.Dup(), world.Dup(), None, None)
-    return Communicators(world.Dup(), world.Dup(), replicas, used)
+        return Communicators(control, world.Dup(), None, None)
+    return Communicators(control, world.Dup(), Watched(replicas, world), Watched(used, world))
 
 
 def ranks_on_host(world: MPI.Comm) -> tuple[int, int]:
@@ -48,6 +83,14 @@ def ranks_on_host(world: MPI.Comm) -> tuple[int, int]:
     index, size = host.rank, host.size
     host.Free()
     return index, size
+
+
+def meet(world: MPI.Comm, seconds: float) -> None:
+    """Wait until all ranks of `world` are here, at most so long: a rank that is lost never comes."""
+    barrier = world.Ibarrier()
+    end = time.monotonic() + seconds
+    while not barrier.Test() and time.monotonic() < end:
+        time.sleep(1e-3)
 
 
 def default_num_threads(ranks_here: int) -> int | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from hybridpipe.planning.cuts import Cut, num_updates
 from hybridpipe.planning.instructions import (
     AllReduce,
     Backward,
@@ -29,6 +30,7 @@ from hybridpipe.planning.instructions import (
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules import minibatches_in_update
 from hybridpipe.planning.timeline import Event
+from hybridpipe.runtime import faults
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.gradients import Gradients
 from hybridpipe.runtime.position import position
@@ -39,6 +41,19 @@ from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.values import Value, map_tensors
 
 Gradient = Sequence[torch.Tensor | None]
+
+_POINTS: dict[type[Instruction], str] = {  # for `faults`
+    ReceiveActivation: "receive-activation",
+    Forward: "forward",
+    SendActivation: "send-activation",
+    ReceiveGradient: "receive-gradient",
+    Backward: "backward",
+    BackwardInput: "backward",
+    BackwardWeight: "backward",
+    SendGradient: "send-gradient",
+    AllReduce: "all-reduce",
+    Step: "step",
+}
 
 
 class Done(NamedTuple):
@@ -75,19 +90,25 @@ class Executor:
         self.plan, self.place, self.held = plan, place, plan.held_stages(place)
         self.stages, self.boundaries = stages, boundaries
         self.gradients, self.update = gradients, update
-        self.seen: Seen = Stashed(plan, place, stages[0].module) if plan.is_asynchronous else Newest()
+        self.seen: Seen = Newest()
+        if plan.is_asynchronous:
+            self.seen = Stashed(plan, place, stages[0].module, stages[0].device)
 
     @property
     def bytes_sent(self) -> int:
         """Activations and gradients sent so far."""
         return sum(boundary.bytes_sent for boundary in self.boundaries)
 
-    def run(self, program: Program, stream: Stream) -> Iterator[Done]:
-        """Train on a stream; yields after each update, and at the end if anything came after the last."""
+    def run(self, program: Program, stream: Stream, done: int = 0) -> Iterator[Done]:
+        """Train on a stream; yields after each update, and at the end if anything came after the last.
+
+        Args:
+            done: so many minibatches of the stream are in the weights already, and not in `program`.
+        """
         for stage, boundary in zip(self.stages, self.boundaries, strict=True):
             stage.module.train()
             boundary.begin(program, stream.sizes, stream.step, training=True)
-        run = _Run(self, stream)
+        run = _Run(self, stream, done)
         finals = final_backwards(program)
         for i, instruction in enumerate(program):
             position.at(self._stage_of(instruction), run.step, instruction)
@@ -145,16 +166,18 @@ class Executor:
 class _Run:
     """A program under way: what is between two instructions, by (microbatch, chunk)."""
 
-    def __init__(self, executor: Executor, stream: Stream) -> None:
-        self.executor, self.stream, self.step = executor, stream, stream.step
+    def __init__(self, executor: Executor, stream: Stream, done: int = 0) -> None:
+        self.executor, self.stream, self.step = executor, stream, stream.step + done
         self.values: dict[tuple[int, int], Value] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.events: list[Event] = []
-        self.num_updates = 0
+        cut = Cut(done, len(stream.minibatches))
+        self.num_updates = num_updates(executor.plan, executor.place.stage, cut)
         self.applied = 0  # minibatches, since `take`
+        self.covered = done  # minibatches, by all updates
         self.now = executor.clock()
-        executor.seen.begin()
+        executor.seen.begin(self.num_updates)
 
     def take(self) -> Done:
         """What has come in since this was called last."""
@@ -170,41 +193,58 @@ class _Run:
     def do(self, instruction: Instruction, is_final: bool) -> None:
         """One instruction. `is_final`: a backward after which the chunk's gradients are complete."""
         executor = self.executor
+        fault = self.fault(_POINTS[type(instruction)], getattr(instruction, "microbatch", None))
         match instruction:
             case ReceiveActivation(m, c):
                 self.values[m, c] = executor.boundaries[c].receive_activation(m)
             case Forward(m, c):
-                self.forward(m, c)
+                self.forward(m, c, fault)
             case SendActivation(m, c):
-                executor.boundaries[c].send_activation(m, self.values.pop((m, c)))
+                executor.boundaries[c].send_activation(m, self.values.pop((m, c)), fault)
             case ReceiveGradient(m, c):
                 self.gradients[m, c] = executor.boundaries[c].receive_gradient(m)
+                if fault == "nan":
+                    self.gradients[m, c] = [g if g is None else _not_numbers(g) for g in self.gradients[m, c]]
             case Backward() | BackwardInput() | BackwardWeight():
                 if is_final:
                     executor.gradients.arm()
                 self.backward(instruction, is_final)
                 executor.gradients.disarm()
             case SendGradient(m, c):
-                executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)))
+                executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)), fault)
             case AllReduce():
                 executor.gradients.finish()
             case Step():
-                self.apply()
+                self.apply(fault)
 
-    def forward(self, m: int, c: int) -> None:
+    def fault(self, point: str, m: int | None) -> str | None:
+        """Passes a point where something may be asked to go wrong."""
+        if not faults.any_left():
+            return None
+        if m is None:
+            return faults.at(point, step=self.stream.step + self.covered)
+        at = self.stream[m]
+        return faults.at(point, step=at.step, microbatch=at.microbatch)
+
+    def forward(self, m: int, c: int, fault: str | None) -> None:
         executor, stage, at = self.executor, self.executor.stages[c], self.stream[m]
         self.step = at.step
         weights = executor.seen.of(m)
+        if executor.held[c] == 0 or stage.loss is not None:
+            self.fault("load", m)
         inputs = self.values.pop((m, c)) if executor.held[c] else executor.to_device(at.inputs)
         targets = None if stage.loss is None else executor.to_device(at.targets)
         if executor.held[c] == 0 or targets is not None:
             self.note(Load(m, c))
+        if fault == "nan":
+            inputs = map_tensors(_not_numbers, inputs)
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
-            return
-        self.losses[m] = stage.forward_loss(
-            at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
-        )
+        else:
+            self.losses[m] = stage.forward_loss(
+                at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
+            )
+        executor.seen.ran(m)
 
     def backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
         m, c = instruction.microbatch, instruction.chunk
@@ -220,16 +260,26 @@ class _Run:
             self.gradients.pop((m, c), None)  # no one before it
         self.executor.seen.collect(m, 1 / self.minibatches_due)
 
-    def apply(self) -> None:
+    def apply(self, fault: str | None) -> None:
         """The update that is due."""
         count = self.minibatches_due
+        if fault == "nan":
+            self.executor.update.spoil()
         with self.executor.seen.update():
             self.executor.update.step(count)
         self.num_updates += 1
         self.applied += count
+        self.covered += count
 
     @property
     def minibatches_due(self) -> int:
         """What goes into the next update."""
         plan, stage, count = self.executor.plan, self.executor.place.stage, len(self.stream.minibatches)
         return minibatches_in_update(plan, stage, self.num_updates, count)
+
+
+def _not_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """In the place of a tensor that could hold them; others stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.full_like(tensor, torch.nan, requires_grad=tensor.requires_grad)

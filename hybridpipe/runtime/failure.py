@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hybridpipe import outcome
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.position import position
 
@@ -94,15 +95,18 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
     heading = ["Traceback (most recent call last):\n", *stack] if stack else []
     lines = "".join([*heading, *traceback.format_exception(error)])
     what = traceback.format_exception_only(error)[-1].strip()
-    time.sleep(STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    outcome.tell(code, f"{where}: {what}", what, position.step)
+    time.sleep(STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
     sys.stdout.flush()
     print(f"{lines}hybridpipe: {where}: {what}; ending the job", file=sys.stderr, flush=True)
-    end_job(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+    end_job(code)
 
 
 def refuse(error: Exception) -> NoReturn:
     """A mistake of the user: one line and exit code 2. The first rank that sees it ends the job for all."""
+    outcome.tell(2, str(error))
     time.sleep(2 * STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
     print(f"hybridpipe: {error}", file=sys.stderr, flush=True)
     if MPI.COMM_WORLD.size == 1:
@@ -112,6 +116,7 @@ def refuse(error: Exception) -> NoReturn:
 
 def end_job(code: int) -> NoReturn:
     """MPI_Abort, and SIGALRM's default action should that hang. Never returns."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # in this thread at least
     signal.alarm(ABORT_SECONDS)
     MPI.COMM_WORLD.Abort(code or 1)
     os._exit(code or 1)

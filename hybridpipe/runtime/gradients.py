@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost import BUCKET_BYTES
+from hybridpipe.runtime.position import position
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -79,7 +80,9 @@ class HorovodGradients:
     def __init__(
         self, parameters: Iterable[Tensor], replicas: "MPI.Comm", compression: str = NO_COMPRESSION
     ) -> None:
-        self._hvd = horovod(replicas)
+        self._ranks = getattr(replicas, "ranks", range(replicas.size))
+        with position.waiting("Horovod's start", self._ranks):
+            self._hvd = horovod(replicas)
         self._halves = COMPRESSIONS[compression] == 0.5
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._armed = False
@@ -104,8 +107,11 @@ class HorovodGradients:
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._start(bucket)
-        for bucket in self._buckets:
-            self._finish(bucket)
+        for i, bucket in enumerate(self._buckets, start=1):
+            num_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
+            what = f"all-reduce of {bucket.name} ({i} of {len(self._buckets)}), {num_bytes} bytes"
+            with position.waiting(what, self._ranks):
+                self._finish(bucket)
 
     def close(self) -> None:
         """Take the hooks off the parameters and end the stage's Horovod world. Collective over its ranks."""

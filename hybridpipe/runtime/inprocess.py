@@ -5,42 +5,69 @@ For tests and for looking at a plan at work in a debugger.
 
 import threading
 from collections import defaultdict
-from queue import SimpleQueue
+from collections.abc import Callable
+from queue import Empty, Queue
 
 import torch
 from torch import Tensor
 
-from hybridpipe.runtime.transport import Pending
+from hybridpipe.runtime.messages import ProtocolError
+from hybridpipe.runtime.transport import DOUBT_SECONDS, Pending, Unclaimed
 
 
 class Mailboxes:
     """The wire between the ranks of one process: a queue for each (sender, receiver, tag)."""
 
     def __init__(self) -> None:
-        self._queues: defaultdict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self._queues: defaultdict[tuple[int, int, int], Queue[Tensor]] = defaultdict(Queue)
         self._lock = threading.Lock()
 
-    def queue(self, sender: int, receiver: int, tag: int) -> "SimpleQueue[Tensor]":
+    def queue(self, sender: int, receiver: int, tag: int) -> "Queue[Tensor]":
         """Messages in order."""
         with self._lock:
             return self._queues[sender, receiver, tag]
 
+    def lying(self, sender: int, receiver: int) -> list[Unclaimed]:
+        """The messages that have not been taken."""
+        with self._lock:
+            return [
+                Unclaimed(tag, message)
+                for (source, target, tag), queue in self._queues.items()
+                if (source, target) == (sender, receiver)
+                for message in list(queue.queue)
+            ]
+
 
 class _Sent:
-    def wait(self) -> None:
+    def wait(self, doubt: Callable[[], None] | None = None) -> None:
         """Buffered: done at once."""
+
+    def is_complete(self) -> bool:
+        return True
 
 
 class _Receiving:
-    def __init__(self, buffer: Tensor, queue: "SimpleQueue[Tensor]", timeout_seconds: float) -> None:
+    def __init__(self, buffer: Tensor, queue: "Queue[Tensor]", timeout_seconds: float) -> None:
         self._buffer, self._queue, self._timeout_seconds = buffer, queue, timeout_seconds
+        self._completed = False
 
-    def wait(self) -> None:
+    def wait(self, doubt: Callable[[], None] | None = None) -> None:
         """Raises queue.Empty when nothing comes in time."""
-        message = self._queue.get(timeout=self._timeout_seconds)
+        if self._completed:
+            return
+        try:
+            message = self._queue.get(timeout=min(DOUBT_SECONDS, self._timeout_seconds))
+        except Empty:
+            if doubt is not None:
+                doubt()
+            message = self._queue.get(timeout=self._timeout_seconds)
         if len(message) != len(self._buffer):
-            raise ValueError(f"a message of {len(message)} bytes came for a buffer of {len(self._buffer)}")
+            raise ProtocolError(f"{len(message)} bytes came where the plan expects {len(self._buffer)}")
         self._buffer.copy_(message)
+        self._completed = True
+
+    def is_complete(self) -> bool:
+        return self._completed
 
 
 class QueueTransport:
@@ -57,6 +84,10 @@ class QueueTransport:
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Take from the mailbox when waited for."""
         return _Receiving(buffer, self._mailboxes.queue(peer, self._rank, tag), self._timeout_seconds)
+
+    def unclaimed(self, peer: int) -> list[Unclaimed]:
+        """What lies in the peer's mailbox for this rank: whoever has asked takes it when it waits."""
+        return self._mailboxes.lying(peer, self._rank)
 
 
 class SharedGradients:

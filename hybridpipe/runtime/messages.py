@@ -104,9 +104,7 @@ def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor], header: Sequence
 
 def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Sequence[str]) -> None:
     """Raises ProtocolError, naming each field that differs, unless the message is the expected one."""
-    magic, num_bytes, *found = _header(buffer).tolist()
-    if magic != MAGIC:
-        raise ProtocolError("a message does not start as one of ours; who else uses this communicator?")
+    num_bytes, *found = _fields(buffer)
     expected = dict(zip(("num_bytes", *names), (spec.num_bytes, *header), strict=True))
     received = dict(zip(expected, (num_bytes, *found), strict=False))
     if received != expected:
@@ -124,6 +122,19 @@ def views(buffer: Tensor, spec: Spec) -> tuple[Tensor, ...]:
         buffer[start : start + tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(spec.offsets, spec.tensors, strict=False)
     )
+
+
+def header_of(buffer: Tensor, count: int) -> list[int]:
+    """What the sender says that the message is. Raises ProtocolError if it is not one of ours."""
+    return _fields(buffer)[1 : 1 + count]
+
+
+def _fields(buffer: Tensor) -> list[int]:
+    if len(buffer) >= HEADER_BYTES:
+        magic, *fields = _header(buffer).tolist()
+        if magic == MAGIC:
+            return list(fields)
+    raise ProtocolError("a message does not start as one of ours; who else uses this communicator?")
 
 
 def _header(buffer: Tensor) -> Tensor:

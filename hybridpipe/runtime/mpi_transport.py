@@ -4,16 +4,24 @@ Whoever waits polls by itself; while nobody waits, the communication thread does
 nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
 (measured: 16 MB arrived 500 to 1100 ms late). A rank that waits for long sleeps between polls, which leaves
 the cores to whoever computes: a blocking MPI receive takes 87 % of one.
+
+No receive is given to MPI before its message is there and known to have its size (matching probes): Open MPI
+writes a longer message past the buffer's end, and takes a shorter one without an error.
 """
 
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from hybridpipe.runtime.messages import ProtocolError
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.transport import Pending
+from hybridpipe.runtime.position import Wait, position
+from hybridpipe.runtime.transport import DOUBT_SECONDS, Pending, Unclaimed
 
 # A rank that waits looks again at once for so long, where every rank of its machine has a core of its own: a
 # pause lasts at least 70 µs, the kernel's timer slack included, and a small message takes 2.
@@ -41,21 +49,56 @@ MOST_ACTIVE = 8
 
 
 class _Request:
-    """One MPI request under way."""
+    """One MPI request under way, or a receive whose message is not there yet (`request` is None).
 
-    __slots__ = ("buffer", "completed", "request", "transport", "urgent")
+    Args:
+        what: for reports: what is waited for.
+    """
 
-    def __init__(self, request: MPI.Request, buffer: object, transport: "MpiTransport", urgent: bool) -> None:
+    __slots__ = ("buffer", "completed", "error", "request", "transport", "urgent", "what")
+
+    def __init__(
+        self,
+        request: MPI.Request | None,
+        buffer: object,
+        transport: "MpiTransport",
+        urgent: bool,
+        what: Wait,
+    ) -> None:
         self.request, self.buffer, self.transport, self.urgent = request, buffer, transport, urgent
+        self.what = what
+        self.error: str | None = None
         self.completed = False
 
-    def wait(self) -> None:
+    def wait(self, doubt: Callable[[], None] | None = None) -> None:
         if not self.completed:
-            self.transport.wait_for(self)
+            self.transport.wait_for(self, doubt)
+        if self.error is not None:
+            raise ProtocolError(self.error)
+
+    def is_complete(self) -> bool:
+        return self.completed
 
     def complete(self) -> None:
         self.buffer = None
         self.completed = True
+
+
+class _Arrived(NamedTuple):
+    """A message that nobody has asked for yet: MPI holds it, or, once it was looked at, `copy` does."""
+
+    message: MPI.Message | None
+    num_bytes: int
+    copy: Tensor | None = None
+
+    def content(self) -> Tensor:
+        """Its bytes, in memory of their own."""
+        if self.copy is not None:
+            return self.copy
+        assert self.message is not None
+        copy = torch.empty(self.num_bytes, dtype=torch.uint8)
+        self.message.Recv([copy.numpy(), MPI.BYTE])
+        return copy
 
 
 class MpiTransport:
@@ -68,7 +111,12 @@ class MpiTransport:
     def __init__(self, communicator: MPI.Comm, cores_to_spare: bool = False) -> None:
         self._communicator = communicator
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
-        self._active: list[_Request] = []
+        self._active: list[_Request] = []  # requests of MPI
+        # by (peer, tag), in order; at least one of the two is empty
+        self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
+        self._arrived: defaultdict[tuple[int, int], deque[_Arrived]] = defaultdict(deque)
+        self._num_expected = 0
+        self._status = MPI.Status()
         self._polling = threading.Lock()  # held by the one thread that tests the requests
         self._guard = threading.Lock()  # guards what follows
         self._wake = threading.Condition(self._guard)  # wakes the communication thread
@@ -84,15 +132,46 @@ class MpiTransport:
         """Start sending (`MPI_Isend`)."""
         array = buffer.numpy()
         request = self._communicator.Isend([array, MPI.BYTE], peer, tag)
-        return self._watch(_Request(request, buffer, self, urgent=array.nbytes > SMALL_BYTES))
+        what = Wait("send", (peer,), tag, array.nbytes)
+        return self._watch(_Request(request, buffer, self, array.nbytes > SMALL_BYTES, what))
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Post a receive (`MPI_Irecv`) of the size that is sent: a longer message overruns the buffer."""
-        return self.watch(self._communicator.Irecv([buffer.numpy(), MPI.BYTE], peer, tag), buffer)
+        """The next message from there with this tag; waiting for it fails if it has another size."""
+        expected = _Request(None, buffer, self, False, Wait("receive", (peer,), tag, len(buffer)))
+        with self._polling:
+            arrived = self._arrived.get((peer, tag))
+            if arrived:
+                self._take(expected, arrived.popleft())
+            else:
+                self._expected[peer, tag].append(expected)
+                with self._guard:
+                    self._num_expected += 1
+                    self._pause = PAUSE_SECONDS
+                    if self._asleep:
+                        self._wake.notify()
+        return expected
 
-    def watch(self, request: MPI.Request, buffer: object) -> Pending:
-        """Let any request be completed in the background, such as that of a nonblocking collective."""
-        return self._watch(_Request(request, buffer, self, urgent=False))
+    def watch(self, request: MPI.Request, buffer: object, what: str = "collective") -> Pending:
+        """Let any request be completed in the background, such as that of a nonblocking collective.
+
+        Args:
+            what: for reports.
+        """
+        everybody = tuple(range(self._communicator.size))
+        return self._watch(_Request(request, buffer, self, False, Wait(what, everybody)))
+
+    def unclaimed(self, peer: int) -> list[Unclaimed]:
+        """The messages from there that have come, and that nobody has asked for."""
+        with self._polling:
+            while self._match():
+                pass
+            found = []
+            for (source, tag), arrived in self._arrived.items():
+                if source == peer:
+                    copies = [each.content() for each in arrived]
+                    self._arrived[source, tag] = deque(_Arrived(None, len(copy), copy) for copy in copies)
+                    found += [Unclaimed(tag, copy) for copy in copies]
+        return found
 
     def _watch(self, pending: _Request) -> _Request:
         # Not tested here: a test that finds nothing yields the core (mpi_yield_when_idle), and with more
@@ -104,17 +183,30 @@ class MpiTransport:
                 self._wake.notify()
         return pending
 
-    def wait_for(self, pending: _Request) -> None:
-        """Poll until the request is complete; the communication thread rests meanwhile."""
+    def wait_for(self, pending: _Request, doubt: Callable[[], None] | None = None) -> None:
+        """Poll until the request is complete; the communication thread rests meanwhile.
+
+        Args:
+            doubt: called when it takes long; raises if it knows that there is nothing to wait for.
+        """
         with self._guard:
             self._num_waiting += 1
-        end = time.perf_counter() + self._spin_seconds
+        began = time.perf_counter()
+        in_doubt = began + DOUBT_SECONDS
         pauses = _pauses()
-        while not self._test(pending):
-            if time.perf_counter() >= end:
-                time.sleep(next(pauses))
-        with self._guard:
-            self._num_waiting -= 1
+        before = position.wait_for(pending.what)
+        try:
+            while not self._test(pending):
+                now = time.perf_counter()
+                if now >= began + self._spin_seconds:
+                    time.sleep(next(pauses))
+                if now >= in_doubt and doubt is not None:
+                    doubt()
+                    in_doubt = now + DOUBT_SECONDS
+        finally:
+            position.wait_for(before)
+            with self._guard:
+                self._num_waiting -= 1
 
     def close(self) -> None:
         """Wait for what is under way and end the communication thread."""
@@ -134,23 +226,30 @@ class MpiTransport:
         idle_pauses = 0
         while True:
             with self._guard:
-                if self._closed and not self._active:
+                under_way = bool(self._active) or self._num_expected > 0
+                if self._closed and not under_way:
                     return
-                idle_pauses = 0 if self._active else idle_pauses + 1
+                idle_pauses = 0 if under_way else idle_pauses + 1
                 self._asleep = idle_pauses > LINGER_PAUSES
                 self._brisk = any(pending.urgent for pending in self._active)
                 pause = PAUSE_URGENT_SECONDS if self._brisk else self._pause
                 self._pause = min(2 * self._pause, IDLE_PAUSE_SECONDS)
                 self._wake.wait(None if self._asleep else pause)
                 self._asleep = self._brisk = False
-                due = bool(self._active) and not self._num_waiting
+                due = under_way and not self._num_waiting
             if due:
                 self._poll()
 
     def _test(self, pending: _Request) -> bool:
         """Is the request complete? If so, see to what else is, too."""
         with self._polling:
+            if pending.request is None and not pending.completed:
+                while self._match() and pending.request is None and not pending.completed:
+                    pass
+                if pending.request is None and not pending.completed:
+                    return False
             if not pending.completed:
+                assert pending.request is not None
                 if not pending.request.Test():
                     return False
                 with self._guard:
@@ -163,9 +262,11 @@ class MpiTransport:
     def _poll(self) -> None:
         """Test what is under way."""
         with self._polling:
+            while self._match():
+                pass
             with self._guard:
                 active = list(self._active)
-            finished = MPI.Request.Testsome([pending.request for pending in active])
+            finished = MPI.Request.Testsome([each.request for each in active if each.request is not None])
             if not finished:
                 return
             completed = [active[i] for i in finished]
@@ -173,6 +274,51 @@ class MpiTransport:
                 self._active = [pending for pending in self._active if pending not in completed]
             for pending in completed:
                 pending.complete()
+
+    def _match(self) -> bool:
+        """Take one message that has come, if any, to whoever expects it. Called while `_polling` is held."""
+        if not self._num_expected:
+            return False
+        message = self._probe() or self._probe()  # Open MPI's first look moves what the second one finds
+        if message is None:
+            return False
+        place = self._status.source, self._status.tag
+        arrived = _Arrived(message, self._status.Get_count(MPI.BYTE))
+        expected = self._expected.get(place)
+        if not expected:
+            self._arrived[place].append(arrived)
+            return True
+        with self._guard:
+            self._num_expected -= 1
+        self._take(expected.popleft(), arrived)
+        return True
+
+    def _probe(self) -> MPI.Message | None:
+        return self._communicator.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, self._status)
+
+    def _take(self, pending: _Request, arrived: _Arrived) -> None:
+        """Start receiving a message that has come, if it is as long as it should be."""
+        what = pending.what
+        assert isinstance(pending.buffer, Tensor) and what.tag is not None
+        if arrived.num_bytes != what.num_bytes:
+            pending.error = (
+                f"rank {what.peers[0]} sent {arrived.num_bytes} bytes with tag {what.tag} where the plan "
+                f"expects {what.num_bytes}; nothing of it was taken"
+            )
+            self._arrived[what.peers[0], what.tag].appendleft(arrived)
+            pending.complete()
+        elif arrived.copy is not None:
+            pending.buffer.copy_(arrived.copy)
+            pending.complete()
+        elif arrived.num_bytes <= SMALL_BYTES:  # all there
+            assert arrived.message is not None
+            arrived.message.Recv([pending.buffer.numpy(), MPI.BYTE])
+            pending.complete()
+        else:
+            assert arrived.message is not None
+            pending.request = arrived.message.Irecv([pending.buffer.numpy(), MPI.BYTE])
+            with self._guard:
+                self._active.append(pending)
 
 
 def _pauses() -> Iterator[float]:

@@ -1,20 +1,68 @@
-"""Position: what this rank is doing. Written at every instruction, read when a report says where."""
+"""Position: what this rank is doing. Written at every instruction and wait, read when a report says where."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from hybridpipe.planning.instructions import Instruction
+
+
+class Wait(NamedTuple):
+    """What a rank waits for.
+
+    Args:
+        what: "receive", "send", or a collective in words.
+        peers: the ranks that it takes.
+    """
+
+    what: str
+    peers: tuple[int, ...]
+    tag: int | None = None
+    num_bytes: int | None = None
+
+    def __str__(self) -> str:
+        if self.tag is None:
+            return f"{self.what} with ranks {', '.join(map(str, self.peers))}"
+        way = "to" if self.what == "send" else "from"
+        return f"{self.what} {way} rank {self.peers[0]}, tag {self.tag}, {self.num_bytes} bytes"
 
 
 class _Position:
     stage: int | None = None
     step: int | None = None
     instruction: Instruction | None = None
+    wait: Wait | None = None  # of the main thread
+    count = 0  # changes whenever something else is being done
 
     def at(self, stage: int, step: int | None, instruction: Instruction) -> None:
         """This instruction starts now; `step` is None in an evaluation."""
         self.stage, self.step, self.instruction = stage, step, instruction
+        self.count += 1
 
     def outside(self) -> None:
         """The program is done; what follows is the caller's."""
         self.instruction = None
+        self.count += 1
+
+    def wait_for(self, wait: Wait | None) -> Wait | None:
+        """From now on the main thread waits for that. Returns what it waited for before, to be put back."""
+        before, self.wait = self.wait, wait
+        self.count += 1
+        return before
+
+    @contextmanager
+    def waiting(self, what: str, peers: Iterable[int]) -> Iterator[None]:
+        """Around waiting for other ranks, or for a collective with them."""
+        before = self.wait_for(Wait(what, tuple(peers)))
+        try:
+            yield
+        finally:
+            self.wait_for(before)
+
+    @property
+    def busy(self) -> bool:
+        """With something that ends by itself, unless the job hangs; else it is the caller's turn."""
+        return self.instruction is not None or self.wait is not None
 
     def __str__(self) -> str:
         if self.instruction is None:

@@ -6,19 +6,40 @@ The protocol, and the buffers that its users fill. `mpi_transport` moves them be
 
 import weakref
 from collections import defaultdict
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# Who has waited for so long asks whether what it waits for can still come, and again after as long.
+DOUBT_SECONDS = 1.0
+
 
 class Pending(Protocol):
     """A transfer under way."""
 
-    def wait(self) -> None:
-        """Return once the buffer may be used again."""
+    def wait(self, doubt: Callable[[], None] | None = None) -> None:
+        """Return once the buffer may be used again.
+
+        Args:
+            doubt: called now and then if it takes long; may raise.
+
+        Raises:
+            ProtocolError: a message of another size has come.
+        """
+
+    def is_complete(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+class Unclaimed(NamedTuple):
+    """A message that has come, and that nobody has asked for."""
+
+    tag: int
+    message: Tensor
 
 
 class Transport(Protocol):
@@ -29,6 +50,9 @@ class Transport(Protocol):
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Post a receive of exactly `len(buffer)` bytes."""
+
+    def unclaimed(self, peer: int) -> list[Unclaimed]:
+        """What has come from there without having been asked for, so far."""
 
 
 class Buffers:

@@ -160,6 +160,11 @@ class Update:
             for _ in range(num_minibatches):
                 self.scheduler.step()
 
+    def spoil(self) -> None:
+        """For `faults`: one gradient is not a number any more."""
+        for gradient in _gradients(self.optimizer)[:1]:
+            gradient.fill_(math.nan)
+
     def _clip(self, max_norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_ over the whole model."""
         gradients = _gradients(self.optimizer)

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.planning.cuts import Cut, resumed_program
 from hybridpipe.planning.instructions import Program, without_update
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import JOINING
 from hybridpipe.planning.schedules import forward_program, program
 from hybridpipe.planning.timeline import Event
-from hybridpipe.runtime import failure
+from hybridpipe.runtime import failure, preemption
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.communicators import communicators
 from hybridpipe.runtime.executor import Executor
@@ -40,16 +41,22 @@ PART_BYTES = 2**30
 class Sums:
     """Numbers, one for each microbatch, being brought from where they arose to every rank.
 
-    Each has one contributor and the rest add zero, so the result is exact and the same on all ranks.
+    Each has one contributor and the rest add zero, so the result is exact and the same on all ranks. One more
+    says how many ranks were asked to stop.
     """
 
-    def __init__(self, numbers: np.ndarray, pending: Pending) -> None:
-        self._numbers, self._pending = numbers, pending
+    def __init__(self, numbers: np.ndarray, shape: tuple[int, ...], pending: Pending) -> None:
+        self._numbers, self._shape, self._pending = numbers, shape, pending
 
     def wait(self) -> np.ndarray:
         """The numbers, once they are there."""
         self._pending.wait()
-        return self._numbers
+        return self._numbers[:-1].reshape(self._shape)
+
+    def ask_to_stop(self) -> bool:
+        """Was any rank asked to stop when it gave its numbers? All ranks find the same."""
+        self._pending.wait()
+        return bool(self._numbers[-1])
 
 
 class Worker:
@@ -74,6 +81,7 @@ class Worker:
         self.control = self.communicators.control
         self.transport = MpiTransport(self.communicators.peers, cores_to_spare(world))
         self.executor: Executor | None = None
+        self._left = False
         _broadcast_state(model, self.control)
         if self.place is not None:
             self.executor = self._executor(loss, rule, seed)
@@ -149,24 +157,40 @@ class Worker:
             numbers[list(losses)] = list(losses.values())
             return self.share(numbers), events
 
-    def stream(self, minibatches: Sequence[Minibatch], step: int) -> Iterator[tuple[list[Sums], list[Event]]]:
+    def stream(
+        self, minibatches: Sequence[Minibatch], step: int, done: int = 0
+    ) -> Iterator[tuple[list[Sums], list[Event]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
         Yields, for each update of this rank, what `train` returns, with shares of the loss for each
         minibatch that the update was of. A rank that the plan leaves unused sees them one by one.
+
+        Args:
+            step: of the first minibatch.
+            done: so many of them were trained on before, by a run whose state is this one's now.
         """
         stream = Stream(minibatches, step)
         numbers = [np.zeros(len(minibatch.sizes)) for minibatch in minibatches]
-        ahead = deque(numbers)
+        ahead = deque(numbers[done:])
         with failure.guard(), self._to_its_end():
             if self.executor is not None:
-                for done in self.executor.run(self._program(len(stream.sizes)), stream):
-                    for m, loss in done.losses.items():
+                assert self.place is not None
+                cut = Cut(done, len(minibatches))
+                rest = resumed_program(self.plan, self.place, len(stream.sizes), cut)
+                for update in self.executor.run(rest, stream, done):
+                    for m, loss in update.losses.items():
                         at = stream[m]
                         numbers[at.step - step][at.microbatch] = loss
-                    yield [self.share(ahead.popleft()) for _ in range(done.num_minibatches)], done.events
+                    yield [self.share(ahead.popleft()) for _ in range(update.num_minibatches)], update.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
+
+    def leave_stream(self) -> None:
+        """Let the generator of `stream` be closed in the middle, at a cut, by all ranks alike.
+
+        Messages between them stay under way, so the worker can only be looked at afterwards.
+        """
+        self._left = True
 
     @contextmanager
     def _to_its_end(self) -> Iterator[None]:
@@ -174,6 +198,8 @@ class Worker:
         try:
             yield
         except GeneratorExit as left:
+            if self._left:
+                return  # the generator ends behind the context
             cause = left.__context__  # what the caller did not catch
             if self.control.size == 1:  # nothing is under way between two updates
                 raise
@@ -202,8 +228,9 @@ class Worker:
 
     def share(self, numbers: np.ndarray) -> Sums:
         """Add `numbers` up over all ranks, in the background."""
-        request = self.control.Iallreduce(MPI.IN_PLACE, numbers, op=MPI.SUM)
-        return Sums(numbers, self.transport.watch(request, numbers))
+        carried = np.append(numbers, float(preemption.asked()))
+        request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
+        return Sums(carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses"))
 
     def average_statistics(self) -> None:
         """Let the replicas of a stage agree on the mean of their normalisation layers' running statistics.
@@ -264,7 +291,12 @@ class Worker:
         return state if self.control.rank == 0 else None
 
     def close(self) -> None:
-        """End the communication thread and give back the communicators. Collective."""
+        """End the communication thread and give back the communicators. Collective.
+
+        Not after `leave_stream`: what is under way would be waited for. The process is about to end then.
+        """
+        if self._left and self.control.size > 1:
+            return
         if self.executor is not None and isinstance(self.executor.gradients, HorovodGradients):
             self.executor.gradients.close()
         self.transport.close()

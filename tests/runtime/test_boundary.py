@@ -21,9 +21,12 @@ class Counted(NamedTuple):
     transport: "Watched"
     pending: Pending
 
-    def wait(self):
+    def wait(self, doubt=None):
         self.transport.posted -= 1
-        self.pending.wait()
+        self.pending.wait(doubt)
+
+    def is_complete(self):
+        return self.pending.is_complete()
 
 
 class Watched(QueueTransport):
@@ -196,3 +199,32 @@ def test_buffers_are_used_again():
             addresses.add(pair.forward(m, torch.randn(2, 3)).data_ptr())
             pair.backward(m, [None])
     assert len(addresses) <= 1 + LOOK_AHEAD
+
+
+@pytest.mark.parametrize(
+    "fault, told",
+    [
+        ("badsize", r"256 bytes came where the plan expects 128"),
+        (
+            "badtag",
+            r"from rank 0 came a message with tag 12 where the plan expects 6: .* microbatch 1, stage 0",
+        ),
+    ],
+)
+def test_a_message_that_does_not_match_the_plan_is_not_consumed(fault, told):
+    pair = Pair()
+    pair.begin(2, 2)
+    pair.forward(0, torch.randn(2, 3))
+    pair.before.send_activation(1, torch.randn(2, 3), fault)
+    with pytest.raises(ProtocolError, match=told):
+        pair.behind.receive_activation(1)
+
+
+def test_a_message_under_the_next_ones_tag_is_found_where_that_was_posted_ahead():
+    pair = Pair()
+    pair.begin(2, 2, 2)
+    pair.forward(0, torch.randn(2, 3))
+    pair.before.send_activation(1, torch.randn(2, 3), "badtag")
+    pair.before.send_activation(2, torch.randn(2, 3))
+    with pytest.raises(ProtocolError, match=r"came a message with tag 12 where the plan expects 6"):
+        pair.behind.receive_activation(1)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from hybridpipe.runtime.messages import ProtocolError
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MOST_ACTIVE, MpiTransport
 from hybridpipe.runtime.transport import Buffers
@@ -129,3 +130,38 @@ def test_sends_that_nobody_waits_for_are_let_go(transport):
         transport.send(filled(64), 0, tag=0)
         receiving.wait()
     assert len(transport._active) <= MOST_ACTIVE + 1
+
+
+@pytest.mark.parametrize("sent, expected", [(128, 64), (64, 128), (1 << 22, 1 << 12), (1 << 12, 1 << 22)])
+@pytest.mark.parametrize("receive_first", [True, False])
+def test_a_message_of_another_size_is_not_taken(transport, sent, expected, receive_first):
+    """Open MPI would write the longer one past the buffer's end (4 MB: a crash), and take the shorter one."""
+    surroundings = filled(expected + 128, 7)
+    buffer = surroundings[64:-64]
+    if receive_first:
+        receiving = transport.receive(buffer, 0, tag=3)
+    transport.send(filled(sent, 1), 0, tag=3)
+    if not receive_first:
+        receiving = transport.receive(buffer, 0, tag=3)
+    with pytest.raises(ProtocolError, match=rf"rank 0 sent {sent} bytes with tag 3 .* expects {expected};"):
+        receiving.wait()
+    assert surroundings.eq(7).all()
+    transport.receive(filled(sent), 0, tag=3).wait()  # it is still there
+
+
+def test_who_waits_in_vain_is_told_what_has_come_instead(transport):
+    transport.send(filled(64, 5), 0, tag=4)
+    transport.send(filled(1 << 16, 6), 0, tag=4)
+
+    def doubt():
+        assert [(tag, len(message)) for tag, message in transport.unclaimed(0)] == [(4, 64), (4, 1 << 16)]
+        raise ProtocolError("told")
+
+    receiving = transport.receive(filled(64), 0, tag=3)
+    with pytest.raises(ProtocolError, match="told"):
+        receiving.wait(doubt)
+    for size, value in [(64, 5), (1 << 16, 6)]:  # to look at them does not take them away
+        transport.receive(buffer := filled(size), 0, tag=4).wait()
+        assert buffer.eq(value).all()
+    transport.send(filled(64), 0, tag=3)  # so that the transport can be closed
+    receiving.wait()

@@ -1,0 +1,44 @@
+"""Names: what the entries of a checkpoint directory are called. Pure.
+
+ROOT/step-00000120/             a checkpoint: its files, and manifest.json, which was written last
+ROOT/latest                     the name of the one that the training stands on
+ROOT/.step-00000120.tmp/        being written
+ROOT/.step-00000120.replaced/   has made room for another of the same step, which is not in its place yet
+ROOT/.step-00000120.deleted/    being deleted
+"""
+
+import re
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+LATEST = "latest"
+_NAME = re.compile(r"(\.?)step-(\d{8,18})(?:\.(tmp|replaced|deleted))?")
+
+State = Literal["tmp", "replaced", "deleted"]
+
+
+class Name(NamedTuple):
+    """What a directory's name says: `state` is None for a checkpoint in its place."""
+
+    step: int
+    state: State | None
+
+
+def name_of(step: int, state: State | None = None) -> str:
+    """The name of the checkpoint that was taken after `step` minibatches."""
+    return f"step-{step:08d}" if state is None else f".step-{step:08d}.{state}"
+
+
+def parse_name(path: Path) -> Name | None:
+    """The name that `name_of` gave; None for any other."""
+    found = _NAME.fullmatch(path.name)
+    if found is None:
+        return None
+    name = Name(int(found[2]), found[3])  # type: ignore[arg-type]  # one of the three
+    return name if name_of(*name) == path.name else None
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint in its place; None for any other name."""
+    name = parse_name(path)
+    return name.step if name is not None and name.state is None else None

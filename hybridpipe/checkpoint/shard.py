@@ -1,0 +1,144 @@
+"""Shard: one safetensors file of tensors and what JSON says about them, hashed as it is written and read.
+
+Invariant: no pickle, and nothing is allocated before the header has been found to account for every byte of
+the file. Written and read here, not by safetensors' functions, because those would pass over the bytes a
+second time for the hash; any of them can read these files and is read here (tests/checkpoint/test_shard.py).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from hybridpipe.checkpoint import header
+from hybridpipe.checkpoint.disk import NewFile, compare, open_regular, read_into
+from hybridpipe.checkpoint.manifest import JSON, FileEntry, check_json, parse_json
+from hybridpipe.checkpoint.names import parse_name
+from hybridpipe.errors import UserError, shown
+from hybridpipe.runtime import faults
+
+__all__ = ["FileEntry", "read_plain", "read_shard", "write_plain", "write_shard"]
+
+_META = "hybridpipe-shard/1"  # the name of the JSON text among the header's metadata
+_PLAIN = {"format": "pt"}  # what other readers of safetensors files look for
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor], meta: JSON) -> FileEntry:
+    """Write a new file, fsynced. Tensors may be on any device and laid out in any way.
+
+    Args:
+        meta: any JSON value; infinities and NaN are kept, tuples become lists.
+
+    Raises:
+        TypeError: `meta` holds what JSON does not.
+        UserError: the file cannot be written, or safetensors has no name for a tensor's dtype; no part of it
+            stays. The temporary directory does, until `directory.abandon`: other ranks may be writing there.
+    """
+    check_json(meta, "meta")
+    return _write(path, tensors, {**_PLAIN, _META: json.dumps(meta)})
+
+
+def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], JSON]:
+    """The tensors, on the CPU, and what was said about them.
+
+    Args:
+        entry: what the manifest lists, which every byte read is compared with.
+
+    Raises:
+        UserError: one line that names the file and what is wrong with it.
+    """
+    tensors, metadata = _read(path, entry)
+    if _META not in metadata:
+        raise UserError(f"{path}: must be a checkpoint's file, got one without {_META!r} in its metadata")
+    return tensors, parse_json(metadata[_META], f"{path}: {_META}")
+
+
+def write_plain(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """A file of tensors alone, as `safetensors.torch.save_file` writes it."""
+    return _write(path, tensors, _PLAIN)
+
+
+def read_plain(path: Path) -> dict[str, Tensor]:
+    """The tensors of any safetensors file; UserError if it is none."""
+    return _read(path, None)[0]
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileEntry:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES or tensor.layout != torch.strided or name == header.METADATA:
+            what = f"{tensor.dtype}, {tensor.layout}"
+            raise UserError(f"{path}: tensor {shown(name)}: safetensors cannot hold it: {what}")
+    listed = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    try:
+        head, slots = header.encode(listed, metadata)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    directory = parse_name(path.parent)
+    step = directory.step if directory else None
+    with NewFile(path) as file:
+        file.write(head)
+        faults.at("save-shard", step=step)  # with a part of the file there
+        for slot in slots:
+            file.write(_bytes_of(tensors[slot.name].detach().cpu().contiguous()))
+    faults.at("save-shard-written", step=step)
+    return file.entry
+
+
+def _read(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with open_regular(path) as (file, size):
+        if entry is not None and size != entry.num_bytes:  # before the header is believed
+            raise UserError(f"{path}: must have {entry.num_bytes:,} bytes, got {size:,}")
+        slots, metadata, head = _read_header(file, size, path)
+        digest = hashlib.sha256(head)
+        tensors = {}
+        for slot in slots:
+            tensor = torch.empty(slot.shape, dtype=_DTYPES[slot.dtype])
+            data = _bytes_of(tensor)
+            read_into(file, data, path)
+            digest.update(data)
+            tensors[slot.name] = tensor
+    if entry is not None:
+        compare(path, FileEntry(entry.name, size, digest.hexdigest()), entry)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.bool and tensor.view(torch.uint8).gt(1).any():
+            raise UserError(f"{path}: tensor {shown(name)}: BOOL must be bytes of 0 and 1")
+    return tensors, metadata
+
+
+def _read_header(file: BinaryIO, size: int, path: Path) -> tuple[list[header.Slot], dict[str, str], bytes]:
+    length = file.read(header.LENGTH_BYTES)
+    text = bytearray(header.check_length(length, size, str(path)))
+    read_into(file, memoryview(text), path)
+    data_bytes = size - header.LENGTH_BYTES - len(text)
+    slots, metadata = header.decode(bytes(text), data_bytes, str(path))
+    return slots, metadata, length + text
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,81 @@
+"""Hang: what a watchdog knows of a job that stands still, and whose fault it is. Pure; knows no MPI.
+
+Ranks that wait are victims. The cause is who is waited for, and for nobody else: a rank that gives no answer
+because it is stopped or lost, or one that is busy with something that does not end.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank is doing, in its own words.
+
+    Args:
+        position: instruction, step and stage.
+        wait: what it waits for, and `peers` who with; empty while it computes.
+        stacks: of its threads.
+    """
+
+    position: str
+    seconds: float
+    wait: str = ""
+    peers: tuple[int, ...] = ()
+    stacks: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> "State":
+        fields = json.loads(data)
+        return State(**{**fields, "peers": tuple(fields["peers"])})
+
+    def __str__(self) -> str:
+        waits = f"; waits for: {self.wait}" if self.wait else "; waits for nobody"
+        return f"{self.position}{waits} (for {self.seconds:.0f} s)"
+
+
+def awaited(states: Mapping[int, State | None], start: int) -> list[int]:
+    """The ranks that `start` waits for, and those that they wait for, nearest first."""
+    found, todo = [start], [start]
+    while todo:
+        state = states.get(todo.pop(0))
+        for peer in () if state is None else state.peers:
+            if peer not in found:
+                found.append(peer)
+                todo.append(peer)
+    return found
+
+
+def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int], str]:
+    """The ranks because of which `reporter` waits, and what is wrong with them.
+
+    Args:
+        states: None: no answer.
+    """
+    ranks = awaited(states, reporter)
+    silent = [rank for rank in ranks if states.get(rank) is None]
+    if silent:
+        return silent, "gives no answer"
+    busy = [rank for rank in ranks if not _state(states, rank).wait]
+    if busy:
+        return busy, f"is alive and waits for nobody: {_state(states, busy[0])}"
+    missing = sorted(rank for rank, state in states.items() if state is None)
+    if missing:
+        return missing, "gives no answer"
+    return sorted(ranks), "wait for each other"
+
+
+def describe(states: Mapping[int, State | None], hosts: Mapping[int, str]) -> Iterator[str]:
+    """A line for each rank."""
+    for rank, state in sorted(states.items()):
+        yield f"hybridpipe:   rank {rank} on host {hosts[rank]}: {state or 'no answer'}"
+
+
+def _state(states: Mapping[int, State | None], rank: int) -> State:
+    state = states[rank]
+    assert state is not None
+    return state

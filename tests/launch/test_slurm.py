@@ -1,0 +1,138 @@
+"""Under a real Slurm: a job that is requeued, and then meets its time limit, ends as if nothing had happened.
+
+The cluster is netcluster's, two hosts on this machine, which wants root; without it the test is skipped.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NETCLUSTER = next(
+    (
+        path
+        for path in (ROOT.parent / "shared/cluster/netcluster", Path("/work/shared/cluster/netcluster"))
+        if path.exists()
+    ),
+    None,
+)
+PROGRAMS = ("ip", "tc", "slurmctld", "slurmd", "sbatch", "scontrol", "munged")
+MISSING = [
+    name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
+]
+STARTED = re.compile(r"resuming from .*: step (\d+)")
+
+# Slow until the file `fast` is there: the job is to meet its time limit, and to end soon afterwards.
+PARTS = """
+import time
+from pathlib import Path
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+class Slow(torch.utils.data.TensorDataset):
+    def __getitem__(self, i):
+        if not (Path(__file__).parent / "fast").exists():
+            time.sleep(0.03)
+        return super().__getitem__(i)
+
+def data():
+    inputs = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
+    return Slow(inputs, inputs[:, :3].argmax(1))
+"""
+CONFIG = """
+model.factory = "slurm_parts:model"
+data.factory = "slurm_parts:data"
+optimizer = { factory = "torch.optim:SGD", args = { lr = 0.1, momentum = 0.9 } }
+train = { minibatch = 8, epochs = 6 }
+checkpoint.every = 5
+"""
+PLAN = """{"format": "hybridpipe-plan/1", "num_layers": 4, "schedule": "1f1b", "num_microbatches": 2,
+ "stages": [{"start": 0, "stop": 2, "ranks": [0]}, {"start": 2, "stop": 4, "ranks": [1]}]}"""
+
+
+@pytest.fixture
+def slurm():
+    """The environment for sbatch and the others, with a cluster of two hosts that nobody else uses."""
+    if NETCLUSTER is None or os.geteuid() != 0 or MISSING:
+        pytest.skip(f"needs netcluster, root and {', '.join(MISSING) or 'programs that are all there'}")
+    with open("/tmp/netcluster.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        up = subprocess.run([NETCLUSTER, "up", "2", "--slurm"], capture_output=True, text=True, timeout=60)
+        try:
+            if up.returncode != 0:
+                pytest.skip(f"netcluster does not run here: {up.stderr.strip()}")
+            told = subprocess.check_output([NETCLUSTER, "env"], text=True)
+            exports = dict(re.findall(r"(\w+)=(\S+)", told))
+            yield {**os.environ, **exports, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        finally:
+            subprocess.run([NETCLUSTER, "down"], timeout=60)
+
+
+def wait_for(what, seconds, is_there, log):
+    end = time.monotonic() + seconds
+    while not (found := is_there()):
+        said = log.read_text() if log.exists() else "no log"
+        assert time.monotonic() < end, f"{what} did not come within {seconds} s\n{said}"
+        time.sleep(0.2)
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(slurm, tmp_path):
+    (tmp_path / "slurm_parts.py").write_text(PARTS)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "plan.json").write_text(PLAN)
+    log, out = tmp_path / "log.txt", tmp_path / "out"
+    words = [str(tmp_path / "config.toml"), "--plan", str(tmp_path / "plan.json"), "--out"]
+
+    def run(*command):
+        done = subprocess.run(command, env=slurm, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    job = run(
+        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=1", "--signal=USR1@25",
+        f"--output={log}", str(ROOT / "launch/slurm.sbatch"), *words, str(out),
+    )  # fmt: skip
+
+    def state():
+        return run("squeue", "-h", "-j", job, "-o", "%T")
+
+    def runs_again():
+        """Slurm holds a requeued job back for two minutes, which are not to be waited for."""
+        if state() == "PENDING":
+            subprocess.run(
+                ["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm, capture_output=True
+            )
+        return state() == "RUNNING"
+
+    def num_stops():
+        return log.read_text().count("start it again with --resume auto")
+
+    metrics = out / "metrics.jsonl"
+    wait_for("training", 30, lambda: metrics.exists() and metrics.read_text().count("\n") > 3, log)
+    run("scontrol", "requeue", job)
+    wait_for("the first stop", 30, lambda: num_stops() == 1, log)
+    wait_for("the second run", 30, lambda: state() != "COMPLETING" and runs_again(), log)
+    wait_for("the time limit", 90, lambda: num_stops() == 2, log)
+    (tmp_path / "fast").touch()
+    wait_for("the third run", 30, lambda: state() != "COMPLETING" and runs_again(), log)
+    wait_for("the end", 60, lambda: (out / "summary.json").exists(), log)
+    first, second = map(int, STARTED.findall(log.read_text()))
+    assert 3 < first < second < 300, log.read_text()
+
+    alone = tmp_path / "alone"
+    run(sys.executable, "-m", "hybridpipe", "launch", "--ranks", "2", "--launcher", "mpirun", "--", "train",
+        *words, str(alone))  # fmt: skip
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (out, alone)]
+    assert weights[0] == weights[1], log.read_text()

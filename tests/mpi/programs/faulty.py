@@ -1,0 +1,32 @@
+"""Train and evaluate; HYBRIDPIPE_FAULT says what goes wrong.
+
+Usage: faulty.py PLAN SCHEDULE [HANG_TIMEOUT [ON_NONFINITE]]
+"""
+
+import sys
+from functools import partial
+
+import torch
+from torch import nn
+
+from hybridpipe import Plan, StageSpec, Trainer
+
+plan_name, schedule, hang_timeout, *rest = [*sys.argv[1:], "20"][:4]
+replicas = [int(count) for count in plan_name.split("-")]
+stages = [StageSpec(i, i + 1 if i + 1 < len(replicas) else 4, m) for i, m in enumerate(replicas)]
+count = 1 if schedule == "pipedream" else 4
+torch.manual_seed(0)
+trainer = Trainer(
+    nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))),
+    loss=nn.functional.mse_loss,
+    optimizer=partial(torch.optim.SGD, lr=0.1),
+    plan=Plan(tuple(stages), schedule=schedule, num_microbatches=count),
+    minibatch_size=8,
+    hang_timeout=float(hang_timeout),
+)
+samples = torch.randn(64, 16)
+data = torch.utils.data.TensorDataset(samples, samples)
+trainer.fit(data, epochs=2, validation=data)
+trainer.close()
+if trainer.world.rank == 0:
+    print("trained to the end", flush=True)

@@ -1,0 +1,179 @@
+"""The supervisor with real mpirun and ranks that do what is told: each story ends with nobody left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# A rank without torch and MPI: "MODE" says what it does, as `train` would.
+RANK = """
+import os, signal, subprocess, sys, time
+from hybridpipe import outcome
+mode, rank, attempt = sys.argv[1], int(os.environ["OMPI_COMM_WORLD_RANK"]), os.environ["HYBRIDPIPE_ATTEMPT"]
+
+def preempted(*_):
+    print("asked", flush=True)
+    outcome.tell(75, "stopped at step 5")
+    time.sleep(0.2)
+    os._exit(75)
+
+if mode == "late":
+    time.sleep(1.5)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN if mode == "deaf" else preempted)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+outcome.up()
+child = subprocess.Popen(["sleep", "600"], start_new_session=True) if mode == "deaf" else None
+print("pids", os.getpid(), child.pid if child else 0, " ".join(sys.argv[2:]), flush=True)
+if mode in ("late", "waits", "deaf"):
+    time.sleep(600)
+if mode == "dies-once" and attempt == "0" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "raises" and rank == 1:
+    outcome.tell(1, f"rank 1, step 3: E (pid {os.getpid()})", "E", 3)
+    sys.exit(1)
+if mode == "mistake":
+    outcome.tell(2, "no such file")
+    sys.exit(2)
+if mode == "hangs" and rank == 0:  # as MPI_Abort did
+    outcome.tell(7, "rank 0: E", "E", 3)
+    time.sleep(600)
+if mode == "hangs":
+    time.sleep(600)
+time.sleep(0.3)
+"""
+DRIVER = """
+import sys
+from pathlib import Path
+from hybridpipe import supervisor
+supervisor.BACKSTOP_SECONDS = 1.0
+out, mode, restarts, deadline = sys.argv[1:]
+sys.exit(supervisor.supervise(supervisor.Asked(
+    words=(mode,), out=Path(out), checkpoints=Path(out), ranks=2, max_restarts=int(restarts),
+    deadline_seconds=float(deadline), program=(sys.executable, out + "/rank.py"))))
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """`launch(mode)` starts a supervisor with two ranks; whatever is left of it at the end is killed."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "step-00000004").mkdir()  # as if one were there
+    started = []
+
+    def start(mode, restarts=0, deadline=30.0):
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(tmp_path), mode, str(restarts), str(deadline)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"  # dead, not reaped
+    except OSError:
+        return False
+
+
+def nobody_is_left(output):
+    pids = [int(pid) for line in output.splitlines() if "pids" in line for pid in line.split()[1:3]]
+    assert pids
+    return not any(alive(pid) for pid in pids if pid)
+
+
+def test_a_lost_rank_and_a_second_attempt(launch, tmp_path):
+    process = launch("dies-once", restarts=2)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "hybridpipe launch: attempt 0: a rank was lost: SIGKILL; again" in err
+    assert err.rstrip().endswith("hybridpipe launch: done after 2 attempts")
+    lines = [line.split(maxsplit=3) for line in out.splitlines()]
+    resumed = [line for line in lines if line[3:] == ["--resume auto"]]
+    assert len(resumed) == 2 and nobody_is_left(out)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank.py", "step-00000004"}
+
+
+@pytest.mark.parametrize(
+    "mode, restarts, code, attempts, last",
+    [
+        ("raises", 5, 1, 2, "(the same error came at step 3 twice in a row): rank 1, step 3: E (pid"),
+        ("mistake", 5, 2, 1, "(it would fail again): no such file"),
+        ("hangs", 0, 7, 1, "(--max-restarts is 0): rank 0: E"),
+    ],
+)
+def test_the_exit_code_and_the_cause_are_the_ranks_own(launch, mode, restarts, code, attempts, last):
+    process = launch(mode, restarts)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert last in err.splitlines()[-1] and f"exit code {code}" in err.splitlines()[-1]
+    assert err.count("; again, from") == attempts - 1 and nobody_is_left(out)
+
+
+@pytest.mark.parametrize(
+    "mode, signums",
+    [
+        ("waits", [signal.SIGTERM, signal.SIGTERM]),
+        ("waits", [signal.SIGINT]),
+        ("late", [signal.SIGUSR1]),  # the ranks are not up yet: they would die of it
+    ],
+)
+def test_every_signal_asks_the_ranks_to_stop(launch, mode, signums):
+    process = launch(mode, restarts=3)
+    lines = [] if mode == "late" else [process.stdout.readline() for _ in range(2)]
+    time.sleep(0.5 if mode == "late" else 0)
+    for signum in signums:
+        process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    out = "".join(lines) + out
+    assert process.returncode == 75, err
+    assert out.count("asked") == 2 and nobody_is_left(out)
+    assert f"{signums[0].name}: asking the job to save and stop" in err
+    assert "stopped at step 5; exit code 75: start it again with --resume auto" in err.splitlines()[-1]
+
+
+def test_after_the_deadline_nobody_is_left(launch):
+    """Ranks that ignore every signal, and a process of theirs in a session of its own."""
+    process = launch("deaf", restarts=3, deadline=1.5)
+    lines = [process.stdout.readline() for _ in range(2)]
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert 1.5 < time.monotonic() - began < 12
+    assert "did not stop within the deadline of 1.5 s" in err.splitlines()[-1]
+    assert nobody_is_left("".join(lines) + out)
+
+
+@pytest.mark.parametrize(
+    "words, mistake",
+    [
+        (["--ranks", "2"], "must be followed by -- train CONFIG ..., got nothing"),
+        (["--ranks", "2", "--", "plan"], "must be followed by -- train CONFIG ..., got plan"),
+        (["--ranks", "2", "--", "train", "none.toml"], "none.toml"),
+        (["--", "train", "examples/digits.toml"], "needs --ranks or --hosts outside of a Slurm allocation"),
+        (["--hosts", "h1:0", "--", "train", "x"], "must be hosts and ranks such as h1:4,h2:4, got 'h1:0'"),
+        (
+            ["--ranks", "3", "--hosts", "h1,h2", "--", "train", "examples/digits.toml"],
+            "--ranks must be <= the 2",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(words, mistake):
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridpipe", "launch", *words],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60,
+        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+    )  # fmt: skip
+    assert done.returncode == 2 and mistake in done.stderr and done.stderr.count("\n") == 1
