@@ -2,6 +2,8 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -317,3 +319,41 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written: Not a directory"):
         directory.begin(tmp_path / "file" / "root", 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 128 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", path]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_rest(small_disk):
+    """Wherever it becomes full: with one page left, with two, ..., until there is room for the whole."""
+    root = small_disk / "checkpoints"
+    save(root, 100)
+    before, told = names(root), []
+    for num_pages in range(16):
+        with (small_disk / "others").open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        os.truncate(small_disk / "others", os.path.getsize(small_disk / "others") - 4096 * num_pages)
+        try:
+            save(root, 120)
+        except UserError as error:
+            told.append(str(error))
+            directory.abandon(root, 120)
+            assert names(root) == before and directory.last_good(root) == (root / "step-00000100", [])
+        else:
+            break
+        (small_disk / "others").unlink()
+    assert value_of(directory.last_good(root)[0]) == 120
+    places = [root / ".step-00000120.tmp" / name for name in (*FILES, "manifest.json")]
+    for place in (*places, root / ".latest.tmp"):
+        assert f"{place}: cannot be written: No space left on device" in told
+    assert all(line.endswith(": cannot be written: No space left on device") for line in told)
