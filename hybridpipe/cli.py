@@ -302,6 +302,13 @@ def _compare(options: argparse.Namespace) -> int:
     )
 
 
+def _export(options: argparse.Namespace) -> int:
+    from hybridpipe.checkpoint.plain import export
+
+    print("\n".join(export(options.checkpoint, options.out)))
+    return 0
+
+
 def _load(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Config, which is imported here
     from hybridpipe.config import load_config
 
@@ -317,6 +324,7 @@ _RUNS = {
     "train": _train,
     "replay": _replay,
     "compare": _compare,
+    "export": _export,
 }
 
 

@@ -140,6 +140,17 @@ def add_compare(command: Command) -> None:
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-CONFIG's name")
 
 
+def add_export(command: Command) -> None:
+    export = command("export", "write the weights in a checkpoint as a plain safetensors file")
+    export.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="its directory, or a folder: the last good one in it",
+    )
+    export.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors")
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     _add_set(parser)
@@ -151,4 +162,14 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     )
 
 
-COMMANDS = (add_doctor, add_profile, add_probe, add_plan, add_simulate, add_train, add_replay, add_compare)
+COMMANDS = (
+    add_doctor,
+    add_profile,
+    add_probe,
+    add_plan,
+    add_simulate,
+    add_train,
+    add_replay,
+    add_compare,
+    add_export,
+)

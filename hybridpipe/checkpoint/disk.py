@@ -5,6 +5,7 @@ one line that tells so names it. (safetensors' own writer hides neither, but wou
 the hash; torch.save hides the errno and leaves a part, see FACTS.)
 """
 
+import errno
 import hashlib
 import os
 import stat
@@ -93,6 +94,9 @@ def sync_directory(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not know it
+                raise
         finally:
             os.close(descriptor)
 

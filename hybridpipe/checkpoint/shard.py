@@ -60,7 +60,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], meta: JSON) -> FileEn
             stays. The temporary directory does, until `directory.abandon`: other ranks may be writing there.
     """
     check_json(meta, "meta")
-    return _write(path, tensors, {**_PLAIN, _META: json.dumps(meta)})
+    return _write(path, tensors, {**_PLAIN, _META: json.dumps(meta)}).entry
 
 
 def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], JSON]:
@@ -78,9 +78,9 @@ def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], 
     return tensors, parse_json(metadata[_META], f"{path}: {_META}")
 
 
-def write_plain(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """A file of tensors alone, as `safetensors.torch.save_file` writes it."""
-    return _write(path, tensors, _PLAIN)
+def write_plain(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A file of tensors alone, as `safetensors.torch.save_file` writes it; raises as `write_shard`."""
+    _write(path, tensors, _PLAIN)
 
 
 def read_plain(path: Path) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def read_plain(path: Path) -> dict[str, Tensor]:
     return _read(path, None)[0]
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileEntry:
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> NewFile:
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided or name == header.METADATA:
             what = f"{tensor.dtype}, {tensor.layout}"
@@ -106,7 +106,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         for slot in slots:
             file.write(_bytes_of(tensors[slot.name].detach().cpu().contiguous()))
     faults.at("save-shard-written", step=step)
-    return file.entry
+    return file
 
 
 def _read(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], dict[str, str]]:
