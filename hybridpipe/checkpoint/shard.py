@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.checkpoint import header
+from hybridpipe.checkpoint.directory import abandon
 from hybridpipe.checkpoint.disk import NewFile, compare, open_regular, read_into
 from hybridpipe.checkpoint.manifest import JSON, FileEntry, check_json, parse_json
 from hybridpipe.checkpoint.names import parse_name
@@ -56,11 +57,17 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], meta: JSON) -> FileEn
 
     Raises:
         TypeError: `meta` holds what JSON does not.
-        UserError: the file cannot be written, or safetensors has no name for a tensor's dtype; no part of it
-            stays. The temporary directory does, until `directory.abandon`: other ranks may be writing there.
+        UserError: the file cannot be written, or safetensors has no name for a tensor's dtype. No part of it
+            stays, and neither does the temporary directory, as there can be no whole checkpoint any more.
     """
     check_json(meta, "meta")
-    return _write(path, tensors, {**_PLAIN, _META: json.dumps(meta)}).entry
+    directory = parse_name(path.parent)
+    try:
+        return _write(path, tensors, {**_PLAIN, _META: json.dumps(meta)}).entry
+    except UserError:
+        if directory is not None and directory.state == "tmp":
+            abandon(path.parent.parent, directory.step)
+        raise
 
 
 def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], JSON]:

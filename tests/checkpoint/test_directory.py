@@ -10,6 +10,7 @@ import pytest
 
 from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.manifest import FileEntry
+from hybridpipe.checkpoint.names import name_of, parse_name
 from hybridpipe.checkpoint.shard import write_shard
 from hybridpipe.errors import UserError
 from tests.checkpoint.helpers import DESCRIBED, FILES, names, save, tree, value_of, write_files
@@ -37,6 +38,27 @@ def test_a_checkpoint_is_as_it_was_described(root):
 def test_the_module_needs_neither_torch_nor_mpi():
     probe = "import sys, hybridpipe.checkpoint.directory; print({'torch', 'mpi4py'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", probe], text=True) == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "step, state, name",
+    [
+        (0, None, "step-00000000"),
+        (123456789, None, "step-123456789"),
+        (120, "tmp", ".step-00000120.tmp"),
+        (120, "replaced", ".step-00000120.replaced"),
+    ],
+)
+def test_names_say_the_step(step, state, name):
+    assert name_of(step, state) == name and parse_name(Path("root") / name) == (step, state)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-120", "step-000000120", ".step-00000120", "step-00000120.tmp", ".step-00000120.old", "latest"],
+)
+def test_other_names_say_nothing(name):
+    assert parse_name(Path(name)) is None
 
 
 def test_an_unfinished_checkpoint_is_not_seen(root):
@@ -295,6 +317,7 @@ def test_two_trainings_in_one_directory_do_not_mix(root):
     write_files(mine, 1.0)
     with pytest.raises(UserError, match=f"{FILES[0]}: is there already: does another training write"):
         write_shard(mine / FILES[0], {}, None)
+    assert names(root) == ["latest", *STEPS]
     assert (
         value_of(directory.publish(root, 140, write_files(directory.begin(root, 140), 2.0), DESCRIBED, 9))
         == 2
@@ -347,7 +370,6 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_rest(small_disk):
             save(root, 120)
         except UserError as error:
             told.append(str(error))
-            directory.abandon(root, 120)
             assert names(root) == before and directory.last_good(root) == (root / "step-00000100", [])
         else:
             break
