@@ -7,7 +7,7 @@ import resource
 import statistics
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +58,25 @@ class RankTime:
         return {name: seconds / self.num_minibatches for name, seconds in parts.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What the summary needs of the runs that this one goes on from.
+
+    Args:
+        minibatches, loss_first, loss_last, most_samples: of their records.
+        training_seconds: of whole epochs.
+        target: epochs and seconds that it took to reach the target.
+    """
+
+    minibatches: int = 0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    most_samples: int = 0
+    training_seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    target: tuple[int, float] | None = None
+
+
 class Traced(NamedTuple):
     """The last full minibatches of a run, warm-up left out, and each used rank's time in them."""
 
@@ -89,6 +108,27 @@ class Recorder:
         self._memory_before = 0
         self.training_seconds = 0.0  # of whole epochs, until the last loss; not what evaluating takes
         self._target: tuple[int, float] | None = None
+        self._before = Past()
+
+    def go_on(self, past: Past) -> None:
+        """This run goes on where those ended; what it has noted itself so far is forgotten."""
+        self._before, self.records = past, []
+        self.metrics, self.training_seconds, self._target = past.metrics, past.training_seconds, past.target
+
+    def past(self) -> Past:
+        """All that was noted until now, for a run that goes on from here."""
+        first, last = self._before.loss_first, self._before.loss_last
+        if self.records:
+            first, last = self.records[0].loss if first is None else first, self.records[-1].loss
+        return Past(
+            self._before.minibatches + len(self.records),
+            first,
+            last,
+            max([self._before.most_samples, *(record.num_samples for record in self.records)]),
+            self.training_seconds,
+            self.metrics,
+            self._target,
+        )
 
     def begin(self) -> None:
         """Training begins: what the process weighs so far is no stage's."""
@@ -103,7 +143,8 @@ class Recorder:
 
     def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
         """A finished minibatch; `seconds` on this rank, in an epoch since the end of the one before."""
-        record = MinibatchRecord(len(self.records), epoch, loss, num_samples, seconds)
+        step = self._before.minibatches + len(self.records)
+        record = MinibatchRecord(step, epoch, loss, num_samples, seconds)
         self.records.append(record)
         if full:
             self._full_seconds.append(seconds)
@@ -136,7 +177,7 @@ class Recorder:
             return None
         full = self._full_seconds[WARM_UP:] or self._full_seconds
         seconds = statistics.median(full) if full else 0.0
-        samples = max((record.num_samples for record in self.records), default=0)
+        past = self.past()
         used = [notes[rank]["busy"] for rank in worker.plan.ranks]
         predicted = worker.plan.predicted
         return {
@@ -144,12 +185,12 @@ class Recorder:
             "schedule": worker.plan.schedule,
             "ranks": worker.control.size,
             "ranks_used": worker.plan.num_ranks,
-            "samples_per_second": samples / seconds if seconds else 0.0,
+            "samples_per_second": past.most_samples / seconds if seconds else 0.0,
             "minibatch_seconds_median": seconds,
             "predicted_minibatch_seconds": predicted and predicted.minibatch_seconds,
             "bubble_fraction": 1 - statistics.mean(used) / seconds if seconds else 0.0,
-            "loss_first": self.records[0].loss if self.records else None,
-            "loss_last": self.records[-1].loss if self.records else None,
+            "loss_first": past.loss_first,
+            "loss_last": past.loss_last,
             "metrics": self.metrics,
             "epochs_to_target": self._target and self._target[0],
             "seconds_to_target": self._target and self._target[1],
@@ -158,7 +199,7 @@ class Recorder:
             "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
-            "minibatches": len(self.records),
+            "minibatches": past.minibatches,
         }
 
     def timeline(self, worker: Worker) -> Timeline | None:

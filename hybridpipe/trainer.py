@@ -6,10 +6,9 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,31 +19,35 @@ from torch import Tensor, nn
 
 from hybridpipe.autoplan import Choice, autoplan, check_options
 from hybridpipe.batches import microbatch_size_of, minibatches, parts_of, slice_minibatch
+from hybridpipe.checkpoint.names import name_of, step_of
+from hybridpipe.checkpointing import Checkpointing, Keeper, check_run, described
 from hybridpipe.config import SOURCES
+from hybridpipe.epoch import Epoch, total
+from hybridpipe.errors import UserError
 from hybridpipe.files import read_plan
 from hybridpipe.judging import judge, reached
 from hybridpipe.planning.checks import positive_int
+from hybridpipe.planning.cuts import Cut
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.profile import Measurement
-from hybridpipe.planning.schedules import ceil_div, losses_late
-from hybridpipe.planning.timeline import Event, Timeline
-from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
+from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.timeline import Timeline
+from hybridpipe.recorder import MinibatchRecord, Past, Recorder, Traced
+from hybridpipe.rehearsing import device_and_threads, measured
 from hybridpipe.runtime import failure, faults
 from hybridpipe.runtime.allocator import keep_freed_memory
-from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
+from hybridpipe.runtime.checkpoint import Saver
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
 from hybridpipe.runtime.worker import Sums, Worker
-from hybridpipe.stage.measure import OptimizerFactory, Rehearsal
+from hybridpipe.stage.measure import OptimizerFactory
 from hybridpipe.stage.split import check_plan, layers_of
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value
-from hybridpipe.together import measure_together
+from hybridpipe.standing import SoFar, Standing, read_so_far
 
 PlanLike = Plan | str | os.PathLike[str]
-# What an update of this rank was made of, each minibatch's losses on their way, and what went on till then.
-Trained = tuple[list[tuple[Minibatch, Sums]], list[Event]]
 
 
 class Trainer:
@@ -120,16 +123,21 @@ class Trainer:
             max_in_flight=max_in_flight,
             recompute=recompute,
         )
-        self._updates = True
-        self._under_way = False  # minibatches, between ranks
+        self._asked = {"schedule": schedule, "vertical_sync": vertical_sync, "max_in_flight": max_in_flight}
+        self._updates, self._in_fit = True, False
+        self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         self.minibatch_size = minibatch_size
         keep_freed_memory()
-        self.device, num_threads = _device(self.world, device)
+        self.device, num_threads = device_and_threads(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self.step = 0
-        self.epoch = 0
+        self.standing = Standing()
+        self.history: list[dict[str, Any]] = []  # what `fit` has returned, also before a checkpoint
+        self.stopped = False
         self.choice: Choice | None = None
+        self._found: Found | None = None  # to be loaded when there is a plan
+        self._came_from: Path | None = None
+        self._saver: Saver | None = None
         self.recorder = Recorder()
         self._worker: Worker | None = None
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
@@ -137,16 +145,23 @@ class Trainer:
         if isinstance(self._plan, Plan):
             options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
             check_options(self._plan, schedule, options)
-            self.microbatch_size = microbatch_size_of(self._plan, minibatch_size, microbatch_size)
-            self.rule.check(self._plan)
-            check_plan(model, self._plan)
-            self._plan.check_world(self.world.size)
+            self.microbatch_size = self._fitting(self._plan, microbatch_size)
             if not predict:
                 self._start(self._plan)
         else:
             self.microbatch_size = microbatch_size or ceil_div(minibatch_size, self.world.size)
             if microbatch_size is None and plan == "auto":
                 self._smaller_sizes = parts_of(self.microbatch_size, minibatch_size)
+
+    @property
+    def step(self) -> int:
+        """Minibatches trained on."""
+        return self.standing.step
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs."""
+        return self.standing.epoch
 
     @property
     def plan(self) -> Plan:
@@ -178,11 +193,14 @@ class Trainer:
                 "without a pause; use fit"
             )
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
-        sums, events = self._train(minibatch)
-        sums.wait()
-        seconds = time.perf_counter() - began
-        self._keep([minibatch], events, seconds)
-        return self._record(self.epoch, minibatch, sums, seconds).loss
+        sums, events = self.worker.train(minibatch, self.step, self._updates)
+        self.standing.step += 1
+        self.standing.so_far = None
+        self._accumulated = not self._updates
+        loss, seconds = total(sums), time.perf_counter() - began
+        full = minibatch.num_samples == self.minibatch_size
+        self.recorder.keep(events, seconds, full)
+        return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full).loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -212,6 +230,7 @@ class Trainer:
         on_minibatch: Callable[[MinibatchRecord], None] | None = None,
         target_accuracy: float | None = None,
         target_loss: float | None = None,
+        checkpoint: Checkpointing | None = None,
     ) -> list[dict[str, Any]]:
         """Train on a map-style data set of (inputs, target).
 
@@ -223,46 +242,108 @@ class Trainer:
             on_minibatch: called on every rank with what is known of each minibatch, one minibatch late, or as
                 many as are under way. What it raises on every rank ends `fit`; under an asynchronous
                 schedule, with minibatches on their way between ranks, it ends the job.
+            checkpoint: save on the way, while training goes on, and at the end.
             target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
                 this loss, is the last; with both, the first that has both. The summary tells when it was.
+
+        After `resume` the first epoch is the one that the checkpoint stands in, whatever is left of it. After
+        `stop_from` it ends early, with `stopped` set, and all ranks at one step.
 
         Returns:
             for each epoch its number, mean loss, seconds of training on this rank and, with `validation`,
             what `evaluate` says of it.
 
         Raises:
+            UserError: the state is such that it cannot be saved, or could not be written.
             ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
                 are no classes.
         """
         self._check_nothing_under_way("fit")
         if not self._updates:
             raise ValueError("fit makes no sense inside no_sync, where nothing is learnt; use train_step")
-        history = []
         targets = {"accuracy": target_accuracy, "loss": target_loss}
         wanted = {name: value for name, value in targets.items() if value is not None}
         if wanted and validation is None:
             raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
         self.prepare(dataset)
-        for epoch in range(self.epoch, self.epoch + epochs):
-            losses = []
-            began = time.perf_counter()
-            with closing(self._epoch(dataset, epoch, shuffle)) as records:  # an error closes it at once
-                for record in records:
-                    losses.append((record.loss, record.num_samples))
-                    if on_minibatch is not None:
-                        on_minibatch(record)
-            mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-            seconds = time.perf_counter() - began
-            self.recorder.training_seconds += seconds
-            entry: dict[str, Any] = {"epoch": epoch, "loss": mean, "seconds": seconds}
-            if validation is not None:
-                entry["validation"] = self.recorder.metrics = self.evaluate(validation)
-            history.append(entry)
-            self.epoch += 1
+        keeper = None if checkpoint is None else self._keeper(checkpoint)
+        first, self.stopped = len(self.history), False
+        for _ in range(epochs):
+            self._train_epoch(dataset, shuffle, keeper, on_minibatch)
+            if self._stops():
+                break
+            entry = self._end_epoch(validation)
             if wanted and reached(entry["validation"], wanted):
                 self.recorder.reach_target(self.epoch)
                 break
-        return history
+            if self._stops():
+                break
+        if keeper is not None:
+            keeper.finish(self.step, *self._so_far())
+        return self.history[first:]
+
+    def stop_from(self, step: int) -> None:
+        """Let `fit` end at the first cut at or behind `step`, or with the epoch, whatever comes first.
+
+        A cut is where every stage has updated with the same minibatches. Every rank says the same step before
+        it has trained on so many; `fit` then saves, returns, and `stopped` is set. Under an asynchronous
+        schedule messages of later minibatches stay under way: the process has to end then, without `close`.
+        """
+        self.standing.stop_from = step
+
+    def save(self, root: str | os.PathLike[str], keep: int = 3) -> Path:
+        """Save the state between two steps as `root/step-...`, of which the last `keep` stay. Collective.
+
+        Raises:
+            RuntimeError: inside `fit`, which has `checkpoint` for that, or between `no_sync` and the update.
+            UserError: it cannot be saved.
+        """
+        if self._in_fit:
+            raise RuntimeError(
+                "save was called while fit is training, which has checkpoint=Checkpointing(...)"
+            )
+        if self._accumulated:
+            raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
+        keeper = self._keeper(Checkpointing(root, keep=keep), anyway=True)
+        keeper.finish(self.step, *self._so_far())
+        return Path(root) / name_of(self.step)
+
+    def resume(self, source: str | os.PathLike[str], or_anew: bool = False) -> list[str]:
+        """Go on from a checkpoint, from the last good one in a folder, or with a safetensors file's weights.
+
+        Under the checkpoint's own plan, which "auto" prefers where it fits, training goes on bit for bit.
+        Under any other the weights, buffers and optimizer state are bit-equal by name. Collective.
+
+        Args:
+            or_anew: a folder may hold none; training then starts anew.
+
+        Returns:
+            what there is to tell, in lines.
+
+        Raises:
+            UserError: it is damaged, or of another model, optimizer, seed or minibatch; nothing has changed.
+        """
+        self._check_nothing_under_way("resume")
+        path = Path(source)
+        if path.suffix == ".safetensors":
+            load_plain(self.world, self.model, path)
+            return [f"weights of {path}; all else starts anew"]
+        found = find(self.world, path)
+        if isinstance(found, Nothing):
+            if not or_anew:
+                raise UserError("; ".join([f"{path}: holds no checkpoint to resume from", *found.notes]))
+            return [*found.notes, f"no checkpoint in {path}: training starts anew"]
+        where = str(found.path)
+        check_model(found, self.model)
+        check_run(found.run, {"seed": self.seed, "minibatch_size": self.minibatch_size}, where)
+        read_so_far(found.run.get("so_far"), where)
+        self._found = found
+        told = [*found.notes, f"resuming from {found.path}: {found.place}"]
+        if self._worker is not None:
+            self._load()
+        elif self._plan == "auto":
+            told.append(self._take_plan(found.plan))
+        return told
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank.
@@ -321,58 +402,135 @@ class Trainer:
 
     def close(self) -> None:
         """End the communication thread and give back the communicators; the model keeps its weights."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
         if self._worker is not None:
             self._worker.close()
             self._worker = None
 
-    def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Generator[MinibatchRecord, None, None]:
+    def _train_epoch(
+        self,
+        dataset: Any,
+        shuffle: bool,
+        keeper: Keeper | None,
+        on_minibatch: Callable[[MinibatchRecord], None] | None,
+    ) -> None:
+        standing = self.standing
+        standing.so_far = self._begun(dataset, shuffle)
         batches = minibatches(
-            dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, epoch=epoch, shuffle=shuffle
+            dataset,
+            self.minibatch_size,
+            self.microbatch_size,
+            seed=self.seed,
+            epoch=self.epoch,
+            shuffle=shuffle,
         )
-        trained = self._stream(list(batches)) if self.plan.is_asynchronous else map(self._train_one, batches)
-        late = losses_late(self.plan)
-        pending: deque[tuple[Minibatch, Sums, float]] = deque()  # whose losses travel while others run
-        began = time.perf_counter()
-        for together, events in trained:
-            began, seconds = (now := time.perf_counter()), now - began
-            self._keep([minibatch for minibatch, _ in together], events, seconds)
-            pending += [(*each, seconds / len(together)) for each in together]
-            while len(pending) > late:
-                yield self._record(epoch, *pending.popleft())
-        for each in pending:
-            yield self._record(epoch, *each)
-
-    def _keep(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
-        full = all(minibatch.num_samples == self.minibatch_size for minibatch in trained)
-        self.recorder.keep(events, seconds, full, len(trained))
-
-    def _record(self, epoch: int, minibatch: Minibatch, sums: Sums, seconds: float) -> MinibatchRecord:
-        full = minibatch.num_samples == self.minibatch_size
-        return self.recorder.note(epoch, _total(sums), minibatch.num_samples, seconds, full)
-
-    def _train(self, minibatch: Minibatch) -> tuple[Sums, list[Event]]:
-        trained = self.worker.train(minibatch, self.step, self._updates)
-        self.step += 1
-        return trained
-
-    def _train_one(self, minibatch: Minibatch) -> Trained:
-        sums, events = self._train(minibatch)
-        return [(minibatch, sums)], events
-
-    def _stream(self, batches: list[Minibatch]) -> Iterator[Trained]:
-        """An epoch without a flush, by updates."""
-        ahead = deque(batches)
-        self._under_way = True
+        epoch = Epoch(self.worker, self.recorder, standing, self.minibatch_size, keeper)
+        self._in_fit = True
         try:
-            for sums, events in self.worker.stream(batches, self.step):
-                together = [(ahead.popleft(), each) for each in sums]
-                self.step += len(together)
-                yield together, events
+            with closing(epoch.run(batches)) as records:  # an error closes it at once
+                for record in records:
+                    if on_minibatch is not None:
+                        on_minibatch(record)
+        except BaseException:
+            standing.so_far = None  # the next `fit` begins the epoch anew
+            raise
         finally:
-            self._under_way = False
+            self._in_fit = False
+
+    def _begun(self, dataset: Any, shuffle: bool) -> SoFar:
+        """The epoch that a checkpoint, or a stop, has left begun; else a new one."""
+        begun = self.standing.so_far
+        if begun is None or not begun.position:
+            return SoFar(len(dataset), shuffle)
+        if (begun.dataset_samples, begun.shuffle) != (len(dataset), shuffle):
+            raise UserError(
+                f"epoch {self.epoch} was begun with {begun.dataset_samples} samples and shuffle = "
+                f"{begun.shuffle}, and cannot go on with {len(dataset)} and {shuffle}"
+            )
+        return begun
+
+    def _end_epoch(self, validation: Any) -> dict[str, Any]:
+        so_far = self.standing.so_far
+        assert so_far is not None
+        self.recorder.training_seconds += so_far.seconds
+        mean = so_far.loss_sum / so_far.num_samples
+        entry: dict[str, Any] = {"epoch": self.epoch, "loss": mean, "seconds": so_far.seconds}
+        if validation is not None:
+            entry["validation"] = self.recorder.metrics = self.evaluate(validation)
+        self.history.append(entry)
+        self.standing.epoch += 1
+        self.standing.so_far = None
+        return entry
+
+    def _stops(self) -> bool:
+        if self.standing.stop_from is None:
+            return False
+        self.standing.stop_from, self.stopped = None, True
+        return True
+
+    def _so_far(self) -> tuple[SoFar, Cut]:
+        """Where the training stands between two calls."""
+        so_far = self.standing.so_far or SoFar(0, shuffle=True)
+        return so_far, so_far.cut(self.minibatch_size)
+
+    def _keeper(self, asked: Checkpointing, anyway: bool = False) -> Keeper:
+        if self._saver is None:
+            self._saver = Saver(self.worker.control.Dup())
+        came = self._came_from
+        saved = None
+        if came is not None and not anyway and came.parent.resolve() == Path(asked.folder).resolve():
+            saved = step_of(came)
+        return Keeper(asked, self._saver, self.worker, self.step, saved, self._describe)
+
+    def _describe(self, so_far: SoFar) -> dict[str, Any]:
+        run = {
+            "seed": self.seed,
+            "minibatch_size": self.minibatch_size,
+            "microbatch_size": self.microbatch_size,
+            "ranks": self.world.size,
+            "past": asdict(self.recorder.past()),
+            "history": self.history,
+        }
+        return described(self.worker, self.epoch, so_far, run)
+
+    def _take_plan(self, plan: Plan) -> str:
+        """Run a checkpoint's plan, if that can be, instead of searching for one; says which it will be."""
+        what = f"its plan {plan.name}, {plan.schedule}"
+        try:
+            for name, value in self._asked.items():
+                if value not in ("auto", getattr(plan, name)):
+                    raise ValueError(f"{name} = {value} is asked for")
+            self.microbatch_size = self._fitting(plan)
+        except ValueError as error:
+            return f"{what}, does not fit here, so one is searched for: {error}"
+        self._plan, self._smaller_sizes = plan, []
+        return f"with {what}"
+
+    def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
+        """The size of the plan's microbatches. Raises ValueError if it fits model, world or minibatch not."""
+        size = microbatch_size_of(plan, self.minibatch_size, microbatch_size)
+        self.rule.check(plan)
+        check_plan(self.model, plan)
+        plan.check_world(self.world.size)
+        return size
+
+    def _load(self) -> None:
+        found, self._found = self._found, None
+        if found is None:
+            return
+        load(self.worker, found)
+        so_far = read_so_far(found.run["so_far"], str(found.path))
+        if not is_exact(found, self.plan):
+            so_far.stream_start = so_far.position
+        standing = Standing(found.manifest.step, found.manifest.epoch, so_far if so_far.position else None)
+        self.standing, self._came_from = standing, found.path
+        self.history = found.run["history"]
+        self.recorder.go_on(Past(**found.run["past"]))
 
     def _check_nothing_under_way(self, method: str) -> None:
-        if self._under_way:
+        if self.standing.under_way:
             raise RuntimeError(
                 f"{method} was called while minibatches are under way under {self.plan.schedule}; "
                 "call it between epochs"
@@ -393,41 +551,15 @@ class Trainer:
 
     def _choose(self, minibatch: Minibatch) -> Choice:
         with failure.guard():  # ranks that can be measured would wait for one that cannot
-            try:
-                rehearsal = Rehearsal(
-                    self.model, minibatch.inputs(0), minibatch.targets(0), self.loss, self.device
-                )
-                measure = partial(rehearsal.measure, self.rule.optimizer)
-                profile = measure_together(self.world, measure)
-                for size in self._smaller_sizes:
-                    if size < profile.samples:  # the data may hold no more
-                        other = measure_together(self.world, partial(measure, size=size))
-                        measurement = Measurement(other.samples, other.layers)
-                        profile = replace(profile, others=(*profile.others, measurement))
-            except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
-                raise RuntimeError("the first microbatch failed while the model was measured") from error
+            profile, work = measured(
+                self.model, minibatch, self.loss, self.device, self.rule, self.world, self._smaller_sizes
+            )
         count = ceil_div(self.minibatch_size, self.microbatch_size)
-        return self._autoplan(self._plan, self.world, profile, count, work=rehearsal.run)
+        return self._autoplan(self._plan, self.world, profile, count, work=work)
 
     def _start(self, plan: Plan) -> None:
         self.rule.check(plan)
         self.microbatch_size = microbatch_size_of(plan, self.minibatch_size)
         self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
-
-
-def _total(sums: Sums) -> float:
-    """Added up in the order of the microbatches: the same float on every rank and under every plan."""
-    return float(sum(sums.wait().tolist()))
-
-
-def _device(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:
-    """This rank's device, and its compute threads (None: the user has set them)."""
-    local_rank, local_size = ranks_on_host(world)
-    if device is None:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
-    return device, default_num_threads(local_size)
+        self._load()

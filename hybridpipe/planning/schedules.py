@@ -341,6 +341,15 @@ def losses_late(plan: Plan) -> int:
     return max(a * b for a, b in zip(held, plan.replicas, strict=True)) + 2 * max(plan.replicas)
 
 
+def cuts_every(plan: Plan) -> int:
+    """How many minibatches of a stream lie between two cuts; at its end there is one, too.
+
+    A checkpoint holds every stage's weights after the same minibatches. Under a flush that is any minibatch;
+    under PipeDream a stage updates once a round.
+    """
+    return math.lcm(*plan.replicas) if plan.schedule == "pipedream" else 1
+
+
 def minibatches_in_update(plan: Plan, stage: int, update: int, num_minibatches: int) -> int:
     """How many minibatches a stage's update is the mean of, out of a stream of so many.
 

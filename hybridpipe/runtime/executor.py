@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from hybridpipe.planning.cuts import Cut, num_updates
 from hybridpipe.planning.instructions import (
     AllReduce,
     Backward,
@@ -89,19 +90,25 @@ class Executor:
         self.plan, self.place, self.held = plan, place, plan.held_stages(place)
         self.stages, self.boundaries = stages, boundaries
         self.gradients, self.update = gradients, update
-        self.seen: Seen = Stashed(plan, place, stages[0].module) if plan.is_asynchronous else Newest()
+        self.seen: Seen = Newest()
+        if plan.is_asynchronous:
+            self.seen = Stashed(plan, place, stages[0].module, stages[0].device)
 
     @property
     def bytes_sent(self) -> int:
         """Activations and gradients sent so far."""
         return sum(boundary.bytes_sent for boundary in self.boundaries)
 
-    def run(self, program: Program, stream: Stream) -> Iterator[Done]:
-        """Train on a stream; yields after each update, and at the end if anything came after the last."""
+    def run(self, program: Program, stream: Stream, done: int = 0) -> Iterator[Done]:
+        """Train on a stream; yields after each update, and at the end if anything came after the last.
+
+        Args:
+            done: so many minibatches of the stream are in the weights already, and not in `program`.
+        """
         for stage, boundary in zip(self.stages, self.boundaries, strict=True):
             stage.module.train()
             boundary.begin(program, stream.sizes, stream.step, training=True)
-        run = _Run(self, stream)
+        run = _Run(self, stream, done)
         finals = final_backwards(program)
         for i, instruction in enumerate(program):
             position.at(self._stage_of(instruction), run.step, instruction)
@@ -159,17 +166,18 @@ class Executor:
 class _Run:
     """A program under way: what is between two instructions, by (microbatch, chunk)."""
 
-    def __init__(self, executor: Executor, stream: Stream) -> None:
-        self.executor, self.stream, self.step = executor, stream, stream.step
+    def __init__(self, executor: Executor, stream: Stream, done: int = 0) -> None:
+        self.executor, self.stream, self.step = executor, stream, stream.step + done
         self.values: dict[tuple[int, int], Value] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.events: list[Event] = []
-        self.num_updates = 0
+        cut = Cut(done, len(stream.minibatches))
+        self.num_updates = num_updates(executor.plan, executor.place.stage, cut)
         self.applied = 0  # minibatches, since `take`
-        self.covered = 0  # minibatches, by all updates
+        self.covered = done  # minibatches, by all updates
         self.now = executor.clock()
-        executor.seen.begin()
+        executor.seen.begin(self.num_updates)
 
     def take(self) -> Done:
         """What has come in since this was called last."""
@@ -232,10 +240,11 @@ class _Run:
             inputs = map_tensors(_not_numbers, inputs)
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
-            return
-        self.losses[m] = stage.forward_loss(
-            at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
-        )
+        else:
+            self.losses[m] = stage.forward_loss(
+                at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
+            )
+        executor.seen.ran(m)
 
     def backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
         m, c = instruction.microbatch, instruction.chunk

@@ -4,25 +4,41 @@ Between the plan, which says the version, and `stage.weights`, which keeps it. A
 version at a time, the parameters themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules import versions
+from hybridpipe.stage.recompute import ChangingBuffers
+from hybridpipe.stage.state import Generators
 from hybridpipe.stage.weights import Weights, WeightVersions
+
+
+class Before(NamedTuple):
+    """What a microbatch's forward found and changed: what it takes to run it again.
+
+    `buffers` by their path in the stage.
+    """
+
+    random: Generators
+    buffers: Mapping[str, Tensor]
 
 
 class Seen(Protocol):
     """What the executor needs of the weights."""
 
-    def begin(self) -> None:
-        """A stream begins: its microbatches and versions are counted from here."""
+    def begin(self, num_updates: int = 0) -> None:
+        """A stream begins, or goes on after so many updates: what is numbered counts from its beginning."""
 
     def of(self, microbatch: int) -> Weights | None:
-        """What a microbatch's forward is to be given; None: the parameters."""
+        """Before its forward, and its data: what a microbatch is to be given; None: the parameters."""
+
+    def ran(self, microbatch: int) -> None:
+        """After its forward."""
 
     def collect(self, microbatch: int, factor: float) -> None:
         """After its backward: its gradients, times `factor`, add up in the parameters'."""
@@ -38,12 +54,15 @@ class Seen(Protocol):
 class Newest:
     """One version at a time."""
 
-    def begin(self) -> None:
+    def begin(self, num_updates: int = 0) -> None:
         """Nothing to count."""
 
     def of(self, microbatch: int) -> Weights | None:
         """The parameters."""
         return None
+
+    def ran(self, microbatch: int) -> None:
+        """At a cut nothing is in flight."""
 
     def collect(self, microbatch: int, factor: float) -> None:
         """Gradients arrive where they belong, weighted by the loss."""
@@ -58,28 +77,42 @@ class Newest:
 
 
 class Stashed:
-    """The versions that an asynchronous plan names, of the stage at `place`."""
+    """The versions that an asynchronous plan names, of the stage at `place`.
 
-    def __init__(self, plan: Plan, place: Place, layers: nn.Sequential) -> None:
+    For each microbatch in flight it keeps, too, what it takes to run the forward again, as a run that resumes
+    from a checkpoint has to: its buffers and where the generators stood, which take 54 µs a microbatch.
+    """
+
+    def __init__(self, plan: Plan, place: Place, layers: nn.Sequential, device: torch.device) -> None:
         self.versions = WeightVersions(layers)
         self._number = versions(plan, place.stage)
         self._replicas = plan.replicas[place.stage]
+        self._device = device
+        self._buffers = ChangingBuffers(layers)
         self._of: dict[int, Weights] = {}
+        self._before: dict[int, Before] = {}
         self._first = 0
 
-    def begin(self) -> None:
-        """The newest weights are the stream's first."""
-        self._first = self.versions.newest
+    def begin(self, num_updates: int = 0) -> None:
+        """The newest weights are the stream's first, or those after `num_updates`."""
+        self._of, self._before = {}, {}
+        self._first = self.versions.newest - num_updates
         self.versions.keep_from(self._first)
 
     def of(self, microbatch: int) -> Weights:
         """The version it is due. Older than the next microbatch's: kept by those in flight only."""
+        self._random, self._unchanged = Generators.now(self._device), self._buffers.before()
         weights = self._of[microbatch] = self.versions.version(self._first + self._number(microbatch))
         self.versions.keep_from(self._first + self._number(microbatch + self._replicas))
         return weights
 
+    def ran(self, microbatch: int) -> None:
+        """What it has changed is known."""
+        self._before[microbatch] = Before(self._random, self._buffers.after(self._unchanged))
+
     def collect(self, microbatch: int, factor: float) -> None:
         """From the version's leaves."""
+        del self._before[microbatch]
         self.versions.collect(self._of.pop(microbatch), factor)
 
     @contextmanager
@@ -91,3 +124,19 @@ class Stashed:
     def end(self) -> None:
         """Only the newest is left."""
         self.versions.keep_from(self.versions.newest)
+
+    def kept(self, numbers: Iterable[int]) -> dict[int, Weights]:
+        """Versions that microbatches in flight, or still to come, see; numbered as the plan does."""
+        in_flight = {self._number(microbatch): weights for microbatch, weights in self._of.items()}
+        return {
+            number: in_flight.get(number) or self.versions.version(self._first + number) for number in numbers
+        }
+
+    def restore(self, newest: int, older: Mapping[int, Mapping[Tensor, Tensor]]) -> None:
+        """What an earlier run kept; the parameters are `newest` already, nothing is in flight."""
+        self._of, self._before, self._first = {}, {}, 0
+        self.versions.restore(newest, older)
+
+    def before_flight(self) -> Before | None:
+        """What the first microbatch in flight found; None if there is none."""
+        return self._before[min(self._before)] if self._before else None

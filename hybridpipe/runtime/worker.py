@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.planning.cuts import Cut, resumed_program
 from hybridpipe.planning.instructions import Program, without_update
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import JOINING
@@ -74,6 +75,7 @@ class Worker:
         self.control = self.communicators.control
         self.transport = MpiTransport(self.communicators.peers, cores_to_spare(world))
         self.executor: Executor | None = None
+        self._left = False
         _broadcast_state(model, self.control)
         if self.place is not None:
             self.executor = self._executor(loss, rule, seed)
@@ -145,24 +147,40 @@ class Worker:
             numbers[list(losses)] = list(losses.values())
             return self.share(numbers), events
 
-    def stream(self, minibatches: Sequence[Minibatch], step: int) -> Iterator[tuple[list[Sums], list[Event]]]:
+    def stream(
+        self, minibatches: Sequence[Minibatch], step: int, done: int = 0
+    ) -> Iterator[tuple[list[Sums], list[Event]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
         Yields, for each update of this rank, what `train` returns, with shares of the loss for each
         minibatch that the update was of. A rank that the plan leaves unused sees them one by one.
+
+        Args:
+            step: of the first minibatch.
+            done: so many of them were trained on before, by a run whose state is this one's now.
         """
         stream = Stream(minibatches, step)
         numbers = [np.zeros(len(minibatch.sizes)) for minibatch in minibatches]
-        ahead = deque(numbers)
+        ahead = deque(numbers[done:])
         with failure.guard(), self._to_its_end():
             if self.executor is not None:
-                for done in self.executor.run(self._program(len(stream.sizes)), stream):
-                    for m, loss in done.losses.items():
+                assert self.place is not None
+                cut = Cut(done, len(minibatches))
+                rest = resumed_program(self.plan, self.place, len(stream.sizes), cut)
+                for update in self.executor.run(rest, stream, done):
+                    for m, loss in update.losses.items():
                         at = stream[m]
                         numbers[at.step - step][at.microbatch] = loss
-                    yield [self.share(ahead.popleft()) for _ in range(done.num_minibatches)], done.events
+                    yield [self.share(ahead.popleft()) for _ in range(update.num_minibatches)], update.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
+
+    def leave_stream(self) -> None:
+        """Let the generator of `stream` be closed in the middle, at a cut, by all ranks alike.
+
+        Messages between them stay under way, so the worker can only be looked at afterwards.
+        """
+        self._left = True
 
     @contextmanager
     def _to_its_end(self) -> Iterator[None]:
@@ -170,6 +188,8 @@ class Worker:
         try:
             yield
         except GeneratorExit as left:
+            if self._left:
+                return  # the generator ends behind the context
             cause = left.__context__  # what the caller did not catch
             if self.control.size == 1:  # nothing is under way between two updates
                 raise
@@ -260,7 +280,12 @@ class Worker:
         return state if self.control.rank == 0 else None
 
     def close(self) -> None:
-        """End the communication thread and give back the communicators. Collective."""
+        """End the communication thread and give back the communicators. Collective.
+
+        Not after `leave_stream`: what is under way would be waited for. The process is about to end then.
+        """
+        if self._left and self.control.size > 1:
+            return
         if self.executor is not None and isinstance(self.executor.gradients, HorovodGradients):
             self.executor.gradients.close()
         self.transport.close()

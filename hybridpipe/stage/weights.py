@@ -144,7 +144,7 @@ class WeightVersions:
     def version(self, number: int) -> Weights:
         """The weights after `number` updates. Raises LookupError unless it is the newest or kept."""
         if number == self._newest and number not in self._held:
-            self._held[number] = self._share(number)
+            self._share(number)
         if number not in self._held:
             kept = ", ".join(map(str, sorted({*self._held, self._newest})))
             raise LookupError(f"weights of version {number} are not kept; kept: {kept}")
@@ -203,12 +203,26 @@ class WeightVersions:
         }
         return sum(sizes.values())
 
+    def restore(self, newest: int, older: Mapping[int, Mapping[Tensor, Tensor]]) -> None:
+        """Count on from an earlier run: the Parameters hold version `newest`.
+
+        Args:
+            older: what each Parameter was in versions that will be asked for; nobody holds one now.
+        """
+        self._newest, self._oldest = newest, min([newest, *older])
+        self._held, self._leaves = {}, {}
+        for number, values in older.items():
+            self._hold(number, {p: values[p].requires_grad_() for p in self._parameters})
+
     def _share(self, number: int) -> Weights:
         # .data, not .detach(): that one would share the version counter, too, and autograd would refuse a
         # backward after the Parameters moved on to a storage of their own and were changed there.
-        leaf_of = {parameter: parameter.data.requires_grad_() for parameter in self._parameters}
+        return self._hold(number, {p: p.data.requires_grad_() for p in self._parameters})
+
+    def _hold(self, number: int, leaf_of: Mapping[Tensor, Tensor]) -> Weights:
         self._leaves[number] = [weakref.ref(leaf) for leaf in leaf_of.values()]
-        return [{name: leaf_of[p] for name, p in layer.items()} for layer in self._own]
+        self._held[number] = [{name: leaf_of[p] for name, p in layer.items()} for layer in self._own]
+        return self._held[number]
 
     def _alive_leaves(self, number: int) -> list[Tensor]:
         return [leaf for leaf in (reference() for reference in self._leaves[number]) if leaf is not None]

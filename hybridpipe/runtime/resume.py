@@ -1,0 +1,314 @@
+"""Resume: a checkpoint found, verified whole and read by every rank, before anything of the training changes.
+
+Under the plan that it was taken with, ranks get back all that was theirs; under any other, each takes what
+its layers need from the files of the stages that had them: weights, buffers (running statistics are the mean
+over the replicas, as `Worker.average_statistics` makes it) and optimizer state are bit-equal by name, and an
+asynchronous stream starts anew from the newest weights. Invariant: all ranks change or none does.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.checkpoint import directory
+from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
+from hybridpipe.checkpoint.names import step_of
+from hybridpipe.checkpoint.shard import read_plain, read_shard
+from hybridpipe.errors import UserError
+from hybridpipe.files import parse
+from hybridpipe.planning.plan import Plan
+from hybridpipe.runtime.checkpoint import names_of, plan_json, rank_file, stage_file
+from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.seen import Stashed
+from hybridpipe.runtime.worker import Worker
+from hybridpipe.stage.state import (
+    Generators,
+    Names,
+    OfParameter,
+    State,
+    check_fits,
+    check_optimizer,
+    described,
+    mean,
+    name_of,
+    put_optimizer,
+    read_optimizer,
+    under,
+    unpack,
+)
+
+_Result = TypeVar("_Result")
+
+
+class Found(NamedTuple):
+    """A checkpoint whose every byte is as its manifest says."""
+
+    path: Path
+    manifest: Manifest
+    plan: Plan
+    run: dict[str, Any]
+    notes: list[str]  # one for each that was passed over
+
+    @property
+    def place(self) -> str:
+        """Where its training stood."""
+        manifest = self.manifest
+        return f"step {manifest.step}, epoch {manifest.epoch}, {manifest.position} minibatches into it"
+
+
+class Nothing(NamedTuple):
+    """There is none to go on from."""
+
+    notes: list[str]
+
+
+def find(world: MPI.Comm, source: Path) -> Found | Nothing:
+    """The checkpoint `source`, or the last good one in it; rank 0 reads it. Collective.
+
+    Raises:
+        UserError: it is damaged, on every rank.
+    """
+    return _on_rank_0(world, lambda: _find(source))
+
+
+def _find(source: Path) -> Found | Nothing:
+    notes: list[str] = []
+    path: Path | None = source
+    if not (source / MANIFEST).exists():
+        if step_of(source) is not None:
+            directory.read_manifest(source)  # says what is missing
+        path, notes = directory.last_good(source)
+    if path is None:
+        return Nothing(notes)
+    manifest = directory.verify(path)
+    where = str(path / MANIFEST)
+    plan, run = parse(Plan, manifest.plan, f"{where}: plan"), unpack(manifest.run, {}, where)
+    return Found(path, manifest, plan, run, notes)
+
+
+def load_plain(world: MPI.Comm, model: nn.Module, source: Path) -> None:
+    """The weights of a `model.state_dict()` in a safetensors file. Collective.
+
+    Raises:
+        UserError: the file is none, or not of this model; the model is as it was.
+    """
+
+    def read() -> dict[str, Tensor]:
+        tensors = read_plain(source)
+        check_fits(described(tensors), model.state_dict(), str(source))
+        return tensors
+
+    tensors = _agreed(world, read)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            tensor.copy_(tensors[key])
+
+
+def check_model(found: Found, model: nn.Module) -> None:
+    """Raises UserError unless the checkpoint is of a model with the same names, shapes and types."""
+    check_fits(found.run.get("model", {}), model.state_dict(), str(found.path))
+
+
+def is_exact(found: Found, plan: Plan) -> bool:
+    """Does the plan go on as the checkpoint's would have: versions, random states and all?"""
+    return plan_json(plan) == plan_json(found.plan)
+
+
+def load(worker: Worker, found: Found) -> None:
+    """Let this rank's state be the checkpoint's. Collective.
+
+    Raises:
+        UserError: a part of it does not fit, on every rank; nothing has changed then.
+    """
+    read = _agreed(worker.control, lambda: _Reading(worker, found).all())
+    _put(worker, read)
+
+
+@dataclass
+class _Read:
+    """What one rank will be. `scheduler`: its class and state."""
+
+    model: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, OfParameter] = field(default_factory=dict)
+    optimizers: set[str] = field(default_factory=set)
+    scheduler: tuple[str, dict[str, Any]] | None = None
+    num_minibatches: int = 0
+    newest: int = 0
+    versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    random: Generators | None = None
+
+
+class _Reading:
+    """One rank's reading of a checkpoint; changes nothing."""
+
+    def __init__(self, worker: Worker, found: Found) -> None:
+        self.worker, self.found = worker, found
+        self.exact = is_exact(found, worker.plan)
+        self.names = names_of(worker)
+        self.wanted = {key: t for names in self.names.values() for key, t in names.tensors().items()}
+        self.result = _Read()
+
+    def all(self) -> _Read:
+        """Raises UserError for what does not fit."""
+        for s in self.stages():
+            self.of_stage(s)
+        if self.exact:
+            self.of_rank()
+        elif self.statistics():
+            self.average()
+        self.check()
+        return self.result
+
+    def stages(self) -> list[int]:
+        """Those of the checkpoint's plan that have layers of this rank's."""
+        held = [self.worker.plan.stages[s] for s in self.names]
+        return [
+            s
+            for s, stage in enumerate(self.found.plan.stages)
+            if any(stage.start < mine.stop and mine.start < stage.stop for mine in held)
+        ]
+
+    def read(self, name: str) -> State:
+        entry = self.found.manifest.entry(name)
+        if entry is None:
+            raise UserError(f"{self.found.path / name}: is missing")
+        state = State(*read_shard(self.found.path / name, entry))
+        if not isinstance(state.meta, dict):
+            raise UserError(f"{self.found.path / name}: cannot be understood")
+        return state
+
+    def of_stage(self, s: int) -> None:
+        where, state = str(self.found.path / stage_file(s)), self.read(stage_file(s))
+        result = self.result
+        result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
+        mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.wanted}
+        result.num_minibatches = int(state.meta.get("num_minibatches", 0))
+        if mine:
+            result.parameters |= mine
+            result.optimizers.add(str(state.meta.get("optimizer")))
+            match state.meta.get("lr_scheduler"):
+                case {"class": str(name), "state": held}:
+                    result.scheduler = result.scheduler or (name, unpack(held, state.tensors, where))
+        if self.exact:
+            result.newest = int(state.meta.get("newest", 0))
+            self.versions(state)
+
+    def versions(self, state: State) -> None:
+        for number in state.meta.get("versions", []):
+            self.result.versions[number] = under(f"version.{number}", state.tensors)
+
+    def of_rank(self) -> None:
+        name = rank_file(self.worker.control.rank)
+        if self.found.manifest.entry(name) is None:  # of a larger world, whose last ranks are not used
+            return
+        state = self.read(name)
+        self.result.model |= under("model", state.tensors)
+        self.versions(state)
+        self.result.random = Generators.of(state, str(self.found.path / name))
+
+    def statistics(self) -> set[str]:
+        """The keys of running statistics, whose mean over the replicas counts."""
+        return {
+            names.of(f"{path}.{name}")
+            for names in self.names.values()
+            for path, module in names.module.named_modules(remove_duplicate=False)
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            for name in ("running_mean", "running_var")
+            if getattr(module, name) is not None
+        }
+
+    def average(self) -> None:
+        keys = self.statistics()
+        for s in self.stages():
+            replicas = [
+                under("model", self.read(rank_file(r)).tensors) for r in self.found.plan.stages[s].ranks[1:]
+            ]
+            for key in keys & set.intersection(*map(set, replicas)) if replicas else ():
+                each = [self.result.model[key], *(tensors[key] for tensors in replicas)]
+                self.result.model[key] = mean(each)
+
+    def check(self) -> None:
+        """Everything that `_put` relies on."""
+        where, result = str(self.found.path), self.result
+        found = {key: result.model[key] for key in self.wanted if key in result.model}
+        check_fits(described(found), self.wanted, where)
+        update = None if self.worker.executor is None else self.worker.executor.update
+        if update is None or update.optimizer is None:
+            return
+        names, now = _parameters(self.names), name_of(update.optimizer)
+        for other in result.optimizers - {now}:
+            raise UserError(f"{where}: optimizer: the checkpoint has {other}, the training {now}")
+        check_optimizer(update.optimizer, names, result.parameters, where)
+        was = None if result.scheduler is None else result.scheduler[0]
+        is_now = None if update.scheduler is None else name_of(update.scheduler)
+        if was != is_now:
+            raise UserError(
+                f"{where}: lr_scheduler: the checkpoint has {was or 'none'}, the training {is_now or 'none'}"
+            )
+        for number, version in result.versions.items():
+            if version.keys() != set(names.values()):
+                raise UserError(f"{where}: version {number}: must be of the stage's trained parameters")
+
+
+def _put(worker: Worker, read: _Read) -> None:
+    names = names_of(worker)
+    with torch.no_grad():
+        for of_stage in names.values():
+            for key, tensor in of_stage.tensors().items():
+                tensor.copy_(read.model[key])
+    executor = worker.executor
+    if executor is not None:
+        update = executor.update
+        update.num_minibatches = read.num_minibatches
+        if update.optimizer is not None:
+            put_optimizer(update.optimizer, _parameters(names), read.parameters)
+        if update.scheduler is not None and read.scheduler is not None:
+            update.scheduler.load_state_dict(read.scheduler[1])
+        if isinstance(executor.seen, Stashed):
+            own = _parameters(names)
+            device = worker.device
+            older = {
+                number: {p: version[key].to(device) for p, key in own.items()}
+                for number, version in read.versions.items()
+            }
+            executor.seen.restore(read.newest, older)
+    if read.random is not None:
+        read.random.put(worker.device)
+
+
+def _parameters(names: dict[int, Names]) -> dict[Tensor, str]:
+    return {p: key for of_stage in names.values() for p, key in of_stage.parameters().items()}
+
+
+def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
+    """What rank 0 finds, or the mistake that it finds, on every rank."""
+    found: _Result | UserError | None = None
+    if world.rank == 0:
+        try:
+            found = work()
+        except UserError as error:
+            found = error
+    found = world.bcast(found)
+    if isinstance(found, UserError):
+        raise found
+    return found  # type: ignore[return-value]  # rank 0 has found it
+
+
+def _agreed(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
+    """This rank's result, if no rank finds a mistake; else the first rank's mistake, on every rank."""
+    result, error = None, None
+    try:
+        result = work()
+    except UserError as mistake:
+        error = str(mistake)
+    for other in _mistakes(world.allgather(error)):
+        raise UserError(other)
+    return result  # type: ignore[return-value]  # there was no error
+
+
+def _mistakes(errors: list[str | None]) -> Iterator[str]:
+    return (error for error in errors if error is not None)
