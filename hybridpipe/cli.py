@@ -309,6 +309,16 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _import(options: argparse.Namespace) -> int:
+    config = _load(options)
+    config.check()
+    from hybridpipe.importing import import_weights
+
+    out = options.out or Path("runs") / Path(options.config).stem
+    print(f"written to {import_weights(config, options.file, out / 'checkpoints')}")
+    return 0
+
+
 def _load(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Config, which is imported here
     from hybridpipe.config import load_config
 
@@ -325,6 +335,7 @@ _RUNS = {
     "replay": _replay,
     "compare": _compare,
     "export": _export,
+    "import": _import,
 }
 
 

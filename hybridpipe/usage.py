@@ -151,6 +151,13 @@ def add_export(command: Command) -> None:
     export.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors")
 
 
+def add_import(command: Command) -> None:
+    into = command("import", "make a checkpoint of a plain safetensors file, for a training to start from")
+    into.add_argument("file", metavar="FILE.safetensors", type=Path, help="what model.state_dict() holds")
+    _add_config(into)
+    into.add_argument("--out", type=Path, metavar="DIR", help="as of train; default: runs/CONFIG's name")
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     _add_set(parser)
@@ -172,4 +179,5 @@ COMMANDS = (
     add_replay,
     add_compare,
     add_export,
+    add_import,
 )

@@ -7,7 +7,7 @@ Invariant: what is exported equals, bit for bit, what `Trainer.full_state_dict` 
 taken; where a stage had more than two replicas, running statistics may differ in the last bit, as a sum does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.disk import replacing
 from hybridpipe.checkpoint.manifest import MANIFEST
 from hybridpipe.checkpoint.names import step_of
-from hybridpipe.checkpoint.shard import read_shard, write_plain
+from hybridpipe.checkpoint.shard import read_plain, read_shard, write_plain
 from hybridpipe.errors import UserError, shown
 
 PREFIX = "model."  # of parameters and buffers; what follows is their key in model.state_dict()
@@ -68,6 +68,27 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
         if key.split(".")[-1] in STATISTICS:
             state[key] = _mean([state[key], *replicas[key]])
     return state
+
+
+def read_weights(source: Path, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of any safetensors file; one that `model` has under several keys, under all of them.
+
+    `safetensors.torch.save_model` writes a tied weight under one of its keys only.
+
+    Raises:
+        UserError: the file is none. Whether its tensors are the model's is not looked at.
+    """
+    tensors = read_plain(source)
+    written = {_memory(model[key]): tensor for key, tensor in tensors.items() if key in model}
+    for key, tensor in model.items():
+        if key not in tensors and tensor.numel() and _memory(tensor) in written:
+            tensors[key] = written[_memory(tensor)]
+    return tensors
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    """Which elements of which memory a tensor is."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _found(source: Path) -> tuple[Path, list[str]]:
