@@ -7,7 +7,7 @@ minibatches before that step and of none behind it.
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +110,8 @@ class Keeper:
         """One more loss is in; the snapshot that has waited for this one is written."""
         if self._waiting and self._waiting[0].position == so_far.recorded - so_far.stream_start:
             snapshot = self._waiting.popleft().snapshot
-            told = self._describe(so_far) if self._worker.control.rank == 0 else None
+            then = replace(so_far, position=so_far.recorded)  # by now it is further
+            told = self._describe(then) if self._worker.control.rank == 0 else None
             self._saver.start(snapshot, Path(self._asked.folder), told, self._asked.keep)
 
     def finish(self, step: int, so_far: SoFar, cut: Cut) -> None:

@@ -3,9 +3,9 @@
 A snapshot is copied on the training thread, right after the update; from then on training goes its way. A
 thread on each rank writes that rank's files and tells rank 0, whose thread publishes them once every rank has
 its own on the disk. These threads talk over a communicator of their own, so that their messages, which come
-at any time, meet no collective of the training; they wait by looking now and then, not inside MPI. (An agreement
-through the minibatches' own reductions would have to wait for a later minibatch, which at the end of training
-is none; one through files would ask of a shared file system to show names at once, which NFS does not.)
+at any time, meet no collective of the training; they wait by looking now and then, not inside MPI. (To agree
+through the minibatches' own reductions would take a later minibatch, and at the end there is none; to agree
+through files, a shared file system that shows new names at once, as NFS does not.)
 
 Invariant: what is published is the state after one minibatch on every rank, or it is not published. An error
 on any rank ends the job with one report, and the checkpoint before stays the latest.

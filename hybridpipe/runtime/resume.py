@@ -225,12 +225,12 @@ class _Reading:
     def average(self) -> None:
         keys = self.statistics()
         for s in self.stages():
-            replicas = [
-                under("model", self.read(rank_file(r)).tensors) for r in self.found.plan.stages[s].ranks[1:]
-            ]
-            for key in keys & set.intersection(*map(set, replicas)) if replicas else ():
-                each = [self.result.model[key], *(tensors[key] for tensors in replicas)]
-                self.result.model[key] = mean(each)
+            ranks = self.found.plan.stages[s].ranks[1:]
+            others = [under("model", self.read(rank_file(rank)).tensors) for rank in ranks]
+            for key in keys:
+                each = [tensors[key] for tensors in others if key in tensors]
+                if each:
+                    self.result.model[key] = mean([self.result.model[key], *each])
 
     def check(self) -> None:
         """Everything that `_put` relies on."""
@@ -308,7 +308,7 @@ def _agreed(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
         error = str(mistake)
     for other in _mistakes(world.allgather(error)):
         raise UserError(other)
-    return result  # type: ignore[return-value]  # there was no error
+    return result  # type: ignore[return-value]  # there was no mistake
 
 
 def _mistakes(errors: list[str | None]) -> Iterator[str]:

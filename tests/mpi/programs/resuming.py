@@ -1,0 +1,234 @@
+"""Under mpirun: train with checkpoints, resume from each kind of place, and compare what comes of it.
+
+Usage: resuming.py exact FOLDER SPEC...     SPEC such as 1-2-1:pipedream:vertical or 1-1x2:interleaved-1f1b
+       resuming.py pairs FOLDER SPEC...     each saved under one, resumed under each other
+
+The data set draws noise from all three of a process's generators, so that a random state that is lost shows.
+"""
+
+import random
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe.checkpoint.directory import read_manifest
+from hybridpipe.checkpoint.shard import read_shard
+from hybridpipe.checkpointing import Checkpointing
+from hybridpipe.runtime.checkpoint import names_of
+from hybridpipe.stage.state import State, read_optimizer, under
+
+MICROBATCH, COUNT, SEED, NUM_LAYERS = 2, 4, 7, 8
+NUM_MINIBATCHES, EVERY = 11, 3  # the last minibatch is short, and two of three checkpoints inside an epoch
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+}
+OPTIONS = {
+    "vertical": {"vertical_sync": True},
+    "limited": {"max_in_flight": 2},
+    "recompute": {"recompute": True},
+}
+SCHEDULER = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=60)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Noise on the inputs, from torch's, NumPy's and Python's generators."""
+
+    def __init__(self, samples: int, noise: float) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.inputs = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+        self.targets = torch.randint(0, 3, (samples,), generator=generator)
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, i: int):
+        drawn = torch.rand(5, dtype=torch.float64) + random.random() + np.random.rand()
+        return self.inputs[i] + self.noise * drawn, self.targets[i]
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [
+        nn.Linear(5, 9),
+        nn.BatchNorm1d(9),
+        nn.Dropout(0.3),
+        nn.Linear(9, 9),
+        nn.Tanh(),
+        nn.Linear(9, 9),
+        nn.BatchNorm1d(9),
+        nn.Linear(9, 3),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def make_plan(spec: str) -> Plan:
+    name, schedule, *options = spec.split(":")
+    name, _, chunks = name.partition("x")
+    replicas = [int(count) for count in name.split("-")] * int(chunks or 1)
+    edges = [round(i * NUM_LAYERS / len(replicas)) for i in range(len(replicas) + 1)]
+    stages = tuple(StageSpec(a, b, m) for a, b, m in zip(edges, edges[1:], replicas, strict=False))
+    count = 1 if schedule == "pipedream" else COUNT
+    given = {name: value for option in options for name, value in OPTIONS[option].items()}
+    return Plan(stages, schedule, count, chunks=int(chunks or 1), **given)
+
+
+def make_trainer(spec: str, optimizer: str) -> Trainer:
+    plan = make_plan(spec)
+    return Trainer(
+        make_model(),
+        loss=nn.functional.cross_entropy,
+        optimizer=OPTIMIZERS[optimizer],
+        lr_scheduler=SCHEDULER,
+        plan=plan,
+        minibatch_size=MICROBATCH * COUNT,
+        seed=SEED,
+    )
+
+
+def seed_process(rank: int) -> None:
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
+
+
+def train(trainer: Trainer, data, folder: Path | None, epochs: int, every: int | None = EVERY) -> list[float]:
+    losses: list[float] = []
+    checkpoint = None if folder is None else Checkpointing(folder, every, keep=99)
+    trainer.fit(
+        data, epochs, validation=data, on_minibatch=lambda r: losses.append(r.loss), checkpoint=checkpoint
+    )
+    return losses
+
+
+def without_seconds(run: dict) -> dict:
+    """What a manifest says of a run, but for the clock's part."""
+    history = [{k: v for k, v in entry.items() if k != "seconds"} for entry in run["history"]]
+    past = {k: v for k, v in run["past"].items() if k != "training_seconds"}
+    so_far = {k: v for k, v in run["so_far"].items() if k != "seconds"}
+    return run | {"history": history, "past": past, "so_far": so_far}
+
+
+def same(one: Path, other: Path) -> None:
+    """Two checkpoints are equal to the bit."""
+    mine, theirs = read_manifest(one), read_manifest(other)
+    for a, b in zip(mine.files, theirs.files, strict=True):
+        if a != b:
+            differ(one / a.name, other / b.name)
+    assert (mine.step, mine.epoch, mine.position) == (theirs.step, theirs.epoch, theirs.position)
+    assert without_seconds(mine.run) == without_seconds(theirs.run), (mine.run, theirs.run)
+
+
+def differ(one: Path, other: Path) -> None:
+    (a, meta), (b, other_meta) = read_shard(one, None), read_shard(other, None)
+    names = [name for name in {*a, *b} if name not in a or name not in b or not torch.equal(a[name], b[name])]
+    raise AssertionError(f"{one} and {other} differ in {sorted(names)}, {meta}, {other_meta}")
+
+
+def exact(spec: str, optimizer: str, folder: Path) -> None:
+    """Two epochs at once, and from every checkpoint on: the same losses, and the same files later on."""
+    data = Noisy(NUM_MINIBATCHES * MICROBATCH * COUNT - 2, noise=0.1)
+    trainer = make_trainer(spec, optimizer)
+    rank, plan = trainer.world.rank, trainer.plan
+    seed_process(rank)
+    losses = train(trainer, data, folder / "whole", epochs=2)
+    trainer.close()
+    trainer = make_trainer(spec, optimizer)
+    seed_process(rank)
+    assert train(trainer, data, None, epochs=2) == losses, "saving has changed the training"
+    trainer.close()
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (folder / "whole").glob("step-*"))
+    assert len(steps) >= 4, steps
+    for step in steps[:-1]:
+        seed_process(99)
+        trainer = make_trainer(spec, optimizer)
+        rest = folder / f"from-{step}"
+        told = trainer.resume(folder / "whole" / f"step-{step:08d}")
+        assert trainer.step == step and len(told) == 1, told
+        assert train(trainer, data, rest, epochs=2 - trainer.epoch) == losses[step:], f"from {step}"
+        trainer.world.Barrier()
+        if rank == 0:
+            for later in steps[steps.index(step) + 1 :]:
+                same(folder / "whole" / f"step-{later:08d}", rest / f"step-{later:08d}")
+        trainer.close()
+    if rank == 0:
+        print(f"{plan.name} {spec} {optimizer}: exact from {steps[:-1]} to {steps[-1]}", flush=True)
+
+
+def state_by_name(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The optimizer's state of this rank's parameters, by name."""
+    found = {}
+    executor = trainer.worker.executor
+    if executor is None or executor.update.optimizer is None:
+        return found
+    for names in names_of(trainer.worker).values():
+        for parameter, key in names.parameters().items():
+            for name, value in executor.update.optimizer.state[parameter].items():
+                found[f"{key} {name}"] = value.clone()
+    return found
+
+
+def saved_state(path: Path) -> dict[str, torch.Tensor]:
+    """The same, of all parameters, as the files of a checkpoint have it."""
+    found = {}
+    for file in sorted(path.glob("stage-*")):
+        for key, own in read_optimizer(State(*read_shard(file, None)), str(file)).items():
+            found |= {f"{key} {name}": value for name, value in own.state.items()}
+    return found
+
+
+def pairs(specs: list[str], optimizer: str, folder: Path) -> None:
+    data = Noisy(NUM_MINIBATCHES * MICROBATCH * COUNT - 2, noise=0.0)
+    weights, losses = {}, {}
+    for spec in specs:
+        trainer = make_trainer(spec, optimizer)
+        losses[spec] = train(trainer, data, folder / spec, epochs=1, every=6)
+        weights[spec] = None
+        trainer.close()
+    for was, now in product(specs, specs):
+        trainer = make_trainer(now, optimizer)
+        trainer.resume(folder / was / "step-00000006")
+        saved = saved_state(folder / was / "step-00000006")
+        mine = state_by_name(trainer)
+        assert all(torch.equal(value, saved[key]) for key, value in mine.items()), (was, now)
+        assert mine or trainer.worker.place is None
+        files = sorted((folder / was / "step-00000006").glob("stage-*"))
+        wanted = {k: t for f in files for k, t in under("model", read_shard(f, None)[0]).items()}
+        state = trainer.full_state_dict()
+        for key, value in (state or {}).items():
+            if "running" not in key:
+                assert torch.equal(value, wanted[key]), (was, now, key)
+        if weights[was] is None:
+            weights[was] = state
+        elif state is not None:
+            assert all(torch.equal(value, weights[was][key]) for key, value in state.items()), (was, now)
+        after = train(trainer, data, None, epochs=1)
+        assert len(after) == NUM_MINIBATCHES - 6
+        if not trainer.plan.is_asynchronous and not make_plan(was).is_asynchronous:
+            worst = max(abs(a - b) for a, b in zip(after, losses[was][6:], strict=True))
+            assert worst < 1e-10, (was, now, worst)
+        assert all(loss < 3 for loss in after)
+        trainer.close()
+    if trainer.world.rank == 0:
+        print(f"{len(specs)} x {len(specs)} pairs, {optimizer}: equal by name", flush=True)
+
+
+def main() -> None:
+    mode, folder, *specs = sys.argv[1:]
+    if mode == "exact":
+        for i, spec in enumerate(specs):
+            optimizer = list(OPTIMIZERS)[i % 2]
+            exact(spec, optimizer, Path(folder) / spec.replace(":", "-"))
+        return
+    for optimizer in OPTIMIZERS:
+        pairs(specs, optimizer, Path(folder) / optimizer)
+
+
+main()
