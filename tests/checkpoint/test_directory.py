@@ -200,6 +200,11 @@ def put_a_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def put_a_dangling_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
 def put_a_directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -221,6 +226,7 @@ DAMAGES = [
     declare_a_terabyte,
     put_a_pipe,
     put_a_directory,
+    put_a_dangling_link,
 ]
 
 
@@ -342,6 +348,8 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written: Not a directory"):
         directory.begin(tmp_path / "file" / "root", 1)
+    with pytest.raises(UserError, match="file: must be a directory"):
+        directory.begin(tmp_path / "file", 1)
 
 
 @pytest.fixture

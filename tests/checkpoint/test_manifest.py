@@ -2,7 +2,7 @@ import hashlib
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpipe.checkpoint.manifest import FileEntry, Manifest, from_text, to_text
@@ -93,6 +93,7 @@ def test_a_file_listed_twice_is_refused():
         from_text(edited(files=[entry, entry]), "manifest.json")
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.integers(0, len(TEXT) * 8 - 1))
 def test_a_flipped_bit_is_refused_or_changes_nothing(bit):
     text = bytearray(TEXT)
@@ -100,12 +101,14 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(bit):
     refused_or_equal(bytes(text))
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.integers(0, len(TEXT)), st.integers(0, len(TEXT)), st.binary(max_size=8))
 def test_a_part_that_is_lost_or_overwritten_is_refused_or_changes_nothing(one, other, instead):
     start, stop = sorted((one, other))
     refused_or_equal(TEXT[:start] + instead + TEXT[stop:])
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused(text):
     refused_or_equal(text)
@@ -129,6 +132,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_whatever_json_a_run_says_is_given_back(run):
     manifest = Manifest(**{**vars(MANIFEST), "run": run})
