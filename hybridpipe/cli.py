@@ -268,10 +268,13 @@ def _train(options: argparse.Namespace) -> int:
         from hybridpipe.files import read_plan
 
         read_plan(plan)  # a mistake in it is told now; the trainer reads it again
+    if options.resume not in (None, "auto") and not Path(options.resume).exists():
+        raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
     config.check()
     from hybridpipe.train import train
 
-    return train(config, plan, options.out or Path("runs") / Path(options.config).stem, options.trace)
+    out = options.out or Path("runs") / Path(options.config).stem
+    return train(config, plan, out, options.trace, options.resume)
 
 
 def _replay(options: argparse.Namespace) -> int:

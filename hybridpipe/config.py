@@ -178,6 +178,22 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """How often OUT/checkpoints gets one, in minibatches (none given: at the end of each epoch).
+
+    `Checkpointing` tells more.
+    """
+
+    every: int | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            positive_int("every", self.every)
+        positive_int("keep", self.keep)
+
+
+@dataclass(frozen=True)
 class Config:
     """A training run.
 
@@ -193,6 +209,7 @@ class Config:
     loss: Factory = field(default_factory=lambda: Factory("torch.nn:CrossEntropyLoss"))
     lr_scheduler: Factory | None = None
     plan: PlanConfig = PlanConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     def __post_init__(self) -> None:
         for name in ("target_accuracy", "target_loss"):

@@ -14,10 +14,12 @@ LINE_SECONDS = 5.0
 class Progress:
     """Shows where the training stands; `update` once a minibatch."""
 
-    def __init__(self, total: int, name: str) -> None:
+    def __init__(self, total: int, name: str, done: int = 0) -> None:
         self._total, self._name = total, name
-        self._bar = tqdm(total=total, desc=name, unit="minibatch") if _on_terminal() else None
-        self._done, self._shown = 0, time.monotonic()
+        self._bar = None
+        if _on_terminal():
+            self._bar = tqdm(total=total, initial=done, desc=name, unit="minibatch")
+        self._done, self._shown = done, time.monotonic()
 
     def update(self, record: MinibatchRecord) -> None:
         """One more minibatch is done."""

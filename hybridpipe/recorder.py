@@ -150,6 +150,11 @@ class Recorder:
             self._full_seconds.append(seconds)
         return record
 
+    @property
+    def has_reached_target(self) -> bool:
+        """Whether `fit` was told to stop at a target, and did, in this run or before."""
+        return self._target is not None
+
     def reach_target(self, epochs: int) -> None:
         """The target was reached after so many epochs."""
         self._target = epochs, self.training_seconds

@@ -2,23 +2,27 @@
 
     DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
     DIR/profile.json  cluster.json
+    DIR/checkpoints/step-00000120/ ...
 
 Rank 0 writes and prints; mistakes that all ranks see alike are told once.
 """
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from safetensors.torch import save_file
 from torch import nn
 
 from hybridpipe import launcher
 from hybridpipe.batches import num_minibatches
-from hybridpipe.config import Config
+from hybridpipe.checkpoint.directory import checkpoints
+from hybridpipe.checkpointing import Checkpointing
+from hybridpipe.config import AUTO, Config
 from hybridpipe.errors import UserError
-from hybridpipe.files import write_json
+from hybridpipe.files import write_json, write_text
 from hybridpipe.planning.simulate import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.profiling import build_model
@@ -30,11 +34,38 @@ from hybridpipe.runtime.mpi import MPI
 from hybridpipe.stage.stage import Loss
 from hybridpipe.trainer import Trainer
 
+CHECKPOINTS = "checkpoints"  # in DIR
 SUMMARY_FORMAT = "hybridpipe-summary/1"
 
 
-def train(config: Config, plan: str, out: Path, trace: bool = False) -> int:
-    """Run the training that `config` describes under `plan` (a name or a path). Collective."""
+class _Watcher:
+    """What rank 0 shows and writes while the training goes on; nothing on other ranks."""
+
+    def __init__(self, trainer: Trainer, out: Path, total: int, name: str) -> None:
+        self._progress: Progress | None = None
+        if trainer.world.rank == 0:
+            self._metrics = _metrics(out / "metrics.jsonl", trainer.step)
+            self._progress = Progress(total, name, done=trainer.step)
+
+    def note(self, record: MinibatchRecord) -> None:
+        """A minibatch is done."""
+        if self._progress is not None:
+            self._progress.update(record)
+            print(json.dumps(asdict(record)), file=self._metrics, flush=True)
+
+    def close(self) -> None:
+        """That was the last one."""
+        if self._progress is not None:
+            self._progress.close()
+            self._metrics.close()
+
+
+def train(config: Config, plan: str, out: Path, trace: bool = False, resume: str | None = None) -> int:
+    """Run the training that `config` describes under `plan` (a name or a path). Collective.
+
+    Args:
+        resume: a path, or "auto": what is in OUT/checkpoints, if there is anything good.
+    """
     failure.install()
     check_launcher()
     model, loss = build_model(config), config.loss.build()
@@ -44,12 +75,11 @@ def train(config: Config, plan: str, out: Path, trace: bool = False) -> int:
         failure.refuse(error)
     try:
         trainer = _trainer(config, model, loss, plan)
+        told = _resume(trainer, resume, out)
         trainer.prepare(dataset)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
     not_split = trainer.not_split()
-    progress = None
-    metrics = None
     if trainer.world.rank == 0:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -60,30 +90,69 @@ def train(config: Config, plan: str, out: Path, trace: bool = False) -> int:
             print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
         if not_split:
             print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
-        metrics = (out / "metrics.jsonl").open("w", encoding="utf-8")
-        total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
-        progress = Progress(total, f"{plan} ({trainer.plan.name})")
-
-    def note(record: MinibatchRecord) -> None:
-        if progress is not None and metrics is not None:
-            progress.update(record)
-            print(json.dumps(asdict(record)), file=metrics, flush=True)
-
-    history = trainer.fit(
+        for line in told:
+            print(line, flush=True)
+    total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
+    watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})")
+    trainer.fit(
         dataset,
-        config.train.epochs,
+        0 if trainer.recorder.has_reached_target else config.train.epochs - trainer.epoch,
         validation=validation,
         shuffle=config.train.shuffle,
-        on_minibatch=note,
+        on_minibatch=watcher.note,
         target_accuracy=config.train.target_accuracy,
         target_loss=config.train.target_loss,
+        checkpoint=Checkpointing(out / CHECKPOINTS, config.checkpoint.every, config.checkpoint.keep),
     )
-    if progress is not None and metrics is not None:
-        progress.close()
-        metrics.close()
-    _finish(trainer, history, out, trace)
+    watcher.close()
+    _finish(trainer, out, trace)
     trainer.close()
     return 0
+
+
+def _resume(trainer: Trainer, source: str | None, out: Path) -> list[str]:
+    """Go on from there, if anywhere; what there is to tell."""
+    folder = out / CHECKPOINTS
+    if source == AUTO:
+        return trainer.resume(folder, or_anew=True)
+    told = [] if source is None else trainer.resume(source)
+    if trainer.world.rank == 0 and (
+        source is None or not Path(source).resolve().is_relative_to(folder.resolve())
+    ):
+        told += _set_aside(folder)
+    return told
+
+
+def _set_aside(folder: Path) -> list[str]:
+    """Let `--resume auto` never find what another training has left there, nor let that be lost."""
+    if not checkpoints(folder):
+        return []
+    aside = folder.with_name(f"{folder.name}.old")
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        folder.rename(aside)
+    except OSError as error:
+        failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
+    return [
+        f"{folder} is of another training: it is {aside} now; --resume auto would have gone on from there"
+    ]
+
+
+def _metrics(path: Path, step: int) -> TextIO:
+    """The file of records, to be gone on with at `step`: what a run that was lost wrote behind it goes."""
+    kept = []
+    if step and path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # its end, when it was killed
+                break
+            if not isinstance(record, dict) or record.get("step", step) >= step:
+                break
+            kept.append(line)
+    write_text(path, "".join(f"{line}\n" for line in kept))
+    return path.open("a", encoding="utf-8")
 
 
 def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str) -> Trainer:
@@ -127,7 +196,7 @@ def _tell_plan(trainer: Trainer, out: Path) -> None:
     print(explain(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
 
 
-def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path, trace: bool) -> None:
+def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     """Gather, print and write what the run has come to."""
     summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
     traced = trainer.traced() if trace else None
@@ -151,7 +220,7 @@ def _finish(trainer: Trainer, history: list[dict[str, Any]], out: Path, trace: b
             "predicted_samples_per_second": rate,
             "parts": parts,
             **({} if traced is None else {"rank_seconds": traced.per_minibatch()}),
-            "epochs": history,
+            "epochs": trainer.history,
         },
     )
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})

@@ -111,6 +111,12 @@ def add_train(command: Command) -> None:
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
     train.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="auto: from the last good checkpoint in DIR/checkpoints, or else anew; PATH: a checkpoint, "
+        "a folder of them, or a safetensors file of weights",
+    )
+    train.add_argument(
         "--trace",
         action="store_true",
         help="print where each rank's time goes; trace.json holds the last minibatches, not a typical one",

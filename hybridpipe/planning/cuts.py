@@ -10,7 +10,7 @@ all-reduces, so what cannot deadlock in the whole programs cannot in their rests
 from collections import Counter
 from typing import NamedTuple
 
-from hybridpipe.planning.instructions import AllReduce, Program, Step
+from hybridpipe.planning.instructions import AllReduce, Instruction, Program, Step
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules import ceil_div, program, versions
 
@@ -46,7 +46,7 @@ def resumed_program(plan: Plan, place: Place, num_microbatches: int, cut: Cut) -
     first = cut.done * plan.num_microbatches  # only a stream's last minibatch may have fewer
     updates = num_updates(plan, place.stage, cut)
     passed = Counter[type]()
-    rest = []
+    rest: list[Instruction] = []
     for instruction in whole:
         if isinstance(instruction, AllReduce | Step):
             passed[type(instruction)] += 1

@@ -110,9 +110,8 @@ def referred(worker: Worker, cut: Cut) -> dict[str, State]:
         for s, names in names_of(worker).items():
             buffers = names.buffers()
             if before is not None:
-                buffers |= {
-                    names.of(path): copy for path, copy in before.buffers.items() if names.of(path) in buffers
-                }
+                then = {names.of(path): copy for path, copy in before.buffers.items()}
+                buffers = {key: then.get(key, buffer) for key, buffer in buffers.items()}
             if worker.place.replica == 0:
                 files[stage_file(s)] = _of_stage(worker, s, names, buffers, cut)
             else:
@@ -127,7 +126,7 @@ def referred(worker: Worker, cut: Cut) -> dict[str, State]:
 def _of_stage(worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.Tensor], cut: Cut) -> State:
     assert worker.executor is not None and worker.place is not None
     update = worker.executor.update
-    state = State(prefixed("model", names.tensors() | buffers))
+    state = State(prefixed("model", {**names.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
     if update.optimizer is not None:
         take_optimizer(update.optimizer, names.parameters(), state)

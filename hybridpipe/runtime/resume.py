@@ -6,7 +6,7 @@ over the replicas, as `Worker.average_statistics` makes it) and optimizer state 
 asynchronous stream starts anew from the newest weights. Invariant: all ranks change or none does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -287,7 +287,7 @@ def _parameters(names: dict[int, Names]) -> dict[Tensor, str]:
 
 def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
     """What rank 0 finds, or the mistake that it finds, on every rank."""
-    found: _Result | UserError | None = None
+    found: Any = None
     if world.rank == 0:
         try:
             found = work()
@@ -296,20 +296,19 @@ def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
     found = world.bcast(found)
     if isinstance(found, UserError):
         raise found
-    return found  # type: ignore[return-value]  # rank 0 has found it
+    result: _Result = found
+    return result
 
 
 def _agreed(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
     """This rank's result, if no rank finds a mistake; else the first rank's mistake, on every rank."""
-    result, error = None, None
+    result: list[_Result] = []
+    mistake = None
     try:
-        result = work()
-    except UserError as mistake:
-        error = str(mistake)
-    for other in _mistakes(world.allgather(error)):
-        raise UserError(other)
-    return result  # type: ignore[return-value]  # there was no mistake
-
-
-def _mistakes(errors: list[str | None]) -> Iterator[str]:
-    return (error for error in errors if error is not None)
+        result.append(work())
+    except UserError as error:
+        mistake = str(error)
+    for other in world.allgather(mistake):
+        if other is not None:
+            raise UserError(other)
+    return result[0]

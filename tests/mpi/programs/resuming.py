@@ -6,6 +6,7 @@ Usage: resuming.py exact FOLDER SPEC...     SPEC such as 1-2-1:pipedream:vertica
 The data set draws noise from all three of a process's generators, so that a random state that is lost shows.
 """
 
+import os
 import random
 import sys
 from functools import partial
@@ -20,11 +21,13 @@ from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest
 from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.checkpointing import Checkpointing
+from hybridpipe.planning.schedules import losses_late
 from hybridpipe.runtime.checkpoint import names_of
 from hybridpipe.stage.state import State, read_optimizer, under
 
 MICROBATCH, COUNT, SEED, NUM_LAYERS = 2, 4, 7, 8
-NUM_MINIBATCHES, EVERY = 11, 3  # the last minibatch is short, and two of three checkpoints inside an epoch
+NUM_MINIBATCHES, EVERY = 11, 3  # most checkpoints lie inside an epoch; the last minibatch is short
+LONG = 25  # so that one under way can be stopped
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": partial(torch.optim.Adam, lr=0.01),
@@ -52,6 +55,10 @@ class Noisy(torch.utils.data.Dataset):
     def __getitem__(self, i: int):
         drawn = torch.rand(5, dtype=torch.float64) + random.random() + np.random.rand()
         return self.inputs[i] + self.noise * drawn, self.targets[i]
+
+
+def make_data(num_minibatches: int, noise: float = 0.1) -> Noisy:
+    return Noisy(num_minibatches * MICROBATCH * COUNT - 2, noise)
 
 
 def make_model() -> nn.Sequential:
@@ -134,7 +141,7 @@ def differ(one: Path, other: Path) -> None:
 
 def exact(spec: str, optimizer: str, folder: Path) -> None:
     """Two epochs at once, and from every checkpoint on: the same losses, and the same files later on."""
-    data = Noisy(NUM_MINIBATCHES * MICROBATCH * COUNT - 2, noise=0.1)
+    data = make_data(NUM_MINIBATCHES)
     trainer = make_trainer(spec, optimizer)
     rank, plan = trainer.world.rank, trainer.plan
     seed_process(rank)
@@ -185,7 +192,7 @@ def saved_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def pairs(specs: list[str], optimizer: str, folder: Path) -> None:
-    data = Noisy(NUM_MINIBATCHES * MICROBATCH * COUNT - 2, noise=0.0)
+    data = make_data(NUM_MINIBATCHES, noise=0.0)
     weights, losses = {}, {}
     for spec in specs:
         trainer = make_trainer(spec, optimizer)
@@ -220,8 +227,50 @@ def pairs(specs: list[str], optimizer: str, folder: Path) -> None:
         print(f"{len(specs)} x {len(specs)} pairs, {optimizer}: equal by name", flush=True)
 
 
+def stop(spec: str, optimizer: str, folder: Path) -> None:
+    """Ends in the middle of an epoch; under an asynchronous schedule with messages under way."""
+    trainer = make_trainer(spec, optimizer)
+    data = make_data(LONG)
+    seed_process(trainer.world.rank)
+
+    def note(record) -> None:
+        if record.step == 1:  # told by the losses of that minibatch, which come in late
+            trainer.stop_from(record.step + 1 + losses_late(trainer.plan))
+
+    asked = Checkpointing(folder / "stopped", every=100)
+    trainer.fit(data, validation=data, on_minibatch=note, checkpoint=asked)
+    steps = trainer.world.allgather(trainer.step)
+    assert trainer.stopped and set(steps) == {steps[0]}, steps
+    assert 2 <= steps[0] < LONG, steps
+    print(f"stopped at {steps[0]}", flush=True)
+    trainer.world.Barrier()
+    os._exit(0)
+
+
+def rest(spec: str, optimizer: str, folder: Path) -> None:
+    """Goes on from there, and ends as a run that was never stopped."""
+    data = make_data(LONG)
+    trainer = make_trainer(spec, optimizer)
+    seed_process(trainer.world.rank)
+    losses = train(trainer, data, folder / "whole", epochs=1, every=100)
+    trainer.close()
+    trainer = make_trainer(spec, optimizer)
+    trainer.resume(folder / "stopped")
+    step = trainer.step
+    assert 0 < step < LONG
+    assert train(trainer, data, folder / "stopped", epochs=1, every=100) == losses[step:]
+    if trainer.world.rank == 0:
+        name = f"step-{LONG:08d}"
+        same(folder / "whole" / name, folder / "stopped" / name)
+        print("as if it had never been stopped", flush=True)
+    trainer.close()
+
+
 def main() -> None:
     mode, folder, *specs = sys.argv[1:]
+    if mode in ("stop", "rest"):
+        {"stop": stop, "rest": rest}[mode](specs[0], "adam", Path(folder))
+        return
     if mode == "exact":
         for i, spec in enumerate(specs):
             optimizer = list(OPTIMIZERS)[i % 2]
