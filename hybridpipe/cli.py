@@ -316,9 +316,10 @@ def _import(options: argparse.Namespace) -> int:
     config = _load(options)
     config.check()
     from hybridpipe.importing import import_weights
+    from hybridpipe.train import CHECKPOINTS
 
     out = options.out or Path("runs") / Path(options.config).stem
-    print(f"written to {import_weights(config, options.file, out / 'checkpoints')}")
+    print(f"written to {import_weights(config, options.file, out / CHECKPOINTS)}")
     return 0
 
 
