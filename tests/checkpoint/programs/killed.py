@@ -1,11 +1,12 @@
 """Saves, and dies of SIGKILL on the way, once or twice; then looks at what the loader finds.
 
-    killed.py ROOT events SCENARIO [EVERY]     before every call into the file system; of the pairs of
+    killed.py ROOT events SCENARIO [EVERY]     before every call that changes or opens something; of the pairs of
                                                moments for two kills in a row, every EVERYth
     killed.py ROOT points SCENARIO [EVERY]     at every point that HYBRIDPIPE_FAULT names
 
 Every saving is a forked process: a few ms, or 40 with torch, which only the points inside of a shard need.
-Calls into the file system are seen by an audit hook, so that none can be forgotten here.
+Calls that open, make, list, rename or remove are seen by an audit hook, so that none can be forgotten here.
+Not seen are writes, which point save-shard stands for, and fsyncs, which a kill does not need.
 Prints how many moments there were, and fails if after any of them the old or the new checkpoint is not whole.
 """
 
@@ -52,7 +53,7 @@ def text_value_of(path: Path) -> float:
 
 
 def before_event(number: int) -> Arm:
-    """Die before the so many-th call into the file system."""
+    """Die before the so many-th such call."""
 
     def arm() -> None:
         seen = 0
