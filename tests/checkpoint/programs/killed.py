@@ -1,7 +1,7 @@
 """Saves, and dies of SIGKILL on the way, once or twice; then looks at what the loader finds.
 
-    killed.py ROOT events SCENARIO [EVERY]     before every call that changes or opens something; of the pairs of
-                                               moments for two kills in a row, every EVERYth
+    killed.py ROOT events SCENARIO [EVERY]     before every call that opens or changes something; of the pairs
+                                               of moments for two kills in a row, every EVERYth
     killed.py ROOT points SCENARIO [EVERY]     at every point that HYBRIDPIPE_FAULT names
 
 Every saving is a forked process: a few ms, or 40 with torch, which only the points inside of a shard need.
