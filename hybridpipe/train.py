@@ -18,7 +18,8 @@ from torch import nn
 
 from hybridpipe import launcher
 from hybridpipe.batches import num_minibatches
-from hybridpipe.checkpoint.directory import checkpoints
+from hybridpipe.checkpoint.directory import checkpoints, stand_on
+from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.config import AUTO, Config
 from hybridpipe.errors import UserError
@@ -124,10 +125,11 @@ def _resume(trainer: Trainer, source: str | None, out: Path) -> list[str]:
     if source == AUTO:
         return trainer.resume(folder, or_anew=True)
     told = [] if source is None else trainer.resume(source)
-    if trainer.world.rank == 0 and (
-        source is None or not Path(source).resolve().is_relative_to(folder.resolve())
-    ):
-        told += _set_aside(folder)
+    if trainer.world.rank == 0:
+        if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
+            told += _set_aside(folder)
+        elif step_of(Path(source)) is not None:  # lost before it saves, it is to be gone on with from here
+            stand_on(Path(source))
     return told
 
 
