@@ -30,6 +30,7 @@ from hybridpipe.planning.schedules import ceil_div, losses_late
 from hybridpipe.planning.timeline import Event, Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.runtime import failure, faults
+from hybridpipe.runtime.agreement import check_alike, facts
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
 from hybridpipe.runtime.mpi import MPI
@@ -79,6 +80,9 @@ class Trainer:
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
         hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
             every rank is doing and ends the job; 0: never.
+        on_nonfinite: where a loss or a gradient is NaN or infinite: "stop" ends the job with one line that
+            names it; "skip" leaves the update out on all ranks (under asynchronous schedules, where no two
+            stages update together, on all replicas of the stage); "ignore" does not look.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -108,6 +112,7 @@ class Trainer:
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
         hang_timeout: float = DEFAULT_SECONDS,
+        on_nonfinite: str = "stop",
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
@@ -117,7 +122,9 @@ class Trainer:
             positive_int("microbatch_size", microbatch_size)
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
-        self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
+        self.rule = UpdateRule(
+            optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up, on_nonfinite
+        )
         self._autoplan = partial(
             autoplan,
             schedule=schedule,
@@ -140,6 +147,10 @@ class Trainer:
         self._worker: Worker | None = None
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
         self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
+        sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
+        check_alike(
+            self.world, facts(model, loss, self.rule, self._plan, seed=seed, schedule=schedule, **sizes)
+        )
         if isinstance(self._plan, Plan):
             options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
             check_options(self._plan, schedule, options)

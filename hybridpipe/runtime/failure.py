@@ -94,7 +94,7 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
     heading = ["Traceback (most recent call last):\n", *stack] if stack else []
     lines = "".join([*heading, *traceback.format_exception(error)])
     what = traceback.format_exception_only(error)[-1].strip()
-    time.sleep(STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
+    time.sleep(getattr(error, "stagger_seconds", STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3)))
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
     sys.stdout.flush()
     print(f"{lines}hybridpipe: {where}: {what}; ending the job", file=sys.stderr, flush=True)
