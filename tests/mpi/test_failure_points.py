@@ -87,9 +87,9 @@ def test_numbers_gone_bad_stop_the_job_where_they_arose():
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_what_can_be_lived_with_is(schedule):
     """Delays below the timeout, at every kind of point, and an update that is left out on all ranks alike."""
-    points = ["load", "send-activation", "receive-gradient", "all-reduce", "step"]
-    faults = [f"rank=0,step={i},point={p},kind=delay,seconds=0.5" for i, p in enumerate(points)]
-    faults.append("rank=1,step=5,point=forward,kind=nan")
+    points = [(0, "load"), (0, "send-activation"), (0, "receive-gradient"), (1, "all-reduce"), (2, "step")]
+    faults = [f"rank={rank},point={point},kind=delay,seconds=0.5" for rank, point in points]
+    faults.append("rank=1,step=4,point=forward,kind=nan")
     ended = run("1-2", schedule, ";".join(faults), "3", "skip")
     assert ended.code == 0 and "finite weights: True" in ended.output, ended.output
     assert ended.output.count("injected") == 6
