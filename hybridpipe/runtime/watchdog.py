@@ -127,6 +127,7 @@ class Watchdog:
         states: dict[int, State | None] = dict.fromkeys(range(len(self._processes)))
         states.update(self._answers | {self._rank: self._state()})
         print("\n".join(self._report(states)), file=sys.stderr, flush=True)
+        failure.end_launcher_if_stuck()
         failure.end_job(1)
 
     def _wait(self, seconds: float, enough: int | None = None) -> None:

@@ -5,6 +5,7 @@ A selection; `python benchmarks/faults.py` goes through the whole matrix.
 
 import re
 
+import cutting
 import pytest
 from faulting import Case, run
 
@@ -96,3 +97,11 @@ def test_what_can_be_lived_with_is(schedule):
     told = re.findall(r"rank \d: the (\S+) of step \d.*; the update is left out", ended.output)
     # under 1f1b one rank tells it for all; under pipedream each stage its own
     assert sorted(told) == (["loss"] if schedule == "1f1b" else ["gradient", "loss"]), ended.output
+
+
+@pytest.mark.skipif(not cutting.is_possible(), reason="needs root and netcluster")
+def test_a_link_that_is_cut_ends_the_job():
+    """MPI_Abort alone did not: mpirun waited for the lost host until it was killed."""
+    ended = cutting.train_and_cut("h2", "1-1-1", hang_timeout=5)
+    assert ended.code not in (0, 124) and ended.seconds < 5 + 10 and not ended.left, ended.output
+    assert re.search(r"rank 1 on host h2 gives no answer: .* the link to it is cut", ended.reports[0])
