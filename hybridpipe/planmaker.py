@@ -44,6 +44,11 @@ class Asked(NamedTuple):
     recompute: bool
 
 
+def given_plan(plan: PlanLike) -> Plan | str:
+    """The plan, read if it is a path, or the name that it goes by."""
+    return plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
+
+
 class PlanMaker:
     """Makes the plan of one training.
 
@@ -53,7 +58,7 @@ class PlanMaker:
 
     def __init__(
         self,
-        given: PlanLike,
+        given: Plan | str,
         asked: Asked,
         model: nn.Module,
         loss: Loss,
@@ -66,7 +71,7 @@ class PlanMaker:
         self._asked, self._model, self._loss, self._rule = asked, model, loss, rule
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
-        self._given = given if isinstance(given, Plan) or given in SOURCES else read_plan(Path(given))
+        self._given = given
         if isinstance(self._given, Plan):
             options = {name: value for name, value in asked._asdict().items() if name != "schedule"}
             check_options(self._given, asked.schedule, options)

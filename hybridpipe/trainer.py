@@ -23,13 +23,14 @@ from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
 from hybridpipe.judging import evaluated, reached
-from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads
+from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, given_plan
 from hybridpipe.planning.checks import non_negative, positive_int
 from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.runtime import failure, preemption
+from hybridpipe.runtime.agreement import check_alike, facts
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
@@ -77,6 +78,9 @@ class Trainer:
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
         hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
             every rank is doing and ends the job; 0: never.
+        on_nonfinite: where a loss or a gradient is NaN or infinite: "stop" ends the job with one line that
+            names it; "skip" leaves the update out on all ranks (under asynchronous schedules, where no two
+            stages update together, on all replicas of the stage); "ignore" does not look.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -107,6 +111,7 @@ class Trainer:
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
         hang_timeout: float = DEFAULT_SECONDS,
+        on_nonfinite: str = "stop",
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
@@ -117,7 +122,13 @@ class Trainer:
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(
-            optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up, compression
+            optimizer,
+            lr_scheduler,
+            clip_grad_norm,
+            scale_learning_rate,
+            delay_warm_up,
+            compression,
+            on_nonfinite,
         )
         self._updates, self._in_fit = True, False
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
@@ -131,9 +142,12 @@ class Trainer:
         self.stopped = False
         self.choice: Choice | None = None
         self._worker: Worker | None = None
+        given = given_plan(plan)
+        sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
+        check_alike(self.world, facts(model, loss, self.rule, given, seed=seed, schedule=schedule, **sizes))
         asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
         self._maker = PlanMaker(
-            plan,
+            given,
             asked,
             model,
             loss,

@@ -75,12 +75,6 @@ class Level:
             non_negative("fit_error", self.fit_error)
 
 
-def check_compression(name: str) -> None:
-    """Raises ValueError unless it is one of COMPRESSIONS."""
-    if name not in COMPRESSIONS:
-        raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {name!r}")
-
-
 class Ring(NamedTuple):
     """What an all-reduce over some ranks costs: `latency_seconds + num_bytes * seconds_per_byte`."""
 

@@ -80,7 +80,7 @@ class HorovodGradients:
     def __init__(
         self, parameters: Iterable[Tensor], replicas: "MPI.Comm", compression: str = NO_COMPRESSION
     ) -> None:
-        self._ranks = getattr(replicas, "ranks", range(replicas.size))
+        self._ranks = getattr(replicas, "ranks", ())  # in the world, for reports
         with position.waiting("Horovod's start", self._ranks):
             self._hvd = horovod(replicas)
         self._halves = COMPRESSIONS[compression] == 0.5

@@ -1,4 +1,7 @@
-"""One rank's error ends the job within seconds, and the last lines say who, where and why."""
+"""An error of the user's own code ends the job within seconds, and the last lines say who, where and why.
+
+Faults at every point are in test_failure_points.py.
+"""
 
 import re
 import time
@@ -6,11 +9,15 @@ import time
 import pytest
 
 # plan, failing rank, its stage: the peers wait in a receive, in Horovod, or both
-PLACES = [("1-1-1", 1, 1), ("3", 2, 0), ("2-1", 0, 0), ("1-2", 2, 1)]
+PLACES = [
+    ("raise", "1-1-1", 1, 1),
+    ("exit", "3", 2, 0),
+    ("thread", "2-1", 0, 0),
+    ("backward", "1-2", 2, 1),
+]
 
 
-@pytest.mark.parametrize("kind", ["raise", "exit", "thread", "backward"])
-@pytest.mark.parametrize("plan, rank, stage", PLACES)
+@pytest.mark.parametrize("kind, plan, rank, stage", PLACES)
 def test_an_error_in_a_step_ends_the_job(job, kind, plan, rank, stage):
     done = job(3, "failing.py", kind, plan, str(rank), fails=True)
     ended = time.time()
