@@ -182,7 +182,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str, hang_timeo
         scale_learning_rate=config.train.scale_learning_rate,
         delay_warm_up=config.train.delay_warm_up,
         compression=config.train.compression,
-        predict=True,
+        predict=config.plan.predict,
         seed=config.train.seed,
         hang_timeout=hang_timeout,
         on_nonfinite=config.train.on_nonfinite,

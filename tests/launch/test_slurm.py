@@ -55,6 +55,7 @@ data.factory = "slurm_parts:data"
 optimizer = { factory = "torch.optim:SGD", args = { lr = 0.1, momentum = 0.9 } }
 train = { minibatch = 8, epochs = 6 }
 checkpoint.every = 5
+plan.predict = false
 """
 PLAN = """{"format": "hybridpipe-plan/1", "num_layers": 4, "schedule": "1f1b", "num_microbatches": 2,
  "stages": [{"start": 0, "stop": 2, "ranks": [0]}, {"start": 2, "stop": 4, "ranks": [1]}]}"""
@@ -105,31 +106,31 @@ def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(
         f"--output={log}", str(ROOT / "launch/slurm.sbatch"), *words, str(out),
     )  # fmt: skip
 
-    def state():
-        return run("squeue", "-h", "-j", job, "-o", "%T")
+    def goes_on():
+        """Slurm holds a requeued job back for two minutes; here, until the hosts are free of what it was."""
+        idle = run("sinfo", "-h", "-t", "idle", "-o", "%D")
+        if idle == "2" and run("squeue", "-h", "-j", job, "-o", "%T") == "PENDING":
+            time.sleep(1)
+            release = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+            subprocess.run(release, env=slurm, capture_output=True)
 
-    def runs_again():
-        """Slurm holds a requeued job back for two minutes, which are not to be waited for."""
-        if state() == "PENDING":
-            subprocess.run(
-                ["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm, capture_output=True
-            )
-        return state() == "RUNNING"
+    def stopped(times):
+        goes_on()
+        return log.read_text().count("start it again with --resume auto") == times
 
-    def num_stops():
-        return log.read_text().count("start it again with --resume auto")
+    def ended():
+        goes_on()
+        return (out / "summary.json").exists()
 
     metrics = out / "metrics.jsonl"
     wait_for("training", 30, lambda: metrics.exists() and metrics.read_text().count("\n") > 3, log)
     run("scontrol", "requeue", job)
-    wait_for("the first stop", 30, lambda: num_stops() == 1, log)
-    wait_for("the second run", 30, lambda: state() != "COMPLETING" and runs_again(), log)
-    wait_for("the time limit", 90, lambda: num_stops() == 2, log)
+    wait_for("the first stop", 30, lambda: stopped(1), log)
+    wait_for("the time limit", 90, lambda: stopped(2), log)
     (tmp_path / "fast").touch()
-    wait_for("the third run", 30, lambda: state() != "COMPLETING" and runs_again(), log)
-    wait_for("the end", 60, lambda: (out / "summary.json").exists(), log)
+    wait_for("the end", 60, ended, log)
     first, second = map(int, STARTED.findall(log.read_text()))
-    assert 3 < first < second < 300, log.read_text()
+    assert 3 < first <= second < 300, log.read_text()  # equal: the limit came while the second run started
 
     alone = tmp_path / "alone"
     run(sys.executable, "-m", "hybridpipe", "launch", "--ranks", "2", "--launcher", "mpirun", "--", "train",
