@@ -36,7 +36,7 @@ from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
-from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, Watchdog, watch
 from hybridpipe.runtime.worker import Sums, Worker
 from hybridpipe.stage.measure import OptimizerFactory, Rehearsal
 from hybridpipe.stage.split import check_plan, layers_of
@@ -139,7 +139,8 @@ class Trainer:
         self.device, num_threads = _device(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._watchdog = watch(self.world, hang_timeout)
+        self._hang_timeout = hang_timeout
+        self._watchdog: Watchdog | None = None
         self.step = 0
         self.epoch = 0
         self.choice: Choice | None = None
@@ -343,6 +344,7 @@ class Trainer:
             self._worker = None
         if self._watchdog is not None:
             self._watchdog.stop()
+            self._watchdog = None
 
     def _epoch(self, dataset: Any, epoch: int, shuffle: bool) -> Generator[MinibatchRecord, None, None]:
         batches = minibatches(
@@ -398,6 +400,7 @@ class Trainer:
             )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
+        self._watch()
         self.rule.try_out([p for p in self.model.parameters() if p.requires_grad][:1])
         try:
             self.choice = self._choose(minibatch)
@@ -428,7 +431,13 @@ class Trainer:
         count = ceil_div(self.minibatch_size, self.microbatch_size)
         return self._autoplan(self._plan, self.world, profile, count, work=rehearsal.run)
 
+    def _watch(self) -> None:
+        """From now on ranks wait for each other."""
+        if self._watchdog is None:
+            self._watchdog = watch(self.world, self._hang_timeout)
+
     def _start(self, plan: Plan) -> None:
+        self._watch()
         self.rule.check(plan)
         self.microbatch_size = microbatch_size_of(plan, self.minibatch_size)
         self.recorder.begin()
