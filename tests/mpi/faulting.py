@@ -90,8 +90,8 @@ class Ended:
 
     @property
     def reports(self) -> list[str]:
-        """The lines that tell a cause."""
-        return [line for line in self.output.splitlines() if line.endswith("ending the job")]
+        """The lines that tell a cause; mpirun may write its own right behind one."""
+        return re.findall(r"hybridpipe: ranks? .*?; ending the job", self.output)
 
 
 def run(
