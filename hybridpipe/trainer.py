@@ -23,9 +23,8 @@ from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
 from hybridpipe.judging import evaluated, reached
-from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, given_plan
+from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, read_given
 from hybridpipe.planning.checks import non_negative, positive_int
-from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
@@ -37,7 +36,7 @@ from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Nothing, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
-from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, Watchdog, watch
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.measure import OptimizerFactory
 from hybridpipe.stage.split import layers_of
@@ -69,8 +68,6 @@ class Trainer:
         delay_warm_up: under asynchronous schedules, for so many minibatches a stage whose gradients are d
             updates late takes smaller steps, at first by d, then by less (PipeMare, MLSys 2021, section 3.1).
             Not under pipedream-2bw, where d is 1 everywhere.
-        compression: "fp16": float32 gradients travel between replicas as float16, half the bytes. Sums then
-            have three digits, and those beyond 65504 are infinite.
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer draws.
@@ -105,7 +102,6 @@ class Trainer:
         clip_grad_norm: float | None = None,
         scale_learning_rate: bool = True,
         delay_warm_up: int = 0,
-        compression: str = NO_COMPRESSION,
         predict: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -122,13 +118,7 @@ class Trainer:
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(
-            optimizer,
-            lr_scheduler,
-            clip_grad_norm,
-            scale_learning_rate,
-            delay_warm_up,
-            compression,
-            on_nonfinite,
+            optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up, on_nonfinite
         )
         self._updates, self._in_fit = True, False
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
@@ -137,12 +127,13 @@ class Trainer:
         self.device, num_threads = device_and_threads(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._watchdog = watch(self.world, hang_timeout)
+        self._hang_timeout = hang_timeout
+        self._watchdog: Watchdog | None = None
         self.books = Books(Sizes(seed, minibatch_size), self.world)
         self.stopped = False
         self.choice: Choice | None = None
         self._worker: Worker | None = None
-        given = given_plan(plan)
+        given = read_given(plan)
         sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
         check_alike(self.world, facts(model, loss, self.rule, given, seed=seed, schedule=schedule, **sizes))
         asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
@@ -426,6 +417,7 @@ class Trainer:
             self._worker = None
         if self._watchdog is not None:
             self._watchdog.stop()
+            self._watchdog = None
 
     def _train_epoch(
         self,
@@ -487,10 +479,17 @@ class Trainer:
             )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
+        self._watch()
         plan, self.choice = self._maker.make(minibatch)
         self._start(plan)
 
+    def _watch(self) -> None:
+        """From now on ranks wait for each other."""
+        if self._watchdog is None:
+            self._watchdog = watch(self.world, self._hang_timeout)
+
     def _start(self, plan: Plan) -> None:
+        self._watch()
         self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
         self.books.load(self._worker)
