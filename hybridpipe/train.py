@@ -124,11 +124,8 @@ def _resume(trainer: Trainer, source: str | None, out: Path) -> list[str]:
     if source == AUTO:
         return trainer.resume(folder, or_anew=True)
     told = [] if source is None else trainer.resume(source)
-    if trainer.world.rank == 0 and (
-        source is None or not Path(source).resolve().is_relative_to(folder.resolve())
-    ):
-        told += _set_aside(folder)
-    return told
+    from_there = source is not None and Path(source).resolve().is_relative_to(folder.resolve())
+    return told if from_there or trainer.world.rank else [*told, *_set_aside(folder)]
 
 
 def _set_aside(folder: Path) -> list[str]:
@@ -142,9 +139,7 @@ def _set_aside(folder: Path) -> list[str]:
         folder.rename(aside)
     except OSError as error:
         failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
-    return [
-        f"{folder} is of another training: it is {aside} now; --resume auto would have gone on from there"
-    ]
+    return [f"{folder} was another training's, and is {aside} now; --resume auto would have gone on with it"]
 
 
 def _metrics(path: Path, step: int) -> TextIO:
