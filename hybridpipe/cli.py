@@ -343,6 +343,24 @@ def _compare(options: argparse.Namespace) -> int:
     )
 
 
+def _export(options: argparse.Namespace) -> int:
+    from hybridpipe.checkpoint.plain import export
+
+    print("\n".join(export(options.checkpoint, options.out)))
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    config = _load(options)
+    config.check()
+    from hybridpipe.importing import import_weights
+    from hybridpipe.train import CHECKPOINTS
+
+    out = options.out or Path("runs") / Path(options.config).stem
+    print(f"written to {import_weights(config, options.file, out / CHECKPOINTS)}")
+    return 0
+
+
 def _load(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Config, which is imported here
     from hybridpipe.config import load_config
 
@@ -359,6 +377,8 @@ _RUNS = {
     "launch": _launch,
     "replay": _replay,
     "compare": _compare,
+    "export": _export,
+    "import": _import,
 }
 
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from hybridpipe import launcher
 from hybridpipe.batches import num_minibatches
-from hybridpipe.checkpoint.directory import checkpoints
+from hybridpipe.checkpoint.directory import checkpoints, stand_on
+from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.config import AUTO, Config
 from hybridpipe.errors import UserError
@@ -98,7 +99,7 @@ def train(
             print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
         if not_split:
             print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
-        for line in told:
+        for line in [*told, *_claim(out / CHECKPOINTS, resume)]:
             print(line, flush=True)
     total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
     watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})")
@@ -123,9 +124,18 @@ def _resume(trainer: Trainer, source: str | None, out: Path) -> list[str]:
     folder = out / CHECKPOINTS
     if source == AUTO:
         return trainer.resume(folder, or_anew=True)
-    told = [] if source is None else trainer.resume(source)
-    from_there = source is not None and Path(source).resolve().is_relative_to(folder.resolve())
-    return told if from_there or trainer.world.rank else [*told, *_set_aside(folder)]
+    return [] if source is None else trainer.resume(source)
+
+
+def _claim(folder: Path, source: str | None) -> list[str]:
+    """From now on the folder's checkpoints are this training's; what there is to tell."""
+    if source == AUTO:
+        return []
+    if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
+        return _set_aside(folder)
+    if step_of(Path(source)) is not None:  # lost before it saves, it is to be gone on with from here
+        stand_on(Path(source))
+    return []
 
 
 def _set_aside(folder: Path) -> list[str]:
