@@ -119,6 +119,16 @@ def points_of(plan: Plan, rank: int) -> list[str]:
     ]  # fmt: skip
 
 
+def comes_by(plan: Plan, rank: int, point: str, step: int) -> bool:
+    """Does the rank pass the point in this step? Under pipedream a minibatch goes to one replica."""
+    place = plan.place(rank)
+    assert place is not None
+    replicas = plan.replicas[place.stage]
+    if plan.schedule != "pipedream":
+        return True
+    return step % replicas == (0 if point in ("step", "all-reduce") else place.replica)
+
+
 def random_job(seed: int, number: int) -> Job:
     """The same for the same two numbers."""
     rng = random.Random(f"{seed} {number}")
@@ -129,11 +139,14 @@ def random_job(seed: int, number: int) -> Job:
         rank = rng.randrange(plan.num_ranks)
         point = rng.choice(points_of(plan, rank))
         kinds = (*ENDING, *(MESSAGES if point.startswith("send-") else ()))
+        if plan.num_ranks == 1:  # nobody is there to miss it
+            kinds = tuple(kind for kind in kinds if kind not in ("thread", "stop"))
         kind = rng.choice(kinds)
         # Each attempt gets further than the one before, or its fault would not come; and the same error at
         # the same step twice in a row is not tried again, as it should be.
         low, high = STEPS * attempt // count, STEPS * (attempt + 1) // count
-        step = None if point == "evaluate" or point in SAVING else rng.randrange(low, max(high, low + 1))
+        steps = [step for step in range(low, high) if comes_by(plan, rank, point, step)]
+        step = None if point == "evaluate" or point in SAVING else rng.choice(steps)
         faults.append(Fault(rank, point, kind, step, attempt))
     return Job(number, plan, tuple(faults))
 

@@ -154,7 +154,8 @@ class PlanConfig:
     """Where the plan comes from: one of `SOURCES`, or a plan.json, which says all the rest itself.
 
     `schedule`, `vertical_sync`, `max_in_flight` and `recompute` are asked of a plan that is searched for
-    (`planning.search.Asked`).
+    (`planning.search.Asked`). `predict = false`: a plan.json is run without measuring model and machines,
+    which takes seconds at each start, and nothing predicted stands beside what was measured.
     """
 
     schedule: str = "1f1b"
@@ -162,6 +163,7 @@ class PlanConfig:
     vertical_sync: bool = False
     max_in_flight: int | None = None
     recompute: bool = False
+    predict: bool = True
 
     def __post_init__(self) -> None:
         allowed = (AUTO, *SCHEDULES)
