@@ -187,6 +187,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str, hang_timeo
         predict=config.plan.predict,
         seed=config.train.seed,
         hang_timeout=hang_timeout,
+        on_nonfinite=config.train.on_nonfinite,
     )
 
 

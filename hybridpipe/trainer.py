@@ -23,19 +23,20 @@ from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
 from hybridpipe.judging import evaluated, reached
-from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads
+from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, read_given
 from hybridpipe.planning.checks import non_negative, positive_int
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.runtime import failure, preemption
+from hybridpipe.runtime.agreement import check_alike, facts
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Nothing, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
-from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, Watchdog, watch
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.measure import OptimizerFactory
 from hybridpipe.stage.split import layers_of
@@ -74,6 +75,9 @@ class Trainer:
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
         hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
             every rank is doing and ends the job; 0: never.
+        on_nonfinite: where a loss or a gradient is NaN or infinite: "stop" ends the job with one line that
+            names it; "skip" leaves the update out on all ranks (under asynchronous schedules, where no two
+            stages update together, on all replicas of the stage); "ignore" does not look.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -103,6 +107,7 @@ class Trainer:
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
         hang_timeout: float = DEFAULT_SECONDS,
+        on_nonfinite: str = "stop",
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
@@ -112,7 +117,9 @@ class Trainer:
             positive_int("microbatch_size", microbatch_size)
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
-        self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
+        self.rule = UpdateRule(
+            optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up, on_nonfinite
+        )
         self._updates, self._in_fit = True, False
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         self.minibatch_size = minibatch_size
@@ -120,14 +127,18 @@ class Trainer:
         self.device, num_threads = device_and_threads(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._watchdog = watch(self.world, hang_timeout)
+        self._hang_timeout = hang_timeout
+        self._watchdog: Watchdog | None = None
         self.books = Books(Sizes(seed, minibatch_size), self.world)
         self.stopped = False
         self.choice: Choice | None = None
         self._worker: Worker | None = None
+        given = read_given(plan)
+        sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
+        check_alike(self.world, facts(model, loss, self.rule, given, seed=seed, schedule=schedule, **sizes))
         asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
         self._maker = PlanMaker(
-            plan,
+            given,
             asked,
             model,
             loss,
@@ -406,6 +417,7 @@ class Trainer:
             self._worker = None
         if self._watchdog is not None:
             self._watchdog.stop()
+            self._watchdog = None
 
     def _train_epoch(
         self,
@@ -467,10 +479,17 @@ class Trainer:
             )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
+        self._watch()
         plan, self.choice = self._maker.make(minibatch)
         self._start(plan)
 
+    def _watch(self) -> None:
+        """From now on ranks wait for each other."""
+        if self._watchdog is None:
+            self._watchdog = watch(self.world, self._hang_timeout)
+
     def _start(self, plan: Plan) -> None:
+        self._watch()
         self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
         self.books.load(self._worker)

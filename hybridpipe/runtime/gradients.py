@@ -73,7 +73,7 @@ class HorovodGradients:
     """
 
     def __init__(self, parameters: Iterable[Tensor], replicas: "MPI.Comm") -> None:
-        self._ranks = getattr(replicas, "ranks", range(replicas.size))
+        self._ranks = getattr(replicas, "ranks", ())  # in the world, for reports
         with position.waiting("Horovod's start", self._ranks):
             self._hvd = horovod(replicas)
         self._buckets = _buckets([p for p in parameters if p.requires_grad])

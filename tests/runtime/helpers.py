@@ -17,6 +17,7 @@ from hybridpipe.planning.schedules import programs
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.executor import Executor
+from hybridpipe.runtime.finite import Finite
 from hybridpipe.runtime.inprocess import Mailboxes, QueueTransport, SharedGradients
 from hybridpipe.runtime.stream import Stream
 from hybridpipe.runtime.update import UpdateRule
@@ -160,6 +161,7 @@ def make_executors(
                 rule.build(
                     [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
                 ),
+                Finite("stop", plan, Place(group, r), stages[r], int),
             )
     return executors, barriers
 
