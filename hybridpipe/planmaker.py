@@ -35,6 +35,13 @@ from hybridpipe.together import measure_together
 PlanLike = Plan | str | os.PathLike[str]
 
 
+def read_given(plan: PlanLike) -> Plan | str:
+    """A plan, or the name of one that is to be made; UserError if it is neither."""
+    if isinstance(plan, Plan):
+        return plan
+    return str(plan) if plan in SOURCES else read_plan(Path(plan))
+
+
 class Asked(NamedTuple):
     """What is asked of a plan that goes by a name."""
 
@@ -42,11 +49,6 @@ class Asked(NamedTuple):
     vertical_sync: bool
     max_in_flight: int | None
     recompute: bool
-
-
-def given_plan(plan: PlanLike) -> Plan | str:
-    """The plan, read if it is a path, or the name that it goes by."""
-    return plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
 
 
 class PlanMaker:
@@ -72,10 +74,10 @@ class PlanMaker:
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
         self._given = given
-        if isinstance(self._given, Plan):
+        if isinstance(given, Plan):
             options = {name: value for name, value in asked._asdict().items() if name != "schedule"}
-            check_options(self._given, asked.schedule, options)
-            self.microbatch_size = self._fitting(self._given, microbatch_size)
+            check_options(given, asked.schedule, options)
+            self.microbatch_size = self._fitting(given, microbatch_size)
         else:
             self.microbatch_size = microbatch_size or ceil_div(minibatch_size, world.size)
             if microbatch_size is None and given == AUTO:

@@ -99,7 +99,7 @@ def train(
             print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
         if not_split:
             print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
-        for line in told:
+        for line in [*told, *_claim(out / CHECKPOINTS, resume)]:
             print(line, flush=True)
     total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
     watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})")
@@ -124,13 +124,18 @@ def _resume(trainer: Trainer, source: str | None, out: Path) -> list[str]:
     folder = out / CHECKPOINTS
     if source == AUTO:
         return trainer.resume(folder, or_anew=True)
-    told = [] if source is None else trainer.resume(source)
-    if trainer.world.rank == 0:
-        if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
-            told += _set_aside(folder)
-        elif step_of(Path(source)) is not None:  # lost before it saves, it is to be gone on with from here
-            stand_on(Path(source))
-    return told
+    return [] if source is None else trainer.resume(source)
+
+
+def _claim(folder: Path, source: str | None) -> list[str]:
+    """From now on the folder's checkpoints are this training's; what there is to tell."""
+    if source == AUTO:
+        return []
+    if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
+        return _set_aside(folder)
+    if step_of(Path(source)) is not None:  # lost before it saves, it is to be gone on with from here
+        stand_on(Path(source))
+    return []
 
 
 def _set_aside(folder: Path) -> list[str]:
@@ -144,9 +149,7 @@ def _set_aside(folder: Path) -> list[str]:
         folder.rename(aside)
     except OSError as error:
         failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
-    return [
-        f"{folder} is of another training: it is {aside} now; --resume auto would have gone on from there"
-    ]
+    return [f"{folder} was another training's, and is {aside} now; --resume auto would have gone on with it"]
 
 
 def _metrics(path: Path, step: int) -> TextIO:
