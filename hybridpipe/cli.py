@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridpipe.errors import UserError
+from hybridpipe.launcher import RANK_VARIABLES
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from hybridpipe.planning.search import Asked
 
 RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -167,6 +167,7 @@ class _Run:
         self.values: dict[tuple[int, int], Value] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
+        self.unchecked: dict[int, torch.Tensor] = {}  # losses that no update is made of so far
         self.events: list[Event] = []
         self.num_updates = 0
         self.applied = 0  # minibatches, since `take`
@@ -236,7 +237,7 @@ class _Run:
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
             return
-        self.losses[m] = stage.forward_loss(
+        self.losses[m] = self.unchecked[m] = stage.forward_loss(
             at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
         )
 
@@ -260,8 +261,10 @@ class _Run:
         if fault == "nan":
             self.executor.update.spoil()
         finite, step = self.executor.finite, self.stream.step + self.covered
+        covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # others are ahead
+        losses = {m: self.unchecked.pop(m) for m in covered}
         with self.executor.seen.update():
-            if finite is None or finite.allows(self.losses, self.stream, step):
+            if finite is None or finite.allows(losses, self.stream, step):
                 self.executor.update.step(count)
             else:  # a version like the one before: the numbers of versions stay those of the plan
                 self.executor.update.leave_out(count)
