@@ -29,7 +29,9 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Once a rank has told why it ends, the others are gone within this, or are ended: MPI_Abort hung in 1 of 10
 # runs with Horovod; a rank whose MPI_Abort hangs ends itself after 2 s, which mpirun notices in under 2 s.
 BACKSTOP_SECONDS = 8.0
-PROBE_SECONDS = 15.0
+# A host that is there starts a process in a fraction of a second, or hangs: 1 in 25 with Open MPI 5.0.11.
+PROBE_SECONDS = 10.0
+PROBES = 3
 POLL_SECONDS = 0.05
 PROGRAM = (sys.executable, "-m", "hybridpipe")
 
@@ -147,7 +149,8 @@ def _attempt(asked: Asked, number: int, stop: Stop) -> restarts.Attempt:
     finally:
         job.end()
         shutil.rmtree(told_in, ignore_errors=True)
-    ended = restarts.attempt(job.process.returncode, told, asked.ranks, has_begun)
+    code = 1 if ended_because else job.process.returncode  # not that of the launcher's end by us
+    ended = restarts.attempt(code, told, asked.ranks, has_begun)
     if stop.signum is not None and not told:
         because = ended_because
         if ended.code == 128 + signal.SIGUSR1:  # no checkpoints were asked for, or the ranks were not up
@@ -226,6 +229,10 @@ def _on_what_is_left(asked: Asked) -> Asked | None:
 
 def _answers(asked: Asked, host: str) -> bool:
     """Can a process be started on this host?"""
+    return any(_starts(asked, host) for _ in range(PROBES))
+
+
+def _starts(asked: Asked, host: str) -> bool:
     only = replace(asked, ranks=1, slots={host: asked.slots[host]})
     argv, env = _command(only, ["/bin/true"], dict(os.environ))
     job = launcher.start(argv, env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -205,7 +205,10 @@ def test_buffers_are_used_again():
     "fault, told",
     [
         ("badsize", r"256 bytes came where the plan expects 128"),
-        ("badtag", r"from rank 0 came a message with tag 12 where the plan expects 6: .* microbatch 1, stage 0"),
+        (
+            "badtag",
+            r"from rank 0 came a message with tag 12 where the plan expects 6: .* microbatch 1, stage 0",
+        ),
     ],
 )
 def test_a_message_that_does_not_match_the_plan_is_not_consumed(fault, told):
