@@ -128,10 +128,3 @@ class Keeper:
             if self._worker.control.size > 1:
                 failure.refuse(error)
             raise
-
-
-def check_run(run: dict[str, JSON], wanted: dict[str, JSON], where: str) -> None:
-    """Raises UserError unless the checkpoint's run has what this one has."""
-    for name, value in wanted.items():
-        if run.get(name) != value:
-            raise UserError(f"{where}: {name}: the training has {value}, the checkpoint {run.get(name)}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hybridpipe import outcome
 from hybridpipe.errors import UserError
 from hybridpipe.launcher import launched_rank
-from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.runtime import preemption
@@ -122,6 +122,8 @@ def _plan(options: argparse.Namespace) -> int:
     from hybridpipe.report import explain
 
     profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
+    if options.compression != NO_COMPRESSION:
+        cluster = replace(cluster, allreduce_factor=COMPRESSIONS[options.compression])
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
     ranks = options.ranks or cluster.num_ranks
@@ -343,6 +345,24 @@ def _compare(options: argparse.Namespace) -> int:
     )
 
 
+def _export(options: argparse.Namespace) -> int:
+    from hybridpipe.checkpoint.plain import export
+
+    print("\n".join(export(options.checkpoint, options.out)))
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    config = _load(options)
+    config.check()
+    from hybridpipe.importing import import_weights
+    from hybridpipe.train import CHECKPOINTS
+
+    out = options.out or Path("runs") / Path(options.config).stem
+    print(f"written to {import_weights(config, options.file, out / CHECKPOINTS)}")
+    return 0
+
+
 def _load(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Config, which is imported here
     from hybridpipe.config import load_config
 
@@ -359,6 +379,8 @@ _RUNS = {
     "launch": _launch,
     "replay": _replay,
     "compare": _compare,
+    "export": _export,
+    "import": _import,
 }
 
 

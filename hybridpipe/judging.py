@@ -1,13 +1,56 @@
 """Judging: what a model's outputs are worth on data it was not trained on.
 
-Pure but for the loss, which is the user's; knows no ranks. Sums, not means: they add up over microbatches.
+Pure but for the loss, which is the user's, and for `evaluated`, which runs the worker. Sums, not means: they
+add up over microbatches.
 """
 
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from hybridpipe.runtime import faults
+from hybridpipe.runtime.stream import Minibatch
+from hybridpipe.runtime.worker import Sums, Worker
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value, tensors_of
+
+
+def evaluated(
+    worker: Worker,
+    batches: Iterable[Minibatch],
+    loss: Loss,
+    num_samples: int,
+    step: int,
+    may_stop: bool = False,
+) -> dict[str, float] | None:
+    """Mean loss, and accuracy where targets are classes. Collective.
+
+    Args:
+        num_samples: in all batches.
+        step: of the training, for reports.
+        may_stop: leave it when a rank was asked to stop; all do alike, and get None.
+    """
+    worker.average_statistics()
+    totals = np.zeros(3)
+    previous: Sums | None = None
+    for minibatch in batches:
+        faults.at("evaluate", step=step)
+        current = worker.infer(minibatch, partial(judge, loss), width=3)
+        if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
+            totals += previous.wait().sum(axis=0)
+            if may_stop and previous.ask_to_stop():
+                return None
+        previous = current
+    if previous is not None:
+        totals += previous.wait().sum(axis=0)
+    summed, correct, judged = totals
+    metrics = {"loss": float(summed) / max(num_samples, 1)}
+    if judged:
+        metrics["accuracy"] = float(correct / judged)
+    return metrics
 
 
 def judge(loss: Loss, outputs: Value, targets: Value) -> list[float]:

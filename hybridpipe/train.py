@@ -18,7 +18,8 @@ from torch import nn
 
 from hybridpipe import launcher
 from hybridpipe.batches import num_minibatches
-from hybridpipe.checkpoint.directory import checkpoints
+from hybridpipe.checkpoint.directory import checkpoints, stand_on
+from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.config import AUTO, Config
 from hybridpipe.errors import UserError
@@ -98,7 +99,7 @@ def train(
             print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
         if not_split:
             print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
-        for line in told:
+        for line in [*told, *_claim(out / CHECKPOINTS, resume)]:
             print(line, flush=True)
     total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
     watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})")
@@ -123,12 +124,18 @@ def _resume(trainer: Trainer, source: str | None, out: Path) -> list[str]:
     folder = out / CHECKPOINTS
     if source == AUTO:
         return trainer.resume(folder, or_anew=True)
-    told = [] if source is None else trainer.resume(source)
-    if trainer.world.rank == 0 and (
-        source is None or not Path(source).resolve().is_relative_to(folder.resolve())
-    ):
-        told += _set_aside(folder)
-    return told
+    return [] if source is None else trainer.resume(source)
+
+
+def _claim(folder: Path, source: str | None) -> list[str]:
+    """From now on the folder's checkpoints are this training's; what there is to tell."""
+    if source == AUTO:
+        return []
+    if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
+        return _set_aside(folder)
+    if step_of(Path(source)) is not None:  # lost before it saves, it is to be gone on with from here
+        stand_on(Path(source))
+    return []
 
 
 def _set_aside(folder: Path) -> list[str]:
@@ -142,9 +149,7 @@ def _set_aside(folder: Path) -> list[str]:
         folder.rename(aside)
     except OSError as error:
         failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
-    return [
-        f"{folder} is of another training: it is {aside} now; --resume auto would have gone on from there"
-    ]
+    return [f"{folder} was another training's, and is {aside} now; --resume auto would have gone on with it"]
 
 
 def _metrics(path: Path, step: int) -> TextIO:
@@ -179,9 +184,11 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str, hang_timeo
         clip_grad_norm=config.train.clip_grad_norm,
         scale_learning_rate=config.train.scale_learning_rate,
         delay_warm_up=config.train.delay_warm_up,
+        compression=config.train.compression,
         predict=config.plan.predict,
         seed=config.train.seed,
         hang_timeout=hang_timeout,
+        on_nonfinite=config.train.on_nonfinite,
     )
 
 

@@ -4,11 +4,9 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,39 +15,34 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.autoplan import Choice, autoplan, check_options
-from hybridpipe.batches import microbatch_size_of, minibatches, parts_of, slice_minibatch
-from hybridpipe.checkpoint.names import name_of, step_of
-from hybridpipe.checkpointing import Checkpointing, Keeper, check_run, described
-from hybridpipe.config import SOURCES
+from hybridpipe.autoplan import Choice
+from hybridpipe.batches import minibatches, slice_minibatch
+from hybridpipe.books import Books, Sizes
+from hybridpipe.checkpoint.names import name_of
+from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
-from hybridpipe.files import read_plan
-from hybridpipe.judging import judge, reached
+from hybridpipe.judging import evaluated, reached
+from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, read_given
 from hybridpipe.planning.checks import non_negative, positive_int
-from hybridpipe.planning.cuts import Cut
+from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.planning.timeline import Timeline
-from hybridpipe.recorder import MinibatchRecord, Past, Recorder, Traced
-from hybridpipe.rehearsing import device_and_threads, measured
-from hybridpipe.runtime import failure, faults, preemption
+from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
+from hybridpipe.runtime import failure, preemption
+from hybridpipe.runtime.agreement import check_alike, facts
 from hybridpipe.runtime.allocator import keep_freed_memory
-from hybridpipe.runtime.checkpoint import Saver
 from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load, load_plain
+from hybridpipe.runtime.resume import Nothing, load_plain
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
-from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, watch
-from hybridpipe.runtime.worker import Sums, Worker
+from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, Watchdog, watch
+from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.measure import OptimizerFactory
-from hybridpipe.stage.split import check_plan, layers_of
+from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value
-from hybridpipe.standing import SoFar, Standing, read_so_far
-
-PlanLike = Plan | str | os.PathLike[str]
 
 
 class Trainer:
@@ -76,6 +69,8 @@ class Trainer:
         delay_warm_up: under asynchronous schedules, for so many minibatches a stage whose gradients are d
             updates late takes smaller steps, at first by d, then by less (PipeMare, MLSys 2021, section 3.1).
             Not under pipedream-2bw, where d is 1 everywhere.
+        compression: "fp16": float32 gradients travel between replicas as float16, half the bytes. Sums then
+            have three digits, and those beyond 65504 are infinite.
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer draws.
@@ -83,6 +78,9 @@ class Trainer:
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
         hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
             every rank is doing and ends the job; 0: never.
+        on_nonfinite: where a loss or a gradient is NaN or infinite: "stop" ends the job with one line that
+            names it; "skip" leaves the update out on all ranks (under asynchronous schedules, where no two
+            stages update together, on all replicas of the stage); "ignore" does not look.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -107,11 +105,13 @@ class Trainer:
         clip_grad_norm: float | None = None,
         scale_learning_rate: bool = True,
         delay_warm_up: int = 0,
+        compression: str = NO_COMPRESSION,
         predict: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
         hang_timeout: float = DEFAULT_SECONDS,
+        on_nonfinite: str = "stop",
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
@@ -121,15 +121,15 @@ class Trainer:
             positive_int("microbatch_size", microbatch_size)
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
-        self.rule = UpdateRule(optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up)
-        self._autoplan = partial(
-            autoplan,
-            schedule=schedule,
-            vertical_sync=vertical_sync,
-            max_in_flight=max_in_flight,
-            recompute=recompute,
+        self.rule = UpdateRule(
+            optimizer,
+            lr_scheduler,
+            clip_grad_norm,
+            scale_learning_rate,
+            delay_warm_up,
+            compression,
+            on_nonfinite,
         )
-        self._asked = {"schedule": schedule, "vertical_sync": vertical_sync, "max_in_flight": max_in_flight}
         self._updates, self._in_fit = True, False
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         self.minibatch_size = minibatch_size
@@ -137,38 +137,54 @@ class Trainer:
         self.device, num_threads = device_and_threads(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._watchdog = watch(self.world, hang_timeout)
-        self.standing = Standing()
-        self.history: list[dict[str, Any]] = []  # what `fit` has returned, also before a checkpoint
+        self._hang_timeout = hang_timeout
+        self._watchdog: Watchdog | None = None
+        self.books = Books(Sizes(seed, minibatch_size), self.world)
         self.stopped = False
         self.choice: Choice | None = None
-        self._found: Found | None = None  # to be loaded when there is a plan
-        self._came_from: Path | None = None
-        self._saver: Saver | None = None
-        self.recorder = Recorder()
         self._worker: Worker | None = None
-        self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
-        self._plan = plan if isinstance(plan, Plan) or plan in SOURCES else read_plan(Path(plan))
-        if isinstance(self._plan, Plan):
-            options = {"vertical_sync": vertical_sync, "max_in_flight": max_in_flight, "recompute": recompute}
-            check_options(self._plan, schedule, options)
-            self.microbatch_size = self._fitting(self._plan, microbatch_size)
-            if not predict:
-                self._start(self._plan)
-        else:
-            self.microbatch_size = microbatch_size or ceil_div(minibatch_size, self.world.size)
-            if microbatch_size is None and plan == "auto":
-                self._smaller_sizes = parts_of(self.microbatch_size, minibatch_size)
+        given = read_given(plan)
+        sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
+        check_alike(self.world, facts(model, loss, self.rule, given, seed=seed, schedule=schedule, **sizes))
+        asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
+        self._maker = PlanMaker(
+            given,
+            asked,
+            model,
+            loss,
+            self.rule,
+            self.world,
+            self.device,
+            minibatch_size,
+            microbatch_size,
+        )
+        if self._maker.plan is not None and not predict:
+            self._start(self._maker.plan)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of a microbatch, but for the last one of a short minibatch."""
+        return self._maker.microbatch_size
 
     @property
     def step(self) -> int:
         """Minibatches trained on."""
-        return self.standing.step
+        return self.books.standing.step
 
     @property
     def epoch(self) -> int:
         """Complete epochs."""
-        return self.standing.epoch
+        return self.books.standing.epoch
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What `fit` has returned for each epoch, of the runs before a checkpoint, too."""
+        return self.books.history
+
+    @property
+    def recorder(self) -> Recorder:
+        """What was measured on the way."""
+        return self.books.recorder
 
     @property
     def plan(self) -> Plan:
@@ -201,8 +217,8 @@ class Trainer:
             )
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         sums, events = self.worker.train(minibatch, self.step, self._updates)
-        self.standing.step += 1
-        self.standing.so_far = None
+        self.books.standing.step += 1
+        self.books.standing.so_far = None
         self._accumulated = not self._updates
         loss, seconds = total(sums), time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
@@ -275,24 +291,22 @@ class Trainer:
         if wanted and validation is None:
             raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
         self.prepare(dataset)
-        keeper = None if checkpoint is None else self._keeper(checkpoint)
+        keeper = None
+        if checkpoint is not None:
+            keeper = self.books.keeper(self.worker, checkpoint, self.microbatch_size)
         first, self.stopped = len(self.history), False
         with preemption.listening(keeper is not None):
             if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
-                self.standing.preempted, epochs = True, 0
+                self.books.standing.preempted, epochs = True, 0
             for _ in range(epochs):
                 self._train_epoch(dataset, shuffle, keeper, on_minibatch)
                 if self._stops():
                     break
-                entry = self._end_epoch(validation)
-                if self._stops():
-                    break
-                if wanted and reached(entry["validation"], wanted):
-                    self.recorder.reach_target(self.epoch)
+                if not self._end_epoch(validation, wanted):
                     break
             if keeper is not None and self.step:
-                keeper.finish(self.step, *self._so_far())
-            if checkpoint is not None and self.standing.preempted:
+                keeper.finish(self.step, *self.books.so_far())
+            if checkpoint is not None and self.books.standing.preempted:
                 saved = "before the first minibatch, with nothing to save"
                 if self.step:
                     saved = f"at step {self.step}, saved as {Path(checkpoint.folder) / name_of(self.step)}"
@@ -306,7 +320,7 @@ class Trainer:
         it has trained on so many; `fit` then saves, returns, and `stopped` is set. Under an asynchronous
         schedule messages of later minibatches stay under way: the process has to end then, without `close`.
         """
-        self.standing.stop_from = step
+        self.books.standing.stop_from = step
 
     def save(self, root: str | os.PathLike[str], keep: int = 3) -> Path:
         """Save the state between two steps as `root/step-...`, of which the last `keep` stay. Collective.
@@ -321,8 +335,9 @@ class Trainer:
             )
         if self._accumulated:
             raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
-        keeper = self._keeper(Checkpointing(root, keep=keep), anyway=True)
-        keeper.finish(self.step, *self._so_far())
+        asked = Checkpointing(root, keep=keep)
+        keeper = self.books.keeper(self.worker, asked, self.microbatch_size, anew=True)
+        keeper.finish(self.step, *self.books.so_far())
         return Path(root) / name_of(self.step)
 
     def resume(self, source: str | os.PathLike[str], or_anew: bool = False) -> list[str]:
@@ -345,21 +360,16 @@ class Trainer:
         if path.suffix == ".safetensors":
             load_plain(self.world, self.model, path)
             return [f"weights of {path}; all else starts anew"]
-        found = find(self.world, path)
+        found = self.books.find(path, self.model)
         if isinstance(found, Nothing):
             if not or_anew:
                 raise UserError("; ".join([f"{path}: holds no checkpoint to resume from", *found.notes]))
             return [*found.notes, f"no checkpoint in {path}: training starts anew"]
-        where = str(found.path)
-        check_model(found, self.model)
-        check_run(found.run, {"seed": self.seed, "minibatch_size": self.minibatch_size}, where)
-        read_so_far(found.run.get("so_far"), where)
-        self._found = found
         told = [*found.notes, f"resuming from {found.path}: {found.place}"]
         if self._worker is not None:
-            self._load()
-        elif self._plan == "auto":
-            told.append(self._take_plan(found.plan))
+            self.books.load(self._worker)
+        elif (preferred := self._maker.prefer(found.plan)) is not None:
+            told.append(preferred)
         return told
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
@@ -376,24 +386,8 @@ class Trainer:
     def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
         """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
         self.prepare(dataset)
-        self.worker.average_statistics()
-        totals = np.zeros(3)
-        previous: Sums | None = None
-        for minibatch in minibatches(dataset, self.minibatch_size, self.microbatch_size):
-            faults.at("evaluate", step=self.step)
-            current = self.worker.infer(minibatch, partial(judge, self.loss), width=3)
-            if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
-                totals += previous.wait().sum(axis=0)
-                if may_stop and previous.ask_to_stop():
-                    return None
-            previous = current
-        if previous is not None:
-            totals += previous.wait().sum(axis=0)
-        loss, correct, judged = totals
-        metrics = {"loss": float(loss) / max(len(dataset), 1)}
-        if judged:
-            metrics["accuracy"] = float(correct / judged)
-        return metrics
+        batches = minibatches(dataset, self.minibatch_size, self.microbatch_size)
+        return evaluated(self.worker, batches, self.loss, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
         """The modules whose backward is whole, though the schedule splits it; None on other ranks than 0."""
@@ -427,14 +421,13 @@ class Trainer:
 
     def close(self) -> None:
         """End the communication thread and give back the communicators; the model keeps its weights."""
-        if self._saver is not None:
-            self._saver.close()
-            self._saver = None
+        self.books.close()
         if self._worker is not None:
             self._worker.close()
             self._worker = None
         if self._watchdog is not None:
             self._watchdog.stop()
+            self._watchdog = None
 
     def _train_epoch(
         self,
@@ -443,8 +436,7 @@ class Trainer:
         keeper: Keeper | None,
         on_minibatch: Callable[[MinibatchRecord], None] | None,
     ) -> None:
-        standing = self.standing
-        standing.so_far = self._begun(dataset, shuffle)
+        self.books.begin_epoch(len(dataset), shuffle)
         batches = minibatches(
             dataset,
             self.minibatch_size,
@@ -453,6 +445,7 @@ class Trainer:
             epoch=self.epoch,
             shuffle=shuffle,
         )
+        standing = self.books.standing
         epoch = Epoch(self.worker, self.recorder, standing, self.minibatch_size, keeper)
         self._in_fit = True
         try:
@@ -466,131 +459,47 @@ class Trainer:
         finally:
             self._in_fit = False
 
-    def _begun(self, dataset: Any, shuffle: bool) -> SoFar:
-        """The epoch that a checkpoint, or a stop, has left begun; else a new one."""
-        begun = self.standing.so_far
-        if begun is None or not begun.position:
-            return SoFar(len(dataset), shuffle)
-        if (begun.dataset_samples, begun.shuffle) != (len(dataset), shuffle):
-            raise UserError(
-                f"epoch {self.epoch} was begun with {begun.dataset_samples} samples and shuffle = "
-                f"{begun.shuffle}, and cannot go on with {len(dataset)} and {shuffle}"
-            )
-        return begun
-
-    def _end_epoch(self, validation: Any) -> dict[str, Any]:
-        so_far = self.standing.so_far
-        assert so_far is not None
-        mean = so_far.loss_sum / so_far.num_samples
-        entry: dict[str, Any] = {"epoch": self.epoch, "loss": mean, "seconds": so_far.seconds}
+    def _end_epoch(self, validation: Any, wanted: dict[str, float]) -> bool:
+        """Evaluate, and close the epoch's books. Is there more to train?"""
+        metrics = None
         if validation is not None:
             metrics = self._evaluate(validation, may_stop=True)
             if metrics is None:  # whoever resumes evaluates first
-                self.standing.preempt(self.step)
-                return entry
-            entry["validation"] = self.recorder.metrics = metrics
-        self.recorder.training_seconds += so_far.seconds
-        self.history.append(entry)
-        self.standing.epoch += 1
-        self.standing.so_far = None
-        return entry
-
-    def _stops(self) -> bool:
-        if self.standing.stop_from is None:
+                self.books.standing.preempt(self.step)
+                return not self._stops()
+        self.books.end_epoch(metrics)
+        if self._stops():
             return False
-        self.standing.stop_from, self.stopped = None, True
+        if wanted and metrics is not None and reached(metrics, wanted):
+            self.recorder.reach_target(self.epoch)
+            return False
         return True
 
-    def _so_far(self) -> tuple[SoFar, Cut]:
-        """Where the training stands between two calls."""
-        so_far = self.standing.so_far or SoFar(0, shuffle=True)
-        return so_far, so_far.cut(self.minibatch_size)
-
-    def _keeper(self, asked: Checkpointing, anyway: bool = False) -> Keeper:
-        if self._saver is None:
-            self._saver = Saver(self.world.Dup())
-        came = self._came_from
-        saved = None
-        if came is not None and not anyway and came.parent.resolve() == Path(asked.folder).resolve():
-            saved = step_of(came)
-        return Keeper(asked, self._saver, self.worker, self.step, saved, self._describe)
-
-    def _describe(self, so_far: SoFar) -> dict[str, Any]:
-        run = {
-            "seed": self.seed,
-            "minibatch_size": self.minibatch_size,
-            "microbatch_size": self.microbatch_size,
-            "ranks": self.world.size,
-            "past": asdict(self.recorder.past()),
-            "history": self.history,
-        }
-        return described(self.worker, self.epoch, so_far, run)
-
-    def _take_plan(self, plan: Plan) -> str:
-        """Run a checkpoint's plan, if that can be, instead of searching for one; says which it will be."""
-        what = f"its plan {plan.name}, {plan.schedule}"
-        try:
-            for name, value in self._asked.items():
-                if value not in ("auto", getattr(plan, name)):
-                    raise ValueError(f"{name} = {value} is asked for")
-            self.microbatch_size = self._fitting(plan)
-        except ValueError as error:
-            return f"{what}, does not fit here, so one is searched for: {error}"
-        self._plan, self._smaller_sizes = plan, []
-        return f"with {what}"
-
-    def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
-        """The size of the plan's microbatches. Raises ValueError if it fits model, world or minibatch not."""
-        size = microbatch_size_of(plan, self.minibatch_size, microbatch_size)
-        self.rule.check(plan)
-        check_plan(self.model, plan)
-        plan.check_world(self.world.size)
-        return size
-
-    def _load(self) -> None:
-        found, self._found = self._found, None
-        if found is None:
-            return
-        load(self.worker, found)
-        so_far = read_so_far(found.run["so_far"], str(found.path))
-        if not is_exact(found, self.plan):
-            so_far.stream_start = so_far.position
-        standing = Standing(found.manifest.step, found.manifest.epoch, so_far if so_far.position else None)
-        self.standing, self._came_from = standing, found.path
-        self.history = found.run["history"]
-        self.recorder.go_on(Past(**found.run["past"]))
+    def _stops(self) -> bool:
+        if self.books.standing.stop_from is None:
+            return False
+        self.books.standing.stop_from, self.stopped = None, True
+        return True
 
     def _check_nothing_under_way(self, method: str) -> None:
-        if self.standing.under_way:
+        if self.books.standing.under_way:
             raise RuntimeError(
                 f"{method} was called while minibatches are under way under {self.plan.schedule}; "
                 "call it between epochs"
             )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        self.rule.try_out([p for p in self.model.parameters() if p.requires_grad][:1])
-        try:
-            self.choice = self._choose(minibatch)
-        except ValueError as error:  # the same on every rank
-            if not isinstance(self._plan, Plan):
-                raise
-            if self.world.rank == 0:
-                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
-            self._start(self._plan)
-        else:
-            self._start(self.choice.plan)
+        self._watch()
+        plan, self.choice = self._maker.make(minibatch)
+        self._start(plan)
 
-    def _choose(self, minibatch: Minibatch) -> Choice:
-        with failure.guard():  # ranks that can be measured would wait for one that cannot
-            profile, work = measured(
-                self.model, minibatch, self.loss, self.device, self.rule, self.world, self._smaller_sizes
-            )
-        count = ceil_div(self.minibatch_size, self.microbatch_size)
-        return self._autoplan(self._plan, self.world, profile, count, work=work)
+    def _watch(self) -> None:
+        """From now on ranks wait for each other."""
+        if self._watchdog is None:
+            self._watchdog = watch(self.world, self._hang_timeout)
 
     def _start(self, plan: Plan) -> None:
-        self.rule.check(plan)
-        self.microbatch_size = microbatch_size_of(plan, self.minibatch_size)
+        self._watch()
         self.recorder.begin()
         self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
-        self._load()
+        self.books.load(self._worker)

@@ -17,6 +17,7 @@ from hybridpipe.arguments import (
     seconds,
     sizes,
 )
+from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import SCHEDULES
 
 Command = Callable[[str, str], argparse.ArgumentParser]  # adds one: its name, a line of help
@@ -80,6 +81,12 @@ def add_plan(command: Command) -> None:
     )
     plan.add_argument(
         "--microbatch", type=positive, help="samples; default: the best of those that were measured"
+    )
+    plan.add_argument(
+        "--compression",
+        choices=COMPRESSIONS,
+        default=NO_COMPRESSION,
+        help="of float32 gradients on their way; default: none",
     )
     plan.add_argument("--memory", type=positive, metavar="BYTES", help="per rank; default: the cluster's")
     plan.add_argument(
@@ -195,6 +202,24 @@ def add_compare(command: Command) -> None:
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-CONFIG's name")
 
 
+def add_export(command: Command) -> None:
+    export = command("export", "write the weights in a checkpoint as a plain safetensors file")
+    export.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="its directory, or a folder: the last good one in it",
+    )
+    export.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors")
+
+
+def add_import(command: Command) -> None:
+    into = command("import", "make a checkpoint of a plain safetensors file, for a training to start from")
+    into.add_argument("file", metavar="FILE.safetensors", type=Path, help="what model.state_dict() holds")
+    _add_config(into)
+    into.add_argument("--out", type=Path, metavar="DIR", help="as of train; default: runs/CONFIG's name")
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     _add_set(parser)
@@ -216,4 +241,6 @@ COMMANDS = (
     add_launch,
     add_replay,
     add_compare,
+    add_export,
+    add_import,
 )

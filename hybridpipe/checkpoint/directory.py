@@ -16,6 +16,7 @@ from hybridpipe.checkpoint.disk import (
     compare,
     hash_of,
     read_bounded,
+    reading,
     replacing,
     sync_directory,
     writing,
@@ -41,8 +42,10 @@ def begin(root: Path, step: int) -> Path:
     Raises:
         UserError: it cannot be made.
     """
-    new = [each for each in (root, *root.parents) if not each.exists()]
     with writing(root):
+        if root.exists() and not root.is_dir():
+            raise UserError(f"{root}: must be a directory")
+        new = [each for each in (root, *root.parents) if not each.exists()]
         root.mkdir(parents=True, exist_ok=True)
     for each in new:
         sync_directory(each.parent)
@@ -106,8 +109,9 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         UserError: there is none, or it is damaged, or of another step than the directory's name says.
     """
-    if not path.is_dir():
-        raise UserError(f"{path}: must be a checkpoint's directory")
+    with reading(path):
+        if not path.is_dir():
+            raise UserError(f"{path}: must be a checkpoint's directory")
     source = path / MANIFEST
     manifest = from_text(read_bounded(source, _LARGEST_MANIFEST), str(source))
     if step_of(path) not in (None, manifest.step):
@@ -163,10 +167,9 @@ def _candidates(root: Path) -> tuple[list[Path], list[str]]:
     for each in _in_state(root, "replaced"):  # killed between two renames: it is whole, and the only one
         if not _in_place(each).exists():
             found.append(each)
-    latest, lines = _latest(root) if found else (None, [])
-    if latest is None:
-        return found, lines
-    reached = _step(latest)
+    with reading(root / LATEST):
+        latest, lines = _latest(root) if found else (None, [])
+    reached = sys.maxsize if latest is None else _step(latest)
     return sorted(found, key=lambda each: (_step(each) > reached, -_step(each))), lines
 
 
@@ -208,7 +211,8 @@ def _check_files(path: Path, files: Sequence[FileEntry], hint: str = "") -> None
     for entry in files:
         if entry.name not in present:
             raise UserError(f"{path / entry.name}: is missing{hint and f'; {hint}'}")
-        size = (path / entry.name).stat().st_size
+        with reading(path / entry.name):
+            size = (path / entry.name).stat().st_size
         if size != entry.num_bytes:
             raise UserError(f"{path / entry.name}: must have {entry.num_bytes:,} bytes, got {size:,}")
     if unknown := sorted(present - {entry.name for entry in files}):
@@ -289,9 +293,5 @@ def _temporary(root: Path, step: int) -> Path:
 
 def _listed(path: Path) -> list[Path]:
     """What is in a directory; nothing if it is not there."""
-    try:
-        return sorted(path.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with reading(path):
+        return sorted(path.iterdir()) if path.exists() else []

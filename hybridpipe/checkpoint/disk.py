@@ -5,6 +5,7 @@ one line that tells so names it. (safetensors' own writer hides neither, but wou
 the hash; torch.save hides the errno and leaves a part, see FACTS.)
 """
 
+import errno
 import hashlib
 import os
 import stat
@@ -93,6 +94,9 @@ def sync_directory(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not know it
+                raise
         finally:
             os.close(descriptor)
 
@@ -103,17 +107,13 @@ def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
     A pipe in its place is refused instead of waited for.
     """
-    try:
+    with reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb", buffering=0) as file:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise UserError(f"{path}: must be a regular file")
             yield file, found.st_size
-    except FileNotFoundError:
-        raise UserError(f"{path}: is missing") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
@@ -153,6 +153,17 @@ def compare(path: Path, found: FileEntry, listed: FileEntry) -> None:
             f"{path}: its SHA-256 must be {listed.sha256[:12]}… as in the manifest, got "
             f"{found.sha256[:12]}…: the file was damaged or exchanged"
         )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors of the operating system in one line that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{path}: is missing") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.checkpoint import header
+from hybridpipe.checkpoint.directory import abandon
 from hybridpipe.checkpoint.disk import NewFile, compare, open_regular, read_into
 from hybridpipe.checkpoint.manifest import JSON, FileEntry, check_json, parse_json
 from hybridpipe.checkpoint.names import parse_name
@@ -56,11 +57,17 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], meta: JSON) -> FileEn
 
     Raises:
         TypeError: `meta` holds what JSON does not.
-        UserError: the file cannot be written, or safetensors has no name for a tensor's dtype; no part of it
-            stays. The temporary directory does, until `directory.abandon`: other ranks may be writing there.
+        UserError: the file cannot be written, or safetensors has no name for a tensor's dtype. No part of it
+            stays, and neither does the temporary directory, as there can be no whole checkpoint any more.
     """
     check_json(meta, "meta")
-    return _write(path, tensors, {**_PLAIN, _META: json.dumps(meta)})
+    directory = parse_name(path.parent)
+    try:
+        return _write(path, tensors, {**_PLAIN, _META: json.dumps(meta)}).entry
+    except UserError:
+        if directory is not None and directory.state == "tmp":
+            abandon(path.parent.parent, directory.step)
+        raise
 
 
 def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], JSON]:
@@ -78,9 +85,9 @@ def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], 
     return tensors, parse_json(metadata[_META], f"{path}: {_META}")
 
 
-def write_plain(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """A file of tensors alone, as `safetensors.torch.save_file` writes it."""
-    return _write(path, tensors, _PLAIN)
+def write_plain(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A file of tensors alone, as `safetensors.torch.save_file` writes it; raises as `write_shard`."""
+    _write(path, tensors, _PLAIN)
 
 
 def read_plain(path: Path) -> dict[str, Tensor]:
@@ -88,7 +95,7 @@ def read_plain(path: Path) -> dict[str, Tensor]:
     return _read(path, None)[0]
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileEntry:
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> NewFile:
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided or name == header.METADATA:
             what = f"{tensor.dtype}, {tensor.layout}"
@@ -106,7 +113,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         for slot in slots:
             file.write(_bytes_of(tensors[slot.name].detach().cpu().contiguous()))
     faults.at("save-shard-written", step=step)
-    return file.entry
+    return file
 
 
 def _read(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], dict[str, str]]:

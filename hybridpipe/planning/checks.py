@@ -1,9 +1,12 @@
 """Checks of values where they are born: one line that names the field, the value and what is allowed."""
 
 import math
+from collections.abc import Collection
 
 # Beyond these, of seconds and factors and of what is divided by, products and quotients may overflow.
 LARGEST, SMALLEST = 1e30, 1e-30
+# What may be done about a loss or a gradient that is no finite number; `Trainer` tells what each means.
+ON_NONFINITE = ("stop", "skip", "ignore")
 
 
 def positive_int(name: str, value: int) -> None:
@@ -38,3 +41,9 @@ def positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
     if value < SMALLEST:
         raise ValueError(f"{name} must be a number >= {SMALLEST}, got {value!r}")
+
+
+def one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    """Raises ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")

@@ -223,6 +223,7 @@ class Saver:
                 self._receive(0, PUBLISHED)
         except BaseException as error:
             if self._communicator.size == 1:
+                directory.abandon(root, snapshot.step)
                 self._error = error  # told by the training thread
                 return
             if isinstance(error, UserError):

@@ -32,6 +32,7 @@ from hybridpipe.planning.schedules import minibatches_in_update
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime import faults
 from hybridpipe.runtime.boundary import Boundary
+from hybridpipe.runtime.finite import Finite
 from hybridpipe.runtime.gradients import Gradients
 from hybridpipe.runtime.position import position
 from hybridpipe.runtime.seen import Newest, Seen, Stashed
@@ -76,6 +77,7 @@ class Executor:
     Args:
         stages, boundaries: one for each stage that the rank holds, by chunk.
         gradients, update: of all of them together.
+        finite: the check before an update; None: none.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class Executor:
         boundaries: Sequence[Boundary],
         gradients: Gradients,
         update: Update,
+        finite: Finite | None = None,
     ) -> None:
         self.plan, self.place, self.held = plan, place, plan.held_stages(place)
         self.stages, self.boundaries = stages, boundaries
-        self.gradients, self.update = gradients, update
+        self.gradients, self.update, self.finite = gradients, update, finite
         self.seen: Seen = Newest()
         if plan.is_asynchronous:
             self.seen = Stashed(plan, place, stages[0].module, stages[0].device)
@@ -265,8 +268,12 @@ class _Run:
         count = self.minibatches_due
         if fault == "nan":
             self.executor.update.spoil()
+        finite, step = self.executor.finite, self.stream.step + self.covered
         with self.executor.seen.update():
-            self.executor.update.step(count)
+            if finite is None or finite.allows(self.losses, self.stream, step):
+                self.executor.update.step(count)
+            else:  # a version like the one before: the numbers of versions stay those of the plan
+                self.executor.update.leave_out(count)
         self.num_updates += 1
         self.applied += count
         self.covered += count

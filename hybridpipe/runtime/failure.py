@@ -7,15 +7,18 @@ prints a report and calls MPI_Abort, which ends every rank.
 
 import atexit
 import builtins
+import faulthandler
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -27,6 +30,9 @@ from hybridpipe.runtime.position import position
 ABORT_SECONDS = 2
 # Ranks that meet the same error at the same time report one after the other, so that the first is the last.
 STAGGER_SECONDS = 0.5
+# A link that was cut in the middle of a job: mpirun 5.0.11 waited for the lost host until it was killed.
+LAUNCHER_SECONDS = 3
+LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")  # of Open MPI
 
 
 _reporting = threading.Lock()
@@ -44,6 +50,8 @@ def install() -> None:
     # SystemExit passes an excepthook by; raised without these three, it stays unseen
     sys.exit = builtins.exit = builtins.quit = _exit  # type: ignore[assignment]
     look_first_at_exit()
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash tells where in Python it happened
 
 
 def look_first_at_exit() -> None:
@@ -98,7 +106,7 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     outcome.tell(code, f"{where}: {what}", what, position.step)
-    time.sleep(STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
+    time.sleep(getattr(error, "stagger_seconds", STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3)))
     sys.stdout.flush()
     print(f"{lines}hybridpipe: {where}: {what}; ending the job", file=sys.stderr, flush=True)
     end_job(code)
@@ -112,6 +120,35 @@ def refuse(error: Exception) -> NoReturn:
     if MPI.COMM_WORLD.size == 1:
         sys.exit(2)
     end_job(2)
+
+
+def end_launcher_if_stuck() -> None:
+    """Before `end_job`, where a host may be lost: mpirun would wait for that host's daemon for ever.
+
+    A process of its own ends what started this rank, unless it ends by itself within `LAUNCHER_SECONDS`.
+    """
+    launcher = _launcher()
+    if launcher is not None:
+        looks = range(10 * LAUNCHER_SECONDS)
+        wait = f"for i in {' '.join(map(str, looks))}; do kill -0 {launcher} || exit; sleep 0.1; done"
+        subprocess.Popen(
+            ["/bin/sh", "-c", f"{wait}; kill -KILL {launcher}"],
+            env={}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def _launcher() -> int | None:
+    """The process of mpirun, or of its daemon on this host, that this rank descends from."""
+    process = os.getpid()
+    while process > 1:
+        try:
+            if Path(f"/proc/{process}/comm").read_text().strip() in LAUNCHERS:
+                return process
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return None
+    return None
 
 
 def end_job(code: int) -> NoReturn:

@@ -12,7 +12,7 @@ writes a longer message past the buffer's end, and takes a shorter one without a
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -151,14 +151,20 @@ class MpiTransport:
                         self._wake.notify()
         return expected
 
-    def watch(self, request: MPI.Request, buffer: object, what: str = "collective") -> Pending:
+    def watch(
+        self,
+        request: MPI.Request,
+        buffer: object,
+        what: str = "collective",
+        ranks: Sequence[int] | None = None,
+    ) -> Pending:
         """Let any request be completed in the background, such as that of a nonblocking collective.
 
         Args:
-            what: for reports.
+            what, ranks: for reports: what it is, and who takes part (None: all).
         """
-        everybody = tuple(range(self._communicator.size))
-        return self._watch(_Request(request, buffer, self, False, Wait(what, everybody)))
+        ranks = range(self._communicator.size) if ranks is None else ranks
+        return self._watch(_Request(request, buffer, self, False, Wait(what, tuple(ranks))))
 
     def unclaimed(self, peer: int) -> list[Unclaimed]:
         """The messages from there that have come, and that nobody has asked for."""

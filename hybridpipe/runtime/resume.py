@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
 from hybridpipe.checkpoint.names import step_of
-from hybridpipe.checkpoint.shard import read_plain, read_shard
+from hybridpipe.checkpoint.plain import read_weights
+from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.errors import UserError
 from hybridpipe.files import parse
 from hybridpipe.planning.plan import Plan
@@ -98,7 +99,7 @@ def load_plain(world: MPI.Comm, model: nn.Module, source: Path) -> None:
     """
 
     def read() -> dict[str, Tensor]:
-        tensors = read_plain(source)
+        tensors = read_weights(source, model.state_dict())
         check_fits(described(tensors), model.state_dict(), str(source))
         return tensors
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpipe.planning.checks import non_negative_int, positive
+from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
+from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import delay_of
 from hybridpipe.stage.measure import OptimizerFactory
@@ -62,10 +63,16 @@ class UpdateRule:
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
+    compression: str = NO_COMPRESSION  # of gradients, on their way between replicas
+    on_nonfinite: str = "stop"
+
+    def __post_init__(self) -> None:
+        one_of("compression", self.compression, COMPRESSIONS)
 
     def check(self, plan: Plan) -> None:
         """Raises ValueError for what makes no sense under the plan's schedule."""
         non_negative_int("delay_warm_up", self.delay_warm_up)
+        one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.clip_grad_norm is not None:
             positive("clip_grad_norm", self.clip_grad_norm)
             if plan.is_asynchronous:
@@ -149,6 +156,11 @@ class Update:
         if self.optimizer is not None:
             with _multiplied(self.optimizer, self.learning_rate.factor(self.num_minibatches)):
                 self.optimizer.step()
+        self.leave_out(num_minibatches)
+
+    def leave_out(self, num_minibatches: int) -> None:
+        """Forget the gradients. Whoever counts minibatches, such as a scheduler, counts these."""
+        if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         self.num_minibatches += num_minibatches
         if self.scheduler is not None:

@@ -130,6 +130,7 @@ class Watchdog:
         report = self._report(states)
         outcome.tell(1, report[-1].removeprefix("hybridpipe: "), "no progress", position.step)
         print("\n".join(report), file=sys.stderr, flush=True)
+        failure.end_launcher_if_stuck()
         failure.end_job(1)
 
     def _wait(self, seconds: float, enough: int | None = None) -> None:

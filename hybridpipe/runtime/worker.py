@@ -23,6 +23,7 @@ from hybridpipe.runtime import failure, preemption
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.communicators import communicators
 from hybridpipe.runtime.executor import Executor
+from hybridpipe.runtime.finite import Finite
 from hybridpipe.runtime.gradients import HorovodGradients, LocalGradients
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MpiTransport
@@ -112,8 +113,13 @@ class Worker:
             self.place,
             stages,
             [Boundary(plan, s, self.transport, self.device) for s in held],
-            HorovodGradients(trained, replicas) if replicas.size > 1 and trained else LocalGradients(),
+            (
+                HorovodGradients(trained, replicas, rule.compression)
+                if replicas.size > 1 and trained
+                else LocalGradients()
+            ),
             rule.build(trained, plan, self.place.stage, self._add_up),
+            Finite(rule.on_nonfinite, plan, self.place, stages, self._largest),
         )
 
     def _program(self, num_microbatches: int) -> Program:
@@ -130,6 +136,17 @@ class Worker:
         assert used is not None and replicas is not None
         total: float = used.allreduce(number if replicas.rank == 0 else 0.0)
         return total
+
+    def _largest(self, number: int) -> int:
+        """Over the ranks that update together: of all stages or, where those do not, the replicas."""
+        together = self.communicators.replicas if self.plan.is_asynchronous else self.communicators.used
+        assert together is not None
+        if together.size == 1:
+            return number
+        found = np.array([number])
+        request = together.Iallreduce(MPI.IN_PLACE, found, op=MPI.MAX)
+        self.transport.watch(request, found, "whether to update", together.ranks).wait()
+        return int(found[0])
 
     def train(self, minibatch: Minibatch, step: int, update: bool = True) -> tuple[Sums, list[Event]]:
         """Train on one minibatch, and flush.

@@ -302,7 +302,7 @@ class Generators(NamedTuple):
             torch.Generator().set_state(found.cpu)  # each tried on a generator of nobody's
             np.random.RandomState().set_state(found.numpy)
             random.Random().setstate(found.python)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{where}: random states cannot be understood: {error!r}") from None
         return found
 
@@ -330,9 +330,7 @@ def check_fits(found: Mapping[str, JSON], model: Mapping[str, Tensor], where: st
     for key in [*wanted, *found]:
         if found.get(key) != wanted.get(key):
             got, want = found.get(key, "none"), wanted.get(key, "none")
-            raise UserError(
-                f"{where}: {key}: the model has {want}, got {shown(got) if key in found else got}"
-            )
+            raise UserError(f"{where}: {key}: the training has {want}, the checkpoint {got}")
 
 
 def _described(tensor: Tensor) -> str:

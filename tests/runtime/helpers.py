@@ -17,6 +17,7 @@ from hybridpipe.planning.schedules import programs
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
 from hybridpipe.runtime.executor import Executor
+from hybridpipe.runtime.finite import Finite
 from hybridpipe.runtime.inprocess import Mailboxes, QueueTransport, SharedGradients
 from hybridpipe.runtime.stream import Stream
 from hybridpipe.runtime.update import UpdateRule
@@ -131,18 +132,14 @@ def one_process(
     return Result(losses, gradients, parameters, {}, {})
 
 
-def in_threads(
+def make_executors(
     plan: Plan,
     model: nn.Sequential,
-    minibatches: Sequence[tuple[Tensor, Tensor]],
-    microbatch_size: int,
     loss,
-    optimizer=None,
+    rule: UpdateRule,
     timeout_seconds: float = 5.0,
-    rule: UpdateRule | None = None,
-    accumulate: int = 1,
-) -> Result:
-    """The same under a plan. Every rank has a model of its own. Raises what the first failing rank raised."""
+) -> tuple[dict[int, Executor], list[threading.Barrier]]:
+    """Every rank's, with a model of its own, and the barriers where they wait for each other."""
     check_plan(model, plan)
     mailboxes = Mailboxes()
     executors: dict[int, Executor] = {}
@@ -161,33 +158,27 @@ def in_threads(
                 stages[r],
                 [Boundary(plan, s, transport, CPU) for s in held],
                 Recorded(parameters[r], r, parameters, barriers[-1]),
-                (rule or UpdateRule(optimizer)).build(
+                rule.build(
                     [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
                 ),
+                Finite("stop", plan, Place(group, r), stages[r], int),
             )
+    return executors, barriers
 
-    cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
-    streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
-    shares: list[dict[int, float]] = [{} for _ in minibatches]
-    events: dict[int, list[list[Event]]] = {rank: [] for rank in plan.ranks}
+
+def each_in_a_thread(plan: Plan, work: Callable[[int], None], barriers: Sequence[threading.Barrier]) -> None:
+    """`work(rank)` for each rank at once. Raises what the first failing rank raised."""
     errors: list[Exception] = []
 
-    def train(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
-            for i, stream in enumerate(streams):
-                program = programs(plan, len(stream.sizes))[rank]
-                if (i + 1) % accumulate:
-                    program = without_update(program)
-                for done in executors[rank].run(program, stream):
-                    for m, share in done.losses.items():
-                        shares[stream[m].step][stream[m].microbatch] = share
-                    events[rank].append(done.events)
+            work(rank)
         except Exception as error:
             errors.append(error)
             for barrier in barriers:
                 barrier.abort()
 
-    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in plan.ranks]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in plan.ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -195,6 +186,36 @@ def in_threads(
     if errors:
         raise errors[0]
 
+
+def in_threads(
+    plan: Plan,
+    model: nn.Sequential,
+    minibatches: Sequence[tuple[Tensor, Tensor]],
+    microbatch_size: int,
+    loss,
+    optimizer=None,
+    timeout_seconds: float = 5.0,
+    rule: UpdateRule | None = None,
+    accumulate: int = 1,
+) -> Result:
+    """The same under a plan. Raises what the first failing rank raised."""
+    executors, barriers = make_executors(plan, model, loss, rule or UpdateRule(optimizer), timeout_seconds)
+    cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
+    streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
+    shares: list[dict[int, float]] = [{} for _ in minibatches]
+    events: dict[int, list[list[Event]]] = {rank: [] for rank in plan.ranks}
+
+    def train(rank: int) -> None:
+        for i, stream in enumerate(streams):
+            program = programs(plan, len(stream.sizes))[rank]
+            if (i + 1) % accumulate:
+                program = without_update(program)
+            for done in executors[rank].run(program, stream):
+                for m, share in done.losses.items():
+                    shares[stream[m].step][stream[m].microbatch] = share
+                events[rank].append(done.events)
+
+    each_in_a_thread(plan, train, barriers)
     first = []
     for spec in plan.stages[: plan.num_groups]:
         replicas = [executors[rank] for rank in spec.ranks]

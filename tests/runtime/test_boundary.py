@@ -207,7 +207,7 @@ def test_buffers_are_used_again():
         ("badsize", r"256 bytes came where the plan expects 128"),
         (
             "badtag",
-            r"from rank 0 came a message with tag 12 where the plan expects 6: .* microbatch 1, stage 0",
+            r"tag 12 where the plan expects 6: kind 0, step 0, microbatch 1, stage 0",
         ),
     ],
 )

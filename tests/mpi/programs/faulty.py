@@ -11,7 +11,8 @@ from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
 
-plan_name, schedule, hang_timeout, *rest = [*sys.argv[1:], "20"][:4]
+plan_name, schedule, *options = sys.argv[1:]
+hang_timeout, on_nonfinite = [*options, *["20", "stop"][len(options) :]]
 replicas = [int(count) for count in plan_name.split("-")]
 stages = [StageSpec(i, i + 1 if i + 1 < len(replicas) else 4, m) for i, m in enumerate(replicas)]
 count = 1 if schedule == "pipedream" else 4
@@ -23,10 +24,13 @@ trainer = Trainer(
     plan=Plan(tuple(stages), schedule=schedule, num_microbatches=count),
     minibatch_size=8,
     hang_timeout=float(hang_timeout),
+    on_nonfinite=on_nonfinite,
 )
 samples = torch.randn(64, 16)
 data = torch.utils.data.TensorDataset(samples, samples)
 trainer.fit(data, epochs=2, validation=data)
+weights = trainer.full_state_dict()
 trainer.close()
-if trainer.world.rank == 0:
+if weights is not None:
+    print(f"finite weights: {all(bool(tensor.isfinite().all()) for tensor in weights.values())}")
     print("trained to the end", flush=True)

@@ -1,0 +1,161 @@
+"""Books: what a training knows of itself beside the state of its ranks: where it stands, its epochs, its
+records; and how that goes into a checkpoint and comes back.
+
+One for each rank, kept by `Trainer`. Invariant: what is loaded is what was described, or nothing is.
+"""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hybridpipe.checkpoint.names import step_of
+from hybridpipe.checkpointing import Checkpointing, Keeper, described
+from hybridpipe.errors import UserError, shown
+from hybridpipe.planning.cuts import Cut
+from hybridpipe.recorder import Past, Recorder
+from hybridpipe.runtime.checkpoint import Saver
+from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load
+from hybridpipe.runtime.worker import Worker
+from hybridpipe.standing import SoFar, Standing, read_so_far
+
+
+class Sizes(NamedTuple):
+    """What randomness and the order of the samples follow from; a training goes on with the same only."""
+
+    seed: int
+    minibatch_size: int
+
+
+class Books:
+    """Where a training stands and what it has seen.
+
+    Args:
+        history: an entry for each epoch, of the runs before a checkpoint, too.
+    """
+
+    def __init__(self, sizes: Sizes, world: MPI.Comm) -> None:
+        self.sizes, self.world = sizes, world
+        self.standing, self.recorder = Standing(), Recorder()
+        self.history: list[dict[str, Any]] = []
+        self._found: Found | None = None  # to be loaded when there is a worker
+        self._came_from: Path | None = None
+        self._saver: Saver | None = None
+
+    def begin_epoch(self, dataset_samples: int, shuffle: bool) -> None:
+        """Go on with the epoch that a checkpoint, or a stop, has left begun; else begin one."""
+        begun = self.standing.so_far
+        if begun is None or not begun.position:
+            self.standing.so_far = SoFar(dataset_samples, shuffle)
+        elif (begun.dataset_samples, begun.shuffle) != (dataset_samples, shuffle):
+            raise UserError(
+                f"epoch {self.standing.epoch} was begun with {begun.dataset_samples} samples and shuffle = "
+                f"{begun.shuffle}, and cannot go on with {dataset_samples} and {shuffle}"
+            )
+
+    def end_epoch(self, validation: dict[str, float] | None) -> dict[str, Any]:
+        """All of it was trained on, and evaluated if it is to be. Its entry of the history."""
+        so_far = self.standing.so_far
+        assert so_far is not None
+        entry: dict[str, Any] = {
+            "epoch": self.standing.epoch,
+            "loss": so_far.loss_sum / so_far.num_samples,
+            "seconds": so_far.seconds,
+        }
+        if validation is not None:
+            entry["validation"] = self.recorder.metrics = validation
+        self.recorder.training_seconds += so_far.seconds
+        self.history.append(entry)
+        self.standing.epoch += 1
+        self.standing.so_far = None
+        return entry
+
+    def so_far(self) -> tuple[SoFar, Cut]:
+        """Where the training stands between two epochs, or where it was stopped."""
+        so_far = self.standing.so_far or SoFar(0, shuffle=True)
+        return so_far, so_far.cut(self.sizes.minibatch_size)
+
+    def keeper(
+        self, worker: Worker, asked: Checkpointing, microbatch_size: int, anew: bool = False
+    ) -> Keeper:
+        """Who saves. Collective, the first time.
+
+        Args:
+            anew: also what is in the folder already.
+        """
+        if self._saver is None:
+            self._saver = Saver(self.world.Dup())
+
+        def describe(so_far: SoFar) -> dict[str, Any]:
+            run = {
+                **self.sizes._asdict(),
+                "microbatch_size": microbatch_size,
+                "ranks": self.world.size,
+                "past": asdict(self.recorder.past()),
+                "history": self.history,
+            }
+            return described(worker, self.standing.epoch, so_far, run)
+
+        saved = None if anew else self._step_in(asked.folder)
+        return Keeper(asked, self._saver, worker, self.standing.step, saved, describe)
+
+    def find(self, source: Path, model: nn.Module) -> Found | Nothing:
+        """A checkpoint that can be gone on with; `load` will. Collective.
+
+        Raises:
+            UserError: it is damaged, or of another training.
+        """
+        found = find(self.world, source)
+        if isinstance(found, Nothing):
+            return found
+        where = str(found.path)
+        check_model(found, model)
+        for name, value in self.sizes._asdict().items():
+            if found.run.get(name) != value:
+                got = shown(found.run.get(name))
+                raise UserError(f"{where}: {name}: the training has {value}, the checkpoint {got}")
+        read_so_far(found.run.get("so_far"), where)
+        _past(found)
+        self._found = found
+        return found
+
+    def load(self, worker: Worker) -> None:
+        """Go on with what was found, if anything was. Collective. Raises UserError if it does not fit."""
+        found, self._found = self._found, None
+        if found is None:
+            return
+        load(worker, found)
+        so_far = read_so_far(found.run["so_far"], str(found.path))
+        if not is_exact(found, worker.plan):  # another pipeline fills from here
+            so_far.stream_start = so_far.position
+        manifest = found.manifest
+        self.standing = Standing(manifest.step, manifest.epoch, so_far if so_far.position else None)
+        self._came_from = found.path
+        self.recorder.go_on(_past(found))
+        self.history = found.run["history"]
+
+    def close(self) -> None:
+        """Wait for what is being saved. Collective."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def _step_in(self, folder: str | os.PathLike[str]) -> int | None:
+        """The step that the training has come from, if that checkpoint is in this folder."""
+        came = self._came_from
+        if came is None or came.parent.resolve() != Path(folder).resolve():
+            return None
+        return step_of(came)
+
+
+def _past(found: Found) -> Past:
+    """The records before it. Raises UserError if the manifest does not say."""
+    try:
+        past = Past(**found.run["past"])
+        list(found.run["history"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{found.path}: past and history cannot be understood: {error}") from None
+    return past

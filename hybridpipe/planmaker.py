@@ -1,0 +1,172 @@
+"""Planmaker: from what the trainer was given as its plan to the plan that is run, and the microbatches' size.
+
+A plan that goes by a name is made when the first samples are there: the model is measured, the machines are
+probed, rank 0 searches. A given one is checked at once, and measured only for a prediction. Collective.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hybridpipe.autoplan import Choice, autoplan, check_options
+from hybridpipe.batches import microbatch_size_of, parts_of
+from hybridpipe.config import AUTO, SOURCES
+from hybridpipe.files import read_plan
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import Measurement, ModelProfile
+from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.runtime import failure
+from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
+from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.stream import Minibatch
+from hybridpipe.runtime.update import UpdateRule
+from hybridpipe.stage.measure import Rehearsal
+from hybridpipe.stage.split import check_plan
+from hybridpipe.stage.stage import Loss
+from hybridpipe.together import measure_together
+
+PlanLike = Plan | str | os.PathLike[str]
+
+
+def read_given(plan: PlanLike) -> Plan | str:
+    """A plan, or the name of one that is to be made; UserError if it is neither."""
+    if isinstance(plan, Plan):
+        return plan
+    return str(plan) if plan in SOURCES else read_plan(Path(plan))
+
+
+class Asked(NamedTuple):
+    """What is asked of a plan that goes by a name."""
+
+    schedule: str
+    vertical_sync: bool
+    max_in_flight: int | None
+    recompute: bool
+
+
+class PlanMaker:
+    """Makes the plan of one training.
+
+    Raises:
+        ValueError: a given plan does not fit model, world or minibatch, with the arithmetic.
+    """
+
+    def __init__(
+        self,
+        given: Plan | str,
+        asked: Asked,
+        model: nn.Module,
+        loss: Loss,
+        rule: UpdateRule,
+        world: MPI.Comm,
+        device: torch.device,
+        minibatch_size: int,
+        microbatch_size: int | None,
+    ) -> None:
+        self._asked, self._model, self._loss, self._rule = asked, model, loss, rule
+        self._world, self._device, self._minibatch_size = world, device, minibatch_size
+        self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
+        self._given = given
+        if isinstance(given, Plan):
+            options = {name: value for name, value in asked._asdict().items() if name != "schedule"}
+            check_options(given, asked.schedule, options)
+            self.microbatch_size = self._fitting(given, microbatch_size)
+        else:
+            self.microbatch_size = microbatch_size or ceil_div(minibatch_size, world.size)
+            if microbatch_size is None and given == AUTO:
+                self._smaller_sizes = parts_of(self.microbatch_size, minibatch_size)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, if it was given."""
+        return self._given if isinstance(self._given, Plan) else None
+
+    def prefer(self, plan: Plan) -> str | None:
+        """Run a checkpoint's plan, if that can be, where one is to be searched for; says what it will be."""
+        if self._given != AUTO:
+            return None
+        what = f"its plan {plan.name}, {plan.schedule}"
+        try:
+            for name in ("schedule", "vertical_sync", "max_in_flight"):
+                value = getattr(self._asked, name)
+                if value not in (AUTO, getattr(plan, name)):
+                    raise ValueError(f"{name} = {value} is asked for")
+            self.microbatch_size = self._fitting(plan)
+        except ValueError as error:
+            return f"{what}, does not fit here, so one is searched for: {error}"
+        self._given, self._smaller_sizes = plan, []
+        return f"with {what}"
+
+    def make(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
+        """The plan and, unless it was given and cannot be predicted, why it is the one. Collective."""
+        self._rule.try_out([p for p in self._model.parameters() if p.requires_grad][:1])
+        with failure.guard():  # ranks that can be measured would wait for one that cannot
+            profile, work = self._measured(minibatch)
+        count = ceil_div(self._minibatch_size, self.microbatch_size)
+        try:
+            choice = autoplan(
+                self._given,
+                self._world,
+                profile,
+                count,
+                work=work,
+                compression=self._rule.compression,
+                **self._asked._asdict(),
+            )
+        except ValueError as error:  # the same on every rank
+            if not isinstance(self._given, Plan):
+                raise
+            if self._world.rank == 0:
+                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
+            return self._given, None
+        self._rule.check(choice.plan)
+        self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
+        return choice.plan, choice
+
+    def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
+        """The size of the plan's microbatches. Raises ValueError if it does not fit."""
+        size = microbatch_size_of(plan, self._minibatch_size, microbatch_size)
+        self._rule.check(plan)
+        check_plan(self._model, plan)
+        plan.check_world(self._world.size)
+        return size
+
+    def _measured(self, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
+        """The model's profile on a microbatch, and on smaller ones; and work of the model's."""
+        inputs, targets = minibatch.inputs(0), minibatch.targets(0)
+        try:
+            rehearsal = Rehearsal(self._model, inputs, targets, self._loss, self._device)
+            measure = partial(rehearsal.measure, self._rule.optimizer)
+            profile = measure_together(self._world, measure)
+            return _with_sizes(profile, measure, self._smaller_sizes, self._world), rehearsal.run
+        except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
+            raise RuntimeError("the first microbatch failed while the model was measured") from error
+
+
+def _with_sizes(
+    profile: ModelProfile, measure: Callable[..., ModelProfile], sizes: Sequence[int], world: MPI.Comm
+) -> ModelProfile:
+    for size in sizes:
+        if size < profile.samples:  # the data may hold no more
+            other = measure_together(world, partial(measure, size=size))
+            profile = replace(profile, others=(*profile.others, Measurement(other.samples, other.layers)))
+    return profile
+
+
+def device_and_threads(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:
+    """This rank's device, and its compute threads (None: the user has set them)."""
+    local_rank, local_size = ranks_on_host(world)
+    if device is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
+    return device, default_num_threads(local_size)

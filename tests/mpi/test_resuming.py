@@ -1,0 +1,123 @@
+"""What is saved is all there is: a training that is resumed is the one that never ended.
+
+Dropout, shuffled data, noise from the process's generators, batch normalisation, SGD with momentum and Adam
+in turn, a learning-rate schedule, validation after each epoch.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridpipe.checkpoint.directory import last_good, read_manifest
+
+MODEL = """
+import os, resource, signal
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 3))
+
+def data(samples=60, seed=0):
+    if "SMALL_FILES" in os.environ and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
+"""
+CONFIG = """
+[model]
+factory = "small:net"
+[data]
+factory = "small:data"
+validation_args = { samples = 30, seed = 1 }
+[optimizer]
+factory = "torch.optim:Adam"
+args = { lr = 0.01 }
+[train]
+minibatch = 16
+microbatch = 4
+epochs = 3
+[checkpoint]
+every = 5
+"""
+SYNCHRONOUS = [
+    "2-1-1:gpipe", "1-2-1:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "4:1f1b:recompute",
+]  # fmt: skip
+ASYNCHRONOUS = [
+    "1-2-1:pipedream", "1-3:pipedream:vertical", "1-1-1-1:pipedream:limited:recompute", "2-2:pipedream-2bw",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("specs", [SYNCHRONOUS, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
+def test_ten_minibatches_are_five_a_resumption_and_five_bit_for_bit(job, tmp_path, specs):
+    """Later checkpoints of both are equal files: weights, versions, optimizer, random states, losses."""
+    printed = job(4, "resuming.py", "exact", str(tmp_path), *specs).stdout
+    assert printed.count(": exact\n") == len(specs)
+
+
+def test_any_plan_goes_on_with_what_any_other_has_saved(job, tmp_path):
+    specs = [
+        "2-2:gpipe", "1-2-1:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "1-2-1:pipedream",
+        "2-1:pipedream-2bw",
+    ]  # fmt: skip
+    printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs).stdout
+    assert "6 x 6 pairs, adam: equal by name" in printed
+
+
+def test_a_stream_that_is_stopped_in_its_middle(job, tmp_path):
+    """Ranks end with messages under way (and the job with mpirun's code for that), but all at one step."""
+    spec = "1-2-1:pipedream"
+    stopped = job(4, "resuming.py", "stop", str(tmp_path), spec, fails=True).stdout
+    assert len(re.findall(r"stopped at (\d+)\n", stopped)) == 4
+    assert "as if it had never been stopped" in job(4, "resuming.py", "rest", str(tmp_path), spec).stdout
+
+
+@pytest.fixture
+def train(job, tmp_path):
+    """`hybridpipe train` on two ranks, and where it wrote to."""
+    (tmp_path / "small.py").write_text(MODEL)
+    (tmp_path / "small.toml").write_text(CONFIG)
+    out = tmp_path / "out"
+
+    def run(*options: str, ranks: int = 2, **given) -> tuple[str, Path]:
+        command = ["hybridpipe", "train", str(tmp_path / "small.toml"), "--out", str(out), *options]
+        return job(ranks, *command, **given).stdout, out
+
+    return run
+
+
+def test_the_command_goes_on_where_the_last_one_ended(train):
+    """Twelve minibatches; the first command ends with eight, its metrics go one further, torn."""
+    _, out = train("--plan", "straight", "--set", "train.epochs=2")
+    metrics = out / "metrics.jsonl"
+    before = metrics.read_text()
+    metrics.write_text(before + '{"step": 8, "epoch": 2, "loss"')
+    printed, _ = train("--plan", "auto", "--resume", "auto")
+    assert f"resuming from {out}/checkpoints/step-00000008: step 8, epoch 2, 0 minibatches into it" in printed
+    assert "with its plan 1-1, 1f1b" in printed
+    lines = metrics.read_text().splitlines()
+    assert metrics.read_text().startswith(before)
+    assert [json.loads(line)["step"] for line in lines] == list(range(12))
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["minibatches"] == 12 and [entry["epoch"] for entry in summary["epochs"]] == [0, 1, 2]
+    assert summary["loss_first"] == json.loads(lines[0])["loss"]
+    assert (read_manifest(last_good(out / "checkpoints")[0]).step) == 12
+    printed, _ = train("--plan", "dp")
+    assert "was another training's" in printed and (out / "checkpoints.old" / "step-00000012").is_dir()
+
+
+def test_another_seed_is_refused_and_so_is_a_full_disk(train):
+    """In one line each, and the checkpoint that is there stays."""
+    _, out = train("--plan", "straight", "--set", "train.epochs=1")
+    options = ["--plan", "dp", "--set", "train.seed=3", "--resume", "auto"]
+    printed, _ = train(*options, fails=True)
+    refused = f"hybridpipe: {out}/checkpoints/step-00000004: seed: the training has 3, the checkpoint 0\n"
+    assert printed.count(refused) == 1
+    options = ["--plan", "straight", "--resume", "auto"]
+    printed, _ = train(*options, fails=True, env={"SMALL_FILES": "1"})  # on rank 1
+    told = re.findall(r"hybridpipe: (.*): cannot be written: File too large\n", printed)
+    assert len(told) == 1 and Path(told[0]).name in ("stage-001.safetensors", "rank-0001.safetensors")
+    assert read_manifest(last_good(out / "checkpoints")[0]).step == 4

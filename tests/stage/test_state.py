@@ -1,0 +1,224 @@
+"""A stage's state as tensors and JSON: nothing is lost, nothing is pickled, what does not fit is refused."""
+
+import copy
+import json
+import random
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from hybridpipe.errors import UserError
+from hybridpipe.stage.state import (
+    Generators,
+    Names,
+    State,
+    check_fits,
+    check_optimizer,
+    described,
+    pack,
+    put_optimizer,
+    read_optimizer,
+    take_optimizer,
+    unpack,
+)
+
+optim = torch.optim
+OPTIMIZERS = {
+    "sgd": partial(optim.SGD, lr=0.1),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": partial(optim.Adam, lr=0.1, amsgrad=True),
+    "adamw": partial(optim.AdamW, lr=torch.tensor(0.1)),
+    "adagrad": partial(optim.Adagrad, lr=0.1),
+    "adadelta": partial(optim.Adadelta, lr=0.1),
+    "adamax": partial(optim.Adamax, lr=0.1),
+    "asgd": partial(optim.ASGD, lr=0.1),
+    "nadam": partial(optim.NAdam, lr=0.1),
+    "radam": partial(optim.RAdam, lr=0.1),
+    "rmsprop": partial(optim.RMSprop, lr=0.1, momentum=0.5, centered=True),
+    "rprop": partial(optim.Rprop, lr=0.1),
+}
+SCHEDULERS = {
+    "step": partial(lr_scheduler.StepLR, step_size=2),
+    "milestones": partial(lr_scheduler.MultiStepLR, milestones=[2, 5]),  # a Counter
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.9**epoch),
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=7),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=20),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer, 0.1, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[3],
+    ),
+}
+
+
+def make_layers(dtype=torch.float64) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
+
+
+def names_of(layers: nn.Sequential) -> Names:
+    return Names(["a", "b", "c"], layers)
+
+
+def train(layers, optimizer, scheduler, steps):
+    generator = torch.Generator().manual_seed(len(steps))
+    for step in steps:
+        generator.manual_seed(step)
+        optimizer.zero_grad()
+        dtype = next(layers.parameters()).dtype
+        layers(torch.randn(5, 3, generator=generator).to(dtype)).square().mean().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return [p.detach().clone() for p in layers.parameters()]
+
+
+def through_text(state: State) -> State:
+    """As a file has it."""
+    return State(
+        {name: tensor.clone() for name, tensor in state.tensors.items()}, json.loads(json.dumps(state.meta))
+    )
+
+
+@pytest.mark.parametrize(
+    "name, scheduler, dtype",
+    [
+        *((name, None, torch.float64) for name in OPTIMIZERS),
+        *(("momentum", name, torch.float64) for name in SCHEDULERS),
+        ("adam", None, torch.bfloat16),  # whose state torch's own load_state_dict would cast
+    ],
+)
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(name, scheduler, dtype):
+    layers = make_layers(dtype)
+    optimizer = OPTIMIZERS[name](layers.parameters())
+    steps = None if scheduler is None else SCHEDULERS[scheduler](optimizer)
+    train(layers, optimizer, steps, range(4))
+    state = State()
+    take_optimizer(optimizer, names_of(layers).parameters(), state)
+    if steps is not None:
+        state.meta["steps"] = pack(steps.state_dict(), "steps", state.tensors)
+    saved, then = through_text(state), copy.deepcopy(layers)
+    expected = train(layers, optimizer, steps, range(4, 9))
+
+    other = OPTIMIZERS[name](then.parameters())
+    names, found = names_of(then).parameters(), read_optimizer(saved, "file")
+    check_optimizer(other, names, found, "file")
+    other_steps = None if scheduler is None else SCHEDULERS[scheduler](other)
+    put_optimizer(other, names, found)
+    if other_steps is not None:
+        other_steps.load_state_dict(unpack(saved.meta["steps"], saved.tensors, "file"))
+    after = train(then, other, other_steps, range(4, 9))
+    assert all(map(torch.equal, after, expected)) and all(p.isfinite().all() for p in after)
+
+
+def test_values_come_back_with_their_types():
+    value = {
+        "numbers": [1, 2.5, float("inf"), -0.0, True, None, "text"],
+        "tuple": (1, (2, torch.arange(3))),
+        "by number": {3: "a", 4: torch.ones(1)},
+        "counted": Counter({3: 2}),
+        "$tensor": "not one",
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    back = unpack(json.loads(json.dumps(pack(value, "v", tensors))), tensors, "file")
+    assert type(back["counted"]) is Counter and back["tuple"][1][0] == 2
+    torch.testing.assert_close(back.pop("tuple")[1][1], value.pop("tuple")[1][1])
+    torch.testing.assert_close(back["by number"].pop(4), value["by number"].pop(4))
+    assert back == value and str(back["numbers"]) == str(value["numbers"])
+    assert np.isnan(unpack(pack(float("nan"), "v", {}), {}, "file"))
+    assert pack(np.float64(1.5), "v", {}) == 1.5
+
+
+@pytest.mark.parametrize("value", [object(), print, b"bytes", {"a": [lambda: 0]}, nn.Linear(1, 1), {1, 2}])
+def test_what_is_neither_tensor_nor_json_is_refused(value):
+    with pytest.raises(UserError, match=r"^lr_scheduler.*: a checkpoint holds tensors, numbers and text"):
+        pack(value, "lr_scheduler", {})
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"$tensor": "none"},
+        {"$tuple": 3},
+        {"$pairs": [[1]]},
+        {"$float": "1"},
+        {"$what": 1},
+        {"$tensor": "x", "a": 1},
+    ],
+)
+def test_what_was_never_packed_is_refused(document):
+    with pytest.raises(UserError, match=r"^stage-000.safetensors: .*(missing|pairs|understood)"):
+        unpack(document, {}, "stage-000.safetensors")
+
+
+def test_groups_with_other_options_are_not_mixed():
+    """Two stages' parameters had different rates; in one group now, one of them would be lost."""
+    layers = make_layers()
+    first, second = [*layers[0].parameters()], [*layers[2].parameters()]
+    state = State()
+    groups = [{"params": first}, {"params": [*layers[1].parameters()]}, {"params": second, "lr": 0.5}]
+    take_optimizer(optim.SGD(groups, lr=0.1), names_of(layers).parameters(), state)
+    found = read_optimizer(through_text(state), "file")
+    names = names_of(layers).parameters()
+    check_optimizer(optim.SGD([{"params": second}, {"params": first}], lr=9.0), names, found, "file")
+    with pytest.raises(UserError, match=r"^file: a.weight and c.weight, .* had other options: "):
+        check_optimizer(optim.SGD(layers.parameters(), lr=0.1), names, found, "file")
+    del found["c.bias"]
+    with pytest.raises(UserError, match=r"^file: has no optimizer state of c.bias, which is trained now$"):
+        check_optimizer(optim.SGD([{"params": second}], lr=0.1), names, found, "file")
+
+
+def test_a_model_that_does_not_fit_is_named():
+    model = make_layers().state_dict()
+    found = described(model)
+    check_fits(found, model, "file")
+    with pytest.raises(
+        UserError, match=r"^file: 0.weight: .* has float64\[4, 3\], the checkpoint float64\[4, 9\]$"
+    ):
+        check_fits(found | {"0.weight": "float64[4, 9]"}, model, "file")
+    with pytest.raises(UserError, match=r"^file: 7.weight: .* has none, the checkpoint float64\[1\]$"):
+        check_fits(found | {"7.weight": "float64[1]"}, model, "file")
+    del found["2.bias"]
+    with pytest.raises(
+        UserError, match=r"^file: 2.bias: the training has float64\[2\], the checkpoint none$"
+    ):
+        check_fits(found, model, "file")
+
+
+def test_tied_parameters_have_one_name():
+    layers = make_layers()
+    layers[2].weight = layers[0].weight
+    assert sorted(names_of(layers).parameters().values()) == [
+        "a.bias",
+        "a.weight",
+        "b.bias",
+        "b.weight",
+        "c.bias",
+    ]
+    assert "c.weight" in names_of(layers).tensors()
+
+
+def test_generators_go_on():
+    cpu = torch.device("cpu")
+    random.gauss(0, 1)  # half of a pair is kept
+    np.random.randn()
+    state = through_text(Generators.now(cpu).state())
+    drawn = torch.rand(3), random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    Generators.of(state, "file").put(cpu)
+    again = torch.rand(3), random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()
+    assert torch.equal(drawn[0], again[0]) and drawn[1:] == again[1:]
+
+
+@pytest.mark.parametrize("name", ["random.cpu", "random.numpy", "random.python"])
+def test_generators_that_are_none_are_refused(name):
+    state = Generators.now(torch.device("cpu")).state()
+    state.tensors[name] = torch.zeros(3, dtype=state.tensors[name].dtype)
+    with pytest.raises(UserError, match=r"^file: random states cannot be understood: "):
+        Generators.of(state, "file")

@@ -1,0 +1,42 @@
+"""--resume PATH: what a training that is lost before it saves again is started from."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe.checkpoint.directory import last_good
+from hybridpipe.checkpointing import Checkpointing
+from hybridpipe.train import CHECKPOINTS, _resume
+
+
+def trainer() -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)),
+        loss=nn.functional.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        plan=Plan((StageSpec(0, 2),), num_microbatches=2),
+        minibatch_size=8,
+    )
+
+
+def test_going_back_to_a_checkpoint_lasts_though_nothing_is_saved(tmp_path):
+    folder = tmp_path / CHECKPOINTS
+    first = trainer()
+    data = TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
+    first.fit(data, checkpoint=Checkpointing(folder, every=2))
+    first.close()
+    assert last_good(folder)[0] == folder / "step-00000004"
+    second = trainer()
+    assert _resume(second, str(folder / "step-00000002"), tmp_path) == [
+        f"resuming from {folder}/step-00000002: step 2, epoch 0, 2 minibatches into it"
+    ]
+    second.close()  # lost, before anything was saved; then --resume auto
+    third = trainer()
+    (told,) = _resume(third, "auto", tmp_path)
+    assert f"resuming from {folder}/step-00000002" in told and third.step == 2
+    third.close()
+    assert (folder / "step-00000004").is_dir()
