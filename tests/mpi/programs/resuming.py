@@ -29,8 +29,9 @@ from hybridpipe.runtime.checkpoint import names_of
 from hybridpipe.stage.state import State, read_optimizer, under
 
 MICROBATCH, COUNT, SEED, NUM_LAYERS = 2, 4, 7, 8
-NUM_MINIBATCHES, EVERY = 11, 3  # most checkpoints lie inside an epoch; the last minibatch is short
+NUM_MINIBATCHES, EVERY = 9, 4  # most checkpoints lie inside an epoch; the last minibatch is short
 LONG = 25  # so that one under way can be stopped
+AT, SAVED = 4, "step-00000004"  # of pairs
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": partial(torch.optim.Adam, lr=0.01),
@@ -199,17 +200,17 @@ def pairs(specs: list[str], optimizer: str, folder: Path) -> None:
     weights, losses = {}, {}
     for spec in specs:
         trainer = make_trainer(spec, optimizer)
-        losses[spec] = train(trainer, data, folder / spec, epochs=1, every=6)
+        losses[spec] = train(trainer, data, folder / spec, epochs=1, every=AT)
         weights[spec] = None
         trainer.close()
     for was, now in product(specs, specs):
         trainer = make_trainer(now, optimizer)
-        trainer.resume(folder / was / "step-00000006")
-        saved = saved_state(folder / was / "step-00000006")
+        trainer.resume(folder / was / SAVED)
+        saved = saved_state(folder / was / SAVED)
         mine = state_by_name(trainer)
         assert all(torch.equal(value, saved[key]) for key, value in mine.items()), (was, now)
         assert mine or trainer.worker.place is None
-        files = sorted((folder / was / "step-00000006").glob("stage-*"))
+        files = sorted((folder / was / SAVED).glob("stage-*"))
         wanted = {k: t for f in files for k, t in under("model", read_shard(f, None)[0]).items()}
         state = trainer.full_state_dict()
         for key, value in (state or {}).items():
@@ -220,9 +221,9 @@ def pairs(specs: list[str], optimizer: str, folder: Path) -> None:
         elif state is not None:
             assert all(torch.equal(value, weights[was][key]) for key, value in state.items()), (was, now)
         after = train(trainer, data, None, epochs=1)
-        assert len(after) == NUM_MINIBATCHES - 6
+        assert len(after) == NUM_MINIBATCHES - AT
         if not trainer.plan.is_asynchronous and not make_plan(was).is_asynchronous:
-            worst = max(abs(a - b) for a, b in zip(after, losses[was][6:], strict=True))
+            worst = max(abs(a - b) for a, b in zip(after, losses[was][AT:], strict=True))
             assert worst < 1e-10, (was, now, worst)
         assert all(loss < 3 for loss in after)
         trainer.close()
