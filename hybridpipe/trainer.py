@@ -426,7 +426,7 @@ class Trainer:
             self._worker.close()
             self._worker = None
         if self._watchdog is not None:
-            self._watchdog.stop()
+            self._watchdog.close()
             self._watchdog = None
 
     def _train_epoch(

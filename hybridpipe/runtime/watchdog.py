@@ -73,6 +73,11 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def close(self) -> None:
+        """Watch no longer, and give the communicator back. Collective."""
+        self.stop()
+        self._communicator.Free()
+
     def _run(self) -> None:
         last = time.monotonic()
         while not self._ended.wait(self._pause_seconds):
