@@ -40,7 +40,8 @@ class Outcome:
 def up() -> None:
     """From now on this rank does with signals what it is to do."""
     if directory := _directory():
-        (directory / f"rank-{launched_rank():04}.up").touch()
+        with contextlib.suppress(OSError):
+            (directory / f"rank-{launched_rank():04}.up").touch()
 
 
 def tell(code: int, cause: str, error: str = "", step: int | None = None) -> None:
@@ -52,10 +53,10 @@ def tell(code: int, cause: str, error: str = "", step: int | None = None) -> Non
     outcome = Outcome(rank, code, " ".join(cause.splitlines()), error or cause, step, time.time())
     final = directory / f"rank-{rank:04}.json"
     temporary = final.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):  # a full disk must not hide the failure that was to be told
-        temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-        os.link(temporary, final)  # unlike a rename, this leaves what is there
-    temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a full disk must not hide what was to be told: it is printed, too
+        if not final.exists():
+            temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+            temporary.replace(final)
 
 
 def read(directory: Path) -> list[Outcome]:

@@ -29,6 +29,7 @@ ASYNCHRONOUS = [
 ]
 
 
+@pytest.mark.timeout(300)  # six jobs, which take 5 s each on two idle cores
 @pytest.mark.parametrize(
     "shape, schedule, chain",
     [("2-1", "1f1b", SYNCHRONOUS), ("1-1", "pipedream", ASYNCHRONOUS)],
