@@ -43,7 +43,7 @@ RANKS = {
 }
 
 
-def points(plan: str, rank: int) -> Iterator[str]:
+def points(plan: str, schedule: str, rank: int) -> Iterator[str]:
     """The points that the rank passes."""
     replicas = [int(count) for count in plan.split("-")]
     stage = next(s for s in range(len(replicas)) if rank < sum(replicas[: s + 1]))
@@ -55,7 +55,7 @@ def points(plan: str, rank: int) -> Iterator[str]:
         yield from ("receive-activation", "send-gradient")
     if not last:
         yield from ("send-activation", "receive-gradient")
-    if replicas[stage] > 1 or "pipedream" not in plan:
+    if replicas[stage] > 1 or schedule != "pipedream":
         yield "all-reduce"
 
 
@@ -64,7 +64,7 @@ def cases() -> list[Case]:
     return [
         Case(plan, schedule, rank, point, kind)
         for plan, schedule, rank in RANKS
-        for point in points(plan, rank)
+        for point in points(plan, schedule, rank)
         for kind in KINDS
     ]
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive, positive_int
+from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES
 
 AUTO = "auto"  # as a source: the best plan; as a schedule: the best of the synchronous ones
@@ -115,8 +116,7 @@ class DataConfig(Factory):
 class TrainConfig:
     """Sizes in samples; `microbatch` may be missing where a plan file says how many there are.
 
-    What `clip_grad_norm`, `scale_learning_rate`, `delay_warm_up` and `on_nonfinite` do is told at `Trainer`,
-    the targets at `Trainer.fit`.
+    The targets are explained at `Trainer.fit`, what is between them and the sizes at `Trainer`.
     """
 
     minibatch: int
@@ -127,6 +127,7 @@ class TrainConfig:
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
+    compression: str = NO_COMPRESSION
     on_nonfinite: str = "stop"
     target_accuracy: float | None = None
     target_loss: float | None = None
@@ -142,6 +143,7 @@ class TrainConfig:
         if self.clip_grad_norm is not None:
             positive("clip_grad_norm", self.clip_grad_norm)
         non_negative_int("delay_warm_up", self.delay_warm_up)
+        one_of("compression", self.compression, COMPRESSIONS)
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.target_accuracy is not None:
             positive("target_accuracy", self.target_accuracy)

@@ -111,7 +111,15 @@ class PlanMaker:
             profile, work = self._measured(minibatch)
         count = ceil_div(self._minibatch_size, self.microbatch_size)
         try:
-            choice = autoplan(self._given, self._world, profile, count, work=work, **self._asked._asdict())
+            choice = autoplan(
+                self._given,
+                self._world,
+                profile,
+                count,
+                work=work,
+                compression=self._rule.compression,
+                **self._asked._asdict(),
+            )
         except ValueError as error:  # the same on every rank
             if not isinstance(self._given, Plan):
                 raise

@@ -241,6 +241,10 @@ class Recorder:
         if gathered is None or not all(gathered[rank] for rank in worker.plan.ranks):
             return None
         kept = {rank: gathered[rank] for rank in sorted(worker.plan.ranks)}
+        if worker.plan.is_asynchronous:
+            kept = _since_all(kept)
+            if not all(kept.values()):
+                return None
         events = {rank: list(chain(*(each.events for each in updates))) for rank, updates in kept.items()}
         begin = min(rank_events[0].start_seconds for rank_events in events.values())
         timeline = Timeline({rank: tuple(_from(rank_events, begin)) for rank, rank_events in events.items()})
@@ -268,6 +272,19 @@ def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
             for rank in sorted(events)
         }
     )
+
+
+def _since_all(kept: dict[int, list[_Kept]]) -> dict[int, list[_Kept]]:
+    """The updates that began when every rank took notes already.
+
+    A replicated stage's are of several minibatches each, so as many of them reach further back: whom a rank
+    waited for then, nobody could tell.
+    """
+    begin = max(updates[0].events[0].start_seconds for updates in kept.values())
+    return {
+        rank: [each for each in updates if each.events[0].start_seconds >= begin]
+        for rank, updates in kept.items()
+    }
 
 
 def _on_wall_clock(events: list[Event]) -> list[Event]:

@@ -31,13 +31,14 @@ def attempt(returncode: int, told: Sequence[Outcome], ranks: int, has_begun: boo
     """What an attempt came to, by the launcher's return code and what the ranks have told, earliest first."""
     code = 128 - returncode if returncode < 0 else returncode
     failures = [outcome for outcome in told if outcome.code != PREEMPTED]
-    if failures and code not in LOST:
+    if failures and returncode not in LOST:  # a launcher that was killed itself says nothing
         first = failures[0]
         return Attempt(ranks, first.code, first.cause, first.error, first.step, has_begun)
     if told and not failures:
         return Attempt(ranks, PREEMPTED, told[0].cause, "", told[0].step, has_begun)
     if code in LOST:
-        return Attempt(ranks, code, f"a rank was lost: {LOST[code]}", has_begun=has_begun)
+        who = "a rank was lost" if returncode > 0 else "the launcher was ended"
+        return Attempt(ranks, code, f"{who}: {LOST[code]}", has_begun=has_begun)
     cause = "" if code == 0 else f"the launcher ended with exit code {code}, and no rank told why"
     return Attempt(ranks, code, cause, has_begun=has_begun)
 

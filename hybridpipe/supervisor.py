@@ -26,10 +26,13 @@ from hybridpipe.errors import UserError
 
 # All of them ask for the same: a user, a batch system and a shell each send another.
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+UNLESS_IGNORED = (signal.SIGINT, signal.SIGHUP)  # by nohup, or by a shell for what it runs in the background
 # Once a rank has told why it ends, the others are gone within this, or are ended: MPI_Abort hung in 1 of 10
 # runs with Horovod; a rank whose MPI_Abort hangs ends itself after 2 s, which mpirun notices in under 2 s.
 BACKSTOP_SECONDS = 8.0
-PROBE_SECONDS = 15.0
+# A host that is there starts a process in a fraction of a second, or hangs: 1 in 25 with Open MPI 5.0.11.
+PROBE_SECONDS = 10.0
+PROBES = 3
 POLL_SECONDS = 0.05
 PROGRAM = (sys.executable, "-m", "hybridpipe")
 
@@ -81,10 +84,7 @@ def places(
     """The number of ranks, and how many each host can take: as asked for, else the Slurm allocation's."""
     if "SLURM_JOB_ID" in env and not hosts:
         ranks = ranks or int(env.get("SLURM_NTASKS", "1"))
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]], capture_output=True, text=True
-        )
-        names = done.stdout.split() if done.returncode == 0 else []
+        names = _hosts_of_slurm(env)
         hosts = {name: -(-ranks // len(names)) for name in names}
     ranks = ranks or sum(hosts.values())
     if not ranks:
@@ -94,6 +94,14 @@ def places(
             f"launch: --ranks must be <= the {sum(hosts.values())} that --hosts take, got {ranks}"
         )
     return ranks, hosts
+
+
+def _hosts_of_slurm(env: Mapping[str, str]) -> list[str]:
+    show = ["scontrol", "show", "hostnames", env.get("SLURM_JOB_NODELIST", "")]
+    try:
+        return subprocess.run(show, capture_output=True, text=True).stdout.split()
+    except FileNotFoundError:  # within a container: srun, if it is there, knows its own hosts
+        return []
 
 
 def supervise(asked: Asked) -> int:
@@ -122,7 +130,8 @@ def supervise(asked: Asked) -> int:
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[Stop]:
     stop = Stop()
-    before = {signum: signal.signal(signum, stop.note) for signum in ASKING}
+    ignored = {each for each in UNLESS_IGNORED if signal.getsignal(each) == signal.SIG_IGN}
+    before = {signum: signal.signal(signum, stop.note) for signum in ASKING if signum not in ignored}
     try:
         yield stop
     finally:
@@ -147,7 +156,8 @@ def _attempt(asked: Asked, number: int, stop: Stop) -> restarts.Attempt:
     finally:
         job.end()
         shutil.rmtree(told_in, ignore_errors=True)
-    ended = restarts.attempt(job.process.returncode, told, asked.ranks, has_begun)
+    code = 1 if ended_because else job.process.returncode  # not that of the launcher's end by us
+    ended = restarts.attempt(code, told, asked.ranks, has_begun)
     if stop.signum is not None and not told:
         because = ended_because
         if ended.code == 128 + signal.SIGUSR1:  # no checkpoints were asked for, or the ranks were not up
@@ -226,6 +236,10 @@ def _on_what_is_left(asked: Asked) -> Asked | None:
 
 def _answers(asked: Asked, host: str) -> bool:
     """Can a process be started on this host?"""
+    return any(_starts(asked, host) for _ in range(PROBES))
+
+
+def _starts(asked: Asked, host: str) -> bool:
     only = replace(asked, ranks=1, slots={host: asked.slots[host]})
     argv, env = _command(only, ["/bin/true"], dict(os.environ))
     job = launcher.start(argv, env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -184,6 +184,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str, hang_timeo
         clip_grad_norm=config.train.clip_grad_norm,
         scale_learning_rate=config.train.scale_learning_rate,
         delay_warm_up=config.train.delay_warm_up,
+        compression=config.train.compression,
         predict=config.plan.predict,
         seed=config.train.seed,
         hang_timeout=hang_timeout,

@@ -25,6 +25,7 @@ from hybridpipe.errors import UserError
 from hybridpipe.judging import evaluated, reached
 from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, read_given
 from hybridpipe.planning.checks import non_negative, positive_int
+from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
@@ -68,6 +69,8 @@ class Trainer:
         delay_warm_up: under asynchronous schedules, for so many minibatches a stage whose gradients are d
             updates late takes smaller steps, at first by d, then by less (PipeMare, MLSys 2021, section 3.1).
             Not under pipedream-2bw, where d is 1 everywhere.
+        compression: "fp16": float32 gradients travel between replicas as float16, half the bytes. Sums then
+            have three digits, and those beyond 65504 are infinite.
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer draws.
@@ -102,6 +105,7 @@ class Trainer:
         clip_grad_norm: float | None = None,
         scale_learning_rate: bool = True,
         delay_warm_up: int = 0,
+        compression: str = NO_COMPRESSION,
         predict: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -118,7 +122,13 @@ class Trainer:
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(
-            optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up, on_nonfinite
+            optimizer,
+            lr_scheduler,
+            clip_grad_norm,
+            scale_learning_rate,
+            delay_warm_up,
+            compression,
+            on_nonfinite,
         )
         self._updates, self._in_fit = True, False
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet

@@ -17,6 +17,7 @@ from hybridpipe.arguments import (
     seconds,
     sizes,
 )
+from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import SCHEDULES
 
 Command = Callable[[str, str], argparse.ArgumentParser]  # adds one: its name, a line of help
@@ -80,6 +81,12 @@ def add_plan(command: Command) -> None:
     )
     plan.add_argument(
         "--microbatch", type=positive, help="samples; default: the best of those that were measured"
+    )
+    plan.add_argument(
+        "--compression",
+        choices=COMPRESSIONS,
+        default=NO_COMPRESSION,
+        help="of float32 gradients on their way; default: none",
     )
     plan.add_argument("--memory", type=positive, metavar="BYTES", help="per rank; default: the cluster's")
     plan.add_argument(

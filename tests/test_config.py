@@ -133,6 +133,7 @@ BAD = [
         "train.minibatch=1000000000000000000000",
         "train.minibatch: must be an integer of at most 64 bits, got 10",
     ),
+    ("train.on_nonfinite=hope", "train.on_nonfinite: must be one of stop, skip, ignore, got 'hope'"),
     ("train.microbatch=65", "train.microbatch: must be <= minibatch = 64, got 65"),
     ("train.microbatch=-8", "train.microbatch: must be an integer >= 1, got -8"),
     ("train.epochs=0", "train.epochs: must be an integer >= 1, got 0"),

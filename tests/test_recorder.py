@@ -90,3 +90,16 @@ def test_the_timeline_is_that_of_a_typical_minibatch_from_time_zero():
     assert timeline.events[0][0].start_seconds == 0
     assert timeline.seconds == pytest.approx(8.0)  # the median of 4, 36 and 8
     assert timeline.bubble_fraction == pytest.approx(0.25)
+
+
+def test_a_trace_without_a_flush_begins_where_every_rank_has_notes():
+    """An update of a replicated stage is of several minibatches: as many notes of it reach further back."""
+    recorder = Recorder()
+    for i in range(WARM_UP + 5):
+        recorder.keep(minibatch(10.0 * i), 10.0, full=True)
+    two = worker()
+    two.plan = Plan((StageSpec(0, 1), StageSpec(1, 2)), "pipedream", num_microbatches=1)
+    two.control = SimpleNamespace(gather=lambda mine: [mine, mine[2:]])
+    traced = recorder.traced(two)
+    assert [time.num_minibatches for time in traced.ranks.values()] == [3, 3]
+    assert [len(events) for events in traced.timeline.events.values()] == [12, 12]

@@ -24,7 +24,8 @@ RAISED = Attempt(4, 1, "rank 1 on host a, step 7: E", "E", 7)
         (75, [told(75, "stopped"), told(1, "no disk")], 1, "no disk"),
         (137, [told(1, "a peer that missed it")], 137, "a rank was lost: SIGKILL"),
         (142, [told(1, "E")], 1, "E"),  # its MPI_Abort hung, and the alarm ended it
-        (-9, [], 137, "a rank was lost: SIGKILL"),  # the launcher itself
+        (-9, [], 137, "the launcher was ended: SIGKILL"),
+        (-9, [told(1, "rank 2 gives no answer")], 1, "rank 2 gives no answer"),  # the watchdog ended mpirun
         (213, [], 213, "the launcher ended with exit code 213, and no rank told why"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
+from hybridpipe.runtime.finite import NotFinite
 from hybridpipe.stage import measure
 
 cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -235,6 +237,38 @@ def test_no_sync_ends_with_an_error_inside(make):
     before = copy.deepcopy(trainer.model)
     trainer.train_step(*data(8)[:])
     assert not torch.equal(trainer.model[0].weight, before[0].weight)
+
+
+@pytest.mark.parametrize("schedule, count", [("1f1b", 4), ("pipedream", 1), ("pipedream-2bw", 4)])
+def test_an_update_of_numbers_that_are_not_finite_is_left_out(make, capsys, schedule, count):
+    """The rest trains as if that minibatch had had no gradient; "stop" ends it, "ignore" spoils it."""
+    samples = data(24)
+    samples.tensors[0][9] = torch.nan  # of the second minibatch
+
+    def train(**options):
+        trainer = make(mlp(), plan=whole(count, schedule=schedule), **options)
+        trainer.fit(samples, shuffle=False)
+        return trainer.model
+
+    assert all(p.isfinite().all() for p in train(on_nonfinite="skip").parameters())
+    told = capsys.readouterr().err
+    assert told.count("the update is left out") == 1 and "the loss of step 1, microbatch" in told
+    with pytest.raises(NotFinite, match=r"the loss of step 1, microbatch \d \(stage 0\) is not finite: nan"):
+        train()
+    assert not all(p.isfinite().all() for p in train(on_nonfinite="ignore").parameters())
+
+
+@pytest.mark.parametrize(
+    "option, told",
+    [
+        ({"on_nonfinite": "hope"}, "on_nonfinite must be one of stop, skip, ignore, got 'hope'"),
+        ({"hang_timeout": -1}, "hang_timeout must be a finite number >= 0, got -1"),
+        ({"hang_timeout": math.inf}, "hang_timeout must be a finite number >= 0, got inf"),
+    ],
+)
+def test_what_to_do_when_things_go_wrong_is_checked(make, option, told):
+    with pytest.raises(ValueError, match=told):
+        make(**option)
 
 
 @pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 4)])

@@ -108,6 +108,16 @@ class Job:
         edges = (0, *self.cuts, len(model))
         return [model[start:stop] for start, stop in pairwise(edges)]
 
+    def train_on_shares(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """The usual loop of data parallelism: every rank has an equal part of each minibatch."""
+        for inputs, targets in self.minibatches():
+            x, y = inputs.chunk(self.ranks)[self.rank], targets.chunk(self.ranks)[self.rank]
+            optimizer.zero_grad()
+            loss = self.task.loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            self.losses.append(loss.item() / self.ranks)
+
     def report(self, **more: object) -> None:
         """DIR/rankN.json; `more` goes into it as it is."""
         self.out.mkdir(parents=True, exist_ok=True)

@@ -10,13 +10,7 @@ def main() -> None:
     dist.init_process_group("gloo", rank=job.rank, world_size=job.ranks)
     model = DistributedDataParallel(job.model())
     optimizer = job.task.optimizer(model.parameters())
-    for inputs, targets in job.minibatches():
-        x, y = inputs.chunk(job.ranks)[job.rank], targets.chunk(job.ranks)[job.rank]
-        optimizer.zero_grad()
-        loss = job.task.loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        job.losses.append(loss.item() / job.ranks)
+    job.train_on_shares(model, optimizer)
     job.report()
     dist.destroy_process_group()
 

@@ -12,13 +12,7 @@ def main() -> None:
         job.task.optimizer(model.parameters()), named_parameters=model.named_parameters()
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    for inputs, targets in job.minibatches():
-        x, y = inputs.chunk(job.ranks)[job.rank], targets.chunk(job.ranks)[job.rank]
-        optimizer.zero_grad()
-        loss = job.task.loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        job.losses.append(loss.item() / job.ranks)
+    job.train_on_shares(model, optimizer)
     job.report()
     hvd.shutdown()
 

@@ -1,7 +1,7 @@
 """Checks of values where they are born: one line that names the field, the value and what is allowed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 
 # Beyond these, of seconds and factors and of what is divided by, products and quotients may overflow.
 LARGEST, SMALLEST = 1e30, 1e-30
@@ -43,7 +43,7 @@ def positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a number >= {SMALLEST}, got {value!r}")
 
 
-def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+def one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """Raises ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")

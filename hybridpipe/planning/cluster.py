@@ -13,6 +13,8 @@ from typing import NamedTuple
 from hybridpipe.planning.checks import factor, non_negative, non_negative_int, positive, positive_int
 
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
+NO_COMPRESSION = "none"
+COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # what an all-reduce moves of each byte of a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Cluster:
             thread keeps asking the others whether there is something to reduce, which takes processor time.
         overlap: the share of an all-reduce that costs the computing rank nothing, in [0, 1]; the rest takes
             its processor's time.
+        allreduce_factor: bytes that an all-reduce moves for each byte of a gradient (COMPRESSIONS).
     """
 
     levels: tuple[Level, ...]
@@ -113,6 +116,7 @@ class Cluster:
     wakeup_seconds: float = 0.0
     replicated_speed: float = 1.0
     overlap: float = 1.0
+    allreduce_factor: float = 1.0
     format: str = CLUSTER_FORMAT
 
     def __post_init__(self) -> None:
@@ -141,6 +145,7 @@ class Cluster:
         non_negative("overlap", self.overlap)
         if self.overlap > 1:
             raise ValueError(f"overlap must be a finite number <= 1, got {self.overlap!r}")
+        factor("allreduce_factor", self.allreduce_factor)
 
     def _check_per_rank(self) -> None:
         for name in ("memory_bytes", "relative_speed"):
@@ -231,7 +236,7 @@ class Cluster:
         if figures is None:
             bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
             figures = AllReduce(bandwidth, 2 * (m - 1) * level.latency_seconds)
-        return Ring(figures.latency_seconds, 2 * (m - 1) / m / figures.bandwidth)
+        return Ring(figures.latency_seconds, 2 * (m - 1) / m * self.allreduce_factor / figures.bandwidth)
 
     def allreduce_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of an all-reduce over these ranks, alone on its links."""

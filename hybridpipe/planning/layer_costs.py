@@ -76,7 +76,7 @@ class LayerCosts:
         self.work = forward + self.backward
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
-        self.kept = np.array([layer.kept_bytes or 0 for layer in layers], dtype=np.float64)
+        self.kept = np.array([layer.kept(form.schedule) for layer in layers], dtype=np.float64)
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])

@@ -62,6 +62,7 @@ def stage_memory_bytes(
     replicated: bool = False,
     versions: int = 1,
     recompute: bool = False,
+    schedule: str = "1f1b",
 ) -> int:
     """Peak of a rank that holds layers `[start, stop)` with that many microbatches in flight.
 
@@ -69,7 +70,7 @@ def stage_memory_bytes(
         replicated: its gradients go through Horovod.
         versions: of the weights.
     """
-    stage = stage_memory(profile, start, stop, recompute)
+    stage = stage_memory(profile, start, stop, recompute, schedule)
     return (
         _resident([stage], replicated)
         + (versions - 1) * stage.parameters
@@ -78,14 +79,14 @@ def stage_memory_bytes(
     )
 
 
-def stage_memory(profile: ModelProfile, start: int, stop: int, recompute: bool) -> StageMemory:
+def stage_memory(profile: ModelProfile, start: int, stop: int, recompute: bool, schedule: str) -> StageMemory:
     """What the layers `[start, stop)` weigh."""
     layers = profile.layers[start:stop]
     parameters = sum(layer.parameter_bytes for layer in layers)
     received = profile.layers[start - 1].output_bytes if start else 0
     inside = sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes
     stash, working = (received, inside) if recompute else (received + inside, 0)
-    resident = round(parameters * (2 + profile.state_factor)) + sum(layer.kept_bytes or 0 for layer in layers)
+    resident = round(parameters * (2 + profile.state_factor)) + sum(layer.kept(schedule) for layer in layers)
     return StageMemory(parameters, resident, stash, working)
 
 
@@ -113,7 +114,8 @@ def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
 
 def _stages(profile: ModelProfile, plan: Plan, numbers: Iterable[int]) -> list[StageMemory]:
     return [
-        stage_memory(profile, plan.stages[s].start, plan.stages[s].stop, plan.recomputes(s)) for s in numbers
+        stage_memory(profile, plan.stages[s].start, plan.stages[s].stop, plan.recomputes(s), plan.schedule)
+        for s in numbers
     ]
 
 

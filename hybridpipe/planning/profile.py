@@ -71,6 +71,10 @@ class LayerProfile:
             return self.backward_seconds
         return self.joined_seconds
 
+    def kept(self, schedule: str) -> int:
+        """Bytes kept for joined products under a schedule."""
+        return (self.kept_bytes or 0) if schedule in JOINING else 0
+
     @property
     def returned_bytes(self) -> int:
         """What comes back over a cut after this layer."""

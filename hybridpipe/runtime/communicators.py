@@ -67,6 +67,11 @@ for _name in ("Barrier", "Bcast", "bcast", "Allreduce", "allreduce", "gather", "
 
 def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
     """Split the world as the plan says. Collective over `world`."""
+    with position.waiting("making communicators", range(world.size)):
+        return _split(world, plan)
+
+
+def _split(world: MPI.Comm, plan: Plan) -> Communicators:
     place = plan.place(world.rank)
     at = Place(MPI.UNDEFINED, 0) if place is None else place
     replicas = world.Split(color=at.stage, key=world.rank)

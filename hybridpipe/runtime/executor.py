@@ -174,6 +174,7 @@ class _Run:
         self.values: dict[tuple[int, int], Value] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
+        self.unchecked: dict[int, torch.Tensor] = {}  # losses that no update is made of so far
         self.events: list[Event] = []
         cut = Cut(done, len(stream.minibatches))
         self.num_updates = num_updates(executor.plan, executor.place.stage, cut)
@@ -244,7 +245,7 @@ class _Run:
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
         else:
-            self.losses[m] = stage.forward_loss(
+            self.losses[m] = self.unchecked[m] = stage.forward_loss(
                 at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
             )
         executor.seen.ran(m)
@@ -269,8 +270,10 @@ class _Run:
         if fault == "nan":
             self.executor.update.spoil()
         finite, step = self.executor.finite, self.stream.step + self.covered
+        covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # others are ahead
+        losses = {m: self.unchecked.pop(m) for m in covered}
         with self.executor.seen.update():
-            if finite is None or finite.allows(self.losses, self.stream, step):
+            if finite is None or finite.allows(losses, self.stream, step):
                 self.executor.update.step(count)
             else:  # a version like the one before: the numbers of versions stay those of the plan
                 self.executor.update.leave_out(count)

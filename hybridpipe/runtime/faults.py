@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpipe.errors import UserError, shown, suggest
+from hybridpipe.launcher import RANK_VARIABLES
 
 VARIABLE = "HYBRIDPIPE_FAULT"
 ATTEMPT_VARIABLE = "HYBRIDPIPE_ATTEMPT"
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 SENDING = ("send-activation", "send-gradient")
 COMPUTING = ("load", "forward", "backward")

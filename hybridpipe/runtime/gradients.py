@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.runtime.position import position
 
@@ -70,12 +71,19 @@ class HorovodGradients:
 
     A replica that had no gradient for a parameter adds zeros, as one that got no microbatch does; where no
     replica had one, `.grad` is None afterwards, as in one process, so that the optimizer passes it by.
+
+    Args:
+        compression: "fp16": float32 gradients travel, and are added up, as float16, as with Horovod's
+            `Compression.fp16`.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], replicas: "MPI.Comm") -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], replicas: "MPI.Comm", compression: str = NO_COMPRESSION
+    ) -> None:
         self._ranks = getattr(replicas, "ranks", ())  # in the world, for reports
         with position.waiting("Horovod's start", self._ranks):
             self._hvd = horovod(replicas)
+        self._halves = COMPRESSIONS[compression] == 0.5
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._armed = False
         self.overlaps = True  # False: nothing is reduced before `finish`, to see what overlapping gives
@@ -122,7 +130,7 @@ class HorovodGradients:
 
     def _start(self, bucket: _Bucket) -> None:
         present = torch.tensor([float(p.grad is not None) for p in bucket.parameters])
-        bucket.tensors = [_reducible(p) for p in bucket.parameters]
+        bucket.tensors = [_reducible(p, self._halves) for p in bucket.parameters]
         self.bytes_reduced += sum(tensor.nbytes for tensor in bucket.tensors)
         bucket.tensors.append(present)
         bucket.handle = self._hvd.grouped_allreduce_async_(bucket.tensors, name=bucket.name, op=self._hvd.Sum)
@@ -142,9 +150,11 @@ class HorovodGradients:
         bucket.missing, bucket.tensors, bucket.handle = len(bucket.parameters), [], None
 
 
-def _reducible(parameter: Tensor) -> Tensor:
+def _reducible(parameter: Tensor, halve: bool) -> Tensor:
     """The gradient as Horovod takes it: in place where it can, fp32 for bf16, zeros where there is none."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if halve and gradient.dtype == torch.float32:
+        return gradient.half()
     return gradient.float() if gradient.dtype == torch.bfloat16 else gradient
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ LINGER_PAUSES = 12
 SMALL_BYTES = 4096
 # Who waits tests its own request, and what else is under way once there is so much of it.
 MOST_ACTIVE = 8
+
+_Item = TypeVar("_Item")
 
 
 class _Request:
@@ -112,7 +114,7 @@ class MpiTransport:
         self._communicator = communicator
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
         self._active: list[_Request] = []  # requests of MPI
-        # by (peer, tag), in order; at least one of the two is empty
+        # by (peer, tag), in order, while there are any
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
         self._arrived: defaultdict[tuple[int, int], deque[_Arrived]] = defaultdict(deque)
         self._num_expected = 0
@@ -139,9 +141,8 @@ class MpiTransport:
         """The next message from there with this tag; waiting for it fails if it has another size."""
         expected = _Request(None, buffer, self, False, Wait("receive", (peer,), tag, len(buffer)))
         with self._polling:
-            arrived = self._arrived.get((peer, tag))
-            if arrived:
-                self._take(expected, arrived.popleft())
+            if (peer, tag) in self._arrived:
+                self._take(expected, _pop(self._arrived, (peer, tag)))
             else:
                 self._expected[peer, tag].append(expected)
                 with self._guard:
@@ -249,10 +250,8 @@ class MpiTransport:
     def _test(self, pending: _Request) -> bool:
         """Is the request complete? If so, see to what else is, too."""
         with self._polling:
-            if pending.request is None and not pending.completed:
-                while self._match() and pending.request is None and not pending.completed:
-                    pass
-                if pending.request is None and not pending.completed:
+            while not pending.completed and pending.request is None:
+                if not self._match():
                     return False
             if not pending.completed:
                 assert pending.request is not None
@@ -290,13 +289,12 @@ class MpiTransport:
             return False
         place = self._status.source, self._status.tag
         arrived = _Arrived(message, self._status.Get_count(MPI.BYTE))
-        expected = self._expected.get(place)
-        if not expected:
+        if place not in self._expected:
             self._arrived[place].append(arrived)
             return True
         with self._guard:
             self._num_expected -= 1
-        self._take(expected.popleft(), arrived)
+        self._take(_pop(self._expected, place), arrived)
         return True
 
     def _probe(self) -> MPI.Message | None:
@@ -325,6 +323,14 @@ class MpiTransport:
             pending.request = arrived.message.Irecv([pending.buffer.numpy(), MPI.BYTE])
             with self._guard:
                 self._active.append(pending)
+
+
+def _pop(queues: dict[tuple[int, int], deque[_Item]], place: tuple[int, int]) -> _Item:
+    """The first in a queue, which goes with its last."""
+    item = queues[place].popleft()
+    if not queues[place]:
+        del queues[place]
+    return item
 
 
 def _pauses() -> Iterator[float]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
+from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import delay_of
 from hybridpipe.stage.measure import OptimizerFactory
@@ -62,7 +63,11 @@ class UpdateRule:
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
+    compression: str = NO_COMPRESSION  # of gradients, on their way between replicas
     on_nonfinite: str = "stop"
+
+    def __post_init__(self) -> None:
+        one_of("compression", self.compression, COMPRESSIONS)
 
     def check(self, plan: Plan) -> None:
         """Raises ValueError for what makes no sense under the plan's schedule."""

@@ -113,7 +113,11 @@ class Worker:
             self.place,
             stages,
             [Boundary(plan, s, self.transport, self.device) for s in held],
-            HorovodGradients(trained, replicas) if replicas.size > 1 and trained else LocalGradients(),
+            (
+                HorovodGradients(trained, replicas, rule.compression)
+                if replicas.size > 1 and trained
+                else LocalGradients()
+            ),
             rule.build(trained, plan, self.place.stage, self._add_up),
             Finite(rule.on_nonfinite, plan, self.place, stages, self._largest),
         )

@@ -16,7 +16,7 @@ from hybridpipe import launcher
 
 PROGRAM = Path(__file__).parent / "programs" / "faulty.py"
 GRACE_SECONDS = 1.0  # for what was just told to end
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 150.0  # of a whole job, on a machine with other work
 
 
 MOST_SECONDS = {"kill": 10.0, "segv": 10.0}  # from fault to end; others:
@@ -90,8 +90,8 @@ class Ended:
 
     @property
     def reports(self) -> list[str]:
-        """The lines that tell a cause."""
-        return [line for line in self.output.splitlines() if line.endswith("ending the job")]
+        """The lines that tell a cause; mpirun may write its own right behind one."""
+        return re.findall(r"hybridpipe: ranks? .*?; ending the job", self.output)
 
 
 def run(

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pytest import approx
+
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
@@ -27,3 +29,12 @@ def plan(
 def free(num_ranks: int) -> Cluster:
     """Ranks between which messages cost nothing."""
     return Cluster.flat(num_ranks, bandwidth=1e300, latency_seconds=0.0)
+
+
+def times(timeline, rank, kind):
+    """Start and end of each of the rank's instructions of a kind."""
+    return [
+        approx((event.start_seconds, event.end_seconds))
+        for event in timeline.events[rank]
+        if isinstance(event.instruction, kind)
+    ]

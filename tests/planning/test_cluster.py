@@ -51,6 +51,10 @@ LEVELS = (NODE, RACK, ALL)
         ),
         (lambda: Cluster((NODE,), overlap=1.5), "overlap must be a finite number <= 1, got 1.5"),
         (
+            lambda: Cluster((NODE,), allreduce_factor=0.0),
+            "allreduce_factor must be a finite number > 0, got 0.0",
+        ),
+        (
             lambda: Level("node", 1, 1.0, 0.0, shared_bandwidth=0.0),
             "shared_bandwidth must be a finite number > 0, got 0.0",
         ),
@@ -124,3 +128,10 @@ def test_processors():
 )
 def test_beyond_the_measured_ranks_they_share_what_the_most_had(cluster, speeds):
     assert [cluster.shared_speed(n) for n in (1, 2, 3, 4)] == pytest.approx(speeds)
+
+
+def test_compression_shortens_an_all_reduce_but_not_its_latency():
+    measured = replace(NODE, allreduce=AllReduce(50.0, 0.5))
+    for level in (NODE, measured):
+        whole, halved = (Cluster((level,), allreduce_factor=f).ring((0, 1)) for f in (1.0, 0.5))
+        assert halved == Ring(whole.latency_seconds, whole.seconds_per_byte / 2)

@@ -245,3 +245,11 @@ def test_rows_kept_for_products_weigh_once():
     keeping = replace(profile, layers=tuple(replace(each, kept_bytes=7) for each in profile.layers))
     plan = Plan((StageSpec(0, 2),), num_microbatches=4)
     assert peak_memory_bytes(keeping, plan)[0] == peak_memory_bytes(profile, plan)[0] + 14
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "pipedream", "pipedream-2bw"])
+def test_a_schedule_that_joins_no_products_keeps_no_rows(schedule):
+    profile = model(*[layer(1, 1, parameters=10)] * 2)
+    keeping = replace(profile, layers=tuple(replace(each, kept_bytes=7) for each in profile.layers))
+    plan = Plan((StageSpec(0, 2),), schedule, num_microbatches=1 if schedule == "pipedream" else 4)
+    assert peak_memory_bytes(keeping, plan) == peak_memory_bytes(profile, plan)

@@ -1,19 +1,13 @@
-import itertools
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from pytest import approx
 
-from hybridpipe.planning import placement
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost import compute_share, cut_figures
+from hybridpipe.planning.cost import compute_share
 from hybridpipe.planning.placement import (
     active_ranks,
     along,
     coarse,
-    cut_figures_of,
     dealt,
     every_placement,
     every_stage,
@@ -104,28 +98,6 @@ def test_renumbering_takes_the_first_of_equal_ranks():
     assert renumbered(NODES, range(12), [(2, 3), (7, 5), (1,)]) == ((0, 1), (4, 5), (2,))
     fast_last = replace(NODES, relative_speed=(1.0,) * 3 + (2.0,) + (1.0,) * 8)
     assert renumbered(fast_last, range(12), [(2, 3)]) == ((0, 3),)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_counted_routes_are_those_of_the_definition(seed, asynchronous, monkeypatch):
-    draw = random.Random(seed)
-    monkeypatch.setattr(placement, "CHUNK", 500)
-    sizes = [[12], [4, 12], [2, 4, 24], [1, 3, 6, 24]][seed % 4]
-    levels = [
-        Level(str(n), n, draw.choice([1.0, 2.0, 4.0]), draw.random(), draw.choice([None, 0.3, 3.0]))
-        for n in sizes
-    ]
-    cluster = Cluster(tuple(levels))
-    ranks = [np.array(dealt(cluster, draw.sample(range(sizes[-1]), draw.randint(1, 8)))) for _ in range(25)]
-    pairs = np.array(list(itertools.permutations(range(25), 2))).T
-    disjoint = [not set(ranks[a].tolist()) & set(ranks[b].tolist()) for a, b in pairs.T]
-    pairs = pairs[:, disjoint]
-    found = cut_figures_of(cluster, ranks, pairs, 7, asynchronous)
-    for (a, b), row in zip(pairs.T, found, strict=True):
-        assert tuple(row) == approx(
-            cut_figures(cluster, ranks[a].tolist(), ranks[b].tolist(), 7, asynchronous)
-        )
 
 
 def test_speeds_follow_the_number_of_ranks_on_a_machine():

@@ -56,10 +56,10 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
 
 
-def make(monkeypatch, parameters, **options) -> tuple[HorovodGradients, Horovod]:
+def make(monkeypatch, parameters, compression="none", **options) -> tuple[HorovodGradients, Horovod]:
     hvd = Horovod(**options)
     monkeypatch.setattr(gradients, "horovod", lambda _: hvd)
-    return HorovodGradients(parameters, replicas=None), hvd
+    return HorovodGradients(parameters, replicas=None, compression=compression), hvd
 
 
 def sizes(buckets) -> list[list[int]]:
@@ -216,3 +216,19 @@ def test_one_replica_needs_nothing():
     local.arm()
     local.finish()
     assert local.bytes_reduced == 0
+
+
+@pytest.mark.parametrize(
+    "dtype, travels_as", [(torch.float32, torch.float16), (torch.float64, torch.float64)]
+)
+def test_compressed_gradients_travel_as_halves_and_arrive_as_they_were(monkeypatch, dtype, travels_as):
+    net = model().to(dtype)
+    synced, hvd = make(monkeypatch, net.parameters(), compression="fp16")
+    net(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    expected = [2 * p.grad for p in net.parameters()]
+    synced.finish()
+    *tensors, _ = hvd.started[0].tensors
+    assert {tensor.dtype for tensor in tensors} == {travels_as}
+    assert synced.bytes_reduced == sum(p.numel() for p in net.parameters()) * travels_as.itemsize
+    for parameter, wanted in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted, rtol=2e-3, atol=1e-6)

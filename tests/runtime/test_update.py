@@ -312,3 +312,8 @@ def test_a_stage_without_parameters_takes_part():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
     compare("1-1", "zero-bubble", 1, model, lr_scheduler=step_lr, clip_grad_norm=0.1)
     compare("1-2", "1f1b", 1, copy.deepcopy(model), lr_scheduler=step_lr, clip_grad_norm=0.1)
+
+
+def test_an_unknown_compression_is_refused_before_anything_is_measured():
+    with pytest.raises(ValueError, match="compression must be one of none, fp16, got 'bf16'"):
+        UpdateRule(partial(torch.optim.SGD, lr=0.1), compression="bf16")

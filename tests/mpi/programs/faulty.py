@@ -3,6 +3,7 @@
 Usage: faulty.py PLAN SCHEDULE [HANG_TIMEOUT [ON_NONFINITE]]
 """
 
+import faulthandler
 import sys
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
 
+faulthandler.dump_traceback_later(100)  # the tests' limit is not far then
 plan_name, schedule, *options = sys.argv[1:]
 hang_timeout, on_nonfinite = [*options, *["20", "stop"][len(options) :]]
 replicas = [int(count) for count in plan_name.split("-")]
