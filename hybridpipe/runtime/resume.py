@@ -131,16 +131,24 @@ def load(worker: Worker, found: Found) -> None:
 
 @dataclass
 class _Read:
-    """What one rank will be. `scheduler`: its class and state."""
+    """What one rank will be."""
 
     model: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, OfParameter] = field(default_factory=dict)
     optimizers: set[str] = field(default_factory=set)
-    scheduler: tuple[str, dict[str, Any]] | None = None
+    scheduler: "_Scheduler | None" = None
     num_minibatches: int = 0
     newest: int = 0
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random: Generators | None = None
+
+
+class _Scheduler(NamedTuple):
+    """Of learning rates: one for each of so many parameter groups."""
+
+    name: str
+    state: dict[str, Any]
+    num_groups: int | None
 
 
 class _Reading:
@@ -193,7 +201,8 @@ class _Reading:
             result.optimizers.add(str(state.meta.get("optimizer")))
             match state.meta.get("lr_scheduler"):
                 case {"class": str(name), "state": held}:
-                    result.scheduler = result.scheduler or (name, unpack(held, state.tensors, where))
+                    found = _Scheduler(name, unpack(held, state.tensors, where), state.meta.get("num_groups"))
+                    result.scheduler = result.scheduler or found
         if self.exact:
             result.newest = int(state.meta.get("newest", 0))
             self.versions(state)
@@ -244,11 +253,17 @@ class _Reading:
         for other in result.optimizers - {now}:
             raise UserError(f"{where}: optimizer: the checkpoint has {other}, the training {now}")
         check_optimizer(update.optimizer, names, result.parameters, where)
-        was = None if result.scheduler is None else result.scheduler[0]
+        was = None if result.scheduler is None else result.scheduler.name
         is_now = None if update.scheduler is None else name_of(update.scheduler)
         if was != is_now:
             raise UserError(
                 f"{where}: lr_scheduler: the checkpoint has {was or 'none'}, the training {is_now or 'none'}"
+            )
+        had, has = result.scheduler and result.scheduler.num_groups, len(update.optimizer.param_groups)
+        if had not in (None, has):
+            raise UserError(
+                f"{where}: lr_scheduler: is of {had} parameter groups, this rank's optimizer has {has}: "
+                "resume under the checkpoint's plan"
             )
         for number, version in result.versions.items():
             if version.keys() != set(names.values()):
@@ -268,7 +283,7 @@ def _put(worker: Worker, read: _Read) -> None:
         if update.optimizer is not None:
             put_optimizer(update.optimizer, _parameters(names), read.parameters)
         if update.scheduler is not None and read.scheduler is not None:
-            update.scheduler.load_state_dict(read.scheduler[1])
+            update.scheduler.load_state_dict(read.scheduler.state)
         if isinstance(executor.seen, Stashed):
             own = _parameters(names)
             device = worker.device

@@ -163,6 +163,7 @@ def take_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
     if foreign:
         raise UserError(f"{name_of(optimizer)} keeps state of no parameter: {shown(foreign[0])}")
     into.meta["optimizer"] = name_of(optimizer)
+    into.meta["num_groups"] = len(optimizer.param_groups)  # those without parameters of this stage, too
     into.meta["groups"], into.meta["parameters"] = [], {}
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
