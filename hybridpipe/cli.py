@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hybridpipe import outcome
 from hybridpipe.errors import UserError
 from hybridpipe.launcher import launched_rank
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION, Cluster
+from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.runtime import preemption
@@ -123,7 +123,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
     if options.compression != NO_COMPRESSION:
-        cluster = replace(cluster, allreduce_factor=COMPRESSIONS[options.compression])
+        cluster = cluster.compressing(options.compression, profile.dtype)
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
     ranks = options.ranks or cluster.num_ranks

@@ -145,7 +145,8 @@ class Trainer:
         self._worker: Worker | None = None
         given = read_given(plan)
         sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
-        check_alike(self.world, facts(model, loss, self.rule, given, seed=seed, schedule=schedule, **sizes))
+        alike = {"seed": seed, "schedule": schedule, "hang_timeout": hang_timeout, **sizes}
+        check_alike(self.world, facts(model, loss, self.rule, given, **alike))
         asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
         self._maker = PlanMaker(
             given,
