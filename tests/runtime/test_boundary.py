@@ -236,5 +236,5 @@ def test_a_message_under_the_next_ones_tag_is_found_where_that_was_posted_ahead(
     pair.forward(0, torch.randn(2, 3))
     pair.before.send_activation(1, torch.randn(2, 3), "badtag")
     pair.before.send_activation(2, torch.randn(2, 3))
-    with pytest.raises(ProtocolError, match=r"came a message with tag 12 where the plan expects 6"):
+    with pytest.raises(ProtocolError, match=r"from rank 0, tag 12: .* expects: microbatch 1 instead of 2"):
         pair.behind.receive_activation(1)
