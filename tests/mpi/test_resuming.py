@@ -69,6 +69,7 @@ def test_any_plan_goes_on_with_what_any_other_has_saved(job, tmp_path):
     assert "6 x 6 pairs, adam: equal by name" in printed
 
 
+@pytest.mark.timeout(240)
 def test_a_stream_that_is_stopped_in_its_middle(job, tmp_path):
     """Ranks end with messages under way (and the job with mpirun's code for that), but all at one step."""
     spec = "1-2-1:pipedream"
@@ -91,6 +92,7 @@ def train(job, tmp_path):
     return run
 
 
+@pytest.mark.timeout(240)
 def test_the_command_goes_on_where_the_last_one_ended(train):
     """Twelve minibatches; the first command ends with eight, its metrics go one further, torn."""
     _, out = train("--plan", "straight", "--set", "train.epochs=2")
@@ -111,6 +113,7 @@ def test_the_command_goes_on_where_the_last_one_ended(train):
     assert "was another training's" in printed and (out / "checkpoints.old" / "step-00000012").is_dir()
 
 
+@pytest.mark.timeout(240)
 def test_another_seed_is_refused_and_so_is_a_full_disk(train):
     """In one line each, and the checkpoint that is there stays."""
     _, out = train("--plan", "straight", "--set", "train.epochs=1")
