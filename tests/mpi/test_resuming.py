@@ -51,22 +51,25 @@ ASYNCHRONOUS = [
 ]  # fmt: skip
 
 
+@pytest.mark.timeout(240)  # half a minute alone; on a machine that others use, too, much more
 @pytest.mark.parametrize("specs", [SYNCHRONOUS, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
 def test_ten_minibatches_are_five_a_resumption_and_five_bit_for_bit(job, tmp_path, specs):
     """Later checkpoints of both are equal files: weights, versions, optimizer, random states, losses."""
-    printed = job(4, "resuming.py", "exact", str(tmp_path), *specs).stdout
+    printed = job(4, "resuming.py", "exact", str(tmp_path), *specs, timeout_seconds=200).stdout
     assert printed.count(": exact\n") == len(specs)
 
 
+@pytest.mark.timeout(240)
 def test_any_plan_goes_on_with_what_any_other_has_saved(job, tmp_path):
     specs = [
         "2-2:gpipe", "1-2-1:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "1-2-1:pipedream",
         "2-1:pipedream-2bw",
     ]  # fmt: skip
-    printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs).stdout
+    printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs, timeout_seconds=200).stdout
     assert "6 x 6 pairs, adam: equal by name" in printed
 
 
+@pytest.mark.timeout(240)
 def test_a_stream_that_is_stopped_in_its_middle(job, tmp_path):
     """Ranks end with messages under way (and the job with mpirun's code for that), but all at one step."""
     spec = "1-2-1:pipedream"
@@ -89,6 +92,7 @@ def train(job, tmp_path):
     return run
 
 
+@pytest.mark.timeout(240)
 def test_the_command_goes_on_where_the_last_one_ended(train):
     """Twelve minibatches; the first command ends with eight, its metrics go one further, torn."""
     _, out = train("--plan", "straight", "--set", "train.epochs=2")
@@ -109,6 +113,7 @@ def test_the_command_goes_on_where_the_last_one_ended(train):
     assert "was another training's" in printed and (out / "checkpoints.old" / "step-00000012").is_dir()
 
 
+@pytest.mark.timeout(240)
 def test_another_seed_is_refused_and_so_is_a_full_disk(train):
     """In one line each, and the checkpoint that is there stays."""
     _, out = train("--plan", "straight", "--set", "train.epochs=1")
