@@ -160,8 +160,8 @@ def _attempt(asked: Asked, number: int, stop: Stop) -> restarts.Attempt:
     ended = restarts.attempt(code, told, asked.ranks, has_begun)
     if stop.signum is not None and not told:
         because = ended_because
-        if ended.code == 128 + signal.SIGUSR1:  # no checkpoints were asked for, or the ranks were not up
-            because = "the job was asked to stop, and had nothing to save"
+        if ended.code == 128 + signal.SIGUSR1:  # what the signal does to a rank that is not up
+            because = "the job was asked to stop before its ranks were up"
         if because:
             return replace(ended, code=128 + stop.signum, cause=because)
     return ended

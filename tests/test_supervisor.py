@@ -23,6 +23,9 @@ def preempted(*_):
 
 if mode == "late":
     time.sleep(1.5)
+if mode == "starting":
+    print("here", flush=True)
+    time.sleep(600)
 signal.signal(signal.SIGUSR1, signal.SIG_IGN if mode == "deaf" else preempted)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 outcome.up()
@@ -154,6 +157,15 @@ def test_after_the_deadline_nobody_is_left(launch):
     assert 1.5 < time.monotonic() - began < 12
     assert "did not stop within the deadline of 1.5 s" in err.splitlines()[-1]
     assert nobody_is_left("".join(lines) + out)
+
+
+def test_ranks_that_are_not_up_are_told_at_half_of_the_deadline_and_end_of_it(launch):
+    process = launch("starting", deadline=6.0)
+    assert process.stdout.readline() == process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.rstrip().endswith("the job was asked to stop before its ranks were up"), err
 
 
 @pytest.mark.parametrize(
