@@ -308,6 +308,7 @@ def _launch(options: argparse.Namespace) -> int:
             min_ranks=options.min_ranks or ranks,
             deadline_seconds=options.deadline,
             fixed_plan=plan.endswith(".json"),
+            resumes=training.resume == "auto",
         )
     )
 
