@@ -107,7 +107,12 @@ def _hosts_of_slurm(env: Mapping[str, str]) -> list[str]:
 
 
 def supervise(asked: Asked) -> int:
-    """Run the job to its end, in as many attempts as it takes. The exit code is the last attempt's."""
+    """Run the job to its end, in as many attempts as it takes.
+
+    Returns:
+        the exit code of the last attempt; 75 if it was lost, but is not followed by another from a
+        checkpoint only because somebody asked to stop.
+    """
     try:
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,12 +125,15 @@ def supervise(asked: Asked) -> int:
             ended = _attempt(following, len(attempts), stop)
             attempts.append(ended)
             why = restarts.why_not_again(attempts, asked.max_restarts)
-            following = _on_what_is_left(asked) if why is None else None
+            following = _on_what_is_left(asked) if why is None and stop.signum is None else None
+            has_saved = _has_saved(asked, found)
             if stop.signum is not None:
+                if why is None and has_saved:
+                    attempts[-1] = restarts.stopped_instead(ended)
                 why, following = "it was asked to stop", None
             if following is not None:
                 start = "where it began"  # which --resume may have named
-                if _has_saved(asked, found):
+                if has_saved:
                     start = "the last good checkpoint"
                     following = replace(following, words=(*following.words, "--resume", "auto"))
                 _say(f"attempt {len(attempts) - 1}: {ended.cause}; again, from {start}")
@@ -185,7 +193,7 @@ def _attempt(asked: Asked, number: int, stop: Stop) -> restarts.Attempt:
         if ended.code == 128 + signal.SIGUSR1:  # what the signal does to a rank that is not up
             because = "the job was asked to stop before its ranks were up"
         if because:
-            return replace(ended, code=128 + stop.signum, cause=because)
+            return replace(ended, code=128 + stop.signum, cause=because, overdue=bool(ended_because))
     return ended
 
 

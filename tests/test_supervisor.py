@@ -28,7 +28,7 @@ if mode == "late":
 if mode == "starting":
     print("here", flush=True)
     time.sleep(600)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN if mode == "deaf" else preempted)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN if mode == "deaf" or "stopped" in mode else preempted)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 outcome.up()
 child = subprocess.Popen(["sleep", "600"], start_new_session=True) if mode == "deaf" else None
@@ -36,10 +36,12 @@ print("pids", os.getpid(), child.pid if child else 0, " ".join(sys.argv[2:]), fl
 if mode in ("late", "waits", "deaf"):
     time.sleep(600)
 if mode.startswith("dies") and attempt == "0" and rank == 1:
-    if mode == "dies-saved":
+    if "saved" in mode:
         folder = Path(__file__).parent  # `train` puts the other training's aside
         (folder / "step-00000004").rename(folder / "aside")
         (folder / "step-00000004").mkdir()
+    if "stopped" in mode:
+        os.kill(int(os.environ["SUPERVISOR"]), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "raises" and rank == 1:
     outcome.tell(1, f"rank 1, step 3: E (pid {os.getpid()})", "E", 3)
@@ -55,9 +57,10 @@ if mode == "hangs":
 time.sleep(0.3)
 """
 DRIVER = """
-import sys
+import os, sys
 from pathlib import Path
 from hybridpipe import supervisor
+os.environ["SUPERVISOR"] = str(os.getpid())
 supervisor.BACKSTOP_SECONDS = 1.0
 out, mode, restarts, deadline, *words = sys.argv[1:]
 sys.exit(supervisor.supervise(supervisor.Asked(
@@ -163,6 +166,23 @@ def test_every_signal_asks_the_ranks_to_stop(launch, mode, signums):
     assert out.count("asked") == 2 and nobody_is_left(out)
     assert f"{signums[0].name}: asking the job to save and stop" in err
     assert "stopped at step 5; exit code 75: start it again with --resume auto" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "mode, restarts, code",
+    [
+        ("dies-saved-stopped", 2, 75),  # Slurm's script puts it back into the queue
+        ("dies-saved-stopped", 0, 137),  # there would have been no other attempt in any case
+        ("dies-stopped", 2, 137),  # nothing to go on with: the checkpoint is an earlier training's
+    ],
+)
+def test_asked_to_stop_when_a_rank_is_lost_it_says_whether_it_can_go_on(launch, mode, restarts, code):
+    process = launch(mode, restarts)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert ("exit code 75: start it again with --resume auto" in err.splitlines()[-1]) == (code == 75)
+    assert "a rank was lost: SIGKILL" in err.splitlines()[-1] and "; again" not in err
+    assert nobody_is_left(out)
 
 
 def test_after_the_deadline_nobody_is_left(launch):
