@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest, verify
 from hybridpipe.checkpointing import Checkpointing
-from hybridpipe.errors import UserError
+from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.stage import measure
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -282,8 +282,9 @@ def test_a_failed_write_ends_fit_in_one_line_and_the_one_before_stays(make, data
         return real(path, *arguments)
 
     monkeypatch.setattr(runtime, "write_shard", full)
-    with pytest.raises(UserError, match=r"/rank-0000\.safetensors: cannot be written: No space left"):
+    with pytest.raises(NotSaved, match=r"/rank-0000\.safetensors: cannot be written: No space left") as told:
         trainer.fit(data, checkpoint=Checkpointing(tmp_path))
+    assert (told.value.exit_code, told.value.step) == (1, 10)  # no mistake: `launch` may start it again
     assert make().resume(tmp_path)[0].startswith(f"resuming from {tmp_path}/step-00000005: ")
     assert not [*tmp_path.glob(".step*")]
 
