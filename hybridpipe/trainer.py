@@ -280,7 +280,8 @@ class Trainer:
 
         Raises:
             Preempted: with `checkpoint`: a rank was asked to stop; all have, and what was trained is saved.
-            UserError: the state is such that it cannot be saved, or could not be written.
+            UserError: the state is such that it cannot be saved.
+            NotSaved: it could not be written.
             ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
                 are no classes.
         """

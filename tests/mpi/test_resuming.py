@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridpipe import outcome, restarts
 from hybridpipe.checkpoint.directory import last_good, read_manifest
 
 MODEL = """
@@ -114,17 +115,22 @@ def test_the_command_goes_on_where_the_last_one_ended(train):
 
 
 @pytest.mark.timeout(240)
-def test_another_seed_is_refused_and_so_is_a_full_disk(train):
-    """In one line each, and the checkpoint that is there stays."""
+def test_another_seed_is_refused_and_a_full_disk_told(train, tmp_path):
+    """In one line each, and the checkpoint that is there stays. Only the seed is a mistake for good."""
     _, out = train("--plan", "straight", "--set", "train.epochs=1")
     options = ["--plan", "dp", "--set", "train.seed=3", "--resume", "auto"]
     printed, _ = train(*options, fails=True)
     refused = f"hybridpipe: {out}/checkpoints/step-00000004: seed: the training has 3, the checkpoint 0\n"
     assert printed.count(refused) == 1
     options = ["--plan", "straight", "--resume", "auto"]
-    printed, _ = train(*options, fails=True, env={"SMALL_FILES": "1"})  # on rank 1
+    printed, _ = train(*options, fails=True, env={"SMALL_FILES": "1", "HYBRIDPIPE_OUTCOMES": str(tmp_path)})
     told = re.findall(r"hybridpipe: (\S+): cannot be written: File too large", printed)
     assert len(told) == 1 and Path(told[0]).name in ("stage-001.safetensors", "rank-0001.safetensors"), (
         printed
     )
+    (ended,) = outcome.read(tmp_path)  # rank 1
+    assert (ended.rank, ended.code, ended.step) == (1, 1, 5), ended
+    again = restarts.attempt(1, [ended], 2, has_begun=True)
+    assert restarts.why_not_again([again], 2) is None
+    assert restarts.why_not_again([again, again], 2) == "the same error came at step 5 twice in a row"
     assert read_manifest(last_good(out / "checkpoints")[0]).step == 4
