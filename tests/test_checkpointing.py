@@ -1,6 +1,7 @@
 """Saving and resuming with the trainer in a world of one rank; tests/mpi/test_resuming.py has the others."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -160,6 +161,21 @@ def test_auto_takes_the_checkpoints_plan(make, data, tmp_path):
     )
     other.fit(data)
     assert other.plan.schedule == "1f1b"
+
+
+def test_a_plan_that_was_made_for_less_or_otherwise_is_searched_for_anew(make, tmp_path):
+    """Such as for the two hosts that were left of four: it would leave the others idle for good."""
+    make().save(tmp_path)
+    found = make(plan="auto", microbatch_size=2).resume(tmp_path)
+    assert found[1] == "with its plan 1, 1f1b"
+    told = make(plan="auto")._maker.prefer(WHOLE, 2)
+    assert told.endswith("so one is searched for: it was made for 2 ranks, and there are 1")
+    other = make(plan="auto", microbatch_size=4).resume(tmp_path)[1]
+    assert "so one is searched for: microbatch_size = 4 disagrees with the plan" in other
+    make(plan=replace(WHOLE, recompute=True)).save(tmp_path / "recomputed")
+    other = make(plan="auto").resume(tmp_path / "recomputed")[1]
+    assert other.endswith("so one is searched for: recompute = False is asked for")
+    assert "with its plan" in make(plan="auto", recompute=True).resume(tmp_path)[1]
 
 
 def test_weights_alone(make, data, tmp_path):
