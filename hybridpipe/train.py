@@ -8,8 +8,8 @@ Rank 0 writes and prints; mistakes that all ranks see alike are told once.
 """
 
 import json
-import shutil
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -142,10 +142,9 @@ def _set_aside(folder: Path) -> list[str]:
     """Let `--resume auto` never find what another training has left there, nor let that be lost."""
     if not checkpoints(folder):
         return []
-    aside = folder.with_name(f"{folder.name}.old")
+    names = (f"{folder.name}.old{'' if n == 1 else f'.{n}'}" for n in count(1))
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
     try:
-        if aside.exists():
-            shutil.rmtree(aside)
         folder.rename(aside)
     except OSError as error:
         failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))

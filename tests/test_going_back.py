@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import last_good
 from hybridpipe.checkpointing import Checkpointing
-from hybridpipe.train import CHECKPOINTS, _resume
+from hybridpipe.train import CHECKPOINTS, _claim, _resume
 
 
 def trainer() -> Trainer:
@@ -34,9 +34,23 @@ def test_going_back_to_a_checkpoint_lasts_though_nothing_is_saved(tmp_path):
     assert _resume(second, str(folder / "step-00000002"), tmp_path) == [
         f"resuming from {folder}/step-00000002: step 2, epoch 0, 2 minibatches into it"
     ]
+    assert _claim(folder, str(folder / "step-00000002")) == []
     second.close()  # lost, before anything was saved; then --resume auto
     third = trainer()
     (told,) = _resume(third, "auto", tmp_path)
     assert f"resuming from {folder}/step-00000002" in told and third.step == 2
     third.close()
     assert (folder / "step-00000004").is_dir()
+
+
+def test_a_training_anew_loses_no_earlier_one(tmp_path):
+    folder = tmp_path / CHECKPOINTS
+    for number in ("1", "2", "3"):
+        (folder / f"step-0000000{number}").mkdir(parents=True)
+        (told,) = _claim(folder, None)
+    assert f"is {folder}.old.3 now" in told
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == [
+        "checkpoints.old.2/step-00000002",
+        "checkpoints.old.3/step-00000003",
+        "checkpoints.old/step-00000001",
+    ]
