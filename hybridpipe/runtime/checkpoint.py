@@ -30,7 +30,7 @@ from hybridpipe.planning.cuts import Cut, num_updates, versions_in_use
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime import failure, faults
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.position import position
+from hybridpipe.runtime.position import CHECKPOINT, position
 from hybridpipe.runtime.seen import Before, Stashed
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.split import layers_of
@@ -200,7 +200,7 @@ class Saver:
     def wait(self) -> None:
         """Return once the checkpoint that was started is published. Raises as `start`."""
         if self._thread is not None:
-            with position.waiting("checkpoint", range(self._communicator.size)):
+            with position.waiting(CHECKPOINT, range(self._communicator.size)):
                 self._thread.join()
             self._thread = None
         if self._error is not None:
@@ -231,14 +231,16 @@ class Saver:
             raise  # the thread's excepthook reports it, and ends the job
 
     def _lead(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON], keep: int) -> None:
-        folder = directory.begin(root, snapshot.step)
+        with position.in_saving("makes the checkpoint's folder"):
+            folder = directory.begin(root, snapshot.step)
         others = range(1, self._communicator.size)
         for rank in others:
             self._communicator.send(folder, rank, BEGUN)
         files = _written(folder, snapshot)
         for rank in others:
             files += self._receive(rank, WRITTEN)
-        directory.publish(root, snapshot.step, files, manifest, keep)
+        with position.in_saving("publishes the checkpoint"):
+            directory.publish(root, snapshot.step, files, manifest, keep)
         for rank in others:
             self._communicator.send(None, rank, PUBLISHED)
 
@@ -254,4 +256,8 @@ def _written(folder: Path, snapshot: Snapshot) -> list[FileEntry]:
             f"{folder}: is not seen on host {socket.gethostname()}: "
             "checkpoints go to a folder that all ranks share"
         )
-    return [write_shard(folder / name, state.tensors, state.meta) for name, state in snapshot.files.items()]
+    entries = []
+    for name, state in snapshot.files.items():
+        with position.in_saving(f"writes {name}"):
+            entries.append(write_shard(folder / name, state.tensors, state.meta))
+    return entries

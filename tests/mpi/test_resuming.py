@@ -64,7 +64,7 @@ def test_any_plan_goes_on_with_what_any_other_has_saved(job, tmp_path):
         "2-2:gpipe", "2:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "1-2-1:pipedream",
         "2-1:pipedream-2bw",
     ]  # fmt: skip
-    printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs).stdout
+    printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs, timeout_seconds=180).stdout
     assert "6 x 6 pairs, adam: equal by name" in printed
 
 
