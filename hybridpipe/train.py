@@ -8,6 +8,7 @@ Rank 0 writes and prints; mistakes that all ranks see alike are told once.
 """
 
 import json
+import os
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from hybridpipe import launcher
 from hybridpipe.batches import num_minibatches
-from hybridpipe.checkpoint.directory import checkpoints, stand_on
+from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.config import AUTO, Config
@@ -145,7 +146,11 @@ def _set_aside(folder: Path) -> list[str]:
     names = (f"{folder.name}.old{'' if n == 1 else f'.{n}'}" for n in count(1))
     aside = next(path for path in map(folder.with_name, names) if not path.exists())
     try:
+        held = hold(folder)
         folder.rename(aside)
+        os.close(held)
+    except UserError as error:
+        failure.refuse(error)
     except OSError as error:
         failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
     return [f"{folder} was another training's, and is {aside} now; --resume auto would have gone on with it"]

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -9,6 +10,7 @@ from torch.utils.data import TensorDataset
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import last_good
 from hybridpipe.checkpointing import Checkpointing
+from hybridpipe.errors import UserError
 from hybridpipe.train import CHECKPOINTS, _claim, _resume
 
 
@@ -54,3 +56,20 @@ def test_a_training_anew_loses_no_earlier_one(tmp_path):
         "checkpoints.old.3/step-00000003",
         "checkpoints.old/step-00000001",
     ]
+
+
+def test_a_second_training_is_kept_out_while_the_first_one_runs(tmp_path, capfd):
+    folder = tmp_path / CHECKPOINTS
+    first, second = trainer(), trainer()
+    first.save(folder)
+    told = f"{folder}: another training that is running saves there"
+    with pytest.raises(UserError, match=f"^{told}$"):
+        second.save(folder)
+    with pytest.raises(SystemExit):
+        _claim(folder, None)
+    assert told in capfd.readouterr().err
+    assert last_good(folder)[0] == folder / "step-00000000"  # and nothing of the second one's
+    assert not [*folder.glob(".step*")]
+    first.close()
+    second.save(folder)
+    second.close()

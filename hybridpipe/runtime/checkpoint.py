@@ -11,6 +11,7 @@ Invariant: what is published is the state after one minibatch on every rank, or 
 on any rank ends the job with one report, and the checkpoint before stays the latest.
 """
 
+import os
 import platform
 import socket
 import threading
@@ -182,6 +183,7 @@ class Saver:
         self._communicator = communicator
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._held: dict[Path, int] = {}  # folders that rank 0 has locked, and by which descriptors
 
     def start(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON] | None, keep: int) -> None:
         """Write and publish in the background; collective, each rank in its own time.
@@ -193,9 +195,20 @@ class Saver:
             Exception: what went wrong with the one before, in a world of one rank; others have ended by it.
         """
         self.wait()
+        self._hold(root.absolute())
         job = (snapshot, root.absolute(), manifest, keep)
         self._thread = threading.Thread(target=self._run, args=job, name="hybridpipe-checkpoint", daemon=True)
         self._thread.start()
+
+    def _hold(self, root: Path) -> None:
+        """Before anything is begun there: what another training has begun must not be given up with it."""
+        if self._communicator.rank == 0 and root not in self._held:
+            try:
+                self._held[root] = directory.hold(root)
+            except UserError as error:
+                if self._communicator.size > 1:
+                    failure.refuse(error)
+                raise
 
     def wait(self) -> None:
         """Return once the checkpoint that was started is published. Raises as `start`."""
@@ -211,6 +224,9 @@ class Saver:
         """Wait, and give the communicator back. Collective."""
         self.wait()
         self._communicator.Free()
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held = {}
 
     def _run(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON] | None, keep: int) -> None:
         try:
