@@ -51,7 +51,7 @@ def test_a_training_anew_loses_no_earlier_one(tmp_path):
         (folder / f"step-0000000{number}").mkdir(parents=True)
         (told,) = _claim(folder, None)
     assert f"is {folder}.old.3 now" in told
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == [
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/step-*")) == [
         "checkpoints.old.2/step-00000002",
         "checkpoints.old.3/step-00000003",
         "checkpoints.old/step-00000001",
