@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest, verify
 from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.errors import UserError
+from hybridpipe.runtime import seen
 from hybridpipe.stage import measure
+from hybridpipe.stage.state import Generators
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
@@ -129,6 +132,19 @@ def test_what_is_saved_is_the_state_right_behind_the_update(make, data, tmp_path
         saved = load_file(tmp_path / f"step-{step:08d}" / "stage-000.safetensors")
         for key, tensor in seen[step].items():
             assert torch.equal(saved[f"model.{key}"], tensor)
+
+
+def test_only_who_saves_notes_what_is_in_flight(make, data, tmp_path, monkeypatch):
+    """It costs a microbatch 54 µs or more."""
+    trainer, noted = make(plan=Plan((StageSpec(0, 4),), "pipedream", num_microbatches=1)), []
+    now = Generators.now
+    monkeypatch.setattr(seen, "Generators", SimpleNamespace(now=lambda at: noted.append(at) or now(at)))
+    trainer.fit(data)
+    assert not noted
+    trainer.fit(data, checkpoint=Checkpointing(tmp_path))
+    assert len(noted) == 5
+    trainer.fit(data)
+    assert len(noted) == 5
 
 
 def test_a_stop_is_saved_and_can_be_gone_on_with_in_the_same_process(make, data, tmp_path):
