@@ -42,6 +42,8 @@ class Epoch:
         self._worker, self._recorder, self._standing, self._keeper = worker, recorder, standing, keeper
         self._so_far: SoFar = standing.so_far
         self._minibatch_size = minibatch_size
+        if worker.executor is not None:
+            worker.executor.seen.notes_flight = keeper is not None
 
     def run(self, batches: Iterator[Minibatch]) -> Generator[MinibatchRecord, None, None]:
         """Train on the epoch's minibatches, all of which are given."""

@@ -73,7 +73,7 @@ class PlanMaker:
         self._asked, self._model, self._loss, self._rule = asked, model, loss, rule
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
-        self._given = given
+        self._given, self._wanted_size = given, microbatch_size
         if isinstance(given, Plan):
             options = {name: value for name, value in asked._asdict().items() if name != "schedule"}
             check_options(given, asked.schedule, options)
@@ -88,17 +88,22 @@ class PlanMaker:
         """The plan, if it was given."""
         return self._given if isinstance(self._given, Plan) else None
 
-    def prefer(self, plan: Plan) -> str | None:
-        """Run a checkpoint's plan, if that can be, where one is to be searched for; says what it will be."""
+    def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
+        """Run a checkpoint's plan, if that can be, where one is to be searched for; says what it will be.
+
+        Args:
+            num_ranks: of the world it was made in; in a larger one it would leave ranks idle for good.
+        """
         if self._given != AUTO:
             return None
         what = f"its plan {plan.name}, {plan.schedule}"
         try:
-            for name in ("schedule", "vertical_sync", "max_in_flight"):
-                value = getattr(self._asked, name)
-                if value not in (AUTO, getattr(plan, name)):
-                    raise ValueError(f"{name} = {value} is asked for")
-            self.microbatch_size = self._fitting(plan)
+            if num_ranks != self._world.size:
+                raise ValueError(f"it was made for {num_ranks} ranks, and there are {self._world.size}")
+            self._check_asked(plan)
+            # pipedream's minibatches travel whole, whatever size is given
+            size = None if plan.schedule == "pipedream" else self._wanted_size
+            self.microbatch_size = self._fitting(plan, size)
         except ValueError as error:
             return f"{what}, does not fit here, so one is searched for: {error}"
         self._given, self._smaller_sizes = plan, []
@@ -129,6 +134,15 @@ class PlanMaker:
         self._rule.check(choice.plan)
         self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
         return choice.plan, choice
+
+    def _check_asked(self, plan: Plan) -> None:
+        """Raises ValueError unless a search could have come to this plan."""
+        for name in ("schedule", "vertical_sync", "max_in_flight"):
+            value = getattr(self._asked, name)
+            if value not in (AUTO, getattr(plan, name)):
+                raise ValueError(f"{name} = {value} is asked for")
+        if not self._asked.recompute and any(map(plan.recomputes, range(plan.num_stages))):
+            raise ValueError("recompute = False is asked for")  # True: where it must, which may be nowhere
 
     def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
         """The size of the plan's microbatches. Raises ValueError if it does not fit."""

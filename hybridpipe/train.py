@@ -8,8 +8,9 @@ Rank 0 writes and prints; mistakes that all ranks see alike are told once.
 """
 
 import json
-import shutil
+import os
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from hybridpipe import launcher
 from hybridpipe.batches import num_minibatches
-from hybridpipe.checkpoint.directory import checkpoints, stand_on
+from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.config import AUTO, Config
@@ -43,10 +44,10 @@ SUMMARY_FORMAT = "hybridpipe-summary/1"
 class _Watcher:
     """What rank 0 shows and writes while the training goes on; nothing on other ranks."""
 
-    def __init__(self, trainer: Trainer, out: Path, total: int, name: str) -> None:
+    def __init__(self, trainer: Trainer, out: Path, total: int, name: str, goes_on: bool) -> None:
         self._progress: Progress | None = None
         if trainer.world.rank == 0:
-            self._metrics = _metrics(out / "metrics.jsonl", trainer.step)
+            self._metrics = _metrics(out / "metrics.jsonl", trainer.step if goes_on else 0)
             self._progress = Progress(total, name, done=trainer.step)
 
     def note(self, record: MinibatchRecord) -> None:
@@ -99,10 +100,10 @@ def train(
             print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
         if not_split:
             print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
-        for line in [*told, *_claim(out / CHECKPOINTS, resume)]:
+        for line in [*told, *_claim(out, resume)]:
             print(line, flush=True)
     total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
-    watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})")
+    watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})", _is_own(out, resume))
     trainer.fit(
         dataset,
         0 if trainer.recorder.has_reached_target else config.train.epochs - trainer.epoch,
@@ -127,12 +128,19 @@ def _resume(trainer: Trainer, source: str | None, out: Path) -> list[str]:
     return [] if source is None else trainer.resume(source)
 
 
-def _claim(folder: Path, source: str | None) -> list[str]:
-    """From now on the folder's checkpoints are this training's; what there is to tell."""
+def _is_own(out: Path, source: str | None) -> bool:
+    """Does the training in OUT go on, rather than one that began elsewhere or begins now?"""
+    if source is None or source == AUTO:
+        return source == AUTO
+    return Path(source).resolve().is_relative_to((out / CHECKPOINTS).resolve())
+
+
+def _claim(out: Path, source: str | None) -> list[str]:
+    """From now on OUT's checkpoints are this training's; what there is to tell."""
+    if source is None or not _is_own(out, source):
+        return _set_aside(out / CHECKPOINTS)
     if source == AUTO:
         return []
-    if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
-        return _set_aside(folder)
     if step_of(Path(source)) is not None:  # lost before it saves, it is to be gone on with from here
         stand_on(Path(source))
     return []
@@ -142,18 +150,24 @@ def _set_aside(folder: Path) -> list[str]:
     """Let `--resume auto` never find what another training has left there, nor let that be lost."""
     if not checkpoints(folder):
         return []
-    aside = folder.with_name(f"{folder.name}.old")
+    names = (f"{folder.name}.old{'' if n == 1 else f'.{n}'}" for n in count(1))
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
     try:
-        if aside.exists():
-            shutil.rmtree(aside)
+        held = hold(folder)
         folder.rename(aside)
+        os.close(held)
+    except UserError as error:
+        failure.refuse(error)
     except OSError as error:
         failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
     return [f"{folder} was another training's, and is {aside} now; --resume auto would have gone on with it"]
 
 
 def _metrics(path: Path, step: int) -> TextIO:
-    """The file of records, to be gone on with at `step`: what a run that was lost wrote behind it goes."""
+    """The file of records, to be gone on with at `step` (0: anew).
+
+    What a run that was lost wrote behind it goes.
+    """
     kept = []
     if step and path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

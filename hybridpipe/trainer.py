@@ -370,7 +370,7 @@ class Trainer:
         told = [*found.notes, f"resuming from {found.path}: {found.place}"]
         if self._worker is not None:
             self.books.load(self._worker)
-        elif (preferred := self._maker.prefer(found.plan)) is not None:
+        elif (preferred := self._maker.prefer(found.plan, found.run.get("ranks"))) is not None:
             told.append(preferred)
         return told
 

@@ -4,7 +4,9 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest, verify
 from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.errors import NotSaved, UserError
+from hybridpipe.runtime import seen
 from hybridpipe.stage import measure
+from hybridpipe.stage.state import Generators
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
@@ -133,6 +137,19 @@ def test_what_is_saved_is_the_state_right_behind_the_update(make, data, tmp_path
             assert torch.equal(saved[f"model.{key}"], tensor)
 
 
+def test_only_who_saves_notes_what_is_in_flight(make, data, tmp_path, monkeypatch):
+    """It costs a microbatch 54 µs or more."""
+    trainer, noted = make(plan=Plan((StageSpec(0, 4),), "pipedream", num_microbatches=1)), []
+    now = Generators.now
+    monkeypatch.setattr(seen, "Generators", SimpleNamespace(now=lambda at: noted.append(at) or now(at)))
+    trainer.fit(data)
+    assert not noted
+    trainer.fit(data, checkpoint=Checkpointing(tmp_path))
+    assert len(noted) == 5
+    trainer.fit(data)
+    assert len(noted) == 5
+
+
 def test_a_stop_is_saved_and_can_be_gone_on_with_in_the_same_process(make, data, tmp_path):
     whole, trainer = make(net()), make()
     trainer.model.load_state_dict(whole.model.state_dict())
@@ -163,6 +180,21 @@ def test_auto_takes_the_checkpoints_plan(make, data, tmp_path):
     )
     other.fit(data)
     assert other.plan.schedule == "1f1b"
+
+
+def test_a_plan_that_was_made_for_less_or_otherwise_is_searched_for_anew(make, tmp_path):
+    """Such as for the two hosts that were left of four: it would leave the others idle for good."""
+    make().save(tmp_path)
+    found = make(plan="auto", microbatch_size=2).resume(tmp_path)
+    assert found[1] == "with its plan 1, 1f1b"
+    told = make(plan="auto")._maker.prefer(WHOLE, 2)
+    assert told.endswith("so one is searched for: it was made for 2 ranks, and there are 1")
+    other = make(plan="auto", microbatch_size=4).resume(tmp_path)[1]
+    assert "so one is searched for: microbatch_size = 4 disagrees with the plan" in other
+    make(plan=replace(WHOLE, recompute=True)).save(tmp_path / "recomputed")
+    other = make(plan="auto").resume(tmp_path / "recomputed")[1]
+    assert other.endswith("so one is searched for: recompute = False is asked for")
+    assert "with its plan" in make(plan="auto", recompute=True).resume(tmp_path)[1]
 
 
 def test_weights_alone(make, data, tmp_path):

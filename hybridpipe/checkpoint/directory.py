@@ -4,6 +4,7 @@ Knows neither torch nor MPI: one process calls it, for all; `names` tells what l
 kill or a power cut at any moment, what `last_good` finds is whole: the old checkpoint or the new one.
 """
 
+import fcntl
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ from hybridpipe.checkpoint.disk import (
     writing,
 )
 from hybridpipe.checkpoint.manifest import JSON, MANIFEST, FileEntry, Manifest, from_text, to_text
-from hybridpipe.checkpoint.names import LATEST, name_of, parse_name, step_of
+from hybridpipe.checkpoint.names import LATEST, LOCK, name_of, parse_name, step_of
 from hybridpipe.errors import UserError, shown
 from hybridpipe.runtime import faults
 
@@ -36,19 +37,32 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
+def hold(root: Path) -> int:
+    """Keep other trainings out of `root` until the descriptor returned is closed, or the process has ended.
+
+    Raises:
+        UserError: another one is there, or `root` cannot be made.
+    """
+    _make(root)
+    with writing(root / LOCK):
+        descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(f"{root}: another training that is running saves there") from None
+        except OSError:  # a file system without locks
+            pass
+    return descriptor
+
+
 def begin(root: Path, step: int) -> Path:
     """The new, empty directory to write the files of a checkpoint into; what a killed training left goes.
 
     Raises:
         UserError: it cannot be made.
     """
-    with writing(root):
-        if root.exists() and not root.is_dir():
-            raise UserError(f"{root}: must be a directory")
-        new = [each for each in (root, *root.parents) if not each.exists()]
-        root.mkdir(parents=True, exist_ok=True)
-    for each in new:
-        sync_directory(each.parent)
+    _make(root)
     for line in _clear(root):
         _tell(line)
     path = _temporary(root, step)
@@ -150,6 +164,16 @@ def last_good(root: Path) -> tuple[Path | None, list[str]]:
         else:
             return path, lines + passed
     return None, lines + passed
+
+
+def _make(root: Path) -> None:
+    with writing(root):
+        if root.exists() and not root.is_dir():
+            raise UserError(f"{root}: must be a directory")
+        new = [each for each in (root, *root.parents) if not each.exists()]
+        root.mkdir(parents=True, exist_ok=True)
+    for each in new:
+        sync_directory(each.parent)
 
 
 @contextmanager

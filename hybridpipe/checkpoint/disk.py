@@ -17,8 +17,10 @@ from typing import BinaryIO
 
 from hybridpipe.checkpoint.manifest import FileEntry
 from hybridpipe.errors import UserError
+from hybridpipe.runtime.position import position
 
 CHUNK_BYTES = 1 << 22  # hashed and written at once: large enough for the disk, small enough for the cache
+SYNC_BYTES = 1 << 30  # one fsync of a large file at its end could take longer than a watchdog waits
 
 
 class NewFile:
@@ -27,7 +29,7 @@ class NewFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._hash = hashlib.sha256()
-        self._num_bytes = 0
+        self._num_bytes = self._unsynced = 0
         # Exclusively: another training in the same directory is an error, never a mixture.
         with writing(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -44,6 +46,11 @@ class NewFile:
                 self._hash.update(view[:written])
                 self._num_bytes += written
                 view = view[written:]
+                position.disk_moves()
+                self._unsynced += written
+                if self._unsynced >= SYNC_BYTES:
+                    os.fsync(self._descriptor)
+                    self._unsynced = 0
 
     @property
     def entry(self) -> FileEntry:

@@ -2,6 +2,7 @@
 
 ROOT/step-00000120/             a checkpoint: its files, and manifest.json, which was written last
 ROOT/latest                     the name of the one that the training stands on
+ROOT/.lock                      locked by the training that saves there
 ROOT/.step-00000120.tmp/        being written
 ROOT/.step-00000120.replaced/   has made room for another of the same step, which is not in its place yet
 ROOT/.step-00000120.deleted/    being deleted
@@ -11,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-LATEST = "latest"
+LATEST, LOCK = "latest", ".lock"
 _NAME = re.compile(r"(\.?)step-(\d{8,18})(?:\.(tmp|replaced|deleted))?")
 
 State = Literal["tmp", "replaced", "deleted"]

@@ -11,6 +11,7 @@ Invariant: what is published is the state after one minibatch on every rank, or 
 on any rank ends the job with one report, and the checkpoint before stays the latest.
 """
 
+import os
 import platform
 import socket
 import threading
@@ -30,7 +31,7 @@ from hybridpipe.planning.cuts import Cut, num_updates, versions_in_use
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime import failure, faults
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.position import position
+from hybridpipe.runtime.position import CHECKPOINT, position
 from hybridpipe.runtime.seen import Before, Stashed
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.split import layers_of
@@ -182,6 +183,7 @@ class Saver:
         self._communicator = communicator
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._held: dict[Path, int] = {}  # folders that rank 0 has locked, and by which descriptors
 
     def start(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON] | None, keep: int) -> None:
         """Write and publish in the background; collective, each rank in its own time.
@@ -193,14 +195,25 @@ class Saver:
             Exception: what went wrong with the one before, in a world of one rank; others have ended by it.
         """
         self.wait()
+        self._hold(root.absolute())
         job = (snapshot, root.absolute(), manifest, keep)
         self._thread = threading.Thread(target=self._run, args=job, name="hybridpipe-checkpoint", daemon=True)
         self._thread.start()
 
+    def _hold(self, root: Path) -> None:
+        """Before anything is begun there: what another training has begun must not be given up with it."""
+        if self._communicator.rank == 0 and root not in self._held:
+            try:
+                self._held[root] = directory.hold(root)
+            except UserError as error:
+                if self._communicator.size > 1:
+                    failure.refuse(error)
+                raise
+
     def wait(self) -> None:
         """Return once the checkpoint that was started is published. Raises as `start`."""
         if self._thread is not None:
-            with position.waiting("checkpoint", range(self._communicator.size)):
+            with position.waiting(CHECKPOINT, range(self._communicator.size)):
                 self._thread.join()
             self._thread = None
         if self._error is not None:
@@ -211,6 +224,9 @@ class Saver:
         """Wait, and give the communicator back. Collective."""
         self.wait()
         self._communicator.Free()
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held = {}
 
     def _run(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON] | None, keep: int) -> None:
         try:
@@ -233,14 +249,16 @@ class Saver:
             raise  # the thread's excepthook reports it, and ends the job
 
     def _lead(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON], keep: int) -> None:
-        folder = directory.begin(root, snapshot.step)
+        with position.in_saving("makes the checkpoint's folder"):
+            folder = directory.begin(root, snapshot.step)
         others = range(1, self._communicator.size)
         for rank in others:
             self._communicator.send(folder, rank, BEGUN)
         files = _written(folder, snapshot)
         for rank in others:
             files += self._receive(rank, WRITTEN)
-        directory.publish(root, snapshot.step, files, manifest, keep)
+        with position.in_saving("publishes the checkpoint"):
+            directory.publish(root, snapshot.step, files, manifest, keep)
         for rank in others:
             self._communicator.send(None, rank, PUBLISHED)
 
@@ -256,4 +274,8 @@ def _written(folder: Path, snapshot: Snapshot) -> list[FileEntry]:
             f"{folder}: is not seen on host {socket.gethostname()}: "
             "checkpoints go to a folder that all ranks share"
         )
-    return [write_shard(folder / name, state.tensors, state.meta) for name, state in snapshot.files.items()]
+    entries = []
+    for name, state in snapshot.files.items():
+        with position.in_saving(f"writes {name}"):
+            entries.append(write_shard(folder / name, state.tensors, state.meta))
+    return entries

@@ -1,12 +1,16 @@
 """Hang: what a watchdog knows of a job that stands still, and whose fault it is. Pure; knows no MPI.
 
 Ranks that wait are victims. The cause is who is waited for, and for nobody else: a rank that gives no answer
-because it is stopped or lost, or one that is busy with something that does not end.
+because it is stopped or lost, or one that is busy with something that does not end. Who waits for a
+checkpoint is no victim while any rank's disk still takes something of it.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+
+from hybridpipe.runtime.position import CHECKPOINT
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,8 @@ class State:
         position: instruction, step and stage.
         wait: what it waits for, and `peers` who with; empty while it computes.
         stacks: of its threads.
+        saving: what its saving thread does, if it does not wait; `still_seconds`: for how long its disk has
+            taken nothing.
     """
 
     position: str
@@ -24,6 +30,8 @@ class State:
     wait: str = ""
     peers: tuple[int, ...] = ()
     stacks: str = ""
+    saving: str = ""
+    still_seconds: float = math.inf
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -35,7 +43,8 @@ class State:
 
     def __str__(self) -> str:
         waits = f"; waits for: {self.wait}" if self.wait else "; waits for nobody"
-        return f"{self.position}{waits} (for {self.seconds:.0f} s)"
+        saves = f"; in the background it {self.saving}" if self.saving else ""
+        return f"{self.position}{waits} (for {self.seconds:.0f} s){saves}"
 
 
 def awaited(states: Mapping[int, State | None], start: int) -> list[int]:
@@ -60,6 +69,10 @@ def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int],
     silent = [rank for rank in ranks if states.get(rank) is None]
     if silent:
         return silent, "gives no answer"
+    saving = [rank for rank in ranks if _state(states, rank).saving]
+    if saving and _for_checkpoint(states, ranks):
+        first = _state(states, saving[0])
+        return saving, f"{first.saving}, and its disk has taken nothing for {first.still_seconds:.0f} s"
     busy = [rank for rank in ranks if not _state(states, rank).wait]
     if busy:
         return busy, f"is alive and waits for nobody: {_state(states, busy[0])}"
@@ -69,10 +82,25 @@ def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int],
     return sorted(ranks), "wait for each other"
 
 
+def seconds_since_saving_moved(states: Mapping[int, State | None], reporter: int) -> float | None:
+    """If `reporter` waits for a checkpoint in the end: for how long nothing more of it was written, anywhere.
+
+    None: it waits for something else, or a rank gives no answer.
+    """
+    ranks = awaited(states, reporter)
+    if any(state is None for state in states.values()) or not _for_checkpoint(states, ranks):
+        return None
+    return min(state.still_seconds for state in states.values() if state is not None)
+
+
 def describe(states: Mapping[int, State | None], hosts: Mapping[int, str]) -> Iterator[str]:
     """A line for each rank."""
     for rank, state in sorted(states.items()):
         yield f"hybridpipe:   rank {rank} on host {hosts[rank]}: {state or 'no answer'}"
+
+
+def _for_checkpoint(states: Mapping[int, State | None], ranks: list[int]) -> bool:
+    return any(_state(states, rank).wait.startswith(CHECKPOINT) for rank in ranks)
 
 
 def _state(states: Mapping[int, State | None], rank: int) -> State:

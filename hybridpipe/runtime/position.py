@@ -1,10 +1,17 @@
-"""Position: what this rank is doing. Written at every instruction and wait, read when a report says where."""
+"""Position: what this rank is doing. Written at every instruction and wait, read when a report says where.
 
+Beside it what the thread does that saves in the background, and when the disk last took something from it.
+"""
+
+import math
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from hybridpipe.planning.instructions import Instruction
+
+CHECKPOINT = "checkpoint"  # what a rank waits for until one is published
 
 
 class Wait(NamedTuple):
@@ -33,6 +40,8 @@ class _Position:
     instruction: Instruction | None = None
     wait: Wait | None = None  # of the main thread
     count = 0  # changes whenever something else is being done
+    saving = ""  # what the saving thread is at, while it is not waiting for others'
+    moved = -math.inf  # when that last got on, by time.monotonic()
 
     def at(self, stage: int, step: int | None, instruction: Instruction) -> None:
         """This instruction starts now; `step` is None in an evaluation."""
@@ -58,6 +67,21 @@ class _Position:
             yield
         finally:
             self.wait_for(before)
+
+    @contextmanager
+    def in_saving(self, what: str) -> Iterator[None]:
+        """Around what the saving thread does: a verb, for "rank 3 ..."."""
+        self.saving = what
+        self.disk_moves()
+        try:
+            yield
+        finally:
+            self.saving = ""
+            self.disk_moves()
+
+    def disk_moves(self) -> None:
+        """It has taken something more of a file."""
+        self.moved = time.monotonic()
 
     @property
     def busy(self) -> bool:

@@ -232,14 +232,12 @@ class _Reading:
         }
 
     def average(self) -> None:
-        keys = self.statistics()
-        for s in self.stages():
-            ranks = self.found.plan.stages[s].ranks[1:]
-            others = [under("model", self.read(rank_file(rank)).tensors) for rank in ranks]
-            for key in keys:
-                each = [tensors[key] for tensors in others if key in tensors]
-                if each:
-                    self.result.model[key] = mean([self.result.model[key], *each])
+        """Each once, though under an interleaved plan a rank's file has the buffers of several stages."""
+        ranks = {rank for s in self.stages() for rank in self.found.plan.stages[s].ranks[1:]}
+        others = [under("model", self.read(rank_file(rank)).tensors) for rank in sorted(ranks)]
+        for key in self.statistics() & self.result.model.keys():
+            each = [tensors[key] for tensors in others if key in tensors]
+            self.result.model[key] = mean([self.result.model[key], *each])
 
     def check(self) -> None:
         """Everything that `_put` relies on."""

@@ -29,7 +29,12 @@ class Before(NamedTuple):
 
 
 class Seen(Protocol):
-    """What the executor needs of the weights."""
+    """What the executor needs of the weights.
+
+    `notes_flight`: what is in flight can be saved; to be set before a stream begins.
+    """
+
+    notes_flight: bool
 
     def begin(self, num_updates: int = 0) -> None:
         """A stream begins, or goes on after so many updates: what is numbered counts from its beginning."""
@@ -53,6 +58,8 @@ class Seen(Protocol):
 
 class Newest:
     """One version at a time."""
+
+    notes_flight = False
 
     def begin(self, num_updates: int = 0) -> None:
         """Nothing to count."""
@@ -80,8 +87,11 @@ class Stashed:
     """The versions that an asynchronous plan names, of the stage at `place`.
 
     For each microbatch in flight it keeps, too, what it takes to run the forward again, as a run that resumes
-    from a checkpoint has to: its buffers and where the generators stood, which take 54 µs a microbatch.
+    from a checkpoint has to: its buffers and where the generators stood, which take 54 µs a microbatch, or
+    232 µs where all cores are busy. `notes_flight = False` leaves that out.
     """
+
+    notes_flight = True
 
     def __init__(self, plan: Plan, place: Place, layers: nn.Sequential, device: torch.device) -> None:
         self.versions = WeightVersions(layers)
@@ -101,18 +111,20 @@ class Stashed:
 
     def of(self, microbatch: int) -> Weights:
         """The version it is due. Older than the next microbatch's: kept by those in flight only."""
-        self._random, self._unchanged = Generators.now(self._device), self._buffers.before()
+        if self.notes_flight:
+            self._random, self._unchanged = Generators.now(self._device), self._buffers.before()
         weights = self._of[microbatch] = self.versions.version(self._first + self._number(microbatch))
         self.versions.keep_from(self._first + self._number(microbatch + self._replicas))
         return weights
 
     def ran(self, microbatch: int) -> None:
         """What it has changed is known."""
-        self._before[microbatch] = Before(self._random, self._buffers.after(self._unchanged))
+        if self.notes_flight:
+            self._before[microbatch] = Before(self._random, self._buffers.after(self._unchanged))
 
     def collect(self, microbatch: int, factor: float) -> None:
         """From the version's leaves."""
-        del self._before[microbatch]
+        self._before.pop(microbatch, None)
         self.versions.collect(self._of.pop(microbatch), factor)
 
     @contextmanager
@@ -139,4 +151,5 @@ class Stashed:
 
     def before_flight(self) -> Before | None:
         """What the first microbatch in flight found; None if there is none."""
+        assert self.notes_flight or not self._of, "it was not noted"
         return self._before[min(self._before)] if self._before else None

@@ -3,7 +3,8 @@
 A stopped process or a cut link raises no error anywhere; MPI and Horovod wait for ever. Time counts while the
 rank is in one instruction, or in one wait outside, whatever it does there; between steps it is the caller's.
 Who has waited for too long asks all ranks what they are doing, over a communicator that nobody else uses, and
-prints the answers: one report, which names who does not answer or, if all do, for whom the others wait.
+prints the answers: one report, which names who does not answer or, if all do, for whom the others wait. Who
+waits for a checkpoint learns from the answers whether the disks still move, and waits on.
 """
 
 import atexit
@@ -116,6 +117,8 @@ class Watchdog:
             "" if wait is None else str(wait),
             () if wait is None else tuple(peer for peer in wait.peers if peer != self._rank),
             _stacks(threading.get_ident()),
+            position.saving,
+            time.monotonic() - position.moved,
         )
 
     def _end(self) -> None:
@@ -132,6 +135,10 @@ class Watchdog:
             return
         states: dict[int, State | None] = dict.fromkeys(range(len(self._processes)))
         states.update(self._answers | {self._rank: self._state()})
+        written = hang.seconds_since_saving_moved(states, self._rank)
+        if written is not None and written < self._timeout_seconds:
+            self._still_seconds = written
+            return
         report = self._report(states)
         outcome.tell(1, report[-1].removeprefix("hybridpipe: "), "no progress", position.step)
         print("\n".join(report), file=sys.stderr, flush=True)

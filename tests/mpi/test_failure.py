@@ -89,6 +89,15 @@ def test_a_thread_can_end_the_job_though_mpi_abort_hangs(job, where):
     assert re.search(r"exited\s+on\s+signal 14", done.stdout), done.stdout
 
 
+def test_a_disk_may_be_slow_as_long_as_it_moves(job, tmp_path):
+    """Both ranks wait for the checkpoint for longer than the timeout; a disk that stops ends that."""
+    told = job(2, "slowdisk.py", str(tmp_path), "9", "0").stdout
+    assert min(map(float, re.findall(r"saved in ([\d.]+) s", told))) > 4, told
+    told = job(2, "slowdisk.py", str(tmp_path), "2", "60", fails=True).stdout
+    blamed = r"rank 1 on host \S+ writes stage-001\.safetensors, and its disk has taken nothing for \d+ s"
+    assert re.search(f"hybridpipe: {blamed}", told), told
+
+
 def test_ranks_that_differ_do_not_start(job):
     told = job(3, "differing.py").stdout
     for rank in range(3):

@@ -62,8 +62,9 @@ def test_ten_minibatches_are_five_a_resumption_and_five_bit_for_bit(job, tmp_pat
 
 @pytest.mark.timeout(240)
 def test_any_plan_goes_on_with_what_any_other_has_saved(job, tmp_path):
+    """From the interleaved one, whose ranks hold two stages each, to one stage of all layers, too."""
     specs = [
-        "2-2:gpipe", "1-2-1:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "1-2-1:pipedream",
+        "2-2:gpipe", "2:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "1-2-1:pipedream",
         "2-1:pipedream-2bw",
     ]  # fmt: skip
     printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs, timeout_seconds=200).stdout

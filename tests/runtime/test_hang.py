@@ -1,6 +1,6 @@
 """Whose fault it is that a job stands still."""
 
-from hybridpipe.runtime.hang import State, cause, describe
+from hybridpipe.runtime.hang import State, cause, describe, seconds_since_saving_moved
 
 
 def waits(*peers):
@@ -38,6 +38,26 @@ def test_a_silent_rank_explains_a_circle():
 
 def test_who_computes_for_too_long_names_itself():
     assert cause({0: computes(), 1: waits(0)}, 0)[0] == [0]
+
+
+def saves(*peers, moved=30.0, **doing):
+    return State("outside a step", 30.0, "checkpoint with ranks 0, 1", peers, still_seconds=moved, **doing)
+
+
+def test_who_waits_for_a_checkpoint_goes_by_the_disks():
+    """Rank 2 waits for rank 0, which cannot go on before rank 1's part is written."""
+    states = {0: saves(1, 2), 1: saves(0, 2, moved=0.3, saving="writes a"), 2: waits(0)}
+    assert seconds_since_saving_moved(states, 2) == seconds_since_saving_moved(states, 0) == 0.3
+    states[1] = saves(0, 2, moved=31.0, saving="writes a")
+    assert cause(states, 2) == ([1], "writes a, and its disk has taken nothing for 31 s")
+
+
+def test_a_checkpoint_in_the_background_excuses_nobody():
+    states = {0: waits(1), 1: State("a forward", 30.0, saving="writes a", still_seconds=0.1), 2: waits(0)}
+    assert seconds_since_saving_moved(states, 0) is None
+    assert cause(states, 0)[1].startswith("is alive and waits for nobody: a forward")
+    silent = {0: saves(1, 2, moved=0.1), 1: None, 2: waits(0)}
+    assert seconds_since_saving_moved(silent, 0) is None and cause(silent, 0) == ([1], "gives no answer")
 
 
 def test_answers_travel():
