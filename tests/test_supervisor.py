@@ -23,11 +23,9 @@ def preempted(*_):
     time.sleep(0.2)
     os._exit(75)
 
-if mode == "late":
-    time.sleep(1.5)
-if mode == "starting":
+if mode in ("late", "starting"):
     print("here", flush=True)
-    time.sleep(600)
+    time.sleep(1.5 if mode == "late" else 600)
 signal.signal(signal.SIGUSR1, signal.SIG_IGN if mode == "deaf" or "stopped" in mode else preempted)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 outcome.up()
@@ -156,8 +154,7 @@ def test_the_exit_code_and_the_cause_are_the_ranks_own(launch, mode, restarts, c
 )
 def test_every_signal_asks_the_ranks_to_stop(launch, mode, signums):
     process = launch(mode, restarts=3)
-    lines = [] if mode == "late" else [process.stdout.readline() for _ in range(2)]
-    time.sleep(0.5 if mode == "late" else 0)
+    lines = [process.stdout.readline() for _ in range(2)]
     for signum in signums:
         process.send_signal(signum)
     out, err = process.communicate(timeout=60)

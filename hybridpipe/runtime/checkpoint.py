@@ -47,6 +47,9 @@ from hybridpipe.stage.state import (
 )
 
 PAUSE_SECONDS = 2e-3  # between two looks for a message
+# A rank that cannot write removes the directory before it tells. What others miss there is not the first
+# cause: they tell only if nobody has in this time, which is longer than any rank lets others go first.
+GIVEN_UP_SECONDS = 4.0
 BEGUN, WRITTEN, PUBLISHED = range(3)  # tags
 
 JSON = Any
@@ -245,6 +248,8 @@ class Saver:
                 self._error = failed  # told by the training thread
                 return
             if isinstance(failed, NotSaved):
+                if isinstance(error.__cause__, FileNotFoundError):
+                    time.sleep(GIVEN_UP_SECONDS)
                 failure.refuse(failed)
             raise  # the thread's excepthook reports it, and ends the job
 
@@ -273,7 +278,7 @@ def _written(folder: Path, snapshot: Snapshot) -> list[FileEntry]:
         raise UserError(
             f"{folder}: is not seen on host {socket.gethostname()}: "
             "checkpoints go to a folder that all ranks share"
-        )
+        ) from FileNotFoundError(folder)
     entries = []
     for name, state in snapshot.files.items():
         with position.in_saving(f"writes {name}"):
