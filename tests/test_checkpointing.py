@@ -13,8 +13,9 @@ from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest, verify
-from hybridpipe.checkpointing import Checkpointing
+from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.errors import UserError
+from hybridpipe.planning.schedules import losses_late
 from hybridpipe.runtime import seen
 from hybridpipe.stage import measure
 from hybridpipe.stage.state import Generators
@@ -145,6 +146,24 @@ def test_only_who_saves_notes_what_is_in_flight(make, data, tmp_path, monkeypatc
     assert len(noted) == 5
     trainer.fit(data)
     assert len(noted) == 5
+
+
+def test_of_an_asynchronous_stream_one_snapshot_at_a_time_waits(make, data, tmp_path, monkeypatch):
+    """Each is a copy of the whole state, and waits here for the losses of three minibatches more."""
+    trainer = make(plan=Plan((StageSpec(0, 4),), "pipedream", num_microbatches=1))
+    copies, at_cut = [], Keeper.at_cut
+
+    def look(keeper, step, cut):
+        at_cut(keeper, step, cut)
+        copies.append(len(keeper._waiting))
+
+    monkeypatch.setattr(Keeper, "at_cut", look)
+    trainer.fit(data, epochs=2, checkpoint=Checkpointing(tmp_path, every=1, keep=99))
+    assert max(copies) == 1
+    late = losses_late(trainer.plan)
+    assert late == 3
+    steps = sorted(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*"))
+    assert steps == [1, 1 + late + 1, 6, 6 + late + 1]
 
 
 def test_a_stop_is_saved_and_can_be_gone_on_with_in_the_same_process(make, data, tmp_path):

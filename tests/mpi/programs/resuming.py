@@ -156,8 +156,8 @@ def exact(spec: str, optimizer: str, folder: Path) -> None:
     assert train(trainer, data, None, epochs=2) == losses, "saving has changed the training"
     trainer.close()
     steps = sorted(int(path.name.removeprefix("step-")) for path in (folder / "whole").glob("step-*"))
-    assert len(steps) >= 4, steps
-    for step in (steps[1], steps[-2]) if len(sys.argv) > 4 else steps[:-1]:
+    assert len(steps) >= 3, steps
+    for step in steps[-3:-1] if len(sys.argv) > 4 else steps[:-1]:
         seed_process(99)
         trainer = make_trainer(spec, optimizer)
         rest = folder / f"from-{step}"
