@@ -18,7 +18,7 @@ from hybridpipe.planning.schedules import cuts_every, losses_late
 from hybridpipe.runtime import checkpoint, failure
 from hybridpipe.runtime.checkpoint import Saver, Snapshot
 from hybridpipe.runtime.worker import Worker
-from hybridpipe.stage.state import pack
+from hybridpipe.stage.state import pack, statistics
 from hybridpipe.standing import SoFar
 
 JSON = Any
@@ -53,13 +53,13 @@ def described(worker: Worker, epoch: int, so_far: SoFar, run: dict[str, JSON]) -
     Args:
         run: what the trainer wants to know when it resumes.
     """
-    model = checkpoint.described_model(worker)
+    model, means = checkpoint.described_model(worker), sorted(statistics(worker.model))
     return {
         "epoch": epoch,
         "position": so_far.position,
         "plan": checkpoint.plan_json(worker.plan),
         "versions": checkpoint.software(),
-        "run": pack({**run, "so_far": asdict(so_far), "model": model}, "run", {}),
+        "run": pack({**run, "so_far": asdict(so_far), "model": model, "statistics": means}, "run", {}),
     }
 
 

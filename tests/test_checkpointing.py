@@ -338,3 +338,10 @@ def test_save_waits_for_a_moment_when_there_is_something_to_save(make, data, tmp
 def test_counts_are_positive(tmp_path, options):
     with pytest.raises(ValueError, match=f"^{min(options)} must be an integer >= 1, got 0$"):
         Checkpointing(tmp_path, **options)
+
+
+def test_the_summary_counts_the_updates_that_were_left_out(make):
+    trainer = make(on_nonfinite="skip")
+    for value in (1.0, torch.nan, 1.0):
+        trainer.train_step(torch.full((8, 4), value).double(), torch.zeros(8, dtype=torch.long))
+    assert trainer.summary()["updates_left_out"] == 1
