@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from hybridpipe.errors import UserError
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.cuts import Cut
-from hybridpipe.planning.schedules import cuts_every, losses_late
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules import ceil_div, cuts_every, losses_late
 from hybridpipe.runtime import checkpoint, failure
 from hybridpipe.runtime.checkpoint import Saver, Snapshot
 from hybridpipe.runtime.worker import Worker
@@ -32,8 +33,8 @@ class Checkpointing:
         folder: holds the checkpoints; every rank sees it.
         every: minibatches; None: at the end of each epoch. Under pipedream with replicas it is the next
             minibatch after which every stage has updated (`planning.schedules.cuts_every`). Under
-            asynchronous schedules one that is due while the one before still waits for its losses
-            (`losses_late` minibatches and a round) is left out: no two whole copies of the state wait.
+            asynchronous schedules a snapshot waits for its losses for so long that a small number is taken
+            times 2, 3, …, so that no two copies of the whole state wait at once.
         keep: so many of the last ones stay.
     """
 
@@ -63,6 +64,17 @@ def described(worker: Worker, epoch: int, so_far: SoFar, run: dict[str, JSON]) -
     }
 
 
+def _far_enough(every: int, plan: Plan) -> int:
+    """The multiple of `every` after which the losses of the last snapshot are in, on every rank.
+
+    By the step alone: ranks hear of losses at different moments, and a resumed run saves at the same steps.
+    """
+    if not plan.is_asynchronous:
+        return every
+    apart = losses_late(plan) + 2 * cuts_every(plan)  # the cut may be late, and the update before it
+    return every * ceil_div(apart, every)
+
+
 class _Waiting(NamedTuple):
     """A snapshot that waits for the losses of the epoch's first `position` minibatches."""
 
@@ -90,16 +102,15 @@ class Keeper:
     ) -> None:
         self._asked, self._saver, self._worker, self._describe = asked, saver, worker, describe
         self._last_cut, self._saved = step, saved
-        self._taken = -1  # the step of the last snapshot
+        self._every = None if asked.every is None else _far_enough(asked.every, worker.plan)
         self._waiting = deque[_Waiting]()
         self._tried = False
 
     def at_cut(self, step: int, cut: Cut) -> None:
         """An update is done, and every stage will have the same minibatches after it: a snapshot, if due."""
-        every, before, self._last_cut = self._asked.every, self._last_cut, step
+        every, before, self._last_cut = self._every, self._last_cut, step
         if cut.done == cut.total if every is None else step // every > before // every:
-            if not self._one_waits(step, cut):
-                self.take(step, cut)
+            self.take(step, cut)
         elif not self._tried:  # what cannot be saved is told at once, not an epoch later
             self._guarded(lambda: checkpoint.referred(self._worker, cut))
         self._tried = True
@@ -107,16 +118,9 @@ class Keeper:
     def take(self, step: int, cut: Cut) -> None:
         """A snapshot now, unless this step has one."""
         if self._saved != step:
-            self._saved = self._taken = step
+            self._saved = step
             snapshot = self._guarded(lambda: checkpoint.take(self._worker, step, cut))
             self._waiting.append(_Waiting(snapshot, cut.done))
-
-    def _one_waits(self, step: int, cut: Cut) -> bool:
-        """By the step and not by `_waiting`, as ranks hear of the losses at different moments."""
-        plan = self._worker.plan
-        if not plan.is_asynchronous or self._taken <= step - cut.done:  # of a stream whose losses are all in
-            return False
-        return step - self._taken < losses_late(plan) + cuts_every(plan)
 
     def losses_in(self, so_far: SoFar) -> None:
         """One more loss is in; the snapshot that has waited for this one is written."""

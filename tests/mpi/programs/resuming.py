@@ -30,6 +30,7 @@ from hybridpipe.stage.state import State, read_optimizer, under
 
 MICROBATCH, COUNT, SEED, NUM_LAYERS = 2, 4, 7, 8
 NUM_MINIBATCHES, EVERY = 9, 4  # most checkpoints lie inside an epoch; the last minibatch is short
+NUM_IN_FLIGHT = 17  # for asynchronous plans, under which EVERY counts several times
 LONG = 25  # so that one under way can be stopped
 AT, SAVED = 4, "step-00000004"  # of pairs
 OPTIMIZERS = {
@@ -145,8 +146,8 @@ def differ(one: Path, other: Path) -> None:
 
 def exact(spec: str, optimizer: str, folder: Path) -> None:
     """Two epochs at once, and from every checkpoint on: the same losses, and the same files later on."""
-    data = make_data(NUM_MINIBATCHES)
     trainer = make_trainer(spec, optimizer)
+    data = make_data(NUM_IN_FLIGHT if trainer.plan.is_asynchronous else NUM_MINIBATCHES)
     rank = trainer.world.rank
     seed_process(rank)
     losses = train(trainer, data, folder / "whole", epochs=2)
