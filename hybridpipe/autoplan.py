@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from hybridpipe.config import SOURCES
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION, Cluster
+from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.search import (
@@ -69,12 +69,10 @@ def autoplan(
         plan: one of SOURCES, or a plan that is only to be predicted; then there are no candidates.
         profile: the model's; that of rank 0 counts.
         schedule, recompute, vertical_sync, max_in_flight: of a plan that is searched for (`search.Asked`).
-        compression: of gradients; others than float32 travel as they are.
+        compression: of gradients (`Cluster.compressing`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
     """
-    cluster = probe(world, work)
-    if profile.dtype == "float32":
-        cluster = replace(cluster, allreduce_factor=COMPRESSIONS[compression])
+    cluster = probe(world, work).compressing(compression, profile.dtype)
     choice: Choice | ValueError | None = None
     if world.rank == 0:
         try:

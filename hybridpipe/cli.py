@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hybridpipe import outcome
 from hybridpipe.errors import UserError
 from hybridpipe.launcher import launched_rank
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION, Cluster
+from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.runtime import preemption
@@ -29,14 +29,14 @@ RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0, 1 for a failed check, 2 for a mistake of the user."""
+    """Run one command. Returns its exit code: 0, 1 for what failed, 2 for a mistake of the user."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
     except UserError as error:
-        outcome.tell(2, str(error))
+        outcome.tell(error.exit_code, str(error), step=error.step)
         _tell(f"hybridpipe: {error}")
-        return 2
+        return error.exit_code
     return code
 
 
@@ -123,7 +123,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
     if options.compression != NO_COMPRESSION:
-        cluster = replace(cluster, allreduce_factor=COMPRESSIONS[options.compression])
+        cluster = cluster.compressing(options.compression, profile.dtype)
     if options.memory is not None:
         cluster = replace(cluster, memory_bytes=options.memory)
     ranks = options.ranks or cluster.num_ranks
@@ -308,6 +308,7 @@ def _launch(options: argparse.Namespace) -> int:
             min_ranks=options.min_ranks or ranks,
             deadline_seconds=options.deadline,
             fixed_plan=plan.endswith(".json"),
+            resumes=training.resume == "auto",
         )
     )
 

@@ -9,6 +9,19 @@ _LONGEST_LIST = 12  # names; a longer list helps nobody in one line
 class UserError(ValueError):
     """A mistake in a file, a configuration or an argument; its text is one line, commands exit with 2."""
 
+    exit_code = 2
+    step: int | None = None  # of the training, where it is known
+
+
+class NotSaved(UserError):
+    """A checkpoint could not be written. Told as a mistake is, but another attempt may go better."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, step: int | None = None) -> None:
+        super().__init__(what)
+        self.step = step
+
 
 def suggest(name: str, allowed: Iterable[str]) -> str:
     """What the user may have meant by `name`: " (did you mean 'stop'? allowed: start, stop)", or nothing."""

@@ -5,7 +5,7 @@ same would come again: the user's mistake, or the same error at the same step tw
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridpipe.outcome import PREEMPTED, Outcome
 
@@ -25,6 +25,7 @@ class Attempt:
     error: str = ""
     step: int | None = None
     has_begun: bool = True  # a rank was up
+    overdue: bool = False  # asked to stop, it did not by the deadline
 
 
 def attempt(returncode: int, told: Sequence[Outcome], ranks: int, has_begun: bool) -> Attempt:
@@ -56,6 +57,14 @@ def why_not_again(attempts: Sequence[Attempt], max_restarts: int) -> str | None:
         where = "before any rank was up" if not last.has_begun else f"at step {last.step}"
         return f"the same error came {where} twice in a row"
     return None
+
+
+def stopped_instead(last: Attempt) -> Attempt:
+    """An attempt that another one would have followed from a checkpoint, had nobody asked to stop."""
+    if last.overdue:  # it was to save and could not, which whoever asked has to know
+        return last
+    cause = f"asked to stop, and so not started again ({last.cause})"
+    return replace(last, code=PREEMPTED, cause=cause)
 
 
 def _same(before: Attempt, last: Attempt) -> bool:

@@ -45,6 +45,7 @@ class Asked:
         words: the command for every rank, such as ("train", "digits.toml", "--plan", "auto").
         out: the folder that the training writes to, which every host sees.
         checkpoints: its folder of checkpoints.
+        resumes: the words say --resume auto: what lies in that folder is this training's.
         slots: ranks that each host can take; empty: this one, or the Slurm allocation as a whole.
         fixed_plan: the plan is a file, which fits this number of ranks only.
     """
@@ -59,6 +60,7 @@ class Asked:
     min_ranks: int = 1
     deadline_seconds: float = 100.0
     fixed_plan: bool = False
+    resumes: bool = False
     program: tuple[str, ...] = PROGRAM
 
 
@@ -105,26 +107,56 @@ def _hosts_of_slurm(env: Mapping[str, str]) -> list[str]:
 
 
 def supervise(asked: Asked) -> int:
-    """Run the job to its end, in as many attempts as it takes. The exit code is the last attempt's."""
+    """Run the job to its end, in as many attempts as it takes.
+
+    Returns:
+        the exit code of the last attempt; 75 if it was lost, but is not followed by another from a
+        checkpoint only because somebody asked to stop.
+    """
     try:
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{asked.out}: cannot be made: {error.strerror}") from None
     attempts: list[restarts.Attempt] = []
+    found = _present(asked)
     following: Asked | None = asked
     with _asked_to_stop() as stop:
         while following is not None:
             ended = _attempt(following, len(attempts), stop)
             attempts.append(ended)
             why = restarts.why_not_again(attempts, asked.max_restarts)
-            following = _on_what_is_left(asked) if why is None else None
+            following = _on_what_is_left(asked) if why is None and stop.signum is None else None
+            has_saved = _has_saved(asked, found)
             if stop.signum is not None:
+                if why is None and has_saved:
+                    attempts[-1] = restarts.stopped_instead(ended)
                 why, following = "it was asked to stop", None
             if following is not None:
-                start = "the last good checkpoint" if checkpoints(asked.checkpoints) else "the start"
+                start = "where it began"  # which --resume may have named
+                if has_saved:
+                    start = "the last good checkpoint"
+                    following = replace(following, words=(*following.words, "--resume", "auto"))
                 _say(f"attempt {len(attempts) - 1}: {ended.cause}; again, from {start}")
     _report(attempts, why or f"--min-ranks is {asked.min_ranks}")
     return attempts[-1].code
+
+
+def _present(asked: Asked) -> set[tuple[str, int]]:
+    """The checkpoints that are there, each of which another training may replace under its name."""
+    present = set()
+    for each in checkpoints(asked.checkpoints):
+        with contextlib.suppress(FileNotFoundError):  # a rank of a lost host may yet be deleting it
+            present.add((each.name, each.stat().st_ino))
+    return present
+
+
+def _has_saved(asked: Asked, found: set[tuple[str, int]]) -> bool:
+    """Is there a checkpoint of this training? What was found before may be that of another one.
+
+    An attempt that is lost early has not yet put another training's folder aside.
+    """
+    present = _present(asked)
+    return bool(present if asked.resumes else present - found)
 
 
 @contextlib.contextmanager
@@ -142,12 +174,10 @@ def _asked_to_stop() -> Iterator[Stop]:
 def _attempt(asked: Asked, number: int, stop: Stop) -> restarts.Attempt:
     """Start the job, see it to its end and leave no process behind."""
     told_in = Path(tempfile.mkdtemp(prefix=".launch-", dir=asked.out)).resolve()
-    # Without a checkpoint of its own the job starts as it did, from one that --resume may name.
-    words = [*asked.words, *(("--resume", "auto") if number and checkpoints(asked.checkpoints) else ())]
     env = {**os.environ, outcome.DIRECTORY: str(told_in), outcome.ATTEMPT: str(number)}
     if sys.stderr.isatty():
         env["HYBRIDPIPE_TERMINAL"] = "1"
-    argv, env = _command(asked, [*asked.program, *words], env)
+    argv, env = _command(asked, [*asked.program, *asked.words], env)
     job = launcher.start(argv, env)
     try:
         ended_because = _wait(job, asked, told_in, stop)
@@ -160,10 +190,10 @@ def _attempt(asked: Asked, number: int, stop: Stop) -> restarts.Attempt:
     ended = restarts.attempt(code, told, asked.ranks, has_begun)
     if stop.signum is not None and not told:
         because = ended_because
-        if ended.code == 128 + signal.SIGUSR1:  # no checkpoints were asked for, or the ranks were not up
-            because = "the job was asked to stop, and had nothing to save"
+        if ended.code == 128 + signal.SIGUSR1:  # what the signal does to a rank that is not up
+            because = "the job was asked to stop before its ranks were up"
         if because:
-            return replace(ended, code=128 + stop.signum, cause=because)
+            return replace(ended, code=128 + stop.signum, cause=because, overdue=bool(ended_because))
     return ended
 
 

@@ -145,7 +145,8 @@ class Trainer:
         self._worker: Worker | None = None
         given = read_given(plan)
         sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
-        check_alike(self.world, facts(model, loss, self.rule, given, seed=seed, schedule=schedule, **sizes))
+        alike = {"seed": seed, "schedule": schedule, "hang_timeout": hang_timeout, **sizes}
+        check_alike(self.world, facts(model, loss, self.rule, given, **alike))
         asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
         self._maker = PlanMaker(
             given,
@@ -279,7 +280,8 @@ class Trainer:
 
         Raises:
             Preempted: with `checkpoint`: a rank was asked to stop; all have, and what was trained is saved.
-            UserError: the state is such that it cannot be saved, or could not be written.
+            UserError: the state is such that it cannot be saved.
+            NotSaved: it could not be written.
             ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
                 are no classes.
         """

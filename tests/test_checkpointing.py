@@ -1,6 +1,9 @@
 """Saving and resuming with the trainer in a world of one rank; tests/mpi/test_resuming.py has the others."""
 
 import copy
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ from torch.utils.data import TensorDataset
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest, verify
 from hybridpipe.checkpointing import Checkpointing, Keeper
-from hybridpipe.errors import UserError
+from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.planning.schedules import losses_late
 from hybridpipe.runtime import seen
 from hybridpipe.stage import measure
@@ -223,6 +226,39 @@ def test_weights_alone(make, data, tmp_path):
     assert_equal(weights(trainer), dict(model.state_dict())) and trainer.step == 0
 
 
+# Its own process: a training that is stopped ends it. TERM comes while the first `fit` writes its last state.
+ASKED_LATE = """
+import sys
+from functools import partial
+import torch
+from torch import nn
+from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe.checkpointing import Checkpointing
+
+inputs = torch.randn(24, 4)
+data = torch.utils.data.TensorDataset(inputs, inputs.argmax(1))
+trainer = Trainer(nn.Sequential(nn.Linear(4, 4)), loss=nn.functional.cross_entropy,
+    optimizer=partial(torch.optim.SGD, lr=0.1), plan=Plan((StageSpec(0, 1),)), minibatch_size=8)
+trainer.fit(data, checkpoint=Checkpointing(sys.argv[1]))
+print("first", trainer.step, flush=True)
+trainer.fit(data)
+print("not saved", trainer.step, flush=True)
+trainer.fit(data, checkpoint=Checkpointing(sys.argv[1]))
+print("not reached", flush=True)
+"""
+
+
+def test_a_signal_behind_the_last_minibatch_stops_the_next_fit_that_saves(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_LATE, str(tmp_path)], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "HYBRIDPIPE_FAULT": "point=save-manifest,kind=term"},
+    )  # fmt: skip
+    assert done.returncode == 75, done.stderr
+    assert done.stdout == "first 3\nnot saved 6\n"
+    assert f"stopped at step 6, saved as {tmp_path}/step-00000006" in done.stderr
+    assert verify(tmp_path / "step-00000006").step == 6
+
+
 REFUSED = {
     "model": (
         {"model": net(width=7)},
@@ -297,8 +333,9 @@ def test_a_failed_write_ends_fit_in_one_line_and_the_one_before_stays(make, data
         return real(path, *arguments)
 
     monkeypatch.setattr(runtime, "write_shard", full)
-    with pytest.raises(UserError, match=r"/rank-0000\.safetensors: cannot be written: No space left"):
+    with pytest.raises(NotSaved, match=r"/rank-0000\.safetensors: cannot be written: No space left") as told:
         trainer.fit(data, checkpoint=Checkpointing(tmp_path))
+    assert (told.value.exit_code, told.value.step) == (1, 10)  # no mistake: `launch` may start it again
     assert make().resume(tmp_path)[0].startswith(f"resuming from {tmp_path}/step-00000005: ")
     assert not [*tmp_path.glob(".step*")]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hybridpipe.outcome import Outcome
-from hybridpipe.restarts import Attempt, attempt, ranks_left, why_not_again
+from hybridpipe.restarts import Attempt, attempt, ranks_left, stopped_instead, why_not_again
 
 
 def told(code, cause="", step=None, at=0.0, rank=0):
@@ -57,6 +57,12 @@ def test_what_an_attempt_came_to(returncode, words, code, cause):
 )
 def test_whether_it_is_started_again(attempts, max_restarts, why):
     assert why_not_again(attempts, max_restarts) == why
+
+
+def test_a_stop_between_two_attempts_is_a_preemption_but_not_one_that_missed_its_deadline():
+    assert stopped_instead(LOST).code == 75
+    late = Attempt(4, 143, "the job did not stop within the deadline of 9 s", overdue=True)
+    assert stopped_instead(late) == late
 
 
 @pytest.mark.parametrize("slots, left", [(8, 4), (3, 3), (2, 2), (1, None), (0, None)])

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 RANK = """
 import os, signal, subprocess, sys, time
 from hybridpipe import outcome
+from pathlib import Path
 mode, rank, attempt = sys.argv[1], int(os.environ["OMPI_COMM_WORLD_RANK"]), os.environ["HYBRIDPIPE_ATTEMPT"]
 
 def preempted(*_):
@@ -23,14 +25,23 @@ def preempted(*_):
 
 if mode == "late":
     time.sleep(1.5)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN if mode == "deaf" else preempted)
+if mode == "starting":
+    print("here", flush=True)
+    time.sleep(600)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN if mode == "deaf" or "stopped" in mode else preempted)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 outcome.up()
 child = subprocess.Popen(["sleep", "600"], start_new_session=True) if mode == "deaf" else None
 print("pids", os.getpid(), child.pid if child else 0, " ".join(sys.argv[2:]), flush=True)
 if mode in ("late", "waits", "deaf"):
     time.sleep(600)
-if mode == "dies-once" and attempt == "0" and rank == 1:
+if mode.startswith("dies") and attempt == "0" and rank == 1:
+    if "saved" in mode:
+        folder = Path(__file__).parent  # `train` puts the other training's aside
+        (folder / "step-00000004").rename(folder / "aside")
+        (folder / "step-00000004").mkdir()
+    if "stopped" in mode:
+        os.kill(int(os.environ["SUPERVISOR"]), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "raises" and rank == 1:
     outcome.tell(1, f"rank 1, step 3: E (pid {os.getpid()})", "E", 3)
@@ -46,14 +57,16 @@ if mode == "hangs":
 time.sleep(0.3)
 """
 DRIVER = """
-import sys
+import os, sys
 from pathlib import Path
 from hybridpipe import supervisor
+os.environ["SUPERVISOR"] = str(os.getpid())
 supervisor.BACKSTOP_SECONDS = 1.0
-out, mode, restarts, deadline = sys.argv[1:]
+out, mode, restarts, deadline, *words = sys.argv[1:]
 sys.exit(supervisor.supervise(supervisor.Asked(
-    words=(mode,), out=Path(out), checkpoints=Path(out), ranks=2, max_restarts=int(restarts),
-    deadline_seconds=float(deadline), program=(sys.executable, out + "/rank.py"))))
+    words=(mode, *words), resumes="auto" in words, out=Path(out), checkpoints=Path(out), ranks=2,
+    max_restarts=int(restarts), deadline_seconds=float(deadline),
+    program=(sys.executable, out + "/rank.py"))))
 """
 
 
@@ -61,12 +74,12 @@ sys.exit(supervisor.supervise(supervisor.Asked(
 def launch(tmp_path):
     """`launch(mode)` starts a supervisor with two ranks; whatever is left of it at the end is killed."""
     (tmp_path / "rank.py").write_text(RANK)
-    (tmp_path / "step-00000004").mkdir()  # as if one were there
+    (tmp_path / "step-00000004").mkdir()  # an earlier training's
     started = []
 
-    def start(mode, restarts=0, deadline=30.0):
+    def start(mode, restarts=0, deadline=30.0, words=()):
         process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(tmp_path), mode, str(restarts), str(deadline)],
+            [sys.executable, "-c", DRIVER, str(tmp_path), mode, str(restarts), str(deadline), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -93,16 +106,28 @@ def nobody_is_left(output):
     return not any(alive(pid) for pid in pids if pid)
 
 
-def test_a_lost_rank_and_a_second_attempt(launch, tmp_path):
-    process = launch("dies-once", restarts=2)
+OTHER = "--resume elsewhere/step-00000002"
+
+
+@pytest.mark.parametrize(
+    "mode, words, second",
+    [
+        ("dies", "", ""),  # what lies there is an earlier training's, which nobody asked to go on with
+        ("dies", OTHER, OTHER),
+        ("dies", "--resume auto", "--resume auto --resume auto"),
+        ("dies-saved", "", "--resume auto"),
+        ("dies-saved", OTHER, f"{OTHER} --resume auto"),
+    ],
+)
+def test_a_second_attempt_goes_on_with_this_trainings_checkpoint_only(launch, mode, words, second):
+    process = launch(mode, restarts=2, words=words.split())
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "hybridpipe launch: attempt 0: a rank was lost: SIGKILL; again" in err
+    start = "the last good checkpoint" if second.endswith("auto") else "where it began"
+    assert f"hybridpipe launch: attempt 0: a rank was lost: SIGKILL; again, from {start}" in err
     assert err.rstrip().endswith("hybridpipe launch: done after 2 attempts")
-    lines = [line.split(maxsplit=3) for line in out.splitlines()]
-    resumed = [line for line in lines if line[3:] == ["--resume auto"]]
-    assert len(resumed) == 2 and nobody_is_left(out)
-    assert {path.name for path in tmp_path.iterdir()} == {"rank.py", "step-00000004"}
+    started = Counter(" ".join(line.split()[3:]) for line in out.splitlines())
+    assert started == Counter([words, second] * 2) and nobody_is_left(out)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +168,23 @@ def test_every_signal_asks_the_ranks_to_stop(launch, mode, signums):
     assert "stopped at step 5; exit code 75: start it again with --resume auto" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "mode, restarts, code",
+    [
+        ("dies-saved-stopped", 2, 75),  # Slurm's script puts it back into the queue
+        ("dies-saved-stopped", 0, 137),  # there would have been no other attempt in any case
+        ("dies-stopped", 2, 137),  # nothing to go on with: the checkpoint is an earlier training's
+    ],
+)
+def test_asked_to_stop_when_a_rank_is_lost_it_says_whether_it_can_go_on(launch, mode, restarts, code):
+    process = launch(mode, restarts)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert ("exit code 75: start it again with --resume auto" in err.splitlines()[-1]) == (code == 75)
+    assert "a rank was lost: SIGKILL" in err.splitlines()[-1] and "; again" not in err
+    assert nobody_is_left(out)
+
+
 def test_after_the_deadline_nobody_is_left(launch):
     """Ranks that ignore every signal, and a process of theirs in a session of its own."""
     process = launch("deaf", restarts=3, deadline=1.5)
@@ -154,6 +196,15 @@ def test_after_the_deadline_nobody_is_left(launch):
     assert 1.5 < time.monotonic() - began < 12
     assert "did not stop within the deadline of 1.5 s" in err.splitlines()[-1]
     assert nobody_is_left("".join(lines) + out)
+
+
+def test_ranks_that_are_not_up_are_told_at_half_of_the_deadline_and_end_of_it(launch):
+    process = launch("starting", deadline=6.0)
+    assert process.stdout.readline() == process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.rstrip().endswith("the job was asked to stop before its ranks were up"), err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ them by default: with 4 ranks per node, ranks 0 to 3 are on the first node.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hybridpipe.planning.checks import factor, non_negative, non_negative_int, positive, positive_int
@@ -164,6 +164,11 @@ class Cluster:
     def flat(cls, ranks: int, bandwidth: float, latency_seconds: float) -> "Cluster":
         """Equal ranks, each with its own processor, behind one switch."""
         return cls(levels=(Level("network", ranks, bandwidth, latency_seconds),))
+
+    def compressing(self, compression: str, dtype: str) -> "Cluster":
+        """With gradients of that type compressed on their way (COMPRESSIONS); only float32 ones are."""
+        factor_now = COMPRESSIONS[compression] if dtype == "float32" else 1.0
+        return replace(self, allreduce_factor=factor_now)
 
     @property
     def num_ranks(self) -> int:

@@ -190,6 +190,7 @@ class Boundary:
         """A wait takes long: raises ProtocolError if the peer has sent what nobody will ever ask for."""
         for posted in self._posted.values():
             if posted.pending.is_complete():
+                posted.pending.wait()  # one of another size has filled no buffer, and says so here
                 posted.check()
         for tag, message in self._transport.unclaimed(peer):
             if tag % KINDS == SPEC:

@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 
 from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.shard import FileEntry, write_shard
-from hybridpipe.errors import UserError
+from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.planning.cuts import Cut, num_updates, versions_in_use
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime import failure, faults
@@ -238,12 +238,14 @@ class Saver:
                 self._communicator.send(_written(folder, snapshot), 0, WRITTEN)
                 self._receive(0, PUBLISHED)
         except BaseException as error:
+            # Of a full disk or a lost mount one line says enough; but a mistake would not be tried again.
+            failed = NotSaved(str(error), snapshot.step) if isinstance(error, UserError) else error
             if self._communicator.size == 1:
                 directory.abandon(root, snapshot.step)
-                self._error = error  # told by the training thread
+                self._error = failed  # told by the training thread
                 return
-            if isinstance(error, UserError):
-                failure.refuse(error)
+            if isinstance(failed, NotSaved):
+                failure.refuse(failed)
             raise  # the thread's excepthook reports it, and ends the job
 
     def _lead(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON], keep: int) -> None:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hybridpipe import outcome
+from hybridpipe.errors import UserError
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.position import position
 
@@ -113,13 +114,17 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """A mistake of the user: one line and exit code 2. The first rank that sees it ends the job for all."""
-    outcome.tell(2, str(error))
+    """One line and exit code 2, a mistake of the user, if the error names no other; no traceback.
+
+    The first rank that sees it ends the job for all.
+    """
+    code, step = (error.exit_code, error.step) if isinstance(error, UserError) else (2, None)
+    outcome.tell(code, str(error), step=step)
     time.sleep(2 * STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
     print(f"hybridpipe: {error}", file=sys.stderr, flush=True)
     if MPI.COMM_WORLD.size == 1:
-        sys.exit(2)
-    end_job(2)
+        sys.exit(code)
+    end_job(code)
 
 
 def end_launcher_if_stuck() -> None:

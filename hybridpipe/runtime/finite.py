@@ -75,7 +75,7 @@ class Finite:
 
     def _seem_finite(self, losses: Mapping[int, Tensor]) -> bool:
         """False where something may be wrong: a norm can overflow, too."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [_dense(p.grad) for p in self._parameters if p.grad is not None]
         numbers = [*(torch._foreach_norm(gradients) if gradients else []), *losses.values()]
         if not numbers:
             return True
@@ -91,8 +91,10 @@ class Finite:
                 yield self._last + 1, f"{what} (stage {self._last}) is not finite: {loss.item()}"
         for number, stage in sorted(zip(self._held, self._stages, strict=True), key=lambda each: -each[0]):
             for name, parameter in reversed(list(stage.module.named_parameters())):
-                gradient = parameter.grad
-                if gradient is not None and not gradient.isfinite().all():
+                if parameter.grad is None:
+                    continue
+                gradient = _dense(parameter.grad)
+                if not gradient.isfinite().all():
                     index, _, rest = name.partition(".")
                     layer = (
                         f"layer {stage.first_layer + int(index)} ({type(stage.module[int(index)]).__name__})"
@@ -100,3 +102,8 @@ class Finite:
                     where = f"the gradient of step {step}, stage {number}, {layer}, {rest} is not finite"
                     nan, infinite = int(gradient.isnan().sum()), int(gradient.isinf().sum())
                     yield number, f"{where}: {nan} NaN and {infinite} infinite of {gradient.numel()}"
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient; of a sparse one, such as an embedding's, those that are there."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -67,7 +67,7 @@ class _Receiving:
         self._completed = True
 
     def is_complete(self) -> bool:
-        return self._completed
+        return self._completed or not self._queue.empty()
 
 
 class QueueTransport:

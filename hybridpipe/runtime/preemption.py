@@ -4,8 +4,9 @@ USR1 and TERM ask. A handler only notes it; `Worker.share` carries the note to a
 all see it with the same minibatch and stop at the same step. A signal is taken on whatever thread it comes:
 blocking it for a thread that waits would have to precede numpy, whose OpenBLAS starts threads on import that
 would die of it. Python runs the handler when the main thread is next in Python, which is early enough: it has
-to get out of a receive, and to the next `share`, in any case. Imports neither torch nor MPI, because a
-command listens before it loads them; whoever does not listen is ended by the signal, as any process is.
+to get out of a receive, and to the next `share`, in any case. One that comes behind the last `share`, while
+the end is saved, stays noted for whoever listens next. Imports neither torch nor MPI, because a command
+listens before it loads them; whoever does not listen is ended by the signal, as any process is.
 """
 
 import atexit
@@ -50,8 +51,8 @@ _state = _State()
 
 
 def asked() -> bool:
-    """Was this rank asked to stop?"""
-    return _state.asked
+    """Was this rank asked to stop? Not for a training that does not listen: it would end unsaved."""
+    return _state.listening and _state.asked
 
 
 @contextlib.contextmanager
@@ -68,7 +69,7 @@ def listening(wanted: bool = True) -> Iterator[None]:
         if not _state.leaving:  # else a second signal would end what is about to end with 75
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-            _state.listening = _state.asked = False
+            _state.listening = False
 
 
 def listen() -> None:

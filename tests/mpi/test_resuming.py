@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridpipe import outcome, restarts
 from hybridpipe.checkpoint.directory import last_good, read_manifest
 
 MODEL = """
@@ -51,23 +52,26 @@ ASYNCHRONOUS = [
 ]  # fmt: skip
 
 
+@pytest.mark.timeout(240)  # half a minute alone; on a machine that others use, too, much more
 @pytest.mark.parametrize("specs", [SYNCHRONOUS, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
 def test_ten_minibatches_are_five_a_resumption_and_five_bit_for_bit(job, tmp_path, specs):
     """Later checkpoints of both are equal files: weights, versions, optimizer, random states, losses."""
-    printed = job(4, "resuming.py", "exact", str(tmp_path), *specs).stdout
+    printed = job(4, "resuming.py", "exact", str(tmp_path), *specs, timeout_seconds=200).stdout
     assert printed.count(": exact\n") == len(specs)
 
 
+@pytest.mark.timeout(240)
 def test_any_plan_goes_on_with_what_any_other_has_saved(job, tmp_path):
     """From the interleaved one, whose ranks hold two stages each, to one stage of all layers, too."""
     specs = [
         "2-2:gpipe", "2:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "1-2-1:pipedream",
         "2-1:pipedream-2bw",
     ]  # fmt: skip
-    printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs, timeout_seconds=180).stdout
+    printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs, timeout_seconds=200).stdout
     assert "6 x 6 pairs, adam: equal by name" in printed
 
 
+@pytest.mark.timeout(240)
 def test_a_stream_that_is_stopped_in_its_middle(job, tmp_path):
     """Ranks end with messages under way (and the job with mpirun's code for that), but all at one step."""
     spec = "1-2-1:pipedream"
@@ -90,6 +94,7 @@ def train(job, tmp_path):
     return run
 
 
+@pytest.mark.timeout(240)
 def test_the_command_goes_on_where_the_last_one_ended(train):
     """Twelve minibatches; the first command ends with eight, its metrics go one further, torn."""
     _, out = train("--plan", "straight", "--set", "train.epochs=2")
@@ -110,17 +115,23 @@ def test_the_command_goes_on_where_the_last_one_ended(train):
     assert "was another training's" in printed and (out / "checkpoints.old" / "step-00000012").is_dir()
 
 
-def test_another_seed_is_refused_and_so_is_a_full_disk(train):
-    """In one line each, and the checkpoint that is there stays."""
+@pytest.mark.timeout(240)
+def test_another_seed_is_refused_and_a_full_disk_told(train, tmp_path):
+    """In one line each, and the checkpoint that is there stays. Only the seed is a mistake for good."""
     _, out = train("--plan", "straight", "--set", "train.epochs=1")
     options = ["--plan", "dp", "--set", "train.seed=3", "--resume", "auto"]
     printed, _ = train(*options, fails=True)
     refused = f"hybridpipe: {out}/checkpoints/step-00000004: seed: the training has 3, the checkpoint 0\n"
     assert printed.count(refused) == 1
     options = ["--plan", "straight", "--resume", "auto"]
-    printed, _ = train(*options, fails=True, env={"SMALL_FILES": "1"})  # on rank 1
+    printed, _ = train(*options, fails=True, env={"SMALL_FILES": "1", "HYBRIDPIPE_OUTCOMES": str(tmp_path)})
     told = re.findall(r"hybridpipe: (\S+): cannot be written: File too large", printed)
     assert len(told) == 1 and Path(told[0]).name in ("stage-001.safetensors", "rank-0001.safetensors"), (
         printed
     )
+    (ended,) = outcome.read(tmp_path)  # rank 1
+    assert (ended.rank, ended.code, ended.step) == (1, 1, 5), ended
+    again = restarts.attempt(1, [ended], 2, has_begun=True)
+    assert restarts.why_not_again([again], 2) is None
+    assert restarts.why_not_again([again, again], 2) == "the same error came at step 5 twice in a row"
     assert read_manifest(last_good(out / "checkpoints")[0]).step == 4

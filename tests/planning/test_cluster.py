@@ -133,5 +133,6 @@ def test_beyond_the_measured_ranks_they_share_what_the_most_had(cluster, speeds)
 def test_compression_shortens_an_all_reduce_but_not_its_latency():
     measured = replace(NODE, allreduce=AllReduce(50.0, 0.5))
     for level in (NODE, measured):
-        whole, halved = (Cluster((level,), allreduce_factor=f).ring((0, 1)) for f in (1.0, 0.5))
+        whole, halved = (Cluster((level,)).compressing(c, "float32").ring((0, 1)) for c in ("none", "fp16"))
+        assert whole == Cluster((level,)).compressing("fp16", "float64").ring((0, 1))
         assert halved == Ring(whole.latency_seconds, whole.seconds_per_byte / 2)

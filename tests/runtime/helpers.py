@@ -167,7 +167,7 @@ def make_executors(
 
 
 def each_in_a_thread(plan: Plan, work: Callable[[int], None], barriers: Sequence[threading.Barrier]) -> None:
-    """`work(rank)` for each rank at once. Raises what the first failing rank raised."""
+    """`work(rank)` for each rank at once. Raises what the first failing rank raised, or would have told."""
     errors: list[Exception] = []
 
     def run(rank: int) -> None:
@@ -184,7 +184,7 @@ def each_in_a_thread(plan: Plan, work: Callable[[int], None], barriers: Sequence
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise min(errors, key=lambda error: getattr(error, "stagger_seconds", 0.0))  # as processes report
 
 
 def in_threads(

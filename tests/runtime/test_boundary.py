@@ -220,11 +220,21 @@ def test_a_message_that_does_not_match_the_plan_is_not_consumed(fault, told):
         pair.behind.receive_activation(1)
 
 
+def test_a_wrong_size_posted_ahead_is_told_as_such_by_who_waits_for_an_earlier_one():
+    """Its buffer was never filled: what stands there, of an older message perhaps, says nothing."""
+    pair = Pair()
+    pair.begin(2, 2, 2)
+    pair.forward(0, torch.randn(2, 3))
+    pair.before.send_activation(2, torch.randn(2, 3), "badsize")
+    with pytest.raises(ProtocolError, match=r"256 bytes came where the plan expects 128"):
+        pair.behind.receive_activation(1)
+
+
 def test_a_message_under_the_next_ones_tag_is_found_where_that_was_posted_ahead():
     pair = Pair()
     pair.begin(2, 2, 2)
     pair.forward(0, torch.randn(2, 3))
     pair.before.send_activation(1, torch.randn(2, 3), "badtag")
     pair.before.send_activation(2, torch.randn(2, 3))
-    with pytest.raises(ProtocolError, match=r"came a message with tag 12 where the plan expects 6"):
+    with pytest.raises(ProtocolError, match=r"from rank 0, tag 12: .* expects: microbatch 1 instead of 2"):
         pair.behind.receive_activation(1)

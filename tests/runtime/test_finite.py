@@ -91,3 +91,15 @@ def test_training_stops_before_the_weights_are_spoilt():
             make_plan("1-1", 2, 2), model, data, 2, nn.functional.mse_loss,
             rule=UpdateRule(partial(torch.optim.SGD, lr=0.1)),
         )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_a_sparse_gradient_is_looked_at_like_any_other():
+    """An embedding's with sparse=True: there is neither a norm nor isfinite of it as a whole."""
+    rank = Rank()
+    weight = rank.stage.module[0].weight
+    weight.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (3, 3))
+    assert rank.allows(1.0)
+    weight.grad = torch.sparse_coo_tensor([[1]], torch.tensor([[1.0, torch.nan, 1.0]]), (3, 3))
+    with pytest.raises(NotFinite, match=r"\(Linear\), weight is not finite: 1 NaN and 0 infinite of 3"):
+        rank.allows(1.0)
