@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from hybridpipe.errors import UserError
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.cuts import Cut
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules import ceil_div, cuts_every, losses_late
 from hybridpipe.runtime import checkpoint, failure
 from hybridpipe.runtime.checkpoint import Saver, Snapshot
 from hybridpipe.runtime.worker import Worker
-from hybridpipe.stage.state import pack
+from hybridpipe.stage.state import pack, statistics
 from hybridpipe.standing import SoFar
 
 JSON = Any
@@ -30,7 +32,9 @@ class Checkpointing:
     Args:
         folder: holds the checkpoints; every rank sees it.
         every: minibatches; None: at the end of each epoch. Under pipedream with replicas it is the next
-            minibatch after which every stage has updated (`planning.schedules.cuts_every`).
+            minibatch after which every stage has updated (`planning.schedules.cuts_every`). Under
+            asynchronous schedules a snapshot waits for its losses for so long that a small number is taken
+            times 2, 3, …, so that no two copies of the whole state wait at once.
         keep: so many of the last ones stay.
     """
 
@@ -50,14 +54,25 @@ def described(worker: Worker, epoch: int, so_far: SoFar, run: dict[str, JSON]) -
     Args:
         run: what the trainer wants to know when it resumes.
     """
-    model = checkpoint.described_model(worker)
+    model, means = checkpoint.described_model(worker), sorted(statistics(worker.model))
     return {
         "epoch": epoch,
         "position": so_far.position,
         "plan": checkpoint.plan_json(worker.plan),
         "versions": checkpoint.software(),
-        "run": pack({**run, "so_far": asdict(so_far), "model": model}, "run", {}),
+        "run": pack({**run, "so_far": asdict(so_far), "model": model, "statistics": means}, "run", {}),
     }
+
+
+def _far_enough(every: int, plan: Plan) -> int:
+    """The multiple of `every` after which the losses of the last snapshot are in, on every rank.
+
+    By the step alone: ranks hear of losses at different moments, and a resumed run saves at the same steps.
+    """
+    if not plan.is_asynchronous:
+        return every
+    apart = losses_late(plan) + 2 * cuts_every(plan)  # the cut may be late, and the update before it
+    return every * ceil_div(apart, every)
 
 
 class _Waiting(NamedTuple):
@@ -87,12 +102,13 @@ class Keeper:
     ) -> None:
         self._asked, self._saver, self._worker, self._describe = asked, saver, worker, describe
         self._last_cut, self._saved = step, saved
+        self._every = None if asked.every is None else _far_enough(asked.every, worker.plan)
         self._waiting = deque[_Waiting]()
         self._tried = False
 
     def at_cut(self, step: int, cut: Cut) -> None:
         """An update is done, and every stage will have the same minibatches after it: a snapshot, if due."""
-        every, before, self._last_cut = self._asked.every, self._last_cut, step
+        every, before, self._last_cut = self._every, self._last_cut, step
         if cut.done == cut.total if every is None else step // every > before // every:
             self.take(step, cut)
         elif not self._tried:  # what cannot be saved is told at once, not an epoch later

@@ -167,6 +167,8 @@ class Recorder:
         model; of all that `predicted_memory_bytes` (by rank of the plan) has the stage's weights only.
         `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
         the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
+        `updates_left_out` is how many of this run's a stage has left out for numbers that were not finite,
+        of the stage that left out most; under synchronous schedules all leave out the same.
         """
         busy = self._busy_seconds[WARM_UP:] or self._busy_seconds
         notes = worker.control.gather(
@@ -176,6 +178,7 @@ class Recorder:
                 "before": self._memory_before,
                 "p2p": worker.executor.bytes_sent if worker.executor else 0,
                 "allreduced": worker.executor.gradients.bytes_reduced if worker.executor else 0,
+                "left_out": worker.executor.num_skipped if worker.executor else 0,
             }
         )
         if notes is None:
@@ -204,6 +207,7 @@ class Recorder:
             "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
+            "updates_left_out": max(note["left_out"] for note in notes),
             "minibatches": past.minibatches,
         }
 

@@ -16,8 +16,9 @@ from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest, verify
-from hybridpipe.checkpointing import Checkpointing
+from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.errors import NotSaved, UserError
+from hybridpipe.planning.schedules import losses_late
 from hybridpipe.runtime import seen
 from hybridpipe.stage import measure
 from hybridpipe.stage.state import Generators
@@ -148,6 +149,24 @@ def test_only_who_saves_notes_what_is_in_flight(make, data, tmp_path, monkeypatc
     assert len(noted) == 5
     trainer.fit(data)
     assert len(noted) == 5
+
+
+def test_of_an_asynchronous_stream_one_snapshot_at_a_time_waits(make, data, tmp_path, monkeypatch):
+    """Each is a copy of the whole state, and waits here for the losses of three minibatches more."""
+    trainer = make(plan=Plan((StageSpec(0, 4),), "pipedream", num_microbatches=1))
+    copies, at_cut = [], Keeper.at_cut
+
+    def look(keeper, step, cut):
+        at_cut(keeper, step, cut)
+        copies.append(len(keeper._waiting))
+
+    monkeypatch.setattr(Keeper, "at_cut", look)
+    trainer.fit(data, epochs=2, checkpoint=Checkpointing(tmp_path, every=1, keep=99))
+    assert max(copies) == 1
+    late = losses_late(trainer.plan)
+    assert late == 3
+    steps = sorted(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*"))
+    assert steps == [late + 2, 2 * (late + 2)]
 
 
 def test_a_stop_is_saved_and_can_be_gone_on_with_in_the_same_process(make, data, tmp_path):
@@ -356,3 +375,10 @@ def test_save_waits_for_a_moment_when_there_is_something_to_save(make, data, tmp
 def test_counts_are_positive(tmp_path, options):
     with pytest.raises(ValueError, match=f"^{min(options)} must be an integer >= 1, got 0$"):
         Checkpointing(tmp_path, **options)
+
+
+def test_the_summary_counts_the_updates_that_were_left_out(make):
+    trainer = make(on_nonfinite="skip")
+    for value in (1.0, torch.nan, 1.0):
+        trainer.train_step(torch.full((8, 4), value).double(), torch.zeros(8, dtype=torch.long))
+    assert trainer.summary()["updates_left_out"] == 1

@@ -13,7 +13,7 @@ from hybridpipe.runtime.mpi import MPI
 
 
 def worker(predicted: Prediction | None = None, used: bool = True) -> SimpleNamespace:
-    executor = SimpleNamespace(bytes_sent=300, gradients=SimpleNamespace(bytes_reduced=70))
+    executor = SimpleNamespace(bytes_sent=300, num_skipped=0, gradients=SimpleNamespace(bytes_reduced=70))
     plan = Plan((StageSpec(0, 2),), num_microbatches=2, predicted=predicted)
     return SimpleNamespace(
         plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor if used else None
@@ -62,6 +62,7 @@ def test_a_run_in_figures():
         "seconds_to_target": 25.0,
         "bytes_sent_p2p": 300,
         "bytes_allreduced": 70,
+        "updates_left_out": 0,
         "minibatches": WARM_UP + 4,
     }
 

@@ -7,7 +7,7 @@ Invariant: what is exported equals, bit for bit, what `Trainer.full_state_dict` 
 taken; where a stage had more than two replicas, running statistics may differ in the last bit, as a sum does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,9 +19,9 @@ from hybridpipe.checkpoint.manifest import MANIFEST
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.shard import read_plain, read_shard, write_plain
 from hybridpipe.errors import UserError, shown
+from hybridpipe.stage.state import mean
 
 PREFIX = "model."  # of parameters and buffers; what follows is their key in model.state_dict()
-STATISTICS = ("running_mean", "running_var")  # of normalisation layers: each replica has seen its own samples
 
 
 def export(source: Path, out: Path) -> list[str]:
@@ -50,7 +50,11 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
     """
     state: dict[str, Tensor] = {}
     replicas: dict[str, list[Tensor]] = {}
-    for entry in directory.read_manifest(checkpoint).files:
+    manifest = directory.read_manifest(checkpoint)
+    statistics = manifest.run.get("statistics")  # each replica has seen its own samples
+    if not isinstance(statistics, list):
+        raise UserError(f"{checkpoint / MANIFEST}: run.statistics: must be a list, got {shown(statistics)}")
+    for entry in manifest.files:
         path = checkpoint / entry.name
         of_stage = entry.name.startswith("stage-")
         for key, tensor in _of_model(read_shard(path, entry)[0]).items():
@@ -65,8 +69,8 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
     if not state:
         raise UserError(f"{checkpoint}: must hold the tensors of a model, got none named {PREFIX}…")
     for key in state.keys() & replicas.keys():
-        if key.split(".")[-1] in STATISTICS:
-            state[key] = _mean([state[key], *replicas[key]])
+        if key in statistics:
+            state[key] = mean([state[key], *replicas[key]])
     return state
 
 
@@ -109,11 +113,3 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def _mean(replicas: Sequence[Tensor]) -> Tensor:
-    """As `Worker.average_statistics` makes it."""
-    total = torch.zeros_like(replicas[0], dtype=torch.float64)
-    for tensor in replicas:
-        total += tensor
-    return (total / len(replicas)).to(replicas[0].dtype)

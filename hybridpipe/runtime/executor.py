@@ -98,6 +98,11 @@ class Executor:
             self.seen = Stashed(plan, place, stages[0].module, stages[0].device)
 
     @property
+    def num_skipped(self) -> int:
+        """Updates left out so far, because a number was not finite."""
+        return 0 if self.finite is None else self.finite.num_skipped
+
+    @property
     def bytes_sent(self) -> int:
         """Activations and gradients sent so far."""
         return sum(boundary.bytes_sent for boundary in self.boundaries)

@@ -38,6 +38,7 @@ from hybridpipe.stage.state import (
     name_of,
     put_optimizer,
     read_optimizer,
+    statistics,
     under,
     unpack,
 )
@@ -222,14 +223,7 @@ class _Reading:
 
     def statistics(self) -> set[str]:
         """The keys of running statistics, whose mean over the replicas counts."""
-        return {
-            names.of(f"{path}.{name}")
-            for names in self.names.values()
-            for path, module in names.module.named_modules(remove_duplicate=False)
-            if isinstance(module, nn.modules.batchnorm._NormBase)
-            for name in ("running_mean", "running_var")
-            if getattr(module, name) is not None
-        }
+        return {names.of(path) for names in self.names.values() for path in statistics(names.module)}
 
     def average(self) -> None:
         """Each once, though under an interleaved plan a rank's file has the buffers of several stages."""

@@ -32,6 +32,7 @@ from hybridpipe.runtime.transport import Pending
 from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage
+from hybridpipe.stage.state import statistics
 from hybridpipe.stage.values import Value
 from hybridpipe.together import cores_to_spare
 
@@ -253,15 +254,8 @@ class Worker:
         replicas = self.communicators.replicas
         if self.executor is None or replicas is None or replicas.size == 1:
             return
-        statistics = [
-            buffer
-            for stage in self.executor.stages
-            for module in stage.module.modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase)
-            for buffer in (module.running_mean, module.running_var)
-            if buffer is not None
-        ]
-        for buffer in statistics:
+        buffers = [buffer for stage in self.executor.stages for buffer in statistics(stage.module).values()]
+        for buffer in {id(buffer): buffer for buffer in buffers}.values():
             mean = buffer.detach().to("cpu", torch.float64).numpy()
             replicas.Allreduce(MPI.IN_PLACE, mean, op=MPI.SUM)
             buffer.copy_(torch.from_numpy(mean / replicas.size))

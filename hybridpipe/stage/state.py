@@ -349,6 +349,17 @@ def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
+def statistics(module: nn.Module) -> dict[str, Tensor]:
+    """Normalisation layers' running statistics, by name; of these the mean over the replicas counts."""
+    return {
+        f"{path}.{name}" if path else name: getattr(each, name)
+        for path, each in module.named_modules(remove_duplicate=False)
+        if isinstance(each, nn.modules.batchnorm._NormBase)
+        for name in ("running_mean", "running_var")
+        if getattr(each, name) is not None
+    }
+
+
 def mean(tensors: Iterable[Tensor]) -> Tensor:
     """In float64, as replicas' running statistics are averaged."""
     each: Iterator[Tensor] = iter(tensors)

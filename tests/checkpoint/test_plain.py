@@ -10,6 +10,8 @@ from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.shard import write_shard
 from tests.checkpoint.helpers import DESCRIBED
 
+RUN = {"statistics": ["1.running_mean", "1.running_var"]}
+
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
@@ -21,7 +23,7 @@ def model() -> nn.Sequential:
 def save(root: Path, step: int, files: dict[str, dict[str, Tensor]]) -> Path:
     path = directory.begin(root, step)
     entries = [write_shard(path / f"{name}.safetensors", tensors, None) for name, tensors in files.items()]
-    return directory.publish(root, step, entries, DESCRIBED, 3)
+    return directory.publish(root, step, entries, {**DESCRIBED, "run": RUN}, 3)
 
 
 def stages(state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -56,15 +58,18 @@ def test_running_statistics_are_the_mean_over_the_replicas(tmp_path):
     files = stages(state)
     other = {
         "model.1.running_mean": state["1.running_mean"] + 2,
+        "model.running_mean": torch.ones(2),  # a buffer of a layer that is no normalisation
         "model.1.num_batches_tracked": torch.tensor(9),
     }
     files["rank-0001"] = other
+    files["stage-001"]["model.running_mean"] = torch.zeros(2)
     path = save(tmp_path, 5, files)
     cli.main(["export", str(path), "--out", str(tmp_path / "model.safetensors")])
     loaded = load_file(tmp_path / "model.safetensors")
     expected = ((state["1.running_mean"].double() * 2 + 2) / 2).float()
     assert torch.allclose(loaded["1.running_mean"], expected, rtol=1e-6)
     assert torch.equal(loaded["1.running_var"], state["1.running_var"])
+    assert torch.equal(loaded["running_mean"], torch.zeros(2))
     assert loaded["1.num_batches_tracked"] == 1  # a count is the first replica's, as in training
 
 
