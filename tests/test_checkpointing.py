@@ -262,7 +262,7 @@ def test_a_signal_behind_the_last_minibatch_stops_the_next_fit_that_saves(tmp_pa
 REFUSED = {
     "model": (
         {"model": net(width=7)},
-        r"0\.weight: the training has float64\[7, 4\], the checkpoint float64\[6, 4\]$",
+        r"0\.weight: the model has float64\[7, 4\], the file float64\[6, 4\]$",
     ),
     "seed": ({"seed": 1}, r"seed: the training has 1, the checkpoint 0$"),
     "minibatch": ({"minibatch_size": 12}, r"minibatch_size: the training has 12, the checkpoint 8$"),

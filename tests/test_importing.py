@@ -122,13 +122,13 @@ def test_mistakes_are_told_in_one_line_and_nothing_is_made(config, weights, tmp_
     assert "config.toml: must be a safetensors file: its header should have" in told(config)
     other = tmp_path / "other.safetensors"
     changes = [
-        (lambda state: state.pop("0.bias"), "0.bias: the model has float32[8], got none"),
-        (lambda state: state.update(more=torch.ones(1)), "more: the model has none, got 'float32[1]'"),
+        (lambda state: state.pop("0.bias"), "0.bias: the model has float32[8], the file none"),
+        (lambda state: state.update(more=torch.ones(1)), "more: the model has none, the file float32[1]"),
         (
             lambda state: state.update({"0.bias": torch.ones(9)}),
-            "0.bias: the model has float32[8], got 'float32[9]'",
+            "0.bias: the model has float32[8], the file float32[9]",
         ),
-        (lambda state: state.update({"0.bias": torch.ones(8).half()}), "got 'float16[8]'"),
+        (lambda state: state.update({"0.bias": torch.ones(8).half()}), "the file float16[8]"),
     ]
     for change, line in changes:
         state = load_file(weights)

@@ -331,7 +331,7 @@ def check_fits(found: Mapping[str, JSON], model: Mapping[str, Tensor], where: st
     for key in [*wanted, *found]:
         if found.get(key) != wanted.get(key):
             got, want = found.get(key, "none"), wanted.get(key, "none")
-            raise UserError(f"{where}: {key}: the training has {want}, the checkpoint {got}")
+            raise UserError(f"{where}: {key}: the model has {want}, the file {got}")
 
 
 def _described(tensor: Tensor) -> str:

@@ -179,14 +179,14 @@ def test_a_model_that_does_not_fit_is_named():
     found = described(model)
     check_fits(found, model, "file")
     with pytest.raises(
-        UserError, match=r"^file: 0.weight: .* has float64\[4, 3\], the checkpoint float64\[4, 9\]$"
+        UserError, match=r"^file: 0.weight: .* has float64\[4, 3\], the file float64\[4, 9\]$"
     ):
         check_fits(found | {"0.weight": "float64[4, 9]"}, model, "file")
-    with pytest.raises(UserError, match=r"^file: 7.weight: .* has none, the checkpoint float64\[1\]$"):
+    with pytest.raises(UserError, match=r"^file: 7.weight: .* has none, the file float64\[1\]$"):
         check_fits(found | {"7.weight": "float64[1]"}, model, "file")
     del found["2.bias"]
     with pytest.raises(
-        UserError, match=r"^file: 2.bias: the training has float64\[2\], the checkpoint none$"
+        UserError, match=r"^file: 2.bias: the model has float64\[2\], the file none$"
     ):
         check_fits(found, model, "file")
 
