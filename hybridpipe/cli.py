@@ -275,12 +275,12 @@ def _train(options: argparse.Namespace) -> int:
         read_plan(plan)  # a mistake in it is told now; the trainer reads it again
     if options.resume not in (None, "auto") and not Path(options.resume).exists():
         raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
-    preemption.listen()
-    outcome.up()
-    config.check()
-    from hybridpipe.train import train
+    with preemption.listening():
+        outcome.up()
+        config.check()
+        from hybridpipe.train import train
 
-    return train(config, plan, _out(options), options.trace, options.hang_timeout, options.resume)
+        return train(config, plan, _out(options), options.trace, options.hang_timeout, options.resume)
 
 
 def _launch(options: argparse.Namespace) -> int:

@@ -5,6 +5,9 @@ import signal
 import subprocess
 import sys
 
+from hybridpipe.cli import main
+from hybridpipe.runtime import preemption
+
 # numpy's OpenBLAS has a thread of its own by then: a signal that only the main thread blocks would end it.
 ON_ANY_THREAD = """
 import os, signal, threading, time
@@ -39,6 +42,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 STOPPING = """
 import atexit, sys
+from hybridpipe.cli import main
 from hybridpipe.runtime import preemption
 atexit.register(lambda: print("MPI's own end"))
 seconds = []
@@ -69,6 +73,7 @@ def test_the_process_ends_with_75_whatever_happens_on_the_way_and_without_mpis_o
 def test_elsewhere_than_on_the_main_thread_nobody_listens():
     program = """
 import threading, signal
+from hybridpipe.cli import main
 from hybridpipe.runtime import preemption
 def listen():
     with preemption.listening():
@@ -89,4 +94,16 @@ def test_listening_in_this_process_is_undone():
     before = [signal.getsignal(signum) for signum in preemption.SIGNALS]
     with preemption.listening():
         os.kill(os.getpid(), signal.SIGUSR1)
+    assert [signal.getsignal(signum) for signum in preemption.SIGNALS] == before
+
+
+def test_the_command_leaves_no_handlers_behind(tmp_path):
+    """Whoever calls it from Python, such as pytest, could not be ended by TERM any more."""
+    before = [signal.getsignal(signum) for signum in preemption.SIGNALS]
+    config = tmp_path / "c.toml"
+    config.write_text(
+        'model.factory = "none:none"\ndata.factory = "none:none"\n'
+        'optimizer.factory = "torch.optim:SGD"\ntrain.minibatch = 8\n'
+    )
+    assert main(["train", str(config), "--out", str(tmp_path / "out")]) == 2
     assert [signal.getsignal(signum) for signum in preemption.SIGNALS] == before

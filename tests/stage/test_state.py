@@ -185,9 +185,7 @@ def test_a_model_that_does_not_fit_is_named():
     with pytest.raises(UserError, match=r"^file: 7.weight: .* has none, the file float64\[1\]$"):
         check_fits(found | {"7.weight": "float64[1]"}, model, "file")
     del found["2.bias"]
-    with pytest.raises(
-        UserError, match=r"^file: 2.bias: the model has float64\[2\], the file none$"
-    ):
+    with pytest.raises(UserError, match=r"^file: 2.bias: the model has float64\[2\], the file none$"):
         check_fits(found, model, "file")
 
 
