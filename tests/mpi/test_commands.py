@@ -114,7 +114,7 @@ def folder(tmp_path: Path) -> Path:
 
 def hybridpipe(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "hybridpipe", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110)
 
 
 def test_from_measurement_to_trained_model(job, folder):
