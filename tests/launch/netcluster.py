@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACES = (ROOT.parent / "shared/cluster/netcluster", Path("/work/shared/cluster/netcluster"))
-NETCLUSTER = next((path for path in PLACES if path.exists()), None)
+NETCLUSTER = Path(os.environ.get("NETCLUSTER", ROOT / "../shared/cluster/netcluster"))
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
@@ -22,7 +21,7 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 def hosts(num_hosts: int, *options: str, needs: Sequence[str] = ("ip", "tc")) -> Iterator[dict[str, str]]:
     """An environment in which they can be used; skips the test where there can be none."""
     missing = [name for name in needs if shutil.which(name, path=PATH) is None]
-    if NETCLUSTER is None or os.geteuid() != 0 or missing:
+    if not NETCLUSTER.is_file() or os.geteuid() != 0 or missing:
         pytest.skip(f"needs netcluster, root and {', '.join(missing) or 'programs that are all there'}")
     with open("/tmp/netcluster.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -38,5 +37,4 @@ def hosts(num_hosts: int, *options: str, needs: Sequence[str] = ("ip", "tc")) ->
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """One command of netcluster. Its daemons keep what they inherit, so it goes to a file."""
-    assert NETCLUSTER is not None
-    return subprocess.run([NETCLUSTER, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([str(NETCLUSTER), *arguments], capture_output=True, text=True, timeout=60)

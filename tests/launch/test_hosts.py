@@ -12,6 +12,7 @@ import netcluster
 import pytest
 
 
+@pytest.mark.netcluster
 @pytest.mark.timeout(180)
 def test_a_training_goes_on_without_the_host_that_is_gone(tmp_path):
     words = [

@@ -17,6 +17,8 @@ STARTED = re.compile(r"resuming from .*: step (\d+)")
 # Slow until the file `fast` is there: the job is to meet its time limit, and to end soon afterwards.
 PARTS = """
 import time
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -61,7 +63,8 @@ def wait_for(what, seconds, is_there, log):
     return found
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.netcluster
+@pytest.mark.timeout(300)
 def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(slurm, tmp_path):
     (tmp_path / "slurm_parts.py").write_text(PARTS)
     (tmp_path / "config.toml").write_text(CONFIG)
@@ -103,7 +106,7 @@ def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(
     wait_for("the first stop", 30, lambda: stopped(1), log)
     wait_for("the time limit", 90, lambda: stopped(2), log)
     (tmp_path / "fast").touch()
-    wait_for("the end", 60, ended, log)
+    wait_for("the end", 150, ended, log)
     first, second = map(int, STARTED.findall(log.read_text()))
     assert 3 < first <= second < 300, log.read_text()  # equal: the limit came while the second run started
 

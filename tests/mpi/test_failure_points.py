@@ -99,6 +99,7 @@ def test_what_can_be_lived_with_is(schedule):
     assert sorted(told) == (["loss"] if schedule == "1f1b" else ["gradient", "loss"]), ended.output
 
 
+@pytest.mark.netcluster
 @pytest.mark.skipif(not cutting.is_possible(), reason="needs root and netcluster")
 def test_a_link_that_is_cut_ends_the_job():
     """MPI_Abort alone did not: mpirun waited for the lost host until it was killed."""
