@@ -9,14 +9,13 @@ Rank 0 writes and prints. Not known here: how sleeping layers work (`stage.sleep
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
@@ -151,10 +150,14 @@ def _trainer(asked: Replay, rank: int) -> Trainer:
         for i, layer in enumerate(profile.layers)
     ]
     update_seconds = sum(profile.layers[i].update_seconds for s in held for i in range(s.start, s.stop))
+
+    def optimizer(parameters: Iterable[Tensor]) -> SleepingOptimizer:
+        return SleepingOptimizer(parameters, own_pace, update_seconds)
+
     return Trainer(
         nn.Sequential(*layers),
         loss=sleeping_loss,
-        optimizer=partial(SleepingOptimizer, pace=own_pace, seconds=update_seconds),
+        optimizer=optimizer,  # a function's name is the same on all ranks, which these seconds are not
         plan=replace(plan, predicted=None),
         minibatch_size=plan.num_microbatches,
     )
