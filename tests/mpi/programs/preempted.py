@@ -17,7 +17,7 @@ from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.runtime import preemption
 from hybridpipe.runtime.mpi import MPI
 
-SAMPLES, MINIBATCH, EPOCHS = 92, 8, 3  # twelve minibatches an epoch, the last one short
+SAMPLES, MINIBATCH, EPOCHS = 92, 8, 4  # twelve minibatches an epoch, the last one short
 folder, shape, schedule, *when = sys.argv[1:]
 
 
