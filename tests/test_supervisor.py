@@ -1,5 +1,6 @@
 """The supervisor with real mpirun and ranks that do what is told: each story ends with nobody left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -55,9 +56,11 @@ if mode == "hangs":
 time.sleep(0.3)
 """
 DRIVER = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from hybridpipe import supervisor
+# What a shell starts in the background, these tests perhaps, ignores it, and so would the supervisor.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["SUPERVISOR"] = str(os.getpid())
 supervisor.BACKSTOP_SECONDS = 1.0
 out, mode, restarts, deadline, *words = sys.argv[1:]
@@ -88,6 +91,11 @@ def launch(tmp_path):
     yield start
     for process in started:
         process.kill()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):  # its ranks hold the pipes open
+        with contextlib.suppress(OSError):
+            if str(tmp_path).encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    for process in started:
         process.communicate()
 
 
