@@ -106,7 +106,8 @@ CLUSTER = """\
   "message_seconds_per_byte": 1e-10,
   "wakeup_seconds": 0.001,
   "replicated_speed": 0.9,
-  "overlap": 0.5
+  "overlap": 0.5,
+  "allreduce_factor": 1.0
 }
 """
 

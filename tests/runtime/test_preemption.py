@@ -42,7 +42,6 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 STOPPING = """
 import atexit, sys
-from hybridpipe.cli import main
 from hybridpipe.runtime import preemption
 atexit.register(lambda: print("MPI's own end"))
 seconds = []
@@ -73,7 +72,6 @@ def test_the_process_ends_with_75_whatever_happens_on_the_way_and_without_mpis_o
 def test_elsewhere_than_on_the_main_thread_nobody_listens():
     program = """
 import threading, signal
-from hybridpipe.cli import main
 from hybridpipe.runtime import preemption
 def listen():
     with preemption.listening():
@@ -88,9 +86,10 @@ def test_importing_loads_neither_torch_nor_mpi():
     assert run(probe).stdout == "set()\n"
 
 
-def test_listening_in_this_process_is_undone():
-    from hybridpipe.runtime import preemption
-
+def test_listening_in_this_process_is_undone(monkeypatch):
+    monkeypatch.setattr(
+        preemption._state, "asked", False
+    )  # and again at the end: else the next `fit` would stop
     before = [signal.getsignal(signum) for signum in preemption.SIGNALS]
     with preemption.listening():
         os.kill(os.getpid(), signal.SIGUSR1)
