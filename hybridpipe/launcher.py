@@ -31,7 +31,6 @@ TOKEN = "HYBRIDPIPE_JOB"
 TIMED_OUT = 124  # the exit code that timeout(1) gives
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # of a started process
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

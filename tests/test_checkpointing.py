@@ -20,7 +20,6 @@ from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.planning.schedules import losses_late
 from hybridpipe.runtime import seen
-from hybridpipe.stage import measure
 from hybridpipe.stage.state import Generators
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -28,12 +27,7 @@ step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
 WHOLE = Plan((StageSpec(0, 4),), num_microbatches=4)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(measure, "MAX_REPEATS", 2)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def net(width: int = 6) -> nn.Sequential:
@@ -41,10 +35,7 @@ def net(width: int = 6) -> nn.Sequential:
 
 
 @pytest.fixture
-def make():
-    """Trainers that are closed afterwards."""
-    trainers = []
-
+def make(make_trainer):
     def trainer(model=None, **options) -> Trainer:
         given = {
             "loss": nn.functional.cross_entropy,
@@ -52,12 +43,9 @@ def make():
             "plan": WHOLE,
             "minibatch_size": 8,
         }
-        trainers.append(Trainer(net() if model is None else model, **(given | options)))
-        return trainers[-1]
+        return make_trainer(net() if model is None else model, **(given | options))
 
-    yield trainer
-    for trainer in trainers:
-        trainer.close()
+    return trainer
 
 
 @pytest.fixture(scope="module")

@@ -16,18 +16,12 @@ from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
 from hybridpipe.runtime.finite import NotFinite
-from hybridpipe.stage import measure
 
 cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(measure, "MAX_REPEATS", 2)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def mlp() -> nn.Sequential:
@@ -44,18 +38,12 @@ def whole(num_microbatches: int = 4, **options) -> Plan:
 
 
 @pytest.fixture
-def make():
-    """Trainers that are closed afterwards."""
-    trainers = []
-
+def make(make_trainer):
     def trainer(model=None, **options) -> Trainer:
         given = {"loss": cross_entropy, "optimizer": momentum, "plan": whole(), "minibatch_size": 8}
-        trainers.append(Trainer(mlp() if model is None else model, **(given | options)))
-        return trainers[-1]
+        return make_trainer(mlp() if model is None else model, **(given | options))
 
-    yield trainer
-    for trainer in trainers:
-        trainer.close()
+    return trainer
 
 
 def plain_loop(model: nn.Module, batches, optimizer=momentum, loss=cross_entropy) -> list[float]:
@@ -358,37 +346,6 @@ def test_evaluating_changes_nothing(make):
     trainer.evaluate(samples)
     assert_same_weights(model, before)
     assert all(p.grad is None for p in model.parameters())
-
-
-class PerToken(nn.Module):
-    """(N, T, C) and (N, T) as cross_entropy has them."""
-
-    def forward(self, logits, targets):
-        return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize(
-    "shape, targets, loss, classes",
-    [
-        ((6, 4), (6,), cross_entropy, -1),
-        ((6, 5, 4), (6, 5), PerToken(), -1),
-        ((6, 4, 5, 5), (6, 5, 5), cross_entropy, 1),
-    ],
-    ids=["(N, C)", "(N, T, C)", "(N, C, H, W)"],
-)
-def test_accuracy(make, shape, targets, loss, classes):
-    inputs, labels = torch.randn(shape).double(), torch.randint(0, 4, targets)
-    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity())
-    metrics = make(model, loss=loss).evaluate(TensorDataset(inputs, labels))
-    right = (inputs.argmax(classes) == labels).double().mean().item()
-    assert metrics["accuracy"] == pytest.approx(right)
-    assert metrics["loss"] == pytest.approx(loss(inputs, labels).item())
-
-
-def test_regression_has_no_accuracy(make):
-    samples = TensorDataset(torch.randn(10, 4).double(), torch.randn(10, 3).double())
-    metrics = make(model := mlp(), loss=mse).evaluate(samples)
-    assert metrics == {"loss": pytest.approx(mse(model(samples.tensors[0]), samples.tensors[1]).item())}
 
 
 def test_full_state_dict_is_that_of_the_model(make):

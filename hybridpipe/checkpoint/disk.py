@@ -1,8 +1,8 @@
 """Disk: files that are hashed while they are written and are on the disk when that is said; bounded reading.
 
 Knows nothing of checkpoints. Invariant: a `NewFile` that could not be finished is not there any more, and the
-one line that tells so names it. (safetensors' own writer hides neither, but would have to be read again for
-the hash; torch.save hides the errno and leaves a part, see FACTS.)
+one line that tells so names it. (safetensors' own writer would have to be read again for the hash, and tells
+a watchdog nothing while a slow disk takes a large file; torch.save hides the errno and leaves a part.)
 """
 
 import errno

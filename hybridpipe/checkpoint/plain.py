@@ -19,9 +19,7 @@ from hybridpipe.checkpoint.manifest import MANIFEST
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.shard import read_plain, read_shard, write_plain
 from hybridpipe.errors import UserError, shown
-from hybridpipe.stage.state import mean
-
-PREFIX = "model."  # of parameters and buffers; what follows is their key in model.state_dict()
+from hybridpipe.stage.state import mean, under
 
 
 def export(source: Path, out: Path) -> list[str]:
@@ -57,7 +55,7 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
     for entry in manifest.files:
         path = checkpoint / entry.name
         of_stage = entry.name.startswith("stage-")
-        for key, tensor in _of_model(read_shard(path, entry)[0]).items():
+        for key, tensor in under("model", read_shard(path, entry)[0]).items():
             if not of_stage:
                 replicas.setdefault(key, []).append(tensor)
             elif key in state and not _same(state[key], tensor):
@@ -67,7 +65,7 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
             else:
                 state[key] = tensor
     if not state:
-        raise UserError(f"{checkpoint}: must hold the tensors of a model, got none named {PREFIX}…")
+        raise UserError(f"{checkpoint}: must hold the tensors of a model, got none named model.…")
     for key in state.keys() & replicas.keys():
         if key in statistics:
             state[key] = mean([state[key], *replicas[key]])
@@ -102,10 +100,6 @@ def _found(source: Path) -> tuple[Path, list[str]]:
     if checkpoint is None:
         raise UserError("; ".join([f"{source}: holds no checkpoint that is whole", *lines]))
     return checkpoint, lines
-
-
-def _of_model(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(PREFIX): tensors[name] for name in tensors if name.startswith(PREFIX)}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

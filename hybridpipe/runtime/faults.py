@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpipe.errors import UserError, shown, suggest
-from hybridpipe.launcher import RANK_VARIABLES
+from hybridpipe.launcher import launched_rank
 
 VARIABLE = "HYBRIDPIPE_FAULT"
 ATTEMPT_VARIABLE = "HYBRIDPIPE_ATTEMPT"
@@ -217,4 +217,4 @@ def _rank() -> int:
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         rank: int = mpi.COMM_WORLD.rank
         return rank
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+    return launched_rank()

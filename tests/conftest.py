@@ -1,0 +1,32 @@
+"""What tests of trainers in a world of one rank share. Loads torch only where it is used: few need it."""
+
+import pytest
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """One thread, the same numbers each time, and next to no measuring."""
+    import torch
+
+    from hybridpipe.stage import measure
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(measure, "MAX_REPEATS", 2)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def make_trainer():
+    """Trainers that are closed afterwards."""
+    from hybridpipe import Trainer
+
+    trainers = []
+
+    def make(model, **options) -> Trainer:
+        trainers.append(Trainer(model, **options))
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.close()
