@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -125,6 +126,11 @@ class Job:
 
     process: subprocess.Popen[str]
     token: str
+    scratch: Path
+
+    def left(self) -> list[int]:
+        """The processes of the job that are still there."""
+        return _carriers(self.token)
 
     def end(self) -> None:
         """Asks the launcher to end its job (mpirun: within 2 s), then kills what still carries the token."""
@@ -133,7 +139,7 @@ class Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
         start = time.monotonic()
-        while (left := _carriers(self.token)) and (waited := time.monotonic() - start) < 10:
+        while (left := self.left()) and (waited := time.monotonic() - start) < 10:
             for pid in left if waited > 1 else []:  # what is just about to end may do so in peace
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -141,6 +147,7 @@ class Job:
         if self.process.poll() is None:  # no /proc to find it in
             self.process.kill()
         self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def start(
@@ -154,11 +161,19 @@ def start(
     """Starts a launcher, such as `mpirun_command` gives it, with a token for its processes in `env`."""
     # Jobs within jobs: the outer token is the inner one's prefix, so the end of the outer ends both.
     token = f"{env.get(TOKEN, '')}/{uuid.uuid4().hex}"
-    process = subprocess.Popen(
-        argv, env={**env, TOKEN: token}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-        text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    return Job(process, token)
+    # mpirun names its files by its process id. One that is killed leaves them, and a later one that happens to
+    # get the same id says "The PMIx server's listener thread failed to start". Hence a folder for each job.
+    scratch = Path(tempfile.mkdtemp(prefix="hybridpipe-"))
+    env = {**env, TOKEN: token, "PRTE_MCA_prte_local_tmpdir_base": str(scratch)}
+    try:
+        process = subprocess.Popen(
+            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError:
+        scratch.rmdir()
+        raise
+    return Job(process, token, scratch)
 
 
 def run(

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -142,6 +143,21 @@ def test_the_time_limit_leaves_no_process_behind():
     assert done.returncode == launcher.TIMED_OUT
     assert "time limit of 2 s" in done.stderr
     assert survivors(done.stdout) == []
+
+
+def test_a_killed_mpirun_is_no_trouble_for_a_later_one_of_its_process_id(tmp_path, monkeypatch):
+    """It left /tmp/ompi.PID; some thousand processes later a job did not start: "listener thread failed"."""
+    common = Path(tempfile.gettempdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import time; print('up', flush=True); time.sleep(60)"
+    argv, added = launcher.mpirun_command(1, [sys.executable, "-c", program])
+    job = launcher.start(argv, os.environ | added, stdout=subprocess.PIPE)
+    try:
+        assert job.process.stdout.readline() == "up\n"
+        job.process.kill()
+    finally:
+        job.end()
+    assert not list(common.glob(f"ompi*{job.process.pid}*")) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from pathlib import Path
 
 import faulting
@@ -34,7 +33,7 @@ def train_and_cut(host: str, plan: str, hang_timeout: float) -> faulting.Ended:
         lines = netcluster("env").replace("export ", "").split()
         settings = dict(line.split("=", 1) for line in lines if "=" in line)
         settings |= {"HYBRIDPIPE_FAULT": "rank=0,step=4,point=forward,kind=delay,seconds=2"}
-        settings |= {"HYBRIDPIPE_MPIRUN_FLAGS": "--host h1:1,h2:1,h3:1", launcher.TOKEN: uuid.uuid4().hex}
+        settings |= {"HYBRIDPIPE_MPIRUN_FLAGS": "--host h1:1,h2:1,h3:1"}
         environment = os.environ | settings
         command, added = launcher.mpirun_command(
             HOSTS, [sys.executable, str(faulting.PROGRAM), plan, "1f1b", f"{hang_timeout:g}"], environment
@@ -46,23 +45,14 @@ def train_and_cut(host: str, plan: str, hang_timeout: float) -> faulting.Ended:
 
 def _run(command: list[str], environment: dict[str, str], host: str) -> faulting.Ended:
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
+        job = launcher.start(command, environment, stdout=output, stderr=output)
         end = time.monotonic() + faulting.LIMIT_SECONDS
-        while "injected delay" not in _text(output) and process.poll() is None and time.monotonic() < end:
+        while (
+            "injected delay" not in faulting.read(output)
+            and job.process.poll() is None
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
         netcluster("stop", host)
-        cut = time.time()
-        try:
-            code = process.wait(faulting.LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = launcher.TIMED_OUT
-        seconds = time.time() - cut
-        left = faulting._clean_up(process, environment[launcher.TOKEN])
-        return faulting.Ended(code, seconds, _text(output), left)
-
-
-def _text(output) -> str:
-    output.seek(0)
-    return output.read()
+        code, seconds, left = faulting.end_of(job)
+        return faulting.Ended(code, seconds, faulting.read(output), left)

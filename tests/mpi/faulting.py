@@ -2,15 +2,13 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hybridpipe import launcher
 
@@ -104,37 +102,34 @@ def run(
 ) -> Ended:
     """Train under `plan` ("2-1") with a fault. Not `launcher.run`, which would clean up what is left."""
     num_ranks = sum(map(int, plan.split("-")))
-    token = uuid.uuid4().hex
-    environment = os.environ | {"HYBRIDPIPE_FAULT": fault, launcher.TOKEN: token} | (env or {})
+    environment = os.environ | {"HYBRIDPIPE_FAULT": fault} | (env or {})
     command, added = launcher.mpirun_command(
         num_ranks, [sys.executable, str(program), plan, schedule, *options], environment
     )
-    began = time.time()
     with tempfile.TemporaryFile("w+") as output:  # a pipe could be held open by what is left
-        process = subprocess.Popen(
-            command, env=environment | added, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-        try:
-            code = process.wait(LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = launcher.TIMED_OUT
-        ended = time.time()
-        left = _clean_up(process, token)
-        output.seek(0)
-        text = output.read()
+        job = launcher.start(command, environment | added, stdout=output, stderr=output)
+        began = time.time()
+        code, seconds, left = end_of(job)
+        text = read(output)
     when = re.search(r"injected .* time ([\d.]+)", text)
-    return Ended(code, ended - (float(when[1]) if when else began), text, left)
+    return Ended(code, began + seconds - (float(when[1]) if when else began), text, left)
 
 
-def _clean_up(process: subprocess.Popen, token: str) -> list[int]:
-    """Ends what is left, and tells what was."""
-    end = time.monotonic() + GRACE_SECONDS
-    while (left := launcher._carriers(token)) and time.monotonic() < end:
+def end_of(job: launcher.Job) -> tuple[int, float, list[int]]:
+    """Waits until the launcher is gone: its exit code, the seconds, and what was left a second later."""
+    began = time.monotonic()
+    try:
+        code = job.process.wait(LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        code = launcher.TIMED_OUT
+    seconds = time.monotonic() - began
+    while (left := job.left()) and time.monotonic() < began + seconds + GRACE_SECONDS:
         time.sleep(0.05)
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        process.kill()
-    process.wait()
-    return left
+    job.end()
+    return code, seconds, left
+
+
+def read(output: IO[str]) -> str:
+    """All of a file that others write."""
+    output.seek(0)
+    return output.read()

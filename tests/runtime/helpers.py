@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -167,13 +168,14 @@ def make_executors(
 
 
 def each_in_a_thread(plan: Plan, work: Callable[[int], None], barriers: Sequence[threading.Barrier]) -> None:
-    """`work(rank)` for each rank at once. Raises what the first failing rank raised, or would have told."""
+    """`work(rank)` for each rank at once. Raises what would be told first."""
     errors: list[Exception] = []
 
     def run(rank: int) -> None:
         try:
             work(rank)
         except Exception as error:
+            time.sleep(getattr(error, "stagger_seconds", 0.0))  # as processes do before they report
             errors.append(error)
             for barrier in barriers:
                 barrier.abort()
@@ -184,7 +186,7 @@ def each_in_a_thread(plan: Plan, work: Callable[[int], None], barriers: Sequence
     for thread in threads:
         thread.join()
     if errors:
-        raise min(errors, key=lambda error: getattr(error, "stagger_seconds", 0.0))  # as processes report
+        raise errors[0]
 
 
 def in_threads(
