@@ -161,8 +161,8 @@ def start(
     """Starts a launcher, such as `mpirun_command` gives it, with a token for its processes in `env`."""
     # Jobs within jobs: the outer token is the inner one's prefix, so the end of the outer ends both.
     token = f"{env.get(TOKEN, '')}/{uuid.uuid4().hex}"
-    # mpirun names its files by its process id. One that is killed leaves them, and a later one that happens to
-    # get the same id says "The PMIx server's listener thread failed to start". Hence a folder for each job.
+    # mpirun names its files by its process id. One that is killed leaves them, and a later one that happens
+    # to get the same id says "The PMIx server's listener thread failed to start". So each job has a folder.
     scratch = Path(tempfile.mkdtemp(prefix="hybridpipe-"))
     env = {**env, TOKEN: token, "PRTE_MCA_prte_local_tmpdir_base": str(scratch)}
     try:
