@@ -57,9 +57,10 @@ def measure(rounds: int, every: list[int], out: Path) -> None:
         for way in ways
     }
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, trainer in trainers.items():
-            seconds: list[float] = []
+    for r in range(rounds):
+        first = r % len(ways)  # who comes first takes turns, so that a machine that changes its pace favours none
+        for way in [*ways, *ways][first : first + len(ways)]:
+            trainer, seconds = trainers[way], []
             trainer.fit(
                 data,
                 on_minibatch=lambda record, seconds=seconds: seconds.append(record.seconds),
