@@ -58,7 +58,7 @@ def measure(rounds: int, every: list[int], out: Path) -> None:
     }
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for r in range(rounds):
-        first = r % len(ways)  # who comes first takes turns, so that a machine that changes its pace favours none
+        first = r % len(ways)  # who comes first takes turns: a machine changes its pace
         for way in [*ways, *ways][first : first + len(ways)]:
             trainer, seconds = trainers[way], []
             trainer.fit(

@@ -30,14 +30,14 @@ SPIN_SECONDS = 2e-3
 # between while nothing completes.
 FIRST_PAUSE_SECONDS = 20e-6
 LAST_PAUSE_SECONDS = 200e-6
-# The communication thread's pauses. Receives posted ahead are mostly all there is while a rank computes: a
-# fixed 50 µs took 15 % of a core and slowed computing down by 7 %, 1 ms takes 2 %. A large send under way is
-# another matter: without single copy it goes in fragments, each of which waits for polls of both sides
-# (256 KiB to a rank that waits while the sender computes: 7.9 ms with the long pause, 3 ms with the short).
+# The communication thread's first pause after a large send, and after anything else. A large send without
+# single copy goes in fragments, each of which waits for polls of both sides (256 KiB to a rank that waits
+# while the sender computes: 7.9 ms at 1 ms, 3 ms at 100 µs). Receives posted ahead are mostly all there is
+# while a rank computes: a fixed 50 µs took 15 % of a core and slowed computing down by 7 %.
 PAUSE_URGENT_SECONDS = 100e-6
 PAUSE_SECONDS = 1e-3
 # Doubled up to this until there is something new: 1 ms and no more takes 4 % of a core on a virtual machine,
-# whose timers and thread switches are slow.
+# whose timers and thread switches are slow; and a send waits for a receiver that computes.
 IDLE_PAUSE_SECONDS = 4e-3
 # With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
 # message would cost more than a small message.
@@ -123,7 +123,7 @@ class MpiTransport:
         self._guard = threading.Lock()  # guards what follows
         self._wake = threading.Condition(self._guard)  # wakes the communication thread
         self._asleep = False  # the communication thread, until it is woken
-        self._brisk = False  # it makes short pauses
+        self._brisk = False  # it is in a short pause
         self._pause = PAUSE_SECONDS
         self._closed = False
         self._num_waiting = 0
@@ -147,7 +147,7 @@ class MpiTransport:
                 self._expected[peer, tag].append(expected)
                 with self._guard:
                     self._num_expected += 1
-                    self._pause = PAUSE_SECONDS
+                    self._pause = min(self._pause, PAUSE_SECONDS)
                     if self._asleep:
                         self._wake.notify()
         return expected
@@ -185,7 +185,7 @@ class MpiTransport:
         # ranks than cores what is to be computed next waits for a time slice, a millisecond and more.
         with self._guard:
             self._active.append(pending)
-            self._pause = PAUSE_SECONDS
+            self._pause = min(self._pause, PAUSE_URGENT_SECONDS if pending.urgent else PAUSE_SECONDS)
             if self._asleep or (pending.urgent and not self._brisk):
                 self._wake.notify()
         return pending
@@ -238,9 +238,9 @@ class MpiTransport:
                     return
                 idle_pauses = 0 if under_way else idle_pauses + 1
                 self._asleep = idle_pauses > LINGER_PAUSES
-                self._brisk = any(pending.urgent for pending in self._active)
-                pause = PAUSE_URGENT_SECONDS if self._brisk else self._pause
-                self._pause = min(2 * self._pause, IDLE_PAUSE_SECONDS)
+                pause = self._pause
+                self._brisk = pause < PAUSE_SECONDS
+                self._pause = min(2 * pause, IDLE_PAUSE_SECONDS)
                 self._wake.wait(None if self._asleep else pause)
                 self._asleep = self._brisk = False
                 due = under_way and not self._num_waiting
