@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tabulate import tabulate
@@ -23,7 +23,7 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import ceil_div, in_flight_per_stage
 from hybridpipe.planning.search import Candidate, fits, judged, short_name
 from hybridpipe.planning.simulate import is_simulated, predict
-from hybridpipe.planning.timeline import Parts
+from hybridpipe.planning.timeline import Parts, Timeline
 
 NUM_CANDIDATES = 6
 MAX_LISTED = 8  # cuts, or runs of ranks
@@ -273,15 +273,30 @@ def _one_stage(plan: Plan, ranks: tuple[int, ...]) -> Plan:
 
 
 def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
-    total = _seconds(plan)
-    what, seconds = bottleneck(stage_figures(plan, profile, cluster), total, plan.num_groups)
-    yield f"bottleneck: {what}, {duration(seconds)} of {duration(total)}"
+    total, figures, shares = _seconds(plan), stage_figures(plan, profile, cluster), []
     # An asynchronous pipeline's timeline holds its start and its end, which do not count.
     if total and is_simulated(plan) and not plan.is_asynchronous:
         timeline = predict(plan, profile, cluster)[0]
         parts = asdict(timeline.parts(plan)).items()
-        shares = (f"{name.removesuffix('_seconds')} {part / timeline.seconds:.0%}" for name, part in parts)
+        shares = [f"{name.removesuffix('_seconds')} {part / timeline.seconds:.0%}" for name, part in parts]
+        figures = _as_simulated(figures, plan, timeline)
+    what, seconds = bottleneck(figures, total, plan.num_groups)
+    yield f"bottleneck: {what}, {duration(seconds)} of {duration(total)}"
+    if shares:
         yield f"the ranks' time, on average: {', '.join(shares)}"
+
+
+def _as_simulated(
+    figures: Sequence[StageFigures], plan: Plan, timeline: Timeline
+) -> tuple[StageFigures, ...]:
+    """With the computing of the timeline: the formula has all ranks of a machine compute at once, and where
+    they outnumber its cores a stage's computing could come out longer than the minibatch.
+    """
+    spent = timeline.spent(plan)
+    return tuple(
+        replace(each, compute_seconds=max(spent[rank].compute_seconds for rank in stage.ranks) / plan.chunks)
+        for each, stage in zip(figures, plan.stages, strict=True)
+    )
 
 
 def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> Iterator[str]:

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -112,6 +113,16 @@ def test_a_plan_is_explained():
     assert "considered, by predicted time:" in lines
     assert lines[-1] == "1 rank(s) stay unused (3)"
     assert "cannot be trained" not in text
+
+
+def test_no_stage_computes_longer_than_the_minibatch_takes():
+    """Three ranks on one core: with all of them at work stage 0 would compute for three times as long."""
+    shared = Cluster.flat(3, 1e9, latency_seconds=0.0)
+    shared = replace(shared, node_ranks=3, compute_speeds=(1.0, 0.5, 1 / 3))
+    text = told(Plan((StageSpec(0, 2), StageSpec(2, 3)), num_microbatches=2), CHAIN, shared)
+    (line,) = (line for line in text.splitlines() if line.startswith("bottleneck: computing in stage 0"))
+    part, whole = re.search(r", (\S+) s of (\S+) s", line).groups()
+    assert float(part) <= float(whole)
 
 
 def test_why_ranks_stay_unused():

@@ -66,6 +66,11 @@ class Spent:
     idle_seconds: float
 
     @property
+    def compute_seconds(self) -> float:
+        """Forwards, backwards, updates."""
+        return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
+
+    @property
     def seconds(self) -> float:
         """All of it: the length of the rank's events."""
         return float(sum(astuple(self)))
