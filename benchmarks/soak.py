@@ -141,9 +141,11 @@ def random_job(seed: int, number: int) -> Job:
         kinds = (*ENDING, *(MESSAGES if point.startswith("send-") else ()))
         if plan.num_ranks == 1:  # nobody is there to miss it
             kinds = tuple(kind for kind in kinds if kind not in ("thread", "stop"))
+        # Each attempt gets further than the one before, or its fault would not come. The same error at the same
+        # step twice in a row is not tried again, as it should be; without a step that could happen.
+        if faults and (faults[-1].rank, faults[-1].point, faults[-1].step) == (rank, point, None):
+            kinds = tuple(kind for kind in kinds if kind != faults[-1].kind)
         kind = rng.choice(kinds)
-        # Each attempt gets further than the one before, or its fault would not come; and the same error at
-        # the same step twice in a row is not tried again, as it should be.
         low, high = STEPS * attempt // count, STEPS * (attempt + 1) // count
         steps = [step for step in range(low, high) if comes_by(plan, rank, point, step)]
         step = None if point == "evaluate" or point in SAVING else rng.choice(steps)

@@ -24,6 +24,13 @@ def test_a_seed_repeats_a_soak_and_asks_for_faults_that_there_are():
     assert len({job.plan for job in jobs}) > 8
 
 
+def test_no_fault_comes_twice_in_a_row():
+    """Seed 3, job 7: `launch` took the same error while saving the same step for one that always comes."""
+    for job in (soak.random_job(seed, number) for seed in range(5) for number in range(60)):
+        told = [(fault.rank, fault.point, fault.kind, fault.step) for fault in job.faults]
+        assert all(one != other for one, other in zip(told, told[1:], strict=False))
+
+
 def test_only_faults_that_happened_count():
     killed = soak.Fault(1, "forward", "kill", 2, 0)
     again = soak.Fault(1, "forward", "kill", 9, 1)
