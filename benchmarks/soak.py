@@ -141,8 +141,8 @@ def random_job(seed: int, number: int) -> Job:
         kinds = (*ENDING, *(MESSAGES if point.startswith("send-") else ()))
         if plan.num_ranks == 1:  # nobody is there to miss it
             kinds = tuple(kind for kind in kinds if kind not in ("thread", "stop"))
-        # Each attempt gets further than the one before, or its fault would not come. The same error at the same
-        # step twice in a row is not tried again, as it should be; without a step that could happen.
+        # Each attempt gets further than the one before, or its fault would not come. The same error at the
+        # same step twice in a row is not tried again, as it should be; without a step that could happen.
         if faults and (faults[-1].rank, faults[-1].point, faults[-1].step) == (rank, point, None):
             kinds = tuple(kind for kind in kinds if kind != faults[-1].kind)
         kind = rng.choice(kinds)
