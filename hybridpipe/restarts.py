@@ -40,6 +40,8 @@ def attempt(returncode: int, told: Sequence[Outcome], ranks: int, has_begun: boo
     if code in LOST:
         who = "a rank was lost" if returncode > 0 else "the launcher was ended"
         return Attempt(ranks, code, f"{who}: {LOST[code]}", has_begun=has_begun)
+    if code == 0 and not has_begun:  # srun's word for it that it could launch no task (Slurm 22.05)
+        return Attempt(ranks, 1, "the launcher ended with exit code 0, but no rank was up", has_begun=False)
     cause = "" if code == 0 else f"the launcher ended with exit code {code}, and no rank told why"
     return Attempt(ranks, code, cause, has_begun=has_begun)
 

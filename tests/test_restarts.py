@@ -34,6 +34,13 @@ def test_what_an_attempt_came_to(returncode, words, code, cause):
     assert (found.code, found.cause) == (code, cause)
 
 
+def test_a_launcher_that_launched_nobody_has_not_trained():
+    """srun returns 0 where its tasks could not be launched: a requeued job was over, and done, untrained."""
+    found = attempt(0, [], 4, has_begun=False)
+    assert (found.code, found.cause) == (1, "the launcher ended with exit code 0, but no rank was up")
+    assert why_not_again([found], 3) is None
+
+
 @pytest.mark.parametrize(
     "attempts, max_restarts, why",
     [

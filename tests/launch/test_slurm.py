@@ -85,10 +85,11 @@ def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(
     )  # fmt: skip
 
     def goes_on():
-        """Slurm holds a requeued job back for two minutes; here, until the hosts are free of what it was."""
-        idle = run("sinfo", "-h", "-t", "idle", "-o", "%D")
-        if idle == "2" and run("squeue", "-h", "-j", job, "-o", "%T") == "PENDING":
-            time.sleep(1)
+        """Slurm holds a requeued job back for two minutes; here, until the hosts are free of what it was: its
+        steps get the same names again, and the sockets of the old ones would be in the way.
+        """
+        is_left = subprocess.run(["pgrep", "-f", rf"slurmstepd: \[{job}\."], capture_output=True).stdout
+        if not is_left and run("squeue", "-h", "-j", job, "-o", "%T") == "PENDING":
             release = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
             subprocess.run(release, env=slurm, capture_output=True)
 
