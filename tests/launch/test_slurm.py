@@ -54,6 +54,15 @@ def slurm():
         yield env
 
 
+@pytest.fixture
+def trained(tmp_path):
+    """The words after `train` for a small training; its `--out` is the last one."""
+    (tmp_path / "slurm_parts.py").write_text(PARTS)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "plan.json").write_text(PLAN)
+    return [str(tmp_path / "config.toml"), "--plan", str(tmp_path / "plan.json"), "--out"]
+
+
 def wait_for(what, seconds, is_there, log):
     end = time.monotonic() + seconds
     while not (found := is_there()):
@@ -65,12 +74,8 @@ def wait_for(what, seconds, is_there, log):
 
 @pytest.mark.netcluster
 @pytest.mark.timeout(300)
-def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(slurm, tmp_path):
-    (tmp_path / "slurm_parts.py").write_text(PARTS)
-    (tmp_path / "config.toml").write_text(CONFIG)
-    (tmp_path / "plan.json").write_text(PLAN)
+def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(slurm, trained, tmp_path):
     log, out = tmp_path / "log.txt", tmp_path / "out"
-    words = [str(tmp_path / "config.toml"), "--plan", str(tmp_path / "plan.json"), "--out"]
 
     def run(*command):
         done = subprocess.run(
@@ -81,7 +86,7 @@ def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(
 
     job = run(
         "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=1", "--signal=USR1@25",
-        f"--output={log}", str(netcluster.ROOT / "launch/slurm.sbatch"), *words, str(out),
+        f"--output={log}", str(netcluster.ROOT / "launch/slurm.sbatch"), *trained, str(out),
     )  # fmt: skip
 
     def goes_on():
@@ -113,6 +118,35 @@ def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(
 
     alone = tmp_path / "alone"
     run(sys.executable, "-m", "hybridpipe", "launch", "--ranks", "2", "--launcher", "mpirun", "--", "train",
-        *words, str(alone))  # fmt: skip
+        *trained, str(alone))  # fmt: skip
     weights = [(folder / "model.safetensors").read_bytes() for folder in (out, alone)]
     assert weights[0] == weights[1], log.read_text()
+
+
+BLOCKED = """#!/bin/bash
+for host in h1 h2; do
+  $PYTHON -c "import socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1])" \
+    "$(dirname "$SLURM_CONF")/spool/$host/stepd.slurm.pmix.$SLURM_JOB_ID.0"
+done
+exec bash launch/slurm.sbatch "$@"
+"""
+
+
+@pytest.mark.netcluster
+@pytest.mark.timeout(120)
+def test_a_step_that_slurm_could_not_launch_is_tried_again(slurm, trained, tmp_path):
+    """srun returned 0, and the job was done, untrained: the socket of an older step was in the way."""
+    (tmp_path / "fast").touch()
+    script, log, out = tmp_path / "blocked.sh", tmp_path / "log.txt", tmp_path / "out"
+    script.write_text(BLOCKED)
+    options = ["--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={log}"]
+    done = subprocess.run(
+        ["sbatch", *options, str(script), *trained, str(out)],
+        env=slurm,
+        cwd=netcluster.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    said = log.read_text()
+    assert done.returncode == 0 and (out / "summary.json").exists(), said + done.stderr
+    assert "exit code 0, but no rank was up; again" in said and "done after 2 attempts" in said, said
