@@ -4,11 +4,13 @@ Modules that load torch or start MPI are imported by the command that needs them
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -49,6 +51,21 @@ def _tell(mistake: str) -> None:
         print(" ".join(mistake.splitlines()), file=sys.stderr, flush=True)
     else:
         time.sleep(RANK0_SECONDS)
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Import torch and what stands on it, with the garbage collector resting.
+
+    All of it stays, so that to look for garbage in it takes a quarter of the time (docs/performance-log.md), now
+    and in every full collection amid the training.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _doctor(_: argparse.Namespace) -> int:
@@ -277,8 +294,9 @@ def _train(options: argparse.Namespace) -> int:
         raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
     with preemption.listening():
         outcome.up()
-        config.check()
-        from hybridpipe.train import train
+        with _loading():
+            config.check()
+            from hybridpipe.train import train
 
         return train(config, plan, _out(options), options.trace, options.hang_timeout, options.resume)
 

@@ -19,6 +19,20 @@ def test_importing_loads_neither_torch_nor_mpi(module):
     assert subprocess.check_output([sys.executable, "-c", probe], text=True) == "set()\n"
 
 
+def test_the_collector_rests_only_while_a_command_loads():
+    """What torch's import makes is never garbage; a training makes some."""
+    probe = (
+        "import gc; from hybridpipe.cli import _loading\n"
+        "with _loading(): print(gc.isenabled())\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 0)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", probe], text=True).split() == [
+        "False",
+        "True",
+        "True",
+    ]
+
+
 def imported(source: str, package: str) -> set[str]:
     """Every name that an import may load, wherever it stands; `from a import b` loads a and perhaps a.b."""
     names = set()
