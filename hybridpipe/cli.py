@@ -57,7 +57,7 @@ def _tell(mistake: str) -> None:
 def _loading() -> Iterator[None]:
     """Import torch and what stands on it, with the garbage collector resting.
 
-    All of it stays, so that to look for garbage in it takes a quarter of the time (docs/performance-log.md), now
+    All of it stays, so that to look for garbage in it takes a quarter of the time (performance log), now
     and in every full collection amid the training.
     """
     gc.disable()
