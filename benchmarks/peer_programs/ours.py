@@ -47,7 +47,9 @@ def main() -> None:
         for name in ("plan", "profile", "cluster"):
             write_json(job.out / f"{name}.json", getattr(trainer.choice, name))
     done = trainer.plan
-    job.report(plan=f"{done.name}, {done.schedule}, {done.num_microbatches}")
+    told = trainer.summary() or {}  # rank 0's
+    memory = {name: told.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
+    job.report(plan=f"{done.name}, {done.schedule}, {done.num_microbatches}", **memory)
     trainer.close()
 
 

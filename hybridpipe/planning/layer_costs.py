@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost import handling_seconds, measured_speed, stage_parts
-from hybridpipe.planning.memory import FUSION_BYTES
+from hybridpipe.planning.memory import FUSION_BYTES, LOOK_AHEAD
 from hybridpipe.planning.placement import Floats, Ints, Kind
 from hybridpipe.planning.plan import ASYNCHRONOUS, Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
@@ -141,10 +141,11 @@ class LayerCosts:
         """`memory.stage_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
         width = len(parameters)
         inside = self.between("activations", width) + self.ends(self.output, width)
-        received = self.output[:-1]
+        received, sent = self.output[:-1], self.ends(np.append(self.output[:-1], 0.0), width)
         stash, working = (received, inside) if self.form.recompute else (received + inside, np.zeros(1))
         resident = np.rint(parameters * (2 + self.state_factor)) + self.between("kept", width)
         resident += np.minimum(parameters, FUSION_BYTES) * (kind.replicas > 1)
+        resident += 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
         versions = self.form.versions(kind.in_flight)
         peak: Floats = resident + (versions - 1) * parameters + kind.in_flight * stash + working
         return peak

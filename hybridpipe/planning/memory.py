@@ -1,7 +1,7 @@
 """Memory: what a rank must hold under a plan, at its peak and over time.
 
     weights x versions + gradients + optimizer state + Horovod's buffer
-    + microbatches stashed x (received input + activations + output)
+    + microbatches stashed x (received input + activations + output) + messages
 
 summed over the stages that the rank holds. A synchronous schedule has one version of the weights, PipeDream
 one for each microbatch in flight (SOSP 2019, section 3.3), with vertical sync one for each version that the
@@ -33,6 +33,10 @@ Curve = tuple[tuple[float, int], ...]
 # Horovod copies what it joins into a fusion buffer, at most so much; `runtime.gradients` may allow it less.
 FUSION_BYTES = 128 * 2**20
 
+# Receives posted beyond the one that is waited for: enough that the next message of either neighbour moves
+# while a rank computes, and no more, since each holds a buffer.
+LOOK_AHEAD = 2
+
 # Longer rounds of two stages are not walked through to count versions.
 MAX_ROUND = 4096
 
@@ -42,7 +46,8 @@ class StageMemory(NamedTuple):
 
     Args:
         parameters: one version of the weights.
-        resident: weights, gradients, what is kept for the products that make them, the optimizer's state.
+        resident: weights, gradients, what is kept for the products that make them, the optimizer's state, and
+            messages on their way.
         stash: what each microbatch keeps from its forward on.
         working: what it keeps besides once its backward has begun.
     """
@@ -87,7 +92,16 @@ def stage_memory(profile: ModelProfile, start: int, stop: int, recompute: bool, 
     inside = sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes
     stash, working = (received, inside) if recompute else (received + inside, 0)
     resident = round(parameters * (2 + profile.state_factor)) + sum(layer.kept(schedule) for layer in layers)
+    resident += message_bytes(received, layers[-1].output_bytes if stop < len(profile.layers) else 0)
     return StageMemory(parameters, resident, stash, working)
+
+
+def message_bytes(received: int, sent: int) -> int:
+    """What messages take besides the inputs that are stashed, where a stage receives and sends so much.
+
+    Both gradients, as they are computed with; what is sent, packed; and what is received ahead.
+    """
+    return 2 * (received + sent) + LOOK_AHEAD * max(received, sent)
 
 
 def _resident(stages: Iterable[StageMemory], replicated: bool) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.planning.instructions import Program, ReceiveActivation, ReceiveGradient
+from hybridpipe.planning.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.runtime.messages import (
     SPEC_BYTES,
@@ -30,9 +31,6 @@ from hybridpipe.runtime.transport import Buffers, Pending, Transport
 from hybridpipe.stage.stage import received
 from hybridpipe.stage.values import Value, tensors_of
 
-# Receives posted beyond the one that is waited for: enough that the next message of either neighbour
-# moves while this rank computes, and no more, since each holds a buffer.
-LOOK_AHEAD = 2
 LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
 LARGEST_TAG = 2**15 - 1  # that every MPI allows
 

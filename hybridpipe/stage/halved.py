@@ -11,11 +11,10 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from hybridpipe.stage.deferred import Use
-from hybridpipe.stage.weights import Weights
+from hybridpipe.stage.weights import Weights, hand_over
 
 
 class WeightHalf:
@@ -54,29 +53,27 @@ class WeightHalf:
     def finish(self) -> None:
         """Compute what is left; each leaf gets its gradient as soon as its last part is there."""
         missing = Counter(stand_in for use in self._uses for stand_in in _trained(use))
-        sums: dict[Tensor, Tensor] = {}
         while self._uses:
             use = self._uses.popleft()  # its memory goes at the end of the turn
             for stand_in in _trained(use):
-                part = _part(use, stand_in)
-                sums[stand_in] = sums[stand_in] + part if stand_in in sums else part
+                _add(stand_in, _part(use, stand_in))
                 missing[stand_in] -= 1
                 if not missing[stand_in]:
-                    self._arrive(stand_in, sums.pop(stand_in))
+                    self._arrive(stand_in)
             del use
         for stand_in in reversed(list(self._leaf_of)):  # those that came with the first half
             if stand_in.grad is not None:
-                self._arrive(stand_in, None)
+                self._arrive(stand_in)
         self._leaf_of.clear()
 
-    def _arrive(self, stand_in: Tensor, gradient: Tensor | None) -> None:
-        first_half, stand_in.grad = stand_in.grad, None
-        if gradient is None:
-            gradient = first_half
-        elif first_half is not None:
-            gradient = gradient + first_half
-        assert gradient is not None
-        torch.autograd.backward([self._leaf_of[stand_in]], [gradient])  # so that hooks run as always
+    def _arrive(self, stand_in: Tensor) -> None:
+        assert stand_in.grad is not None
+        gradients, stand_in.grad = [stand_in.grad], None
+        hand_over(gradients, [self._leaf_of[stand_in]])
+
+
+def _add(stand_in: Tensor, part: Tensor) -> None:
+    stand_in.grad = part if stand_in.grad is None else stand_in.grad + part
 
 
 def _trained(use: Use) -> list[Tensor]:

@@ -9,7 +9,7 @@ Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); two versions,
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,31 @@ def trained_parameters(layers: Iterable[nn.Module]) -> list[dict[str, Tensor]]:
         {name: p for name, p in layer.named_parameters(remove_duplicate=False) if p.requires_grad}
         for layer in layers
     ]
+
+
+def hand_over(gradients: list[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Let each gradient arrive on its leaf, as a backward does: it adds up there, and hooks run.
+
+    A leaf that has none yet keeps the one that comes instead of a copy, since nobody else holds it: the list
+    is empty afterwards. `torch.autograd.backward(leaves, gradients)` holds them, and so copies every one.
+    """
+    if leaves:
+        torch.autograd.backward(_HandOver.apply(gradients, *leaves))  # type: ignore[no-untyped-call]
+
+
+class _HandOver(torch.autograd.Function):
+    """A number whose gradients are given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *_: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return (None, *given)
 
 
 class Substitution:
@@ -179,12 +204,15 @@ class WeightVersions:
 
         Hooks on the Parameters see them arrive, once each. A Parameter whose leaf has none stays as it is.
         """
+        parameters, gradients = [], []
         for own, leaves in zip(reversed(self._own), reversed(weights), strict=True):
             for name, parameter in reversed(own.items()):  # in the order of a backward
                 leaf = leaves[name]
-                gradient, leaf.grad = leaf.grad, None  # so that a tied one moves once
-                if gradient is not None:
-                    torch.autograd.backward([parameter], [gradient if factor == 1.0 else gradient * factor])
+                if leaf.grad is not None:
+                    parameters.append(parameter)
+                    gradients.append(leaf.grad if factor == 1.0 else leaf.grad.mul_(factor))
+                    leaf.grad = None  # so that a tied one moves once
+        hand_over(gradients, parameters)
 
     @property
     def alive(self) -> list[int]:

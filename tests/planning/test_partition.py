@@ -107,6 +107,8 @@ class Reference:
         peak = round(weights * (2 + self.profile.state_factor)) + (min(weights, 2**27) if m > 1 else 0)
         peak += {"pipedream": stashes - 1, "pipedream-2bw": 1}.get(self.schedule, 0) * weights
         received = self.profile.layers[start - 1].output_bytes if start else 0
+        sent = layers[-1].output_bytes if stop < self.profile.num_layers else 0
+        peak += 2 * received + 2 * sent + 2 * max(received, sent)
         inside = sum(one.activation_bytes for one in layers) + layers[-1].output_bytes
         peak += stashes * received + inside if self.recompute else stashes * (received + inside)
         return peak <= memory

@@ -250,7 +250,7 @@ def test_prediction():
     assert prediction.minibatch_seconds == approx(12)
     assert prediction.samples_per_second == approx(1)
     assert prediction.bubble_fraction == approx(0.25)
-    assert prediction.peak_memory_bytes == (10 * 2 + 2 * (5 + 3), 7 + 3)
+    assert prediction.peak_memory_bytes == (10 * 2 + 2 * (5 + 3) + 4 * 3, 7 + 3 + 4 * 3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.stage.weights import WeightVersions
+from hybridpipe.stage.weights import WeightVersions, hand_over
 
 from .helpers import Tied, double
 from .parts import CASES, case, check_same, frozen, gradients_like, stage_of, tensor, train
@@ -237,6 +237,32 @@ def test_gradients_add_up_times_a_factor():
     model[0].bias.grad = kept = torch.ones(2, dtype=torch.float64)
     versions.collect(weights)
     assert model[0].bias.grad is kept
+
+
+def test_a_gradient_that_is_handed_over_is_kept_not_copied():
+    """torch.autograd.backward([leaf], [gradient]) makes a copy: a pass through the memory of all weights."""
+    leaves = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    arrived = []
+    leaves[1].register_post_accumulate_grad_hook(lambda leaf: arrived.append(leaf.grad.tolist()))
+    gradients = [torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5])]
+    places = [gradient.data_ptr() for gradient in gradients]
+    hand_over(gradients, leaves)
+    assert gradients == [] and [leaf.grad.data_ptr() for leaf in leaves] == places
+    hand_over([torch.ones(2)], leaves[1:])
+    assert arrived == [[4, 5], [5, 6]] and leaves[0].grad.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_versions_gradient_becomes_the_parameters_without_a_copy(factor):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False))
+    versions = WeightVersions(layers)
+    weights = versions.current()
+    leaf = weights[0]["weight"]
+    leaf.grad = torch.ones(2, 2)
+    place = leaf.grad.data_ptr()
+    versions.collect(weights, factor)
+    assert layers[0].weight.grad.data_ptr() == place and leaf.grad is None
+    assert layers[0].weight.grad.eq(factor).all()
 
 
 def test_the_optimizers_state_goes_on():
