@@ -115,6 +115,9 @@ class Sink(Protocol):
     collecting: bool  # else gradients are computed at once
     takes_biases: bool
 
+    def takes(self, weight: Tensor, num_rows: int) -> bool:
+        """Asked by a linear layer in its forward: is it to leave a note? Else autograd does all."""
+
     def note(self, use: Use) -> None:
         """A backward leaves the weight's gradient, and where it `takes_biases` the bias's, for later."""
 
@@ -236,6 +239,8 @@ def _linear(module: nn.Linear, sink: Sink, inputs: Tensor) -> Tensor:
         return nn.Linear.forward(module, inputs)
     # Two-dimensional inside: an output that is a view made in there could not be changed in place.
     rows = inputs[None] if inputs.dim() == 1 else inputs.flatten(end_dim=-2)
+    if not sink.takes(module.weight, len(rows)):
+        return nn.Linear.forward(module, inputs)
     outputs: Tensor = _Deferred.apply(sink, _Linear(), _autocast(rows), module.weight, module.bias)  # type: ignore[no-untyped-call]
     return outputs if inputs.dim() == 2 else outputs.view(*inputs.shape[:-1], outputs.shape[-1])
 

@@ -46,6 +46,10 @@ class WeightHalf:
         finally:
             self.collecting = False
 
+    def takes(self, _: Tensor, num_rows: int) -> bool:
+        """Every one."""
+        return True
+
     def note(self, use: Use) -> None:
         """Leave a weight's gradient, and its bias's, for `finish`."""
         self._uses.append(use)

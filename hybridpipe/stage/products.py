@@ -42,12 +42,21 @@ class WeightProducts:
         self._layers = layers
         self.most_bytes = 0  # that were kept at once
         self._kept: dict[Tensor, list[Use]] = {}
+        self._joined: dict[Tensor, bool] = {}
         self._num_bytes = 0
 
     @property
     def is_empty(self) -> bool:
         """No layer is large enough."""
         return not self.deferring.candidates
+
+    def joins(self, weight: Tensor, num_rows: int) -> bool:
+        """A microbatch of enough rows is left to autograd, whose function has less to do (GPT: 5 %).
+
+        The first microbatch decides for good: a short one before the final one, which goes to autograd, would
+        leave its rows behind when the weight's hooks run.
+        """
+        return self._joined.setdefault(weight, num_rows < ENOUGH_ROWS)
 
     def add(self, use: Use, is_last: bool) -> None:
         """Keep a microbatch's rows. `is_last`: none follow before the gradient is used."""
@@ -104,6 +113,10 @@ class MicrobatchRows:
             yield
         finally:
             self.collecting = False
+
+    def takes(self, weight: Tensor, num_rows: int) -> bool:
+        """Where joining saves anything."""
+        return self._products.joins(weight, num_rows)
 
     def note(self, use: Use) -> None:
         """Keep the rows, or multiply.

@@ -85,7 +85,7 @@ def expected(module: nn.Module, sizes) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("sizes", [[32] * 10, [6, 2], [300, 2, 20]])
+@pytest.mark.parametrize("sizes", [[32] * 10, [6, 2], [300, 2, 20], [20, 300]])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_autograd_and_hooks_run_once_when_they_are_complete(name, sizes, recompute):
     module = MODELS[name]()
@@ -102,6 +102,16 @@ def test_gradients_are_those_of_autograd_and_hooks_run_once_when_they_are_comple
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
         (once,) = seen[parameter]
         torch.testing.assert_close(once, gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_a_microbatch_of_enough_rows_is_left_to_autograd(monkeypatch):
+    """And so are the others of its weight: a short one before the final one would leave rows behind."""
+    noted = []
+    monkeypatch.setattr(WeightProducts, "add", lambda self, use, is_last: noted.append(use))
+    train(nn.Sequential(linear()), [ENOUGH_ROWS, 2])
+    assert not noted
+    train(nn.Sequential(linear()), [ENOUGH_ROWS - 1])
+    assert len(noted) == 1
 
 
 @pytest.mark.parametrize("is_final", [False, True])
