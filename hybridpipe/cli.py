@@ -57,8 +57,8 @@ def _tell(mistake: str) -> None:
 def _loading() -> Iterator[None]:
     """Import torch and what stands on it, with the garbage collector resting.
 
-    All of it stays, so that to look for garbage in it takes a quarter of the time (performance log), now
-    and in every full collection amid the training.
+    Nearly all of it stays. To look for garbage in it took a quarter of the time (performance log); it is
+    left to no collection later.
     """
     gc.disable()
     try:
@@ -296,6 +296,8 @@ def _train(options: argparse.Namespace) -> int:
         outcome.up()
         with _loading():
             config.check()
+            import torch._dynamo  # noqa: F401  torch's first optimizer would, amid what is measured
+
             from hybridpipe.train import train
 
         return train(config, plan, _out(options), options.trace, options.hang_timeout, options.resume)

@@ -14,7 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-import torch._dynamo  # noqa: F401  torch's first optimizer would, amid what is measured
 from safetensors.torch import save_file
 from torch import nn
 

@@ -6,6 +6,7 @@ shares the memory that was saved anyhow. What becomes of the notes is the sink's
 them after the first half of a backward, `products` several microbatches at once.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -235,12 +236,11 @@ def _autocast(inputs: Tensor) -> Tensor:
 
 
 def _linear(module: nn.Linear, sink: Sink, inputs: Tensor) -> Tensor:
-    if not _is_plain(inputs, module.weight):
+    num_rows = math.prod(inputs.shape[:-1])
+    if not (_is_plain(inputs, module.weight) and sink.takes(module.weight, num_rows)):
         return nn.Linear.forward(module, inputs)
     # Two-dimensional inside: an output that is a view made in there could not be changed in place.
     rows = inputs[None] if inputs.dim() == 1 else inputs.flatten(end_dim=-2)
-    if not sink.takes(module.weight, len(rows)):
-        return nn.Linear.forward(module, inputs)
     outputs: Tensor = _Deferred.apply(sink, _Linear(), _autocast(rows), module.weight, module.bias)  # type: ignore[no-untyped-call]
     return outputs if inputs.dim() == 2 else outputs.view(*inputs.shape[:-1], outputs.shape[-1])
 

@@ -77,7 +77,7 @@ class WeightHalf:
 
 
 def _add(stand_in: Tensor, part: Tensor) -> None:
-    stand_in.grad = part if stand_in.grad is None else stand_in.grad + part
+    stand_in.grad = part if stand_in.grad is None else part + stand_in.grad  # which may be sparse
 
 
 def _trained(use: Use) -> list[Tensor]:

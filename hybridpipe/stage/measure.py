@@ -93,6 +93,8 @@ class Rehearsal:
         inputs, targets = (
             map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
         )
+        for stage in stages:
+            stage.forget_most_kept()
         activation_bytes, output_bytes, gradient_bytes = _measure_bytes(stages, inputs, targets)
         seconds = _typical(lambda: _two_passes(stages, inputs, targets, device), agree)
         updates, state_bytes = _measure_updates(stages, optimizer, device, agree)

@@ -34,11 +34,11 @@ class WeightProducts:
         uses = Counter(parameter for module in layers.modules() for parameter in module._parameters.values())
         watched = {parameter for parameter in layers.parameters() if parameter._post_accumulate_grad_hooks}
 
-        def joins(module: nn.Module) -> bool:
+        def is_wanted(module: nn.Module) -> bool:
             weight = module._parameters.get("weight")  # missing where the module is parametrised
             return weight is not None and _is_large(module) and uses[weight] == 1 and weight not in watched
 
-        self.deferring = Deferring(layers, joins)
+        self.deferring = Deferring(layers, is_wanted)
         self._layers = layers
         self.most_bytes = 0  # that were kept at once
         self._kept: dict[Tensor, list[Use]] = {}
@@ -51,10 +51,10 @@ class WeightProducts:
         return not self.deferring.candidates
 
     def joins(self, weight: Tensor, num_rows: int) -> bool:
-        """A microbatch of enough rows is left to autograd, whose function has less to do (GPT: 5 %).
+        """A microbatch of enough rows is left to autograd, whose function has less to do (performance log).
 
-        The first microbatch decides for good: a short one before the final one, which goes to autograd, would
-        leave its rows behind when the weight's hooks run.
+        A minibatch's first microbatch decides for all: else one that goes to autograd, at the end, would find
+        rows of a shorter one before it left behind when the weight's hooks run.
         """
         return self._joined.setdefault(weight, num_rows < ENOUGH_ROWS)
 
@@ -78,6 +78,7 @@ class WeightProducts:
         """Leave no row behind."""
         for weight in list(self._kept):
             self._multiply(weight)
+        self._joined.clear()
 
     def _multiply(self, weight: Tensor) -> None:
         uses = self._kept.pop(weight)

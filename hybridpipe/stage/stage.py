@@ -182,8 +182,12 @@ class Stage:
 
     @property
     def most_kept_bytes(self) -> int:
-        """What backwards have kept back at most until now."""
+        """What backwards have kept back at most since `forget_most_kept`."""
         return self._products.most_bytes
+
+    def forget_most_kept(self) -> None:
+        """`most_kept_bytes` starts anew."""
+        self._products.most_bytes = 0
 
     def complete_gradients(self) -> None:
         """Bring into `.grad` what backwards have kept back, where no final one came."""

@@ -205,12 +205,12 @@ class WeightVersions:
         Hooks on the Parameters see them arrive, once each. A Parameter whose leaf has none stays as it is.
         """
         parameters, gradients = [], []
-        for own, leaves in zip(reversed(self._own), reversed(weights), strict=True):
-            for name, parameter in reversed(own.items()):  # in the order of a backward
+        for own, leaves in zip(self._own, weights, strict=True):
+            for name, parameter in own.items():
                 leaf = leaves[name]
                 if leaf.grad is not None:
                     parameters.append(parameter)
-                    gradients.append(leaf.grad if factor == 1.0 else leaf.grad.mul_(factor))
+                    gradients.append(leaf.grad if factor == 1.0 else leaf.grad * factor)
                     leaf.grad = None  # so that a tied one moves once
         hand_over(gradients, parameters)
 

@@ -61,9 +61,9 @@ class Shared(nn.Module):
 class Tied(nn.Module):
     """An embedding whose weight is also that of the linear layer behind."""
 
-    def __init__(self, entries, size):
+    def __init__(self, entries, size, sparse=False):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(entries, size), nn.Linear(size, entries)
+        self.embedding, self.head = nn.Embedding(entries, size, sparse=sparse), nn.Linear(size, entries)
         self.head.weight = self.embedding.weight
 
     def forward(self, indices):

@@ -97,6 +97,7 @@ CASES = {
         nn.Linear(3, 3)
     ),
     "tied parameters": lambda: ([Tied(5, 3), nn.Linear(5, 2)], indices(4, 6)),
+    "tied, one gradient sparse": lambda: ([Tied(5, 3, sparse=True), nn.Linear(5, 2)], indices(4, 6)),
     "frozen": lambda: (
         [frozen(nn.Linear(3, 4)), frozen(nn.Linear(4, 4), "weight"), frozen(nn.Linear(4, 2), "bias")],
         tensor(5, 3),

@@ -240,3 +240,16 @@ def test_a_large_linear_layer_joins_products(tmp_path):
     assert [each is not None for each in figures(profile, "joined_seconds")] == [True, False, False]
     write_json(tmp_path / "profile.json", profile)
     assert read_profile(tmp_path / "profile.json") == profile
+
+
+def test_a_smaller_microbatch_joins_what_a_larger_one_need_not():
+    """Sizes are measured on one copy, the largest first: with 300 rows nothing is joined."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 3))
+    inputs = torch.randn(300, 512)
+    rehearsal = Rehearsal(model, inputs, torch.randn(300, 3), nn.functional.mse_loss)
+    large, small = rehearsal.measure(), rehearsal.measure(size=5)
+    assert [figures(profile, "kept_bytes")[0] for profile in (large, small, rehearsal.measure())] == [
+        None,
+        4 * 5 * (512 + 512) * FLOAT,
+        None,
+    ]
