@@ -32,10 +32,6 @@ def test_a_training_ends_at_its_target_on_all_ranks_alike(job, schedule, plan):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
 def test_fashion_mnist(job, tmp_path):
-    """To a lower target than the config's, judged on fewer images: the suite's time is limited."""
-    words = ["train", str(EXAMPLES / "fashion.toml"), "--out", str(tmp_path)]
-    for override in ("train.target_accuracy=0.85", "data.validation_args.limit=2000"):
-        words += ["--set", override]
-    job(4, "hybridpipe", *words, timeout_seconds=800)
+    job(4, "hybridpipe", "train", str(EXAMPLES / "fashion.toml"), "--out", str(tmp_path), timeout_seconds=800)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["epochs_to_target"] <= 15 and summary["metrics"]["accuracy"] >= 0.85
+    assert summary["epochs_to_target"] <= 15 and summary["metrics"]["accuracy"] >= 0.88
