@@ -80,7 +80,7 @@ def _figures(
     replicas = plan.stages[s].replicas
     # Under pipedream the replicas take turns: a minibatch is one of theirs, and one has it.
     takes_turns = replicas if plan.schedule == "pipedream" else 1
-    work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds
+    work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds + terms.products_seconds
     return StageFigures(
         work_seconds=terms.work_seconds,
         sent_bytes=behind.output_bytes + before.gradient_bytes,

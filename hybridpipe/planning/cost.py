@@ -8,11 +8,12 @@ Two users: the simulator takes a stage's pieces (`stage_costs`), the partitioner
       max over cuts   x after the first                  its busiest link
 
 with w = f + b + h the forward, backward and handling of messages of one microbatch; e the part of the
-all-reduce that the backward does not hide; u the optimizer's step; c the way of one microbatch over the cut
-and back, with latency; x the time that the microbatches keep the busiest port or shared link of the cut
-occupied, in the direction that carries more, charged at both ends. With p equal stages and nothing else it
-is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019); with one stage it is M/m microbatches and the
-all-reduce. Other synchronous schedules:
+all-reduce that the backward does not hide; u the optimizer's step, and what the last backward leaves to be
+made (`Plan.products_wait`; where the stage before waits for it, it is in the sum instead); c the way of one
+microbatch over the cut and back, with latency; x the time that the microbatches keep the busiest port or
+shared link of the cut occupied, in the direction that carries more, charged at both ends. With p equal stages
+and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019); with one stage it is M/m
+microbatches and the all-reduce. Other synchronous schedules:
 
     zero-bubble     the sum has w - 2g, if positive, and the stage in the maximum ceil(M/m) w less that: with
                     equal stages M(f + b) + (p - 1)(f + b - 2g), ZB-H1's count (Qi et al., ICLR 2024, section
@@ -43,9 +44,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.plan import Plan, StageSpec
-from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.schedules import ceil_div, per_update
 
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses what
 # is ready within a cycle up to 128 MiB; smaller buckets start earlier, larger ones pay latency less often.
@@ -67,7 +68,8 @@ class StageCost:
     """One stage on one rank at full speed; times and sizes are per microbatch.
 
     With recomputation the backward contains a forward. `weight_seconds` are the part of the backward that
-    makes the weights' gradients, which zero-bubble does by itself.
+    makes the weights' gradients, which zero-bubble does by itself. `products_seconds` is what the last
+    backward leaves to be made (`Plan.products_wait`).
     """
 
     forward_seconds: float
@@ -77,6 +79,7 @@ class StageCost:
     gradient_bytes: float = 0.0
     buckets: tuple[GradientBucket, ...] = ()
     weight_seconds: float = 0.0
+    products_seconds: float = 0.0
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
@@ -89,7 +92,13 @@ def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> t
     if profile.num_layers != plan.num_layers:
         raise ValueError(f"the plan cuts {plan.num_layers} layers, the profile has {profile.num_layers}")
     return tuple(
-        _stage_cost(profile, stage, plan.schedule, plan.recomputes(s), load_speed)
+        _stage_cost(
+            profile.layers[stage.start : stage.stop],
+            plan.schedule,
+            per_update(plan.schedule, plan.num_microbatches, stage.replicas),
+            plan.recomputes(s),
+            load_speed,
+        )
         for s, stage in enumerate(plan.stages)
     )
 
@@ -103,30 +112,31 @@ def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
 
 
 def _stage_cost(
-    profile: ModelProfile, stage: StageSpec, schedule: str, recompute: bool, load_speed: float
+    layers: Sequence[LayerProfile], schedule: str, rounds: int, recompute: bool, load_speed: float
 ) -> StageCost:
-    layers = profile.layers[stage.start : stage.stop]
+    """`rounds`: microbatches of an update, on one rank."""
     forward = sum(layer.forward_seconds for layer in layers) * load_speed
-    backward = sum(layer.backward(schedule) for layer in layers) * load_speed
+    backward = sum(layer.backward(schedule, rounds) for layer in layers) * load_speed
     return StageCost(
         forward_seconds=forward,
         backward_seconds=backward + recompute * forward,
         update_seconds=sum(layer.update_seconds for layer in layers) * load_speed,
         output_bytes=layers[-1].output_bytes,
         gradient_bytes=layers[-1].returned_bytes,
-        buckets=_buckets(profile, stage, schedule),
-        weight_seconds=sum(layer.weight_backward_seconds for layer in layers) * load_speed,
+        buckets=_buckets(layers, schedule, rounds),
+        weight_seconds=sum(layer.weights_backward(rounds) for layer in layers) * load_speed,
+        products_seconds=sum(layer.products(schedule, rounds) for layer in layers) * load_speed,
     )
 
 
-def _buckets(profile: ModelProfile, stage: StageSpec, schedule: str) -> tuple[GradientBucket, ...]:
-    """Layers from last to first, as the backward visits them, gathered up to BUCKET_BYTES."""
-    layers = profile.layers[stage.start : stage.stop][::-1]
-    total = sum(layer.backward(schedule) for layer in layers) or 1.0
+def _buckets(layers: Sequence[LayerProfile], schedule: str, rounds: int) -> tuple[GradientBucket, ...]:
+    """Layers from last to first, as the last backward visits them, gathered up to BUCKET_BYTES."""
+    seconds = [layer.backward(schedule, rounds) + layer.products(schedule, rounds) for layer in layers]
+    total = sum(seconds) or 1.0
     buckets, filled, done = [], 0, 0.0
-    for layer in layers:
+    for layer, of_layer in zip(reversed(layers), reversed(seconds), strict=True):
         filled += layer.parameter_bytes
-        done += layer.backward(schedule)
+        done += of_layer
         if filled >= BUCKET_BYTES:
             buckets.append(GradientBucket(filled, min(done / total, 1.0)))
             filled = 0
@@ -205,13 +215,22 @@ class StageTerms(NamedTuple):
             the weights' gradients.
         allreduce_seconds: one all-reduce, alone; of it `exposed_seconds` are not hidden by the backward.
         update_seconds: the optimizer's step.
+        products_seconds: what the last backward leaves to be made; `held_up_seconds` of them before the
+            gradient is sent that the stage before waits for.
     """
 
     work_seconds: float
     allreduce_seconds: float
     exposed_seconds: float
     update_seconds: float
-    weight_seconds: float = 0.0
+    weight_seconds: float
+    products_seconds: float
+    held_up_seconds: float
+
+    @property
+    def after_seconds(self) -> float:
+        """What follows a minibatch's work."""
+        return self.products_seconds - self.held_up_seconds + self.exposed_seconds + self.update_seconds
 
 
 def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageTerms, ...]:
@@ -219,21 +238,23 @@ def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tup
     share = compute_share(cluster, plan.ranks)
     over_cuts = [handling_seconds(cluster, cost.output_bytes + cost.gradient_bytes) for cost in costs[:-1]]
     terms = []
-    for stage, cost, before, behind in zip(
-        plan.stages, costs, [0.0, *over_cuts], [*over_cuts, 0.0], strict=True
-    ):
+    for s, (cost, before, behind) in enumerate(zip(costs, [0.0, *over_cuts], [*over_cuts, 0.0], strict=True)):
+        stage = plan.stages[s]
         speed = stage_speed(cluster, stage.ranks, share)
-        is_split = plan.schedule == "zero-bubble"
-        last = (cost.weight_seconds if is_split else cost.backward_seconds) / speed
+        last = cost.weight_seconds if plan.schedule == "zero-bubble" else cost.backward_seconds
+        inline = 0.0 if plan.products_wait(s) else cost.products_seconds
+        hidden = cluster.overlap * (last + inline) / speed
         weights = sum(bucket.num_bytes for bucket in cost.buckets)
         allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
         terms.append(
             StageTerms(
                 work_seconds=(cost.forward_seconds + cost.backward_seconds + before + behind) / speed,
                 allreduce_seconds=allreduce,
-                exposed_seconds=allreduce - cluster.overlap * min(allreduce, last),
+                exposed_seconds=allreduce - min(cluster.overlap * allreduce, hidden),
                 update_seconds=cost.update_seconds / speed,
                 weight_seconds=cost.weight_seconds / speed,
+                products_seconds=cost.products_seconds / speed,
+                held_up_seconds=inline / speed if s else 0.0,
             )
         )
     return tuple(terms)
@@ -263,10 +284,15 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
 def _straight(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:
     fill, slowest = 0.0, 0.0
     for m, term in zip(plan.replicas, terms, strict=True):
-        after = term.exposed_seconds + term.update_seconds
-        work, weight = term.work_seconds, term.weight_seconds
-        filling, most = stage_parts(plan.schedule, plan.num_microbatches, m, work, weight, after)
-        fill, slowest = fill + float(filling), max(slowest, float(most))
+        filling, most = stage_parts(
+            plan.schedule,
+            plan.num_microbatches,
+            m,
+            term.work_seconds,
+            term.weight_seconds,
+            term.after_seconds,
+        )
+        fill, slowest = fill + float(filling) + term.held_up_seconds, max(slowest, float(most))
     return fill, slowest
 
 
@@ -279,7 +305,7 @@ def stage_parts(
 
     Args:
         work, weight: a microbatch's work, and the part of it that makes the weights' gradients.
-        after: the update and the part of the all-reduce that nothing hides.
+        after: what follows it, `StageTerms.after_seconds`.
     """
     rounds = ceil_div(num_microbatches, replicas)
     match schedule:
@@ -298,9 +324,10 @@ def _interleaved(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]
     slowest = 0.0
     for group in range(plan.num_groups):
         held = terms[group :: plan.num_groups]
-        after = sum(term.exposed_seconds + term.update_seconds for term in held)
+        after = sum(term.after_seconds for term in held)
         slowest = max(slowest, rounds * sum(term.work_seconds for term in held) + after)
-    return sum(term.work_seconds for term in terms) / plan.chunks, slowest
+    filling = sum(term.work_seconds for term in terms) / plan.chunks
+    return filling + sum(term.held_up_seconds for term in terms), slowest
 
 
 def handling_seconds(cluster: Cluster, num_bytes: float) -> float:

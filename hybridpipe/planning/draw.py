@@ -16,6 +16,7 @@ from hybridpipe.planning.instructions import (
     Forward,
     Instruction,
     Load,
+    Products,
 )
 from hybridpipe.planning.memory import Curve
 from hybridpipe.planning.plan import Place, Plan, Prediction
@@ -30,6 +31,7 @@ FILLS = {
     **dict.fromkeys(BACKWARDS, "="),
     "forward": "-",
     "backward-weight": "+",
+    "products": "+",
     "all-reduce": "~",
     "step": "*",
 }
@@ -45,7 +47,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
 
     A column shows what the rank does in its middle, so events much shorter than one may not show. Of a
     backward in halves `I3==` makes the gradients of the inputs, `W3++` those of the weights; `F3.1` is on the
-    rank's second stage.
+    rank's second stage. `+++` are products that the last backward has left to be made.
     """
     ranks = _shown(list(timeline.events))
     names = [f"rank {rank}" for rank in ranks]
@@ -56,8 +58,10 @@ def text(timeline: Timeline, width: int = 100) -> str:
         for name, rank in zip(names, ranks, strict=True)
     ]
     unit, scale = _unit(timeline.seconds)
-    halves = ", I and W its halves" if "backward-weight" in _kinds(timeline, ranks) else ""
-    key = f"F forward, B backward{halves}, ~ all-reduce, * step, . waiting"
+    kinds = _kinds(timeline, ranks)
+    parts = ", I and W its halves" if "backward-weight" in kinds else ""
+    parts += ", + joined products" if "products" in kinds else ""
+    key = f"F forward, B backward{parts}, ~ all-reduce, * step, . waiting"
     left_out = f"; {len(ranks)} of {len(timeline.events)} ranks" if len(ranks) < len(timeline.events) else ""
     return "\n".join([*rows, f"0 to {timeline.seconds / scale:.3g} {unit}; {key}{left_out}"])
 
@@ -70,7 +74,7 @@ def _row(events: tuple[Event, ...], seconds: float, columns: int) -> str:
     return "".join(row)
 
 
-def _paint(instruction: Instruction | Load, columns: int) -> str:
+def _paint(instruction: Instruction | Load | Products, columns: int) -> str:
     """`F3--` where the number fits, otherwise `F---`."""
     fill = FILLS.get(kind(instruction), ".")
     name = str(instruction) if isinstance(instruction, ON_MICROBATCH) else ""
@@ -86,6 +90,7 @@ COLOURS = {
     "backward": "#f5a94c",
     "backward-input": "#f08c4c",
     "backward-weight": "#e6cf62",
+    "products": "#e6cf62",
     "all-reduce": "#b99be3",
     "step": "#3fb68b",
 }

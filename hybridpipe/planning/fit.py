@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 
 # Less than the timings vary by; a link, or a machine, is called shared, or different, beyond it.
 SHARING_TOLERANCE = 0.1
@@ -115,6 +115,15 @@ def relative_speeds(rates: Sequence[float]) -> tuple[float, ...] | None:
     return speeds if any(abs(speed - 1) > SPEED_TOLERANCE for speed in speeds) else None
 
 
+def _typical_products(measured: Sequence[JoinedProducts]) -> JoinedProducts:
+    return replace(
+        measured[0],
+        backward_seconds=median(each.backward_seconds for each in measured),
+        product_seconds=median(each.product_seconds for each in measured),
+        microbatch_seconds=median(each.microbatch_seconds for each in measured),
+    )
+
+
 def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """The profile that several ranks of one machine measured at once: the median of each layer's times."""
 
@@ -125,14 +134,17 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
             for each in measured
             if each.weight_seconds is not None
         ]
-        joined = [each.joined_seconds for each in measured if each.joined_seconds is not None]
+        joined = [each.joined for each in measured if each.joined is not None]
+        weight = min(1.0, median(shares)) * backward if shares else None
+        accumulate = median(each.accumulate_seconds for each in measured)
         return replace(
             measured[0],
-            joined_seconds=median(joined) if joined else None,
+            joined=_typical_products(joined) if joined else None,
+            accumulate_seconds=min(accumulate, backward if weight is None else weight),
             forward_seconds=median(each.forward_seconds for each in measured),
             backward_seconds=backward,
             update_seconds=median(each.update_seconds for each in measured),
-            weight_seconds=min(1.0, median(shares)) * backward if shares else None,
+            weight_seconds=weight,
         )
 
     layers = tuple(map(layer, *(profile.layers for profile in profiles)))

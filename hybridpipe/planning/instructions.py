@@ -119,6 +119,16 @@ class Load(_OnMicrobatch):
     symbol = "load"
 
 
+class Products(_OnStage):
+    """Make the weights' gradients that backwards have left behind.
+
+    In no program: a timeline has it before the all-reduce, where there were any.
+    """
+
+    __slots__ = ()
+    symbol = "products"
+
+
 Instruction = (
     Forward
     | Backward

@@ -43,15 +43,12 @@ def interleaved_plans(
 
     Whether they fit into memory is not looked at.
     """
-    work = [
-        layer.forward_seconds * (1 + form.recompute) + layer.backward(form.schedule)
-        for layer in profile.layers
-    ]
     moved = [float(layer.output_bytes + layer.returned_bytes) for layer in profile.layers]
     found: dict[Plan, None] = {}
-    tried = 1 if len(work) * len(ranks) > MANY else None
+    tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
+            work = _work(profile, form, form.per_update(replicas))
             for chunks in CHUNKS[:tried]:
                 num_groups = min(len(line) // replicas, profile.num_layers // chunks, MAX_GROUPS)
                 if num_groups < 2:
@@ -67,6 +64,16 @@ def interleaved_plans(
                     )
                     found[form.plan(stages, chunks)] = None
     return sorted(found, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))
+
+
+def _work(profile: ModelProfile, form: Form, rounds: int) -> list[float]:
+    """Each layer's seconds for one of `rounds` microbatches."""
+    return [
+        layer.forward_seconds * (1 + form.recompute)
+        + layer.backward(form.schedule, rounds)
+        + layer.products(form.schedule, rounds) / rounds
+        for layer in profile.layers
+    ]
 
 
 def _replicas(num_ranks: int, most: int) -> list[int]:

@@ -22,6 +22,7 @@ from hybridpipe.planning.schedules import (
     ceil_div,
     in_flight_per_stage,
     interleaved_stash,
+    per_update,
     until_backward,
     versions,
 )
@@ -68,14 +69,16 @@ def stage_memory_bytes(
     versions: int = 1,
     recompute: bool = False,
     schedule: str = "1f1b",
+    num_microbatches: int = 1,
 ) -> int:
     """Peak of a rank that holds layers `[start, stop)` with that many microbatches in flight.
 
     Args:
         replicated: its gradients go through Horovod.
         versions: of the weights.
+        num_microbatches: of an update, on this rank.
     """
-    stage = stage_memory(profile, start, stop, recompute, schedule)
+    stage = stage_memory(profile, start, stop, recompute, schedule, num_microbatches)
     return (
         _resident([stage], replicated)
         + (versions - 1) * stage.parameters
@@ -84,14 +87,17 @@ def stage_memory_bytes(
     )
 
 
-def stage_memory(profile: ModelProfile, start: int, stop: int, recompute: bool, schedule: str) -> StageMemory:
-    """What the layers `[start, stop)` weigh."""
+def stage_memory(
+    profile: ModelProfile, start: int, stop: int, recompute: bool, schedule: str, num_microbatches: int
+) -> StageMemory:
+    """What the layers `[start, stop)` weigh; for the arguments see `stage_memory_bytes`."""
     layers = profile.layers[start:stop]
     parameters = sum(layer.parameter_bytes for layer in layers)
     received = profile.layers[start - 1].output_bytes if start else 0
     inside = sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes
     stash, working = (received, inside) if recompute else (received + inside, 0)
-    resident = round(parameters * (2 + profile.state_factor)) + sum(layer.kept(schedule) for layer in layers)
+    resident = round(parameters * (2 + profile.state_factor))
+    resident += sum(layer.kept(schedule, num_microbatches) for layer in layers)
     resident += message_bytes(received, layers[-1].output_bytes if stop < len(profile.layers) else 0)
     return StageMemory(parameters, resident, stash, working)
 
@@ -128,7 +134,14 @@ def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
 
 def _stages(profile: ModelProfile, plan: Plan, numbers: Iterable[int]) -> list[StageMemory]:
     return [
-        stage_memory(profile, plan.stages[s].start, plan.stages[s].stop, plan.recomputes(s), plan.schedule)
+        stage_memory(
+            profile,
+            plan.stages[s].start,
+            plan.stages[s].stop,
+            plan.recomputes(s),
+            plan.schedule,
+            per_update(plan.schedule, plan.num_microbatches, plan.replicas[s]),
+        )
         for s in numbers
     ]
 

@@ -265,7 +265,9 @@ class _Search:
     def first_bound(self, graph: SlotGraph) -> float:
         """No maximum may reach it: what a first look is worth, less the least sum there can be."""
         fastest = max(kind.speed for kind in graph.kinds)
-        least = self.costs.work.sum() - (self.form.schedule == "zero-bubble") * 2 * self.costs.weight.sum()
+        least = self.costs.least_work.sum()
+        if self.form.schedule == "zero-bubble":
+            least -= 2 * self.costs.of_update("weight", self.form.per_update(1)).sum()
         least = 0.0 if self.form.is_asynchronous else max(0.0, float(least)) / fastest
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 

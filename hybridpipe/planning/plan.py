@@ -233,6 +233,13 @@ class Plan:
         """Whether a stage runs its forward again before the backward."""
         return self.recompute or self.stages[stage].recompute
 
+    def products_wait(self, stage: int) -> bool:
+        """Whether products that its last backward leaves to be made are made once its gradient is sent.
+
+        Not where no rank waits for that, nor where an all-reduce is to begin while the backward runs.
+        """
+        return stage > 0 and self.replicas[stage] == 1
+
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that handles `microbatch` in `stage`."""
         ranks = self.stages[stage].ranks

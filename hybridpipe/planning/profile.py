@@ -4,6 +4,7 @@ Lives here: the data, and what another size of the microbatch makes of it. Not k
 (`hybridpipe.stage.measure`) and where the layers will run.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,38 @@ from hybridpipe.planning.checks import non_negative, non_negative_int, positive_
 
 PROFILE_FORMAT = "hybridpipe-profile/1"
 JOINING = ("1f1b", "gpipe", "interleaved-1f1b")  # one version of the weights, and whole backwards
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedProducts:
+    """A layer whose weights' gradients are made for several microbatches at once, under schedules that flush.
+
+    Args:
+        backward_seconds: of a microbatch; it leaves them to be made.
+        product_seconds, microbatch_seconds: of a product, and more for each microbatch in it.
+        microbatches: in one product, at most; the last of a minibatch may have fewer.
+        kept_bytes: for each of them, until then.
+    """
+
+    backward_seconds: float
+    product_seconds: float
+    microbatch_seconds: float
+    microbatches: int
+    kept_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("backward_seconds", "product_seconds", "microbatch_seconds"):
+            non_negative(name, getattr(self, name))
+        positive_int("microbatches", self.microbatches)
+        non_negative_int("kept_bytes", self.kept_bytes)
+
+    def seconds(self, microbatches: int) -> float:
+        """Of a product of so many."""
+        return self.product_seconds + self.microbatch_seconds * microbatches
+
+    def last(self, num_microbatches: int) -> int:
+        """How many are in the last of a minibatch's products."""
+        return (num_microbatches - 1) % self.microbatches + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +62,9 @@ class LayerProfile:
         gradient_bytes: what comes back over a cut after this layer; None: as much as goes forward.
             Tensors without a gradient, such as token numbers and masks, make it less.
         weight_seconds: the part of `backward_seconds` that makes the weights' gradients; None: not measured.
-        joined_seconds: the backward where one product makes the weights' gradients of several microbatches,
-            as under schedules that flush; None: `backward_seconds`.
-        kept_bytes: what is kept for these products, at most, beside the activations; None: nothing.
+        accumulate_seconds: the part of `backward_seconds`, and of `weight_seconds`, that adds the weights'
+            gradients to those of the microbatches before; an update's first has none to add to.
+        joined: how the weights' gradients of several microbatches are made at once; None: they are not.
     """
 
     name: str
@@ -43,37 +76,54 @@ class LayerProfile:
     update_seconds: float = 0.0
     gradient_bytes: int | None = None
     weight_seconds: float | None = None
-    joined_seconds: float | None = None
-    kept_bytes: int | None = None
+    accumulate_seconds: float = 0.0
+    joined: JoinedProducts | None = None
 
     def __post_init__(self) -> None:
-        for name in ("forward_seconds", "backward_seconds", "update_seconds"):
+        for name in ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds"):
             non_negative(name, getattr(self, name))
         for name in ("parameter_bytes", "output_bytes", "activation_bytes"):
             non_negative_int(name, getattr(self, name))
         if self.gradient_bytes is not None:
             non_negative_int("gradient_bytes", self.gradient_bytes)
-        if self.kept_bytes is not None:
-            non_negative_int("kept_bytes", self.kept_bytes)
-        if self.joined_seconds is not None:
-            non_negative("joined_seconds", self.joined_seconds)
         if self.weight_seconds is not None:
             non_negative("weight_seconds", self.weight_seconds)
-            if self.weight_seconds > self.backward_seconds:
-                raise ValueError(
-                    f"weight_seconds must be <= backward_seconds = {self.backward_seconds}, "
-                    f"got {self.weight_seconds}"
-                )
+        wholes = {"weight_seconds": "backward_seconds"}
+        wholes["accumulate_seconds"] = "backward_seconds" if self.weight_seconds is None else "weight_seconds"
+        for name, whole in wholes.items():
+            part, most = getattr(self, name), getattr(self, whole)
+            if part is not None and part > most:
+                raise ValueError(f"{name} must be <= {whole} = {most}, got {part}")
 
-    def backward(self, schedule: str) -> float:
-        """Seconds of a microbatch's backward under a schedule."""
-        if schedule not in JOINING or self.joined_seconds is None:
-            return self.backward_seconds
-        return self.joined_seconds
+    def backward(self, schedule: str, num_microbatches: int) -> float:
+        """Seconds of a microbatch's backward under a schedule, the mean over those of one replica's update.
 
-    def kept(self, schedule: str) -> int:
-        """Bytes kept for joined products under a schedule."""
-        return (self.kept_bytes or 0) if schedule in JOINING else 0
+        Without the last of the `products`.
+        """
+        if self.joined is None or schedule not in JOINING:
+            return self.backward_seconds - self.accumulate_seconds / num_microbatches
+        last = self.joined.last(num_microbatches)
+        products = (num_microbatches - last) // self.joined.microbatches
+        return (
+            self.joined.backward_seconds
+            + products * self.joined.seconds(self.joined.microbatches) / num_microbatches
+        )
+
+    def products(self, schedule: str, num_microbatches: int) -> float:
+        """Seconds of what the last backward of an update leaves to be made."""
+        if self.joined is None or schedule not in JOINING:
+            return 0.0
+        return self.joined.seconds(self.joined.last(num_microbatches))
+
+    def weights_backward(self, num_microbatches: int) -> float:
+        """Seconds of the half of a backward that makes the weights' gradients: the mean, as in `backward`."""
+        return max(0.0, self.weight_backward_seconds - self.accumulate_seconds / num_microbatches)
+
+    def kept(self, schedule: str, num_microbatches: int) -> int:
+        """Bytes kept at most for joined products under a schedule."""
+        if self.joined is None or schedule not in JOINING:
+            return 0
+        return self.joined.kept_bytes * min(num_microbatches, self.joined.microbatches)
 
     @property
     def returned_bytes(self) -> int:
@@ -187,8 +237,15 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
         factor = samples / sizes[right]
         backward = seconds(low.backward_seconds, high.backward_seconds)
         weight = joined = None
-        if low.joined_seconds is not None and high.joined_seconds is not None:
-            joined = seconds(low.joined_seconds, high.joined_seconds)
+        accumulate = seconds(low.accumulate_seconds, high.accumulate_seconds)
+        if low.joined is not None and high.joined is not None:
+            joined = JoinedProducts(
+                seconds(low.joined.backward_seconds, high.joined.backward_seconds),
+                (low.joined.product_seconds + high.joined.product_seconds) / 2,
+                seconds(low.joined.microbatch_seconds, high.joined.microbatch_seconds),
+                max(1, math.ceil(high.joined.microbatches / factor)),
+                round(high.joined.kept_bytes * factor),
+            )
         if low.weight_seconds is not None and high.weight_seconds is not None:
             weight = min(seconds(low.weight_seconds, high.weight_seconds), backward)
         return replace(
@@ -196,7 +253,8 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
             forward_seconds=seconds(low.forward_seconds, high.forward_seconds),
             backward_seconds=backward,
             weight_seconds=weight,
-            joined_seconds=joined,
+            accumulate_seconds=min(accumulate, backward if weight is None else weight),
+            joined=joined,
             output_bytes=round(high.output_bytes * factor),
             gradient_bytes=None if high.gradient_bytes is None else round(high.gradient_bytes * factor),
             activation_bytes=round(high.activation_bytes * factor),

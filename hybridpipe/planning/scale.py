@@ -32,8 +32,7 @@ def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
         output_bytes=round(layer.output_bytes / scale),
         activation_bytes=round(layer.activation_bytes / scale),
         gradient_bytes=None if returned is None else round(returned / scale),
-        joined_seconds=None,  # who sleeps through a backward makes no products
-        kept_bytes=None,
+        joined=None,  # who sleeps through a backward makes no products
     )
 
 

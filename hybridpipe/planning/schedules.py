@@ -44,6 +44,15 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def per_update(schedule: str, num_microbatches: int, replicas: int) -> int:
+    """Microbatches whose gradients go into an update of a stage, of the replica that has most of them.
+
+    Args:
+        num_microbatches: of a minibatch.
+    """
+    return 1 if schedule == "pipedream" else ceil_div(num_microbatches, replicas)
+
+
 def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> int:
     """How many microbatches one replica holds at most: what its memory must stash.
 

@@ -281,7 +281,7 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     return sum(
         (
             plan.num_microbatches * (cost.forward_seconds + cost.backward_seconds)
-            + stage.replicas * cost.update_seconds
+            + stage.replicas * (cost.products_seconds + cost.update_seconds)
         )
         / stage_speed(cluster, stage.ranks, share)
         for stage, cost in zip(

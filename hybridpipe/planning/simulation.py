@@ -4,6 +4,7 @@ Computing, messages and all-reduces are jobs on the resources that `contention` 
 down wherever they share one. What is here: which instruction starts which job, and what waits for what.
 A send ends when the message is handed over; a receive when it has arrived and was taken; an all-reduce when
 all buckets are summed, one after the other, each begun when the last backward of every replica has filled it.
+What a last backward leaves to be made is made in it, or before the all-reduce (`Plan.products_wait`).
 Where a rank holds several stages, the buckets of the last come first, as its gradients are ready first.
 """
 
@@ -20,6 +21,7 @@ from hybridpipe.planning.instructions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Products,
     Program,
     ReceiveActivation,
     ReceiveGradient,
@@ -50,9 +52,11 @@ class _Rank:
         costs: Sequence[StageCost],
         replicas: "_Replicas",
         machines: Machines,
+        products_wait: Callable[[int], bool],
     ) -> None:
         self.number, self.stages, self.program = number, stages, program
         self.costs = [costs[s] for s in stages]  # by chunk
+        self.products_wait = [products_wait(s) for s in stages]
         self.update_seconds = sum(cost.update_seconds for cost in self.costs)
         self.replicas = replicas
         self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
@@ -61,7 +65,9 @@ class _Rank:
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
         self.events: list[Event] = []
-        self.finals = final_backwards(program) if replicas.buckets else frozenset[int]()
+        has_finals = replicas.buckets or any(cost.products_seconds for cost in self.costs)
+        self.finals = final_backwards(program) if has_finals else frozenset[int]()
+        self.products_seconds = 0.0  # that wait
         self.round = 0
         self.num_filled = [0] * len(self.costs)  # of each chunk's buckets, in this round
 
@@ -122,7 +128,8 @@ class Simulation:
             held = plan.held_stages(Place(group, 0))
             replicas = _Replicas(stage.ranks, [costs[s] for s in held], self.machines)
             replicas.ranks = [
-                _Rank(rank, held, programs[rank], costs, replicas, self.machines) for rank in stage.ranks
+                _Rank(rank, held, programs[rank], costs, replicas, self.machines, plan.products_wait)
+                for rank in stage.ranks
             ]
             self.ranks += replicas.ranks
         # How each instruction starts; True: it is done at once.
@@ -196,9 +203,13 @@ class Simulation:
         return self.compute(rank, rank.update_seconds, self.finish, rank)
 
     def weight_gradients(self, rank: _Rank, instruction: Backward | BackwardWeight, seconds: float) -> bool:
-        if rank.position in rank.finals:
-            return self.backward_piece((rank, instruction.chunk, seconds))
-        return self.compute(rank, seconds, self.finish, rank)
+        if rank.position not in rank.finals:
+            return self.compute(rank, seconds, self.finish, rank)
+        products = rank.costs[instruction.chunk].products_seconds
+        if rank.products_wait[instruction.chunk]:
+            rank.products_seconds += products
+            products = 0.0
+        return self.backward_piece((rank, instruction.chunk, seconds + products))
 
     def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:
         """The last backward in pieces: at the end of each one more bucket of gradients is ready."""
@@ -223,7 +234,14 @@ class Simulation:
 
     # Gradients
 
+    def products_done(self, rank: _Rank) -> None:
+        rank.events.append(Event(Products(), rank.since, self.engine.now))
+        self.advance(rank)
+
     def allreduce(self, rank: _Rank, _: AllReduce) -> bool:
+        if rank.products_seconds:
+            seconds, rank.products_seconds = rank.products_seconds, 0.0
+            return self.compute(rank, seconds, self.products_done, rank)
         replicas = rank.replicas
         for chunk in reversed(range(len(rank.costs) if replicas.buckets else 0)):
             while rank.num_filled[chunk] < len(rank.costs[chunk].buckets):

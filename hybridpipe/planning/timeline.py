@@ -18,6 +18,7 @@ from hybridpipe.planning.instructions import (
     Forward,
     Instruction,
     Load,
+    Products,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
@@ -26,15 +27,15 @@ from hybridpipe.planning.instructions import (
 )
 from hybridpipe.planning.plan import Place, Plan
 
-COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, Step)
-BACKWARDS = ("backward", "backward-input", "backward-weight")  # whole, and its halves
+COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, Products, Step)
+BACKWARDS = ("backward", "backward-input", "backward-weight", "products")  # whole, and its parts
 TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto passes over the field
 
 
 class Event(NamedTuple):
     """One instruction on one rank. A receive lasts as long as the rank waited for it."""
 
-    instruction: Instruction | Load
+    instruction: Instruction | Load | Products
     start_seconds: float
     end_seconds: float
 
@@ -236,7 +237,7 @@ def _holders(plan: Plan) -> Iterator[tuple[int, range]]:
             yield rank, plan.held_stages(Place(group, 0))
 
 
-def kind(instruction: Instruction | Load) -> str:
+def kind(instruction: Instruction | Load | Products) -> str:
     """What an instruction is about: forward, one of BACKWARDS, step, all-reduce, load or message."""
     match instruction:
         case Forward():
@@ -247,6 +248,8 @@ def kind(instruction: Instruction | Load) -> str:
             return "backward-input"
         case BackwardWeight():
             return "backward-weight"
+        case Products():
+            return "products"
         case Step():
             return "step"
         case AllReduce():
@@ -257,12 +260,12 @@ def kind(instruction: Instruction | Load) -> str:
             return "message"
 
 
-def _spent_on(instruction: Instruction | Load) -> str:
+def _spent_on(instruction: Instruction | Load | Products) -> str:
     """The field of Spent that an instruction's time goes to."""
     match instruction:
         case Forward():
             return "forward_seconds"
-        case Backward() | BackwardInput() | BackwardWeight():
+        case Backward() | BackwardInput() | BackwardWeight() | Products():
             return "backward_seconds"
         case Step():
             return "optimizer_seconds"

@@ -19,6 +19,7 @@ from hybridpipe.planning.instructions import (
     Forward,
     Instruction,
     Load,
+    Products,
     Program,
     ReceiveActivation,
     ReceiveGradient,
@@ -93,6 +94,7 @@ class Executor:
         self.plan, self.place, self.held = plan, place, plan.held_stages(place)
         self.stages, self.boundaries = stages, boundaries
         self.gradients, self.update, self.finite = gradients, update, finite
+        self.products_wait = [plan.products_wait(s) for s in self.held]
         self.seen: Seen = Newest()
         if plan.is_asynchronous:
             self.seen = Stashed(plan, place, stages[0].module, stages[0].device)
@@ -194,7 +196,7 @@ class _Run:
         self.losses, self.events, self.applied = {}, [], 0
         return done
 
-    def note(self, instruction: Instruction | Load) -> None:
+    def note(self, instruction: Instruction | Load | Products) -> None:
         """It took from the end of the event before until now."""
         began, self.now = self.now, self.executor.clock()
         self.events.append(Event(instruction, began, self.now))
@@ -217,11 +219,12 @@ class _Run:
             case Backward() | BackwardInput() | BackwardWeight():
                 if is_final:
                     executor.gradients.arm()
-                self.backward(instruction, is_final)
+                self.backward(instruction, is_final and not executor.products_wait[instruction.chunk])
                 executor.gradients.disarm()
             case SendGradient(m, c):
                 executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)), fault)
             case AllReduce():
+                self.make_products()
                 executor.gradients.finish()
             case Step():
                 self.apply(fault)
@@ -268,6 +271,13 @@ class _Run:
         if self.executor.held[c] == 0:
             self.gradients.pop((m, c), None)  # no one before it
         self.executor.seen.collect(m, 1 / self.minibatches_due)
+
+    def make_products(self) -> None:
+        """What backwards have left behind, now that no other rank waits for this one."""
+        for stage in self.executor.stages:
+            if stage.keeps_back:
+                stage.complete_gradients()
+                self.note(Products())
 
     def apply(self, fault: str | None) -> None:
         """The update that is due."""

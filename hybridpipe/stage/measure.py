@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage, received
 from hybridpipe.stage.values import Value, map_tensors, tensors_of
@@ -33,7 +33,7 @@ WARM_UP = 2
 REPETITION_SECONDS = 0.04
 MIN_REPEATS, MAX_REPEATS = 3, 16
 BUDGET_SECONDS = 4.0
-NUM_JOINED = 4  # microbatches of a minibatch, on one rank; with more of them a little more is saved
+NUM_JOINED = 4  # microbatches in the largest product that is measured
 
 
 def measure(
@@ -101,7 +101,6 @@ class Rehearsal:
         parameter_bytes = [
             _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
         ]
-        kept_bytes = [stage.most_kept_bytes for stage in stages]
         return ModelProfile(
             layers=tuple(
                 LayerProfile(
@@ -113,13 +112,11 @@ class Rehearsal:
                     activation_bytes=activation_bytes[i],
                     update_seconds=updates.get(i, 0.0),
                     gradient_bytes=gradient_bytes[i],
-                    weight_seconds=(
-                        max(0.0, seconds["backward", i] - seconds["backward to inputs", i])
-                        if parameter_bytes[i]
-                        else 0.0
-                    ),
-                    joined_seconds=seconds.get(("joined backward", i)),
-                    kept_bytes=kept_bytes[i] or None,
+                    weight_seconds=max(0.0, seconds["backward", i] - seconds["backward to inputs", i])
+                    if parameter_bytes[i]
+                    else 0.0,
+                    accumulate_seconds=_accumulating(seconds, i) if parameter_bytes[i] else 0.0,
+                    joined=_joined_products(stages[i], seconds, i),
                 )
                 for i, name in enumerate(self.names)
             ),
@@ -156,27 +153,69 @@ def _typical(sample: Callable[[], Mapping[_Key, float]], agree: Agree) -> dict[_
 def _two_passes(
     stages: list[Stage], inputs: Value, targets: Value, device: torch.device
 ) -> dict[tuple[str, int], float]:
-    """Seconds of every layer in one forward and one backward, and in a backward to the inputs alone; where a
-    layer joins the products of several microbatches, also in each of NUM_JOINED backwards.
+    """Seconds of every layer in one forward and one backward; in the first backward of an update, whose
+    gradients are added to none; and in a backward to the inputs alone. Where a layer joins the products of
+    several microbatches, also in each of NUM_JOINED backwards.
 
-    In turn, so that what else the machine does counts for both; the difference is what the weights' gradients
-    take.
+    In turn, so that what else the machine does counts for all; the differences are what the weights'
+    gradients take.
     """
     crossing: dict[int, list[bool]] = {}
+
+    def backwards(is_final: bool = True) -> dict[int, float]:
+        of_pass = _pass(stages, inputs, targets, device, crossing, is_final)
+        return {i: of_pass["backward", i] for i in range(len(stages))}
+
+    _clear_gradients(stages)
+    first = backwards()
     seconds = _pass(stages, inputs, targets, device, crossing)
     with _frozen(stages):
-        without = _pass(stages, inputs, targets, device, crossing)
-    seconds |= {("backward to inputs", i): without["backward", i] for i in range(len(stages))}
-    joining = [i for i, stage in enumerate(stages) if stage.can_join]
-    if joining:
+        without = backwards()
+    for i in range(len(stages)):
+        seconds["first backward", i], seconds["backward to inputs", i] = first[i], without[i]
+    if any(stage.can_join for stage in stages):
+        _clear_gradients(stages)
         with _joined(stages):
-            passes = [
-                _pass(stages, inputs, targets, device, crossing, is_final=n == NUM_JOINED)
-                for n in range(1, NUM_JOINED + 1)
-            ]
-        for i in joining:
-            seconds["joined backward", i] = sum(each["backward", i] for each in passes) / NUM_JOINED
+            for n in range(1, NUM_JOINED + 1):
+                of_pass = backwards(is_final=n == NUM_JOINED)
+                seconds |= {
+                    (f"joined backward {n}", i): of_pass[i]
+                    for i, stage in enumerate(stages)
+                    if stage.can_join
+                }
     return seconds
+
+
+def _accumulating(seconds: Mapping[tuple[str, int], float], layer: int) -> float:
+    """What an update's first backward is spared."""
+    later, to_inputs = seconds["backward", layer], seconds["backward to inputs", layer]
+    return min(max(0.0, later - seconds["first backward", layer]), max(0.0, later - to_inputs))
+
+
+def _joined_products(
+    stage: Stage, seconds: Mapping[tuple[str, int], float], layer: int
+) -> JoinedProducts | None:
+    """On the line through a product of one microbatch and one of as many as were measured."""
+    if not stage.most_joined:
+        return None
+    count = min(stage.most_joined, NUM_JOINED)  # in the first product that is made
+    passes = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
+    leaving = statistics.mean(passes[:-1])
+    of_several = max(0.0, passes[-1] - leaving)
+    of_one = max(0.0, seconds["first backward", layer] - seconds["backward to inputs", layer])
+    a_microbatch = max(0.0, of_several - of_one) / (count - 1)
+    return JoinedProducts(
+        backward_seconds=leaving,
+        product_seconds=max(0.0, of_several - count * a_microbatch),
+        microbatch_seconds=a_microbatch,
+        microbatches=stage.most_joined,
+        kept_bytes=math.ceil(stage.most_kept_bytes / count),
+    )
+
+
+def _clear_gradients(stages: list[Stage]) -> None:
+    for stage in stages:
+        stage.module.zero_grad(set_to_none=True)
 
 
 @contextmanager

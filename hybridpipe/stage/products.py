@@ -8,6 +8,7 @@ than twice the weight. Not for schedules that keep versions: a version has leave
 Invariant: after a final backward no row is left, and where its hooks run a weight's gradient is complete.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ class WeightProducts:
         self.deferring = Deferring(layers, is_wanted)
         self._layers = layers
         self.most_bytes = 0  # that were kept at once
+        self.most_joined = 0  # microbatches whose rows one product may take
         self._kept: dict[Tensor, list[Use]] = {}
         self._joined: dict[Tensor, bool] = {}
         self._num_bytes = 0
@@ -49,6 +51,11 @@ class WeightProducts:
     def is_empty(self) -> bool:
         """No layer is large enough."""
         return not self.deferring.candidates
+
+    @property
+    def has_rows(self) -> bool:
+        """Rows are waiting to be multiplied."""
+        return bool(self._kept)
 
     def joins(self, weight: Tensor, num_rows: int) -> bool:
         """A microbatch of enough rows is left to autograd, whose function has less to do (performance log).
@@ -64,6 +71,7 @@ class WeightProducts:
         if self._may_change(use.inputs) or use.inputs.untyped_storage().nbytes() > 2 * use.inputs.nbytes:
             use = use._replace(inputs=use.inputs.clone())  # or a view would keep all of what it looks at
         kept.append(use)
+        self.most_joined = max(self.most_joined, math.ceil(ENOUGH_ROWS / len(use.gradient)))
         self._num_bytes += _num_bytes(use)
         self.most_bytes = max(self.most_bytes, self._num_bytes)
         if is_last or sum(len(each.gradient) for each in kept) >= ENOUGH_ROWS:

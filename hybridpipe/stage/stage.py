@@ -181,13 +181,23 @@ class Stage:
         return not self._products.is_empty
 
     @property
+    def keeps_back(self) -> bool:
+        """Whether `complete_gradients` has anything to do."""
+        return self._products.has_rows
+
+    @property
     def most_kept_bytes(self) -> int:
         """What backwards have kept back at most since `forget_most_kept`."""
         return self._products.most_bytes
 
+    @property
+    def most_joined(self) -> int:
+        """Microbatches whose gradients one product may make, since `forget_most_kept`; 0: none was made."""
+        return self._products.most_joined
+
     def forget_most_kept(self) -> None:
-        """`most_kept_bytes` starts anew."""
-        self._products.most_bytes = 0
+        """`most_kept_bytes` and `most_joined` start anew."""
+        self._products.most_bytes = self._products.most_joined = 0
 
     def complete_gradients(self) -> None:
         """Bring into `.grad` what backwards have kept back, where no final one came."""

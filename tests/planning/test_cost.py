@@ -15,6 +15,7 @@ from hybridpipe.planning.cost import (
     stage_costs,
 )
 from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import JoinedProducts
 
 from .helpers import free, layer, model, plan
 
@@ -221,8 +222,26 @@ def test_the_weights_part_of_a_backward():
     assert one[0].weight_seconds == approx((0.5 + 1) / 2)
 
 
+JOINING = replace(layer(1, 4, parameters=1), joined=JoinedProducts(2.0, 1.0, 0.5, 8))
+
+
 def test_a_backward_that_joins_products_is_shorter():
-    profile = model(replace(layer(1, 4, parameters=1), joined_seconds=3.0))
-    for schedule, seconds in (("1f1b", 3), ("zero-bubble", 4), ("pipedream", 4)):
-        (cost,) = stage_costs(profile, Plan((StageSpec(0, 1),), schedule=schedule))
-        assert cost.backward_seconds == seconds
+    for schedule, expected in (("1f1b", (2, 1.5)), ("zero-bubble", (4, 0)), ("pipedream", (4, 0))):
+        (cost,) = stage_costs(model(JOINING), Plan((StageSpec(0, 1),), schedule=schedule))
+        assert (cost.backward_seconds, cost.products_seconds) == expected
+
+
+def test_a_microbatch_s_share_of_an_update_is_that_of_the_replica_with_most():
+    costs = stage_costs(model(JOINING, JOINING), plan([2, 1], 3))
+    assert [cost.products_seconds for cost in costs] == [1 + 2 * 0.5, 1 + 3 * 0.5]
+
+
+def test_products_follow_once_the_gradient_is_sent():
+    """f + b = 3 and products of 1 + 4/2 = 3 on each of two ranks, which make theirs at the same time."""
+    assert estimate(plan([1, 1], 4), model(JOINING, JOINING), free(2)) == approx((4 + 1) * 3 + 3)
+
+
+def test_the_stage_before_waits_for_products_of_a_stage_whose_all_reduce_begins_early():
+    """Two microbatches a replica: products of 2 each, the second stage's in the way of the first."""
+    profile = model(JOINING, JOINING)
+    assert estimate(plan([2, 2], 4), profile, free(4)) == approx(2 * 3 + 2 + (3 + 2))

@@ -16,6 +16,7 @@ from hybridpipe.planning.memory import (
     versions_per_stage,
 )
 from hybridpipe.planning.plan import SYNCHRONOUS, Plan, StageSpec
+from hybridpipe.planning.profile import JoinedProducts
 from hybridpipe.planning.schedules import programs, version_of
 from hybridpipe.planning.simulate import predict
 
@@ -53,7 +54,8 @@ def test_recomputation_keeps_the_input_only():
     """
     profile = model(layer(activation=3, output=7), layer(activation=5, output=1), layer())
     kept, recomputed = (stage_memory_bytes(profile, 1, 2, 4, recompute=r) for r in (False, True))
-    assert (kept - 30, recomputed - 30) == (4 * (7 + 5 + 1), 4 * 7 + (5 + 1))
+    messages = 2 * (7 + 1) + 2 * 7
+    assert (kept, recomputed) == (4 * (7 + 5 + 1) + messages, 4 * 7 + (5 + 1) + messages)
 
 
 def test_pipedream_keeps_a_version_for_each_minibatch_in_flight():
@@ -244,16 +246,21 @@ def test_without_a_flush_no_rank_holds_more_than_the_peak(schedule, options, cas
         assert max(bytes_ for _, bytes_ in held) <= peak
 
 
-def test_rows_kept_for_products_weigh_once():
+def keeping_rows(profile):
+    joined = JoinedProducts(0.0, 0.0, 0.0, microbatches=3, kept_bytes=7)
+    return replace(profile, layers=tuple(replace(each, joined=joined) for each in profile.layers))
+
+
+@pytest.mark.parametrize("num_microbatches, kept", [(2, 2), (4, 3)])
+def test_rows_kept_for_products_weigh_until_these_are_made(num_microbatches, kept):
     profile = model(*[layer(1, 1, parameters=10)] * 2)
-    keeping = replace(profile, layers=tuple(replace(each, kept_bytes=7) for each in profile.layers))
-    plan = Plan((StageSpec(0, 2),), num_microbatches=4)
-    assert peak_memory_bytes(keeping, plan)[0] == peak_memory_bytes(profile, plan)[0] + 14
+    plan = Plan((StageSpec(0, 2),), num_microbatches=num_microbatches)
+    (with_rows,), (without,) = (peak_memory_bytes(each, plan) for each in (keeping_rows(profile), profile))
+    assert with_rows == without + 2 * 7 * kept
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "pipedream", "pipedream-2bw"])
 def test_a_schedule_that_joins_no_products_keeps_no_rows(schedule):
     profile = model(*[layer(1, 1, parameters=10)] * 2)
-    keeping = replace(profile, layers=tuple(replace(each, kept_bytes=7) for each in profile.layers))
     plan = Plan((StageSpec(0, 2),), schedule, num_microbatches=1 if schedule == "pipedream" else 4)
-    assert peak_memory_bytes(keeping, plan) == peak_memory_bytes(profile, plan)
+    assert peak_memory_bytes(keeping_rows(profile), plan) == peak_memory_bytes(profile, plan)

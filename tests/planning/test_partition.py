@@ -19,7 +19,7 @@ from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.partition import _Search, partition
 from hybridpipe.planning.placement import dealt
 from hybridpipe.planning.plan import ASYNCHRONOUS, Plan, StageSpec
-from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 
 from .helpers import free, layer, model
 
@@ -101,11 +101,35 @@ class Reference:
             held = m * count
         return found
 
+    def per_update(self, m):
+        return 1 if self.schedule == "pipedream" else math.ceil(self.M / m)
+
+    def products(self, one, n):
+        """Sizes of a layer's products of n microbatches, the last one last; none where it makes none."""
+        if one.joined is None or self.schedule not in ("1f1b", "gpipe"):
+            return []
+        sizes = [one.joined.microbatches] * (n // one.joined.microbatches)
+        return [*sizes, n - sum(sizes)] if sum(sizes) < n else sizes
+
+    def product_seconds(self, one, size):
+        return one.joined.product_seconds + size * one.joined.microbatch_seconds
+
+    def backward(self, one, n):
+        """The mean over n microbatches, but for the last product."""
+        if sizes := self.products(one, n):
+            before = sum(self.product_seconds(one, size) for size in sizes[:-1])
+            return one.joined.backward_seconds + before / n
+        return ((n - 1) * one.backward_seconds + one.backward_seconds - one.accumulate_seconds) / n
+
+    def last_product(self, one, n):
+        return sum(self.product_seconds(one, size) for size in self.products(one, n)[-1:])
+
     def fits(self, start, stop, m, stashes, memory):
         layers = self.profile.layers[start:stop]
         weights = sum(one.parameter_bytes for one in layers)
         peak = round(weights * (2 + self.profile.state_factor)) + (min(weights, 2**27) if m > 1 else 0)
         peak += {"pipedream": stashes - 1, "pipedream-2bw": 1}.get(self.schedule, 0) * weights
+        peak += sum(max([0, *self.products(one, self.per_update(m))]) * kept(one) for one in layers)
         received = self.profile.layers[start - 1].output_bytes if start else 0
         sent = layers[-1].output_bytes if stop < self.profile.num_layers else 0
         peak += 2 * received + 2 * sent + 2 * max(received, sent)
@@ -144,15 +168,17 @@ class Reference:
             layers = self.profile.layers[cuts[s] : cuts[s + 1]]
             edges = [e for e in cuts[s : s + 2] if 0 < e < self.profile.num_layers]
             forward = sum(one.forward_seconds for one in layers) * self.load
-            backward = sum(one.backward_seconds for one in layers) * self.load + self.recompute * forward
+            n = self.per_update(m)
+            backward = sum(self.backward(one, n) for one in layers) * self.load + self.recompute * forward
+            last = sum(self.last_product(one, n) for one in layers) * self.load / speeds[s]
             weights = sum(one.parameter_bytes for one in layers)
             handling = sum(
                 2 * self.cluster.message_seconds + sum(self.sizes(e)) * self.cluster.message_seconds_per_byte
                 for e in edges
             )
             w = (forward + backward + handling) / speeds[s]
-            g = sum(self.weight_seconds(one) for one in layers) * self.load / speeds[s]
-            hides = g if self.schedule == "zero-bubble" else backward / speeds[s]
+            g = sum(self.weight_seconds(one, n) for one in layers) * self.load / speeds[s]
+            hides = g if self.schedule == "zero-bubble" else backward / speeds[s] + last
             a = rings[s][0] + rings[s][1] * weights if weights else 0.0
             e = a - self.cluster.overlap * min(a, hides)
             u = sum(one.update_seconds for one in layers) * self.load / speeds[s]
@@ -164,21 +190,26 @@ class Reference:
                 total += max(0, w - 2 * g)
                 slowest = max(slowest, math.ceil(self.M / m) * w - max(0, w - 2 * g) + e + u)
             else:
-                total += w
-                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + e + u)
+                held_up = last if s > 0 and m > 1 else 0.0
+                total += w + held_up
+                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + last - held_up + e + u)
         for edge, (latency, per_byte, busy) in zip(cuts[1:-1], links):
             slowest = max(slowest, busy * max(self.sizes(edge)))
             if self.schedule not in ASYNCHRONOUS:
                 total += 2 * latency + per_byte * sum(self.sizes(edge))
         return total + slowest
 
-    def weight_seconds(self, one):
+    def weight_seconds(self, one, n):
         half = one.backward_seconds / 2 if one.weight_seconds is None else one.weight_seconds
-        return half if one.parameter_bytes else 0.0
+        return max(0.0, half - one.accumulate_seconds / n) if one.parameter_bytes else 0.0
 
     def sizes(self, edge):
         one = self.profile.layers[edge - 1]
         return one.output_bytes, one.output_bytes if one.gradient_bytes is None else one.gradient_bytes
+
+
+def kept(one):
+    return one.joined.kept_bytes if one.joined else 0
 
 
 def every_placement(ranks, max_stages, max_replicas, used=()):
@@ -199,7 +230,17 @@ def random_instance(seed):
 
     def halved(one):
         measured = draw.choice([None, draw.random() * one.backward_seconds])
-        return replace(one, weight_seconds=measured)
+        most = one.backward_seconds if measured is None else measured
+        return replace(
+            one,
+            weight_seconds=measured,
+            accumulate_seconds=draw.choice([0.0, draw.random() * most]),
+            joined=draw.choice([None, joined()]),
+        )
+
+    def joined():
+        seconds = figure(), figure(), figure()
+        return JoinedProducts(*seconds, draw.choice([2, 3, 100]), draw.randint(0, 10**6))
 
     num_ranks = draw.choice([1, 2, 3, 3, 4, 4, 4, 4, 5])
     profile = ModelProfile(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from pytest import approx
 
-from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 
 from .helpers import layer, model
 
@@ -116,13 +116,42 @@ def test_the_weights_part_is_no_more_than_the_backward():
 
 
 def test_only_schedules_that_flush_and_do_not_halve_their_backwards_join_products():
-    joined = replace(layer(1, 4), joined_seconds=3.0)
-    assert [joined.backward(name) for name in ("1f1b", "gpipe", "interleaved-1f1b")] == [3.0] * 3
-    assert [joined.backward(name) for name in ("zero-bubble", "pipedream", "pipedream-2bw")] == [4] * 3
-    assert layer(1, 4).backward("1f1b") == 4
+    joining = replace(layer(1, 4), joined=JoinedProducts(3.0, 0.5, 0.25, 2, kept_bytes=7))
+    for schedule in ("1f1b", "gpipe", "interleaved-1f1b"):
+        assert (joining.backward(schedule, 1), joining.products(schedule, 1)) == (3, 0.75)
+        assert joining.kept(schedule, 5) == 14
+    for schedule in ("zero-bubble", "pipedream", "pipedream-2bw"):
+        assert (joining.backward(schedule, 5), joining.products(schedule, 5)) == (4, 0)
+        assert joining.kept(schedule, 5) == 0
+    assert (layer(1, 4).backward("1f1b", 5), layer(1, 4).products("1f1b", 5)) == (4, 0)
 
 
-def test_the_joined_backward_lies_on_the_line_too_where_all_sizes_have_it():
-    small, large = (replace(layer(n, 2 * n), joined_seconds=1.5 * n) for n in (1, 4))
+@pytest.mark.parametrize("count, before, last", [(1, 0, 1), (2, 0, 2), (3, 1, 1), (4, 1, 2), (5, 2, 1)])
+def test_the_last_product_follows_the_last_backward(count, before, last):
+    """Two microbatches a product; the mean backward has its part of all products but the last."""
+    joining = replace(layer(1, 4), joined=JoinedProducts(3.0, 0.5, 0.25, 2))
+    assert joining.backward("1f1b", count) == approx(3 + before * 1.0 / count)
+    assert joining.products("1f1b", count) == approx(0.5 + 0.25 * last)
+
+
+def test_the_first_microbatch_adds_its_gradients_to_none():
+    adding = replace(layer(1, 4, parameters=1), weight_seconds=2.0, accumulate_seconds=1.0)
+    assert [adding.backward("1f1b", n) for n in (1, 4)] == [3, 3.75]
+    assert [adding.weights_backward(n) for n in (1, 4)] == [1, 1.75]
+
+
+@pytest.mark.parametrize("weight, whole", [(3.0, "weight_seconds = 3.0"), (None, "backward_seconds = 4")])
+def test_adding_gradients_takes_no_longer_than_making_them(weight, whole):
+    with pytest.raises(ValueError, match=f"^accumulate_seconds must be <= {whole}, got 5.0$"):
+        replace(layer(1, 4), weight_seconds=weight, accumulate_seconds=5.0)
+
+
+def test_joined_products_lie_on_the_line_too_where_all_sizes_have_them():
+    small, large = (
+        replace(layer(n, 2 * n), joined=JoinedProducts(1.5 * n, 0.5, 0.25 * n, 16 // n, 10 * n))
+        for n in (1, 4)
+    )
     profile = ModelProfile((small,), 1, others=(Measurement(4, (large,)),))
-    assert profile.scaled_to(2).layers[0].joined_seconds == approx(3)
+    assert profile.scaled_to(2).layers[0].joined == JoinedProducts(3.0, 0.5, 0.5, 8, 20)
+    without = ModelProfile((small,), 1, others=(Measurement(4, (replace(large, joined=None),)),))
+    assert without.scaled_to(2).layers[0].joined is None

@@ -14,6 +14,7 @@ from hybridpipe import Plan, StageSpec
 from hybridpipe.batches import slice_minibatch
 from hybridpipe.planning.instructions import without_update
 from hybridpipe.planning.plan import Place
+from hybridpipe.planning.profile import JOINING
 from hybridpipe.planning.schedules import programs
 from hybridpipe.planning.timeline import Event
 from hybridpipe.runtime.boundary import Boundary
@@ -247,6 +248,7 @@ def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
         loss=loss if s == plan.num_stages - 1 else None,
         split_backward=plan.schedule == "zero-bubble",
         recompute=plan.recomputes(s),
+        join_products=plan.schedule in JOINING,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec
-from hybridpipe.planning.instructions import Forward, Load
+from hybridpipe.planning.instructions import AllReduce, Forward, Load, Products, Step
 from hybridpipe.planning.schedules import programs
 from hybridpipe.runtime.messages import ProtocolError
 
@@ -157,6 +157,36 @@ def test_events_are_the_program_in_order_and_do_not_overlap(name):
             assert [event.instruction for event in events] == expected
             times = [time for event in events for time in (event.start_seconds, event.end_seconds)]
             assert times == sorted(times)
+
+
+WIDE = 512  # such a layer's products are joined
+
+
+@pytest.mark.parametrize(
+    "name, schedule, chunks, making",
+    [
+        ("1-1", "1f1b", 1, {1}),
+        ("1-1-1", "gpipe", 1, {1, 2}),
+        ("1-2", "1f1b", 1, set()),  # the all-reduce begins in the last backward
+        ("1-1", "interleaved-1f1b", 3, {0, 1}),  # of their later stages
+        ("1-1", "zero-bubble", 1, set()),  # a product for each microbatch
+    ],
+)
+def test_products_that_another_stage_waited_for_are_made_when_all_is_sent(name, schedule, chunks, making):
+    """The last gradient took so much longer to be sent: a fifth of a minibatch of large layers."""
+    model = nn.Sequential(nn.Linear(FEATURES, WIDE), *(nn.Linear(WIDE, WIDE) for _ in range(5))).double()
+    data = minibatches(12, 7)
+    plan = make_plan(name, len(model), 6, schedule, chunks=chunks)
+    result = in_threads(plan, model, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+    for rank in plan.ranks:
+        for events in result.events[rank]:
+            names = [type(event.instruction) for event in events]
+            count = len(plan.held_stages(plan.place(rank))) - (rank == 0)  # nobody waits for the first
+            assert names.count(Products) == (count if rank in making else 0)
+            if rank in making:
+                first = names.index(Products)
+                assert set(names[first:]) == {Products, AllReduce, Step}
 
 
 def test_a_failing_stage_ends_the_training_quickly():

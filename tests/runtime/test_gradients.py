@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hybridpipe.planning import cost
-from hybridpipe.planning.plan import StageSpec
+from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.runtime import gradients
 from hybridpipe.runtime.gradients import HorovodGradients, LocalGradients, _buckets
@@ -95,7 +95,8 @@ def test_the_simulator_expects_the_same_buckets(monkeypatch):
     monkeypatch.setattr(cost, "BUCKET_BYTES", 100)
     counts = (3, 30, 10, 10, 10, 1, 25, 2)
     profile = ModelProfile(tuple(LayerProfile("", 1, 1, 4 * n, 0, 0) for n in counts), samples=1)
-    expected = [bucket.num_bytes for bucket in cost._buckets(profile, StageSpec(0, len(counts)), "1f1b")]
+    (stage,) = cost.stage_costs(profile, Plan.data_parallel(len(counts), 2, 2))
+    expected = [bucket.num_bytes for bucket in stage.buckets]
     assert [4 * sum(bucket) for bucket in sizes(_buckets(parameters(*counts)))] == expected
 
 

@@ -1,6 +1,7 @@
 """The profile of small models against sums done by hand."""
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -235,9 +236,11 @@ def test_frozen_parameters_make_no_gradients():
 def test_a_large_linear_layer_joins_products(tmp_path):
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
     profile = profile_of(model, torch.randn(5, 512))
-    rows = 4 * 5 * (512 + 512) * FLOAT  # of the microbatches that were measured together
-    assert figures(profile, "kept_bytes") == [rows, None, None]
-    assert [each is not None for each in figures(profile, "joined_seconds")] == [True, False, False]
+    joined, *others = figures(profile, "joined")
+    assert others == [None, None]
+    assert joined.microbatches == math.ceil(256 / 5)
+    assert joined.kept_bytes == 5 * (512 + 512) * FLOAT
+    assert joined.seconds(1) > 0
     write_json(tmp_path / "profile.json", profile)
     assert read_profile(tmp_path / "profile.json") == profile
 
@@ -248,8 +251,21 @@ def test_a_smaller_microbatch_joins_what_a_larger_one_need_not():
     inputs = torch.randn(300, 512)
     rehearsal = Rehearsal(model, inputs, torch.randn(300, 3), nn.functional.mse_loss)
     large, small = rehearsal.measure(), rehearsal.measure(size=5)
-    assert [figures(profile, "kept_bytes")[0] for profile in (large, small, rehearsal.measure())] == [
-        None,
-        4 * 5 * (512 + 512) * FLOAT,
-        None,
-    ]
+    first = [figures(profile, "joined")[0] for profile in (large, small, rehearsal.measure())]
+    assert [each and each.microbatches for each in first] == [None, math.ceil(256 / 5), None]
+
+
+@pytest.mark.parametrize("rows, joined", [(100, 3), (128, 2), (255, 2)])
+def test_the_largest_product_that_is_made_is_measured(rows, joined):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 3))
+    (first, _) = profile_of(model, torch.randn(rows, 512), torch.randint(0, 3, (rows,))).layers
+    assert first.joined.microbatches == joined
+    assert first.joined.kept_bytes == rows * (512 + 512) * FLOAT
+
+
+def test_adding_up_gradients_is_measured():
+    """The product of few rows takes little beside reading and writing the weights' gradients."""
+    wide = nn.Sequential(nn.Linear(2048, 2048), nn.Tanh())
+    profile = measure(wide, torch.randn(4, 2048), torch.randn(4, 2048), nn.functional.mse_loss)
+    heavy, light = figures(profile, "accumulate_seconds")
+    assert 0 < heavy <= profile.layers[0].weight_seconds and light == 0
