@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage, received
+from hybridpipe.stage.stopwatch import Stopwatch, Took
 from hybridpipe.stage.values import Value, map_tensors, tensors_of
 
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -77,7 +78,8 @@ class Rehearsal:
 
     def run(self) -> None:
         """One forward and one backward of the microbatch."""
-        _pass(self.stages, self.inputs, self.targets, self.device, {})
+        with closing(Stopwatch(self.device)) as watch:
+            _pass(self.stages, self.inputs, self.targets, watch, {})
 
     def measure(
         self, optimizer: OptimizerFactory | None = None, agree: Agree = float, size: int | None = None
@@ -89,15 +91,16 @@ class Rehearsal:
             optimizer: its step over each layer's parameters is measured too, and the weight of its state.
             agree: with the other ranks that measure at once.
         """
-        stages, device = self.stages, self.device
+        stages = self.stages
         inputs, targets = (
             map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
         )
         for stage in stages:
             stage.forget_most_kept()
         activation_bytes, output_bytes, gradient_bytes = _measure_bytes(stages, inputs, targets)
-        seconds = _typical(lambda: _two_passes(stages, inputs, targets, device), agree)
-        updates, state_bytes = _measure_updates(stages, optimizer, device, agree)
+        with closing(Stopwatch(self.device)) as watch:
+            seconds = _typical(lambda: _passes(stages, inputs, targets, watch), agree)
+            updates, state_bytes = _measure_updates(stages, optimizer, watch, agree)
         parameter_bytes = [
             _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
         ]
@@ -121,19 +124,19 @@ class Rehearsal:
                 for i, name in enumerate(self.names)
             ),
             samples=len(tensors_of(inputs)[0]),
-            device=str(device),
+            device=str(self.device),
             dtype=_dtype(stages, inputs),
             state_factor=state_bytes / sum(parameter_bytes) if sum(parameter_bytes) else 0.0,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
 
 
-def _typical(sample: Callable[[], Mapping[_Key, float]], agree: Agree) -> dict[_Key, float]:
-    """What each figure of `sample`, in seconds, typically is.
+def _typical(sample: Callable[[], Mapping[_Key, Took]], agree: Agree) -> dict[_Key, float]:
+    """What each figure of `sample` typically is, in seconds.
 
-    Where ranks share cores, a time slice is longer than most layers: a layer either waits for none or for a
-    whole one, and its median says how fast it is alone (four ranks on two cores: 1.1 instead of 2 times as
-    long). So the medians give the proportions, and repetitions of many slices the sum.
+    Where ranks share cores, a layer waits for a processor now and then, for a time slice that may be longer
+    than the layer, and a longer layer waits more often. So the medians of what layers take while they run
+    give the proportions, and repetitions of many slices, waiting included, the sum.
     """
     for _ in range(WARM_UP):
         began = time.perf_counter()
@@ -142,48 +145,57 @@ def _typical(sample: Callable[[], Mapping[_Key, float]], agree: Agree) -> dict[_
     length = math.ceil(REPETITION_SECONDS / slowest)
     num_repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(BUDGET_SECONDS / (length * slowest))))
     samples = [sample() for _ in range(num_repeats * length)]
-    medians = {key: statistics.median(each[key] for each in samples) for key in samples[0]}
-    totals = [sum(each.values()) for each in samples]
+    medians = {key: statistics.median(each[key].running_seconds for each in samples) for key in samples[0]}
+    totals = [sum(took.seconds for took in each.values()) for each in samples]
     repetitions = sorted(sum(totals[i : i + length]) / length for i in range(0, len(totals), length))
     middle = repetitions[num_repeats // 4 : num_repeats - num_repeats // 4]
     factor = statistics.mean(middle) / (sum(medians.values()) or 1.0)
     return {key: value * factor for key, value in medians.items()}
 
 
-def _two_passes(
-    stages: list[Stage], inputs: Value, targets: Value, device: torch.device
-) -> dict[tuple[str, int], float]:
-    """Seconds of every layer in one forward and one backward; in the first backward of an update, whose
+def _passes(
+    stages: list[Stage], inputs: Value, targets: Value, watch: Stopwatch
+) -> dict[tuple[str, int], Took]:
+    """What every layer takes in one forward and one backward; in the first backward of an update, whose
     gradients are added to none; and in a backward to the inputs alone. Where a layer joins the products of
-    several microbatches, also in each of NUM_JOINED backwards.
+    several microbatches, also in each of NUM_JOINED backwards, and a product of as many, or as many as join.
 
     In turn, so that what else the machine does counts for all; the differences are what the weights'
     gradients take.
     """
     crossing: dict[int, list[bool]] = {}
 
-    def backwards(is_final: bool = True) -> dict[int, float]:
-        of_pass = _pass(stages, inputs, targets, device, crossing, is_final)
-        return {i: of_pass["backward", i] for i in range(len(stages))}
+    def backwards() -> list[Took]:
+        of_pass = _pass(stages, inputs, targets, watch, crossing)
+        return [of_pass["backward", i] for i in range(len(stages))]
 
     _clear_gradients(stages)
     first = backwards()
-    seconds = _pass(stages, inputs, targets, device, crossing)
+    took = _pass(stages, inputs, targets, watch, crossing)
     with _frozen(stages):
         without = backwards()
     for i in range(len(stages)):
-        seconds["first backward", i], seconds["backward to inputs", i] = first[i], without[i]
-    if any(stage.can_join for stage in stages):
+        took["first backward", i], took["backward to inputs", i] = first[i], without[i]
+    joining = [(i, stage) for i, stage in enumerate(stages) if stage.can_join]
+    if joining:
         _clear_gradients(stages)
         with _joined(stages):
             for n in range(1, NUM_JOINED + 1):
-                of_pass = backwards(is_final=n == NUM_JOINED)
-                seconds |= {
-                    (f"joined backward {n}", i): of_pass[i]
-                    for i, stage in enumerate(stages)
-                    if stage.can_join
-                }
-    return seconds
+                of_pass = backwards()
+                for i, stage in joining:
+                    took[f"joined backward {n}", i] = of_pass[i]
+                    if n == _num_joined(stage):
+                        began = watch.now()
+                        stage.complete_gradients()
+                        took["product", i] = watch.since(began)
+        for _, stage in joining:
+            stage.complete_gradients()
+    return took
+
+
+def _num_joined(stage: Stage) -> int:
+    """Microbatches of the product that is measured; 0 where none are joined."""
+    return min(stage.most_joined, NUM_JOINED)
 
 
 def _accumulating(seconds: Mapping[tuple[str, int], float], layer: int) -> float:
@@ -196,16 +208,15 @@ def _joined_products(
     stage: Stage, seconds: Mapping[tuple[str, int], float], layer: int
 ) -> JoinedProducts | None:
     """On the line through a product of one microbatch and one of as many as were measured."""
-    if not stage.most_joined:
+    count = _num_joined(stage)
+    if not count:
         return None
-    count = min(stage.most_joined, NUM_JOINED)  # in the first product that is made
-    passes = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
-    leaving = statistics.mean(passes[:-1])
-    of_several = max(0.0, passes[-1] - leaving)
+    leaving = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
+    of_several = seconds["product", layer]
     of_one = max(0.0, seconds["first backward", layer] - seconds["backward to inputs", layer])
     a_microbatch = max(0.0, of_several - of_one) / (count - 1)
     return JoinedProducts(
-        backward_seconds=leaving,
+        backward_seconds=statistics.mean(leaving),
         product_seconds=max(0.0, of_several - count * a_microbatch),
         microbatch_seconds=a_microbatch,
         microbatches=stage.most_joined,
@@ -247,32 +258,30 @@ def _pass(
     stages: list[Stage],
     inputs: Value,
     targets: Value,
-    device: torch.device,
+    watch: Stopwatch,
     crossing: dict[int, list[bool]],
-    is_final: bool = True,
-) -> dict[tuple[str, int], float]:
-    """Seconds of every layer in one forward and one backward.
+) -> dict[tuple[str, int], Took]:
+    """What every layer takes in one forward and one backward.
 
     Args:
         crossing: which of each layer's outputs get a gradient; filled in where it does not say.
-        is_final: no pass follows whose weight gradients may be made together with this one's.
     """
-    seconds = {}
+    took = {}
     value = inputs
     for i, stage in enumerate(stages):
-        began = _now(device)
+        began = watch.now()
         if stage.loss is None:
             outputs = stage.forward(0, value, step=0)
             value = _leaves(outputs, crossing.setdefault(i, _require_grad(outputs)))
         else:
             stage.forward_loss(0, value, targets, share=1.0, step=0)
-        seconds["forward", i] = _now(device) - began
+        took["forward", i] = watch.since(began)
     gradients: tuple[Tensor | None, ...] = ()
     for i, stage in reversed(list(enumerate(stages))):
-        began = _now(device)
-        gradients = stage.backward(0, gradients, is_final)
-        seconds["backward", i] = _now(device) - began
-    return seconds
+        began = watch.now()
+        gradients = stage.backward(0, gradients)
+        took["backward", i] = watch.since(began)
+    return took
 
 
 def _measure_bytes(
@@ -318,7 +327,7 @@ def _measure_bytes(
 
 
 def _measure_updates(
-    stages: list[Stage], optimizer: OptimizerFactory | None, device: torch.device, agree: Agree
+    stages: list[Stage], optimizer: OptimizerFactory | None, watch: Stopwatch, agree: Agree
 ) -> tuple[dict[int, float], int]:
     """Seconds of the optimizer's step over each layer that it trains, and the bytes of its state over all."""
     optimizers = {}
@@ -329,13 +338,13 @@ def _measure_updates(
                 gradient.zero_()  # a step of nothing costs as much, and leaves the copy fit for use
             optimizers[i] = optimizer(parameters)
 
-    def steps() -> dict[int, float]:
-        seconds = {}
+    def steps() -> dict[int, Took]:
+        took = {}
         for i, over_layer in optimizers.items():
-            began = _now(device)
+            began = watch.now()
             over_layer.step()
-            seconds[i] = _now(device) - began
-        return seconds
+            took[i] = watch.since(began)
+        return took
 
     updates = _typical(steps, agree) if optimizers else {}
     state_bytes = _bytes(
@@ -364,9 +373,3 @@ def _dtype(stages: list[Stage], inputs: Value) -> str:
     parameters = (parameter for stage in stages for parameter in stage.module.parameters())
     tensor = next(parameters, tensors_of(inputs)[0])
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

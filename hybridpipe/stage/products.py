@@ -67,6 +67,8 @@ class WeightProducts:
 
     def add(self, use: Use, is_last: bool) -> None:
         """Keep a microbatch's rows. `is_last`: none follow before the gradient is used."""
+        if sum(len(each.gradient) for each in self._kept.get(use.weight, ())) >= ENOUGH_ROWS:
+            self._multiply(use.weight)  # only now: the last of a minibatch may wait for a better moment
         kept = self._kept.setdefault(use.weight, [])
         if self._may_change(use.inputs) or use.inputs.untyped_storage().nbytes() > 2 * use.inputs.nbytes:
             use = use._replace(inputs=use.inputs.clone())  # or a view would keep all of what it looks at
@@ -74,7 +76,7 @@ class WeightProducts:
         self.most_joined = max(self.most_joined, math.ceil(ENOUGH_ROWS / len(use.gradient)))
         self._num_bytes += _num_bytes(use)
         self.most_bytes = max(self.most_bytes, self._num_bytes)
-        if is_last or sum(len(each.gradient) for each in kept) >= ENOUGH_ROWS:
+        if is_last:
             self._multiply(use.weight)
 
     def _may_change(self, inputs: Tensor) -> bool:

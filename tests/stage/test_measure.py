@@ -11,6 +11,7 @@ from torch import nn
 from hybridpipe.files import read_profile, write_json
 from hybridpipe.stage import measure as module
 from hybridpipe.stage.measure import Rehearsal, measure
+from hybridpipe.stage.stopwatch import Took
 
 from .helpers import Call, OnFirst, fork, join
 
@@ -119,17 +120,18 @@ def test_a_slow_layer_is_seen_to_be_slow():
 
 
 def test_layers_shorter_than_a_time_slice_show_the_load_together():
-    """Every other pass one layer waits for a slice; no layer's median sees it."""
+    """In every pass one of the short layers waits for a slice, and the long one always does."""
     passes = [0]
 
     def sample():
         passes[0] += 1
         waiting = passes[0] % 4
-        return {i: 0.001 + 0.003 * (i == waiting) for i in range(4)}
+        short = {i: Took(0.001 + 0.003 * (i == waiting), 0.003 * (i == waiting)) for i in range(4)}
+        return short | {"long": Took(0.007, 0.003)}
 
     typical = module._typical(sample, agree=lambda _: 0.002)
-    assert sum(typical.values()) == pytest.approx(0.007, rel=0.05)
-    assert typical[0] == typical[3]
+    assert sum(typical.values()) == pytest.approx(0.014, rel=0.05)
+    assert typical[0] == typical[3] == pytest.approx(typical["long"] / 4)
 
 
 def test_ranks_that_measure_at_once_repeat_equally_often():
@@ -137,7 +139,7 @@ def test_ranks_that_measure_at_once_repeat_equally_often():
     count = {}
     for slowest in (module.BUDGET_SECONDS, module.REPETITION_SECONDS / 10):
         samples = []
-        module._typical(lambda s=samples: s.append(0) or {0: 1.0}, agree=lambda _, s=slowest: s)
+        module._typical(lambda s=samples: s.append(0) or {0: Took(1.0)}, agree=lambda _, s=slowest: s)
         count[slowest] = len(samples) - module.WARM_UP
     slow, quick = count.values()
     assert slow == module.MIN_REPEATS and quick == 10 * module.MAX_REPEATS

@@ -125,6 +125,17 @@ def test_without_a_final_backward_the_gradients_are_completed_on_demand(is_final
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
 
 
+def test_the_last_rows_wait_though_there_are_enough():
+    """Eight microbatches of 32 rows: the product was made in the last backward, before its gradient went."""
+    module = nn.Sequential(linear())
+    stage = train(module, [32] * (ENOUGH_ROWS // 32), is_flushed=False)
+    assert module[0].weight.grad is None and stage.keeps_back
+    train_on = torch.zeros(32, SIZE, dtype=torch.float64)
+    stage.forward_loss(99, train_on, train_on, share=1.0, step=0)
+    stage.backward(99)
+    assert module[0].weight.grad is not None, "there are more than enough with this one"
+
+
 def test_no_more_than_enough_rows_and_one_microbatch_are_kept(monkeypatch):
     made = []
     monkeypatch.setattr(

@@ -1,0 +1,106 @@
+"""Probe: measures the machines under mpirun, in a few seconds, and returns a `Cluster`.
+
+Measured as the runtime uses them: messages through its own transport, alone and several at once; Horovod's
+all-reduce by size, and how much of one a computing rank gets for nothing; how fast the ranks of a machine
+compute when several do. What the figures are made of from the timings is in `hybridpipe.planning.fit`.
+Invariant: what is measured on some ranks leaves the others asleep (`hybridpipe.together`), and all that take
+part do equally many repetitions.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.probe.computing import measure_computing
+from hybridpipe.probe.messages import measure_handling, measure_link, measure_wakeup
+from hybridpipe.probe.reduction import measure_allreduce
+from hybridpipe.probe.repetitions import Unit, Work, default_work
+from hybridpipe.together import machine_leaders
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_MEMORY = Path("/proc/meminfo")
+
+
+def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
+    """Measure the machines behind `world`. Collective; the same cluster on every rank.
+
+    Args:
+        work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
+            product of matrices, which stays in the cache, and a sum, which does not.
+
+    Raises:
+        ValueError: the ranks are not placed host by host in equal numbers.
+    """
+    if world.size == 1:
+        return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # no link to measure, and none to use
+    per_host = _ranks_per_host(world)
+    per_machine = _equal_units(machine_leaders(world)) or per_host
+    units = [("host", 1, per_host), ("network", per_host, world.size)]
+    levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
+    computing = measure_computing(world, per_machine, work or default_work())
+    links = [measure_link(world, unit) for unit in levels]
+    all_reduces = map(partial(measure_allreduce, world), levels, links)
+    reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
+    return Cluster(
+        levels=tuple(
+            Level(
+                unit.name,
+                unit.ranks,
+                bandwidth=1 / link.message.seconds_per_byte,
+                latency_seconds=link.message.start_seconds,
+                shared_bandwidth=link.shared_bandwidth,
+                allreduce=allreduce,
+                burst_bytes=link.burst_bytes,
+                fit_error=link.message.error,
+            )
+            for unit, link, allreduce in zip(levels, links, reduced, strict=True)
+        ),
+        memory_bytes=_memory_bytes(world, per_machine),
+        relative_speed=computing.relative_speed,
+        node_ranks=per_machine,
+        compute_speeds=computing.speeds,
+        message_seconds=measure_handling(world, per_machine),
+        message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
+        wakeup_seconds=measure_wakeup(world, per_machine, computing.speeds, links[0].message),
+        replicated_speed=replicated_speed[-1],
+        overlap=overlap[-1],
+    )
+
+
+def _ranks_per_host(world: "MPI.Comm") -> int:
+    from hybridpipe.runtime.mpi import MPI
+
+    host = world.Split_type(MPI.COMM_TYPE_SHARED)
+    leaders = world.allgather(host.bcast(world.rank))
+    host.Free()
+    size = _equal_units(leaders)
+    if size is None:
+        raise ValueError(
+            "probe needs the ranks host by host in equal numbers (mpirun --map-by slot, "
+            f"srun --distribution=block), got ranks whose hosts begin at ranks {leaders}"
+        )
+    return size
+
+
+def _equal_units(leaders: Sequence[int]) -> int | None:
+    """The size of the units that `leaders`, each rank's first peer, describe; None if they are not alike."""
+    size = leaders.count(leaders[0])
+    return size if list(leaders) == [rank - rank % size for rank in range(len(leaders))] else None
+
+
+def _memory_bytes(world: "MPI.Comm", per_machine: int) -> int | None:
+    """What a rank may use: what its GPU has left, or its share of what the machine has; None if unknown."""
+    if torch.cuda.is_available():
+        left = torch.cuda.mem_get_info()[0]
+    else:
+        told = re.search(r"MemAvailable: *(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
+        left = int(told[1]) * 1024 // per_machine if told else 0
+    least: int = min(world.allgather(left))
+    return least or None

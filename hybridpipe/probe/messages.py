@@ -1,0 +1,245 @@
+"""Messages: a link alone and shared, rested and not, and what a message takes from those who compute."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import mean, median
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridpipe.planning import fit
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.probe.repetitions import (
+    MIN_REPEATS,
+    ROUNDS,
+    SIZES_BYTES,
+    Timed,
+    Unit,
+    Work,
+    by_size,
+    compute_for,
+    default_work,
+    in_group,
+    timed_call,
+)
+from hybridpipe.runtime.transport import Pending, Transport
+from hybridpipe.together import idle_barrier, largest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+STREAM_SECONDS = 0.06  # of the messages that one pair, or several at once, send one after another
+MAX_STREAMED = 16
+WAITING_SECONDS = 0.03
+REST_SECONDS = 0.06  # over 100 Mbit/s 750 KB could have passed meanwhile
+LIMITED_SECONDS = 1e-3
+WAKING_BYTES, WAKINGS, BETWEEN_SECONDS = 2**17, 40, 6e-3  # messages among computing, as in a pipeline
+HANDLED_BYTES, HANDLED, UNITS = 2**14, 30, 3  # more than what MPI sends at once; units of work between them
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    message: fit.Line
+    handling_seconds_per_byte: float  # processor time at either end
+    shared_bandwidth: float | None
+    burst_bytes: float | None
+
+
+def measure_link(world: "MPI.Comm", unit: Unit) -> Link:
+    """Messages between the first ranks of two units of the level below, then between all their ranks.
+
+    A network that limits a rate lets some hundred KiB pass at once, and a ping-pong gives it pauses; so the
+    bandwidth is at most what a stream sustains.
+    """
+    timed, waiting = in_group(world, (0, unit.inner), _ping_pong)
+    timings = [(each.num_bytes, each.seconds) for each in timed]
+    both_units = range(2 * unit.inner)
+    streamed = fit.fit_line(timings).seconds_per_byte
+    one = in_group(world, both_units, partial(_stream, num_pairs=1, seconds_per_byte=streamed))
+    message = fit.fit_line(timings, 1 / one)
+    shared = None
+    if unit.inner > 1:  # else it is the port of one rank
+        slower = unit.inner * message.seconds_per_byte
+        together = in_group(
+            world, both_units, partial(_stream, num_pairs=unit.inner, seconds_per_byte=slower)
+        )
+        shared = fit.shared_bandwidth(one, together, unit.inner)
+    small, large = timed[0], timed[-1]
+    # what goes into looking whether a slow message is there is not the message's
+    looking = waiting * (large.seconds - small.seconds)
+    copying = large.processor_seconds - small.processor_seconds - looking
+    rested = in_group(world, (0, unit.inner), partial(_rested, message=message))
+    burst = fit.burst_bytes(rested, message)
+    return Link(message, max(0.0, copying) / large.num_bytes, shared, burst)
+
+
+def _ping_pong(group: "MPI.Comm") -> tuple[list[Timed], float]:
+    """One way, by size: half of there and back; and the share of a processor that waiting takes."""
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+
+    with MpiTransport(group) as transport:
+        prepare = partial(_there_and_back, group, transport)
+        timed = [Timed(n, seconds / 2, cpu / 2) for n, seconds, cpu in by_size(group, prepare)]
+        _, late = timed_call(prepare(SIZES_BYTES[0], WAITING_SECONDS))
+        waiting = max(0.0, late - 2 * timed[0].processor_seconds) / WAITING_SECONDS
+        return timed, waiting
+
+
+def _rested(group: "MPI.Comm", message: fit.Line) -> list[tuple[int, float]]:
+    """Messages over a link that has rested, by size, until one is limited: (bytes, seconds one way)."""
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+
+    timed: list[tuple[int, float]] = []
+    with MpiTransport(group) as transport:
+        for num_bytes in SIZES_BYTES:
+            limited_seconds = num_bytes * message.seconds_per_byte
+            if limited_seconds < LIMITED_SECONDS and num_bytes < SIZES_BYTES[-1]:
+                continue  # too short to be told apart
+            action = _there_and_back(group, transport, num_bytes, REST_SECONDS)
+            taken = median(timed_call(action)[0] for _ in range(MIN_REPEATS))
+            timed.append((num_bytes, mean(group.allgather(taken)) / 2 - REST_SECONDS))
+            if timed[-1][1] > message.start_seconds + 0.5 * limited_seconds:
+                break
+    return timed
+
+
+def _there_and_back(
+    group: "MPI.Comm", transport: Transport, num_bytes: int, pause_seconds: float = 0.0
+) -> Callable[[], None]:
+    """Between two ranks, each of which pauses before it sends."""
+    peer = 1 - group.rank
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+
+    def there_and_back() -> None:
+        receiving = transport.receive(received, peer, 0)
+        if group.rank > peer:
+            receiving.wait()
+        time.sleep(pause_seconds)
+        sending = transport.send(sent, peer, 0)
+        receiving.wait()
+        sending.wait()
+
+    return there_and_back
+
+
+def _stream(group: "MPI.Comm", num_pairs: int, seconds_per_byte: float) -> float:
+    """Bytes per second that `num_pairs` ranks of the first half of the group send to those of the second.
+
+    Args:
+        seconds_per_byte: of each of them, about; decides how much is sent.
+    """
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+
+    half = group.size // 2
+    num_bytes = STREAM_SECONDS / seconds_per_byte
+    count = min(MAX_STREAMED, math.ceil(num_bytes / SIZES_BYTES[-1]))
+    buffers = [
+        torch.zeros(min(SIZES_BYTES[-1], math.ceil(num_bytes / count)), dtype=torch.uint8)
+        for _ in range(count)
+    ]
+    taken = []
+    with MpiTransport(group) as transport:
+        for _ in range(1 + ROUNDS):
+            group.Barrier()
+            began = time.perf_counter()
+            pending: list[Pending] = []
+            if group.rank < num_pairs:
+                pending = [transport.send(buffer, group.rank + half, 0) for buffer in buffers]
+            elif half <= group.rank < half + num_pairs:
+                pending = [transport.receive(buffer, group.rank - half, 0) for buffer in buffers]
+            for each in pending:
+                each.wait()
+            taken.append(largest(group, time.perf_counter() - began))
+    return num_pairs * sum(buffer.nbytes for buffer in buffers) / median(taken[1:])
+
+
+def measure_handling(world: "MPI.Comm", per_machine: int) -> float:
+    """Processor seconds that a message takes, at either end, from ranks that compute between their messages.
+
+    A ping-pong's are fewer: its path stays in the caches, and its communication thread asleep. Two ranks on
+    two cores, 0.06 ms by ping-pong and 0.07 to 0.24 amid computing; four on two, 0.15 to 0.29.
+    """
+    return float(in_group(world, range(max(2, per_machine)), _handling))
+
+
+def _handling(group: "MPI.Comm") -> float:
+    """Ranks 0 and 1, 2 and 3, ... to each other, all ranks computing."""
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+
+    work = default_work()
+    peer = group.rank ^ 1 if group.rank ^ 1 < group.size else None
+    found = []
+    with MpiTransport(group) as transport:
+        for _ in range(1 + ROUNDS):
+            taken = []
+            for partner in (None, peer):
+                idle_barrier(group)
+                began = time.process_time()
+                _exchange_and_compute(transport, partner, work)
+                taken.append(time.process_time() - began)
+            extra = group.allgather(taken[1] - taken[0])
+            found.append(mean(extra[: group.size // 2 * 2]) / (2 * HANDLED))
+    return max(0.0, float(median(found[1:])))
+
+
+def _exchange_and_compute(transport: Transport, peer: int | None, work: Work) -> None:
+    """A message goes each way while both compute, and is waited for when it has long been there."""
+    messages = [torch.zeros(HANDLED_BYTES, dtype=torch.uint8) for _ in range(4)]
+    pending: list[Pending] = []
+    for turn in range(HANDLED):
+        arriving = [] if peer is None else [transport.receive(messages[turn % 2], peer, 0)]
+        for _ in range(UNITS):
+            work()
+        for each in pending:
+            each.wait()
+        leaving = [] if peer is None else [transport.send(messages[2 + turn % 2], peer, 0)]
+        pending = arriving + leaving
+    for each in pending:
+        each.wait()
+
+
+def measure_wakeup(world: "MPI.Comm", per_machine: int, speeds: tuple[float, ...], alone: fit.Line) -> float:
+    """How much longer than alone a message takes to a rank that waits while the rest of its machine computes.
+
+    In a ping-pong both sides wait most of the time, and the kernel gives the processor at once to who has
+    used so little; a rank that computes between its messages waits for its turn.
+    """
+    cluster = Cluster.flat(per_machine, bandwidth=1.0, latency_seconds=0.0)
+    if not replace(cluster, node_ranks=per_machine, compute_speeds=speeds).is_busy(per_machine - 1):
+        return 0.0  # a processor for each
+    late = in_group(world, range(per_machine), _lateness)
+    return max(0.0, float(late) - alone.start_seconds - WAKING_BYTES * alone.seconds_per_byte)
+
+
+def _lateness(group: "MPI.Comm") -> float:
+    """Mean seconds from the sending of a message to its arrival, of two ranks by turns, the others computing.
+
+    One machine has one clock.
+    """
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+
+    work, late = default_work(), []
+    if group.rank > 1:
+        others = group.Ibarrier()
+        while not others.Test():
+            work()
+    else:
+        peer = 1 - group.rank
+        message = torch.zeros(WAKING_BYTES // 8, dtype=torch.float64)
+        with MpiTransport(group) as transport:
+            for turn in range(WAKINGS):
+                if turn % 2 == group.rank:
+                    compute_for(work, BETWEEN_SECONDS)
+                    message[0] = time.perf_counter()
+                    sending = transport.send(message.view(torch.uint8), peer, 0)
+                    compute_for(work, BETWEEN_SECONDS)
+                    sending.wait()
+                else:
+                    transport.receive(message.view(torch.uint8), peer, 0).wait()
+                    late.append(time.perf_counter() - float(message[0]))
+        idle_barrier(group)
+    gathered: list[list[float]] = group.allgather(late)
+    return mean(each for of_rank in gathered for each in of_rank)

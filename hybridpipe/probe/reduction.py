@@ -1,0 +1,102 @@
+"""Reduction: Horovod's all-reduce by size, and how much of one a computing rank gets for nothing."""
+
+from collections.abc import Callable
+from statistics import mean, median
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridpipe.planning import fit
+from hybridpipe.planning.cluster import AllReduce
+from hybridpipe.planning.cost import BUCKET_BYTES
+from hybridpipe.probe.messages import Link
+from hybridpipe.probe.repetitions import (
+    ROUNDS,
+    Timed,
+    Unit,
+    by_size,
+    default_work,
+    in_group,
+    rate,
+    repeated,
+    timed_call,
+)
+from hybridpipe.runtime.gradients import horovod
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+NUM_TENSORS = 4  # of a bucket: Horovod fuses them
+
+
+def measure_allreduce(world: "MPI.Comm", unit: Unit, link: Link) -> tuple[AllReduce, float, float]:
+    """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
+    ranks compute while it has nothing to do, relative to those without it.
+    """
+    timed, overlap, speed = in_group(world, range(unit.ranks), _reduce)
+    sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
+    small, bucket = timed[0], timed[-1]  # of large ones, most are as long as a bucket
+    slope = (bucket.seconds - small.seconds) / bucket.num_bytes
+    timings = [(each.num_bytes, each.seconds) for each in timed]
+    line = fit.fit_line(timings, max(slope, sent * link.message.seconds_per_byte))
+    return AllReduce(sent / line.seconds_per_byte, line.start_seconds, line.error), overlap, speed
+
+
+def _reduce(group: "MPI.Comm") -> tuple[list[Timed], float, float]:
+    without = _mean_rate(group)
+    hvd = horovod(group)
+    speed = min(1.0, _mean_rate(group) / without)
+
+    def start(num_bytes: int) -> Callable[[], Callable[[], object]]:
+        tensors = [torch.zeros(num_bytes // 4 // NUM_TENSORS) for _ in range(NUM_TENSORS)]
+
+        def begin() -> Callable[[], object]:
+            handle = hvd.grouped_allreduce_async_(tensors, name=f"probe{num_bytes}", op=hvd.Sum)
+            return lambda: hvd.synchronize(handle)
+
+        return begin
+
+    def prepare(num_bytes: int) -> Callable[[], object]:
+        begin = start(num_bytes)
+        return lambda: begin()()
+
+    timed = by_size(group, prepare)
+    overlap = _overlap(group, start(timed[-1].num_bytes), timed[-1].seconds)
+    if timed[-1].num_bytes < BUCKET_BYTES:
+        timed.append(repeated(group, BUCKET_BYTES, prepare(BUCKET_BYTES)))
+    hvd.shutdown()
+    return timed, overlap, speed
+
+
+def _mean_rate(group: "MPI.Comm") -> float:
+    """Units of work a second of each rank, all computing at once."""
+    work, rates = default_work(), []
+    for _ in range(ROUNDS):
+        group.Barrier()
+        rates.append(mean(group.allgather(rate(work))))
+    return float(median(rates))
+
+
+def _overlap(group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float) -> float:
+    """How much of an all-reduce of `seconds` is hidden behind as long a computation, all ranks computing."""
+    work = default_work()
+    work()
+    units = max(1, round(seconds / mean(group.allgather(timed_call(work)[0]))))
+
+    def compute() -> None:
+        for _ in range(units):
+            work()
+
+    def both() -> None:
+        finish = begin()
+        compute()
+        finish()
+
+    begin()()
+    found = []
+    for _ in range(ROUNDS):
+        taken = []
+        for action in (compute, lambda: begin()(), both):
+            group.Barrier()
+            taken.append(mean(group.allgather(timed_call(action)[0])))
+        found.append(fit.overlap(*taken))
+    return median(found)

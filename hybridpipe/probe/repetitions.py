@@ -1,0 +1,112 @@
+"""Repetitions: how what is measured is repeated, on which ranks, and what they compute meanwhile.
+
+Invariant: all ranks that take part do equally many repetitions, and the others sleep.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from hybridpipe.planning.cost import BUCKET_BYTES
+from hybridpipe.together import idle_barrier
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Work = Callable[[], object]
+
+# Small ones for the latency, and more up to a bucket of gradients, as time is lost with those. None follows
+# one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB. But a
+# whole bucket is all-reduced in any case. Over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised:
+# where both directions are full, what a rank sends and what acknowledges the received stand in one queue.
+SIZES_BYTES = (64, 2**11, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, BUCKET_BYTES)
+GROW_SECONDS = 0.04
+# A size is repeated for so long, within these numbers.
+SIZE_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.05, 3, 25
+COMPUTE_SECONDS = 0.1  # a time slice of the kernel is a few milliseconds
+ROUNDS = 3  # of what is compared, taken in turn, as the machines' speed drifts
+
+
+class Unit(NamedTuple):
+    """The first unit of a level: `ranks` ranks, in units of the level below of `inner` ranks each."""
+
+    name: str
+    inner: int
+    ranks: int
+
+
+class Timed(NamedTuple):
+    num_bytes: int
+    seconds: float
+    processor_seconds: float  # of the thread that waits
+
+
+def by_size(group: "MPI.Comm", prepare: Callable[[int], Callable[[], object]]) -> list[Timed]:
+    """The time of `prepare(num_bytes)()`, in which all ranks of `group` take part, for growing sizes."""
+    timed: list[Timed] = []
+    for num_bytes in SIZES_BYTES:
+        timed.append(repeated(group, num_bytes, prepare(num_bytes)))
+        if len(timed) > 1 and timed[-1].seconds > GROW_SECONDS:  # a line wants two
+            break
+    return timed
+
+
+def repeated(group: "MPI.Comm", num_bytes: int, action: Work) -> Timed:
+    """The median of some repetitions, and of that the mean over the ranks."""
+    action()  # fresh memory, and Horovod's first negotiation of a name
+    first, _ = timed_call(action)
+    repeats = int(SIZE_SECONDS / mean(group.allgather(first)))
+    taken = [timed_call(action) for _ in range(min(MAX_REPEATS, max(MIN_REPEATS, repeats)))]
+    seconds, processor = (median(values) for values in zip(*taken, strict=True))
+    gathered = group.allgather((seconds, processor))
+    return Timed(num_bytes, *(mean(values) for values in zip(*gathered, strict=True)))
+
+
+def timed_call(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds and processor seconds of a call."""
+    began, processor_began = time.perf_counter(), time.thread_time()
+    action()
+    return time.perf_counter() - began, time.thread_time() - processor_began
+
+
+def in_group(world: "MPI.Comm", ranks: Sequence[int], measure: Callable[["MPI.Comm"], Any]) -> Any:
+    """What `measure` finds on the first of `ranks`, given their communicator, while the others sleep."""
+    from hybridpipe.runtime.mpi import MPI
+
+    group = world.Split(0 if world.rank in ranks else MPI.UNDEFINED, world.rank)
+    found = None
+    if group != MPI.COMM_NULL:
+        found = measure(group)
+        group.Free()
+    idle_barrier(world)
+    return world.bcast(found)
+
+
+def compute_for(work: Work, seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        work()
+
+
+def rate(work: Work) -> float:
+    """Units of work a second, for COMPUTE_SECONDS or one unit."""
+    done, began = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < COMPUTE_SECONDS:
+        work()
+        done += 1
+    return done / elapsed
+
+
+def default_work() -> Work:
+    """About a millisecond, half of it in the cache and half of it through memory, as training is of both."""
+    matrix, vector = torch.ones(192, 192), torch.ones(2**19)
+    product, total = torch.empty_like(matrix), torch.empty_like(vector)
+
+    def work() -> None:
+        torch.mm(matrix, matrix, out=product)
+        torch.add(vector, vector, out=total)
+
+    return work
