@@ -21,16 +21,20 @@ COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # what an all-reduce moves of
 class AllReduce:
     """Horovod's ring all-reduce as measured: `latency + 2 (m-1)/m bytes / bandwidth` over m ranks.
 
-    `fit_error` is how far the worst measured size is off that line, relative to the measurement.
+    `fit_error` is how far the worst measured size is off that line, relative to the measurement. Before an
+    all-reduce begins it waits for Horovod's next cycle, `wait_seconds` on average; one that is ready when the
+    one before it ends goes on at once.
     """
 
     bandwidth: float
     latency_seconds: float
     fit_error: float | None = None
+    wait_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         positive("bandwidth", self.bandwidth)
         non_negative("latency_seconds", self.latency_seconds)
+        non_negative("wait_seconds", self.wait_seconds)
         if self.fit_error is not None:
             non_negative("fit_error", self.fit_error)
 
@@ -76,10 +80,19 @@ class Level:
 
 
 class Ring(NamedTuple):
-    """What an all-reduce over some ranks costs: `latency_seconds + num_bytes * seconds_per_byte`."""
+    """What an all-reduce over some ranks costs: `latency_seconds + num_bytes * seconds_per_byte`.
+
+    The first of several, `wait_seconds` more.
+    """
 
     latency_seconds: float
     seconds_per_byte: float
+    wait_seconds: float = 0.0
+
+    @property
+    def start_seconds(self) -> float:
+        """Of one by itself."""
+        return self.latency_seconds + self.wait_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +254,10 @@ class Cluster:
         if figures is None:
             bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
             figures = AllReduce(bandwidth, 2 * (m - 1) * level.latency_seconds)
-        return Ring(figures.latency_seconds, 2 * (m - 1) / m * self.allreduce_factor / figures.bandwidth)
+        per_byte = 2 * (m - 1) / m * self.allreduce_factor / figures.bandwidth
+        return Ring(figures.latency_seconds, per_byte, figures.wait_seconds)
 
     def allreduce_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of an all-reduce over these ranks, alone on its links."""
         ring = self.ring(ranks)
-        return ring.latency_seconds + num_bytes * ring.seconds_per_byte
+        return ring.start_seconds + num_bytes * ring.seconds_per_byte

@@ -29,6 +29,7 @@ class RingRoute(NamedTuple):
     """
 
     resources: tuple[Resource, ...]
+    wait_seconds: float
     latency_seconds: float
     work_per_byte: float
     cap: float
@@ -108,11 +109,12 @@ class Machines:
         """What an all-reduce over these (two or more) ranks crosses, each link once each way."""
         index = self.cluster.level_index(min(ranks), max(ranks))
         links = self._links_of(index, ranks, True) + self._links_of(index, ranks, False)
-        latency, seconds_per_byte = self.cluster.ring(ranks)
+        latency, seconds_per_byte, wait = self.cluster.ring(ranks)
         sent_per_byte = 2 * (len(ranks) - 1) / len(ranks)
         # A measured all-reduce may be faster than a message: then each byte counts as less work.
         cap = min(sent_per_byte / seconds_per_byte, *(link.shares[1] for link in links))
-        return RingRoute(tuple(links), latency, seconds_per_byte * cap, cap, self._bursts_of(index, links))
+        work, bursts = seconds_per_byte * cap, self._bursts_of(index, links)
+        return RingRoute(tuple(links), wait, latency, work, cap, bursts)
 
     def _bursts_of(self, index: int, links: Sequence[Resource]) -> tuple[Burst, ...]:
         num_bytes = self.cluster.levels[index].burst_bytes

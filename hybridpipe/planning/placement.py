@@ -335,7 +335,8 @@ def slot_graph(
 def _stand(cluster: Cluster, ranks: Ints, share: dict[int, float]) -> tuple[int, float, float, float, float]:
     members = ranks.tolist()
     ring = cluster.ring(members)
-    return len(members), stage_speed(cluster, members, share), *ring, min(map(cluster.memory, members))
+    speed, memory = stage_speed(cluster, members, share), min(map(cluster.memory, members))
+    return len(members), speed, ring.start_seconds, ring.seconds_per_byte, memory
 
 
 def _counted(

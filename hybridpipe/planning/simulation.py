@@ -260,16 +260,25 @@ class Simulation:
         rank.num_filled[chunk] += 1
         self.reduce_next(replicas)
 
-    def reduce_next(self, replicas: _Replicas) -> None:
+    def reduce_next(self, replicas: _Replicas, going: bool = False) -> None:
+        """`going`: another bucket has just been summed."""
         ring = replicas.ring
         if ring is None or replicas.num_parts or replicas.filled[replicas.num_reduced] < len(replicas.ranks):
             return
-        num_bytes = replicas.buckets[replicas.num_reduced % len(replicas.buckets)].num_bytes
         replicas.num_parts = 1
+        if ring.wait_seconds and not going:
+            self.engine.after(ring.wait_seconds, self.reduce, replicas)
+        else:
+            self.reduce(replicas)
+
+    def reduce(self, replicas: _Replicas) -> None:
+        ring = replicas.ring
+        assert ring is not None
+        num_bytes = replicas.buckets[replicas.num_reduced % len(replicas.buckets)].num_bytes
         work = num_bytes * ring.work_per_byte
         self.engine.start(work, ring.resources, self.ring_done, replicas, ring.cap)
         if self.cluster.overlap < 1:
-            seconds = self.cluster.allreduce_seconds(num_bytes, replicas.numbers)
+            seconds = self.cluster.allreduce_seconds(num_bytes, replicas.numbers) - ring.wait_seconds
             for rank in replicas.ranks:
                 replicas.num_parts += 1
                 handling = (1 - self.cluster.overlap) * seconds
@@ -291,7 +300,7 @@ class Simulation:
             waiting, replicas.waiting = replicas.waiting, []
             for rank in waiting:
                 self.wake(rank, self.finish, rank)
-        self.reduce_next(replicas)
+        self.reduce_next(replicas, going=True)
 
     # Messages
 

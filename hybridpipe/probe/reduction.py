@@ -1,5 +1,8 @@
 """Reduction: Horovod's all-reduce by size, and how much of one a computing rank gets for nothing."""
 
+import os
+import random
+import time
 from collections.abc import Callable
 from statistics import mean, median
 from typing import TYPE_CHECKING
@@ -25,6 +28,7 @@ from hybridpipe.runtime.gradients import horovod
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
 
 
@@ -38,7 +42,14 @@ def measure_allreduce(world: "MPI.Comm", unit: Unit, link: Link) -> tuple[AllRed
     slope = (bucket.seconds - small.seconds) / bucket.num_bytes
     timings = [(each.num_bytes, each.seconds) for each in timed]
     line = fit.fit_line(timings, max(slope, sent * link.message.seconds_per_byte))
-    return AllReduce(sent / line.seconds_per_byte, line.start_seconds, line.error), overlap, speed
+    wait = min(_cycle_seconds() / 2, line.start_seconds)
+    figures = AllReduce(sent / line.seconds_per_byte, line.start_seconds - wait, line.error, wait)
+    return figures, overlap, speed
+
+
+def _cycle_seconds() -> float:
+    """Of Horovod's thread, which looks so often whether there is anything to do."""
+    return float(os.environ.get("HOROVOD_CYCLE_TIME", DEFAULT_CYCLE_MILLISECONDS)) * 1e-3
 
 
 def _reduce(group: "MPI.Comm") -> tuple[list[Timed], float, float]:
@@ -59,10 +70,16 @@ def _reduce(group: "MPI.Comm") -> tuple[list[Timed], float, float]:
         begin = start(num_bytes)
         return lambda: begin()()
 
-    timed = by_size(group, prepare)
+    # One after another would each wait for the cycle after the one before, however little it takes.
+    phases = random.Random(0)
+
+    def at_any_time() -> None:
+        time.sleep(phases.random() * _cycle_seconds())
+
+    timed = by_size(group, prepare, at_any_time)
     overlap = _overlap(group, start(timed[-1].num_bytes), timed[-1].seconds)
     if timed[-1].num_bytes < BUCKET_BYTES:
-        timed.append(repeated(group, BUCKET_BYTES, prepare(BUCKET_BYTES)))
+        timed.append(repeated(group, BUCKET_BYTES, prepare(BUCKET_BYTES), at_any_time))
     hvd.shutdown()
     return timed, overlap, speed
 

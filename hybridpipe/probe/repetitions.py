@@ -44,22 +44,29 @@ class Timed(NamedTuple):
     processor_seconds: float  # of the thread that waits
 
 
-def by_size(group: "MPI.Comm", prepare: Callable[[int], Callable[[], object]]) -> list[Timed]:
-    """The time of `prepare(num_bytes)()`, in which all ranks of `group` take part, for growing sizes."""
+def by_size(group: "MPI.Comm", prepare: Callable[[int], Work], before: Work = lambda: None) -> list[Timed]:
+    """The time of `prepare(num_bytes)()`, in which all ranks of `group` take part, for growing sizes.
+
+    Args:
+        before: runs before each repetition, and does not count.
+    """
     timed: list[Timed] = []
     for num_bytes in SIZES_BYTES:
-        timed.append(repeated(group, num_bytes, prepare(num_bytes)))
+        timed.append(repeated(group, num_bytes, prepare(num_bytes), before))
         if len(timed) > 1 and timed[-1].seconds > GROW_SECONDS:  # a line wants two
             break
     return timed
 
 
-def repeated(group: "MPI.Comm", num_bytes: int, action: Work) -> Timed:
+def repeated(group: "MPI.Comm", num_bytes: int, action: Work, before: Work = lambda: None) -> Timed:
     """The median of some repetitions, and of that the mean over the ranks."""
     action()  # fresh memory, and Horovod's first negotiation of a name
     first, _ = timed_call(action)
     repeats = int(SIZE_SECONDS / mean(group.allgather(first)))
-    taken = [timed_call(action) for _ in range(min(MAX_REPEATS, max(MIN_REPEATS, repeats)))]
+    taken = []
+    for _ in range(min(MAX_REPEATS, max(MIN_REPEATS, repeats))):
+        before()
+        taken.append(timed_call(action))
     seconds, processor = (median(values) for values in zip(*taken, strict=True))
     gathered = group.allgather((seconds, processor))
     return Timed(num_bytes, *(mean(values) for values in zip(*gathered, strict=True)))

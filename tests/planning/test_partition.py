@@ -61,7 +61,8 @@ class Reference:
         bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
         latency = 2 * (m - 1) * level.latency_seconds
         if level.allreduce:
-            bandwidth, latency = level.allreduce.bandwidth, level.allreduce.latency_seconds
+            bandwidth = level.allreduce.bandwidth
+            latency = level.allreduce.latency_seconds + level.allreduce.wait_seconds
         return latency, 2 * (m - 1) / m / bandwidth
 
     def cut(self, ranks, behind):
@@ -265,7 +266,8 @@ def random_instance(seed):
     )
 
     def allreduce():
-        return draw.choice([None, None, AllReduce(10 ** draw.uniform(5, 8), 0.01 * figure())])
+        measured = AllReduce(10 ** draw.uniform(5, 8), 0.01 * figure(), wait_seconds=0.01 * figure())
+        return draw.choice([None, None, measured])
 
     def shared():
         return draw.choice([None, None, 10 ** draw.uniform(4, 7)])

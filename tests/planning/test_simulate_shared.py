@@ -146,6 +146,24 @@ def test_every_replica_joins_the_all_reduce(num_microbatches, waits):
     assert [times(timeline, rank, AllReduce) for rank in range(2)] == [[wait] for wait in waits]
 
 
+def test_the_first_all_reduce_waits_for_a_cycle_and_what_stands_behind_it_does_not():
+    """Both replicas: F 0-1, B 1-5 with a bucket of a second every second from 2 on; a cycle may come late."""
+    buckets = tuple(GradientBucket(10, share) for share in (0.25, 0.5, 0.75, 1.0))
+    cost = StageCost(1.0, 4.0, buckets=buckets)
+    made = plan([2], 2)
+
+    def ends(wait):
+        figures = AllReduceFigures(10.0, 0.0, wait_seconds=wait)
+        timeline = simulate(
+            programs(made), made, [cost], Cluster((Level("node", 2, 10.0, 0.0, None, figures),))
+        )
+        return [e.end_seconds for e in timeline.events[0] if isinstance(e.instruction, AllReduce)]
+
+    assert ends(0.0) == [approx(6)], "a bucket at a time, each while the next fills"
+    assert ends(2.0) == [approx(8)], "all 2 s later, and no later"
+    assert ends(0.5) == [approx(6.5)]
+
+
 def test_the_weights_half_fills_the_buckets():
     """Both replicas: F 0-1, I 1-2, W 2-4 with a bucket in its middle and one at its end, each of 1 s."""
     cost = StageCost(1.0, 3.0, buckets=(GradientBucket(10, 0.5), GradientBucket(10, 1.0)), weight_seconds=2.0)
