@@ -47,6 +47,7 @@ def _row(level: Level) -> dict[str, str]:
         "a host's ranks together": _bandwidth(level.shared_bandwidth) if level.shared_bandwidth else "-",
         "all-reduce": _bandwidth(reduced.bandwidth) if reduced else "-",
         "its latency": duration(reduced.latency_seconds) if reduced else "-",
+        "and wait": duration(reduced.wait_seconds) if reduced else "-",
         "its fit": _error(reduced.fit_error) if reduced else "-",
     }
 

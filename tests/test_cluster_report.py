@@ -5,7 +5,7 @@ from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 
 
 def test_all_that_was_measured_is_told():
-    host = Level("host", 4, 8e9, 4e-4, allreduce=AllReduce(1e9, 1e-3, 0.2), fit_error=0.1)
+    host = Level("host", 4, 8e9, 4e-4, allreduce=AllReduce(1e9, 1e-3, 0.2, 5e-4), fit_error=0.1)
     network = Level("network", 8, 1.25e8, 5e-4, 1.2e8, AllReduce(1.1e8, 2e-3, 0.3), 0.5, burst_bytes=256e3)
     text = describe(
         Cluster(
@@ -20,8 +20,8 @@ def test_all_that_was_measured_is_told():
         num_cores=2,
     )
     rows = [" ".join(row.split()) for row in text.splitlines()]
-    assert "host 4 8 GB/s 400 us ±10% - - 1 GB/s 1 ms ±20%" in rows
-    assert "network 8 125 MB/s 500 us ±50% 256 kB 120 MB/s 110 MB/s 2 ms ±30%" in rows
+    assert "host 4 8 GB/s 400 us ±10% - - 1 GB/s 1 ms 500 us ±20%" in rows
+    assert "network 8 125 MB/s 500 us ±50% 256 kB 120 MB/s 110 MB/s 2 ms 0 us ±30%" in rows
     assert "8 rank(s), 4 on a machine" in text
     assert "1: 100%, 2: 90%, 4: 45%" in text
     assert "4 ranks on the 2 core(s) of a machine: their compute contends" in text

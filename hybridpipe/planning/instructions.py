@@ -180,7 +180,10 @@ def _parse_word(word: str) -> Instruction:
 
 
 def final_backwards(program: Program) -> frozenset[int]:
-    """Where, before each all-reduce, the last backward of each chunk stands: gradients become final in it."""
+    """Where, before each all-reduce, the last backward of each chunk stands.
+
+    Gradients become final in it, but for products that wait (`Plan.products_wait`).
+    """
     finals: set[int] = set()
     last: dict[int, int] = {}
     for i, instruction in enumerate(program):

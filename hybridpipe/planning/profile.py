@@ -23,7 +23,8 @@ class JoinedProducts:
         backward_seconds: of a microbatch; it leaves them to be made.
         product_seconds, microbatch_seconds: of a product, and more for each microbatch in it.
         microbatches: in one product, at most; the last of a minibatch may have fewer.
-        kept_bytes: for each of them, until then.
+        kept_bytes: for each of them, until then. Where a layer's weights have unequal rows, products of most
+            are made earlier, and this times `microbatches` is more than is ever kept.
     """
 
     backward_seconds: float
@@ -238,12 +239,12 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
         backward = seconds(low.backward_seconds, high.backward_seconds)
         weight = joined = None
         accumulate = seconds(low.accumulate_seconds, high.accumulate_seconds)
-        if low.joined is not None and high.joined is not None:
-            joined = JoinedProducts(
+        if low.joined is not None and high.joined is not None and high.joined.microbatches > factor:
+            joined = JoinedProducts(  # else one microbatch fills a product, and joins none
                 seconds(low.joined.backward_seconds, high.joined.backward_seconds),
                 (low.joined.product_seconds + high.joined.product_seconds) / 2,
                 seconds(low.joined.microbatch_seconds, high.joined.microbatch_seconds),
-                max(1, math.ceil(high.joined.microbatches / factor)),
+                math.ceil(high.joined.microbatches / factor),
                 round(high.joined.kept_bytes * factor),
             )
         if low.weight_seconds is not None and high.weight_seconds is not None:

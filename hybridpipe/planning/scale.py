@@ -32,7 +32,8 @@ def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
         output_bytes=round(layer.output_bytes / scale),
         activation_bytes=round(layer.activation_bytes / scale),
         gradient_bytes=None if returned is None else round(returned / scale),
-        joined=None,  # who sleeps through a backward makes no products
+        joined=None,  # who sleeps through a backward makes no products, and adds nothing up
+        accumulate_seconds=0.0,
     )
 
 

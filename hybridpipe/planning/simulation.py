@@ -209,6 +209,8 @@ class Simulation:
         if rank.products_wait[instruction.chunk]:
             rank.products_seconds += products
             products = 0.0
+        if not rank.replicas.buckets:
+            return self.compute(rank, seconds + products, self.finish, rank)
         return self.backward_piece((rank, instruction.chunk, seconds + products))
 
     def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.probe.computing import measure_computing
-from hybridpipe.probe.messages import measure_handling, measure_link, measure_wakeup
+from hybridpipe.probe.messages import measure_link, measure_wakeup
 from hybridpipe.probe.reduction import measure_allreduce
 from hybridpipe.probe.repetitions import Unit, Work, default_work
 from hybridpipe.together import machine_leaders
@@ -45,7 +45,7 @@ def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
     units = [("host", 1, per_host), ("network", per_host, world.size)]
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
     computing = measure_computing(world, per_machine, work or default_work())
-    links = [measure_link(world, unit) for unit in levels]
+    links = [measure_link(world, unit, per_machine) for unit in levels]
     all_reduces = map(partial(measure_allreduce, world), levels, links)
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     return Cluster(
@@ -66,7 +66,7 @@ def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
         relative_speed=computing.relative_speed,
         node_ranks=per_machine,
         compute_speeds=computing.speeds,
-        message_seconds=measure_handling(world, per_machine),
+        message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
         wakeup_seconds=measure_wakeup(world, per_machine, computing.speeds, links[0].message),
         replicated_speed=replicated_speed[-1],

@@ -43,12 +43,13 @@ HANDLED_BYTES, HANDLED, UNITS = 2**14, 30, 3  # more than what MPI sends at once
 @dataclass(frozen=True, slots=True)
 class Link:
     message: fit.Line
-    handling_seconds_per_byte: float  # processor time at either end
+    handling_seconds: float  # processor time at either end
+    handling_seconds_per_byte: float
     shared_bandwidth: float | None
     burst_bytes: float | None
 
 
-def measure_link(world: "MPI.Comm", unit: Unit) -> Link:
+def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int) -> Link:
     """Messages between the first ranks of two units of the level below, then between all their ranks.
 
     A network that limits a rate lets some hundred KiB pass at once, and a ping-pong gives it pauses; so the
@@ -71,9 +72,12 @@ def measure_link(world: "MPI.Comm", unit: Unit) -> Link:
     # what goes into looking whether a slow message is there is not the message's
     looking = waiting * (large.seconds - small.seconds)
     copying = large.processor_seconds - small.processor_seconds - looking
+    per_byte = max(0.0, copying) / large.num_bytes
+    busy = range(max(2 * unit.inner, per_machine))
+    handling = in_group(world, busy, partial(_handling, distance=unit.inner)) - HANDLED_BYTES * per_byte
     rested = in_group(world, (0, unit.inner), partial(_rested, message=message))
     burst = fit.burst_bytes(rested, message)
-    return Link(message, max(0.0, copying) / large.num_bytes, shared, burst)
+    return Link(message, max(0.0, handling), per_byte, shared, burst)
 
 
 def _ping_pong(group: "MPI.Comm") -> tuple[list[Timed], float]:
@@ -156,32 +160,32 @@ def _stream(group: "MPI.Comm", num_pairs: int, seconds_per_byte: float) -> float
     return num_pairs * sum(buffer.nbytes for buffer in buffers) / median(taken[1:])
 
 
-def measure_handling(world: "MPI.Comm", per_machine: int) -> float:
+def _handling(group: "MPI.Comm", distance: int) -> float:
     """Processor seconds that a message takes, at either end, from ranks that compute between their messages.
 
     A ping-pong's are fewer: its path stays in the caches, and its communication thread asleep. Two ranks on
     two cores, 0.06 ms by ping-pong and 0.07 to 0.24 amid computing; four on two, 0.15 to 0.29.
+
+    Args:
+        distance: the first so many ranks exchange with the next so many, and so on; who has none, computes.
     """
-    return float(in_group(world, range(max(2, per_machine)), _handling))
-
-
-def _handling(group: "MPI.Comm") -> float:
-    """Ranks 0 and 1, 2 and 3, ... to each other, all ranks computing."""
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
     work = default_work()
-    peer = group.rank ^ 1 if group.rank ^ 1 < group.size else None
+    block, place = divmod(group.rank, distance)
+    partner = (block ^ 1) * distance + place
+    peer = partner if partner < group.size else None
     found = []
     with MpiTransport(group) as transport:
         for _ in range(1 + ROUNDS):
             taken = []
-            for partner in (None, peer):
+            for other in (None, peer):
                 idle_barrier(group)
                 began = time.process_time()
-                _exchange_and_compute(transport, partner, work)
+                _exchange_and_compute(transport, other, work)
                 taken.append(time.process_time() - began)
-            extra = group.allgather(taken[1] - taken[0])
-            found.append(mean(extra[: group.size // 2 * 2]) / (2 * HANDLED))
+            extra = group.allgather(None if peer is None else taken[1] - taken[0])
+            found.append(mean(each for each in extra if each is not None) / (2 * HANDLED))
     return max(0.0, float(median(found[1:])))
 
 

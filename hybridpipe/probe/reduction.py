@@ -4,6 +4,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from hybridpipe.runtime.gradients import horovod
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
 DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
 
@@ -36,23 +38,25 @@ def measure_allreduce(world: "MPI.Comm", unit: Unit, link: Link) -> tuple[AllRed
     """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
     ranks compute while it has nothing to do, relative to those without it.
     """
-    timed, overlap, speed = in_group(world, range(unit.ranks), _reduce)
+    cycle = world.bcast(_cycle_seconds())
+    timed, overlap, speed = in_group(world, range(unit.ranks), partial(_reduce, cycle_seconds=cycle))
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     small, bucket = timed[0], timed[-1]  # of large ones, most are as long as a bucket
     slope = (bucket.seconds - small.seconds) / bucket.num_bytes
     timings = [(each.num_bytes, each.seconds) for each in timed]
     line = fit.fit_line(timings, max(slope, sent * link.message.seconds_per_byte))
-    wait = min(_cycle_seconds() / 2, line.start_seconds)
+    steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
+    wait = min(cycle / 2, max(0.0, line.start_seconds - steps))
     figures = AllReduce(sent / line.seconds_per_byte, line.start_seconds - wait, line.error, wait)
     return figures, overlap, speed
 
 
 def _cycle_seconds() -> float:
     """Of Horovod's thread, which looks so often whether there is anything to do."""
-    return float(os.environ.get("HOROVOD_CYCLE_TIME", DEFAULT_CYCLE_MILLISECONDS)) * 1e-3
+    return float(os.environ.get("HOROVOD_CYCLE_TIME") or DEFAULT_CYCLE_MILLISECONDS) * 1e-3
 
 
-def _reduce(group: "MPI.Comm") -> tuple[list[Timed], float, float]:
+def _reduce(group: "MPI.Comm", cycle_seconds: float) -> tuple[list[Timed], float, float]:
     without = _mean_rate(group)
     hvd = horovod(group)
     speed = min(1.0, _mean_rate(group) / without)
@@ -74,7 +78,7 @@ def _reduce(group: "MPI.Comm") -> tuple[list[Timed], float, float]:
     phases = random.Random(0)
 
     def at_any_time() -> None:
-        time.sleep(phases.random() * _cycle_seconds())
+        time.sleep(phases.random() * cycle_seconds)
 
     timed = by_size(group, prepare, at_any_time)
     overlap = _overlap(group, start(timed[-1].num_bytes), timed[-1].seconds)

@@ -202,7 +202,7 @@ class _Run:
         self.events.append(Event(instruction, began, self.now))
 
     def do(self, instruction: Instruction, is_final: bool) -> None:
-        """One instruction. `is_final`: a backward after which the chunk's gradients are complete."""
+        """One instruction. `is_final`: the last backward of a chunk before its gradients are used."""
         executor = self.executor
         fault = self.fault(_POINTS[type(instruction)], getattr(instruction, "microbatch", None))
         match instruction:

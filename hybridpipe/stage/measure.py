@@ -214,7 +214,7 @@ def _joined_products(
     leaving = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
     of_several = seconds["product", layer]
     of_one = max(0.0, seconds["first backward", layer] - seconds["backward to inputs", layer])
-    a_microbatch = max(0.0, of_several - of_one) / (count - 1)
+    a_microbatch = max(0.0, of_several - of_one) / (count - 1) if count > 1 else 0.0
     return JoinedProducts(
         backward_seconds=statistics.mean(leaving),
         product_seconds=max(0.0, of_several - count * a_microbatch),

@@ -5,12 +5,13 @@ microbatch's few rows it reads and writes the whole gradient for little arithmet
 it once more to add it up. So the rows of several microbatches are kept (`deferred`) until there are enough
 of them, and one product adds to `.grad` in place. Kept are at most ENOUGH_ROWS and one microbatch's, no more
 than twice the weight. Not for schedules that keep versions: a version has leaves of its own.
-Invariant: after a final backward no row is left, and where its hooks run a weight's gradient is complete.
+Invariant: after a backward that it is told is final no row is left, and where its hooks run a weight's
+gradient is complete; else rows wait for `multiply_all`.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,7 +43,7 @@ class WeightProducts:
         self.deferring = Deferring(layers, is_wanted)
         self._layers = layers
         self.most_bytes = 0  # that were kept at once
-        self.most_joined = 0  # microbatches whose rows one product may take
+        self.fewest_rows = 0  # of a microbatch, and one weight; 0: none were kept
         self._kept: dict[Tensor, list[Use]] = {}
         self._joined: dict[Tensor, bool] = {}
         self._num_bytes = 0
@@ -73,7 +74,6 @@ class WeightProducts:
         if self._may_change(use.inputs) or use.inputs.untyped_storage().nbytes() > 2 * use.inputs.nbytes:
             use = use._replace(inputs=use.inputs.clone())  # or a view would keep all of what it looks at
         kept.append(use)
-        self.most_joined = max(self.most_joined, math.ceil(ENOUGH_ROWS / len(use.gradient)))
         self._num_bytes += _num_bytes(use)
         self.most_bytes = max(self.most_bytes, self._num_bytes)
         if is_last:
@@ -83,6 +83,15 @@ class WeightProducts:
         """A layer may update its buffers in the next microbatch's forward."""
         start = inputs.untyped_storage().data_ptr()
         return any(buffer.untyped_storage().data_ptr() == start for buffer in self._layers.buffers())
+
+    @property
+    def most_joined(self) -> int:
+        """Microbatches of the largest product, by the weight that had the fewest rows; 0: there was none."""
+        return math.ceil(ENOUGH_ROWS / self.fewest_rows) if self.fewest_rows else 0
+
+    def note_rows(self, counts: Iterable[int]) -> None:
+        """What a microbatch has kept of each weight."""
+        self.fewest_rows = min(filter(None, (self.fewest_rows, *counts)), default=0)
 
     def multiply_all(self) -> None:
         """Leave no row behind."""
@@ -115,6 +124,7 @@ class MicrobatchRows:
     def __init__(self, products: WeightProducts) -> None:
         self._products = products
         self._is_final = self.collecting = False
+        self._rows: Counter[Tensor] = Counter()
 
     @contextmanager
     def collected(self, is_final: bool) -> Iterator[None]:
@@ -135,10 +145,12 @@ class MicrobatchRows:
         Autograd (of torch 2.13) runs the weight's hooks behind its last use, though it has no gradient of its
         own to add: they find a complete one, and the all-reduce begins in time.
         """
+        self._rows[use.weight] += len(use.gradient)
         self._products.add(use, is_last=self._is_final)
 
     def finish(self) -> None:
         """After the backward: where it was the final one, what had no use in it."""
+        self._products.note_rows(self._rows.values())
         if self._is_final:
             self._products.multiply_all()
 

@@ -192,12 +192,12 @@ class Stage:
 
     @property
     def most_joined(self) -> int:
-        """Microbatches whose gradients one product may make, since `forget_most_kept`; 0: none was made."""
+        """Microbatches whose gradients one product makes at most, since `forget_most_kept`; 0: none is."""
         return self._products.most_joined
 
     def forget_most_kept(self) -> None:
         """`most_kept_bytes` and `most_joined` start anew."""
-        self._products.most_bytes = self._products.most_joined = 0
+        self._products.most_bytes = self._products.fewest_rows = 0
 
     def complete_gradients(self) -> None:
         """Bring into `.grad` what backwards have kept back, where no final one came."""

@@ -36,15 +36,20 @@ class Stopwatch:
                 self.close()
 
     def now(self) -> Took:
-        """Since some moment in the past."""
-        if self._device.type == "cuda":  # else kernels would count when they are queued
-            torch.cuda.synchronize(self._device)
-        return Took(time.perf_counter(), self._waited_seconds())
+        """Since some moment in the past; to begin with."""
+        self._synchronize()
+        waited_seconds = self._waited_seconds()  # first, as looking takes a microsecond
+        return Took(time.perf_counter(), waited_seconds)
 
     def since(self, began: Took) -> Took:
         """Between `began`, from `now`, and now."""
-        seconds, waited_seconds = self.now()
-        return Took(seconds - began.seconds, waited_seconds - began.waited_seconds)
+        self._synchronize()
+        seconds = time.perf_counter() - began.seconds
+        return Took(seconds, min(seconds, self._waited_seconds() - began.waited_seconds))
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":  # else kernels would count when they are queued
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -153,5 +153,6 @@ def test_joined_products_lie_on_the_line_too_where_all_sizes_have_them():
     )
     profile = ModelProfile((small,), 1, others=(Measurement(4, (large,)),))
     assert profile.scaled_to(2).layers[0].joined == JoinedProducts(3.0, 0.5, 0.5, 8, 20)
+    assert profile.scaled_to(16).layers[0].joined is None, "one microbatch fills a product"
     without = ModelProfile((small,), 1, others=(Measurement(4, (replace(large, joined=None),)),))
     assert without.scaled_to(2).layers[0].joined is None

@@ -14,8 +14,8 @@ from hybridpipe.planning.simulate import predict, simulate
 
 from .helpers import free, layer, model, plan, times
 
-COST = StageCost(1.0, 2.0, update_seconds=0.5, products_seconds=3.0)
-BUCKETS = (GradientBucket(10, 0.4), GradientBucket(10, 1.0))
+BUCKETS = (GradientBucket(10, 0.4), GradientBucket(10, 1.0))  # of interest to replicas only
+COST = StageCost(1.0, 2.0, update_seconds=0.5, buckets=BUCKETS, products_seconds=3.0)
 
 
 def run(replicas, num_microbatches, costs, cluster=None, **options):
@@ -47,8 +47,7 @@ def test_a_rank_of_several_stages_makes_all_products_at_the_end():
 
 
 def test_a_replicated_stage_makes_its_products_in_the_backward_that_its_all_reduce_begins_in():
-    costs = [COST, replace(COST, buckets=BUCKETS)]
-    _, timeline = run([1, 2], 2, costs, Cluster.flat(3, 10.0, 0.0))
+    _, timeline = run([1, 2], 2, [COST, COST], Cluster.flat(3, 10.0, 0.0))
     assert times(timeline, 1, Backward) == [(2, 7)] and times(timeline, 2, Backward) == [(3, 8)]
     assert times(timeline, 1, Products) == times(timeline, 2, Products) == []
     assert times(timeline, 2, AllReduce) == [(8, 9)], "a bucket of a second; the other was summed before"
@@ -60,6 +59,16 @@ def test_of_one_stage_and_of_equal_ones_the_formula_has_what_the_simulator_finds
         made, profile = plan(replicas, 6), model(*[joining] * len(replicas))
         seconds = predict(made, profile, free(3))[1].minibatch_seconds
         assert seconds == approx(estimate(made, profile, free(3)))
+
+
+def test_a_second_minibatch_takes_as_long_as_the_first():
+    made = plan([1, 1], 2)
+    twice = {rank: program * 2 for rank, program in programs(made).items()}
+    timeline = simulate(twice, made, [COST, COST], free(2))
+    once = simulate(programs(made), made, [COST, COST], free(2))
+    first, second = [e.seconds for e in timeline.events[1] if type(e.instruction) is Products]
+    assert first == second == approx(3)
+    assert timeline.busy_seconds(0) == approx(2 * once.busy_seconds(0))
 
 
 def test_the_drawing_names_them():

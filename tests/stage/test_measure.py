@@ -265,6 +265,28 @@ def test_the_largest_product_that_is_made_is_measured(rows, joined):
     assert first.joined.kept_bytes == rows * (512 + 512) * FLOAT
 
 
+def test_a_microbatch_that_fills_a_product_by_itself_is_measured_too():
+    """A layer that is used again and again: 20 times 16 rows."""
+
+    def again(layer, inputs):
+        for _ in range(20):
+            inputs = layer(inputs)
+        return inputs
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(512, 512)
+
+        def forward(self, inputs):
+            return again(self.layer, inputs)
+
+    (only,) = measure(
+        nn.Sequential(Again()), torch.randn(16, 512), torch.randn(16, 512), nn.functional.mse_loss
+    ).layers
+    assert only.joined.microbatches == 1 and only.joined.microbatch_seconds == 0
+
+
 def test_adding_up_gradients_is_measured():
     """The product of few rows takes little beside reading and writing the weights' gradients."""
     wide = nn.Sequential(nn.Linear(2048, 2048), nn.Tanh())

@@ -136,6 +136,29 @@ def test_the_last_rows_wait_though_there_are_enough():
     assert module[0].weight.grad is not None, "there are more than enough with this one"
 
 
+class Routed(nn.Module):
+    """Of two layers the second gets the rows that a condition leaves: none here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = linear(), linear()
+
+    def forward(self, inputs):
+        return self.one(inputs) + self.other(inputs[:0]).sum()
+
+
+def test_a_layer_may_get_no_rows():
+    module = nn.Sequential(Routed())
+    stage = train(module, [4, 4])
+    assert stage.most_joined == ENOUGH_ROWS // 4
+    assert torch.equal(module[0].other.weight.grad, torch.zeros(SIZE, SIZE, dtype=torch.float64))
+
+
+def test_a_weight_s_rows_of_a_microbatch_count_together():
+    stage = train(nn.Sequential(Twice()), [16, 16])
+    assert stage.most_joined == ENOUGH_ROWS // 32
+
+
 def test_no_more_than_enough_rows_and_one_microbatch_are_kept(monkeypatch):
     made = []
     monkeypatch.setattr(

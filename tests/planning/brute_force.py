@@ -1,0 +1,291 @@
+"""Brute force: the formula of `cost`, written anew, for all cuts and placements of small instances."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.plan import ASYNCHRONOUS
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
+
+
+class Reference:
+    """Seconds of all plans of one instance by the docstring's formula; infinite where one does not fit."""
+
+    def __init__(self, profile, cluster, num_microbatches, schedule, recompute):
+        self.profile, self.cluster = profile, cluster
+        self.M, self.schedule, self.recompute = num_microbatches, schedule, recompute
+        self.load = self.machine_speed(profile.load) if cluster.compute_speeds else 1.0
+
+    def machine_speed(self, active):
+        speeds = self.cluster.compute_speeds
+        if speeds is None:
+            return min(1.0, (self.cluster.node_ranks or 1) / active)
+        return speeds[active - 1] if active <= len(speeds) else speeds[-1] * len(speeds) / active
+
+    def crossed(self, a, b):
+        return next(i for i, level in enumerate(self.cluster.levels) if a // level.ranks == b // level.ranks)
+
+    def speeds(self, placement):
+        active = Counter(rank // (self.cluster.node_ranks or 1) for ranks in placement for rank in ranks)
+        relative = self.cluster.relative_speed or [1.0] * self.cluster.num_ranks
+        return [
+            min(relative[r] * self.machine_speed(active[r // (self.cluster.node_ranks or 1)]) for r in ranks)
+            * (self.cluster.replicated_speed if len(ranks) > 1 else 1)
+            for ranks in placement
+        ]
+
+    def ring(self, ranks):
+        """Latency and seconds per byte of an all-reduce."""
+        m = len(ranks)
+        if m == 1:
+            return 0.0, 0.0
+        level = self.cluster.levels[max(self.crossed(a, b) for a in ranks for b in ranks)]
+        bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
+        latency = 2 * (m - 1) * level.latency_seconds
+        if level.allreduce:
+            bandwidth = level.allreduce.bandwidth
+            latency = level.allreduce.latency_seconds + level.allreduce.wait_seconds
+        return latency, 2 * (m - 1) / m / bandwidth
+
+    def cut(self, ranks, behind):
+        """Latency, seconds per byte, and seconds a byte that the busiest port or link is occupied."""
+        routes = [
+            (ranks[b % len(ranks)], behind[b % len(behind)]) for b in range(math.lcm(len(ranks), len(behind)))
+        ]
+        levels = [self.cluster.levels[self.crossed(a, b)] for a, b in routes]
+        after_first = 0 if self.schedule in ASYNCHRONOUS else 1
+        busy = Counter()
+        for a, b in routes:
+            i = self.crossed(a, b)
+            below = self.cluster.levels[i - 1].ranks if i else 1
+            if self.cluster.levels[i].shared_bandwidth:
+                busy[i, "out", a // below] += self.M / len(routes)
+                busy[i, "in", b // below] += self.M / len(routes)
+        slowest = max(1 / level.bandwidth for level in levels)
+        fewest = min(len(ranks), len(behind))
+        handled = self.M / fewest if after_first == 0 else math.ceil(self.M / fewest) - 1
+        links = [
+            max(0.0, count - after_first) / self.cluster.levels[i].shared_bandwidth
+            for (i, _, _), count in busy.items()
+        ]
+        return max(level.latency_seconds for level in levels), slowest, max([handled * slowest, *links])
+
+    def in_flight(self, placement):
+        found, held = [], 0
+        for m in map(len, reversed(placement)):
+            mine = math.ceil(self.M / m)
+            held_each = 1 + math.ceil(held / m)
+            count = {
+                "gpipe": mine,
+                "pipedream": held_each,
+                "pipedream-2bw": min(held_each, math.ceil(2 * self.M / m)),
+            }.get(self.schedule, min(mine, held_each))
+            found.insert(0, count)
+            held = m * count
+        return found
+
+    def per_update(self, m):
+        return 1 if self.schedule == "pipedream" else math.ceil(self.M / m)
+
+    def products(self, one, n):
+        """Sizes of a layer's products of n microbatches, the last one last; none where it makes none."""
+        if one.joined is None or self.schedule not in ("1f1b", "gpipe"):
+            return []
+        sizes = [one.joined.microbatches] * (n // one.joined.microbatches)
+        return [*sizes, n - sum(sizes)] if sum(sizes) < n else sizes
+
+    def product_seconds(self, one, size):
+        return one.joined.product_seconds + size * one.joined.microbatch_seconds
+
+    def backward(self, one, n):
+        """The mean over n microbatches, but for the last product."""
+        if sizes := self.products(one, n):
+            before = sum(self.product_seconds(one, size) for size in sizes[:-1])
+            return one.joined.backward_seconds + before / n
+        return ((n - 1) * one.backward_seconds + one.backward_seconds - one.accumulate_seconds) / n
+
+    def last_product(self, one, n):
+        return sum(self.product_seconds(one, size) for size in self.products(one, n)[-1:])
+
+    def fits(self, start, stop, m, stashes, memory):
+        layers = self.profile.layers[start:stop]
+        weights = sum(one.parameter_bytes for one in layers)
+        peak = round(weights * (2 + self.profile.state_factor)) + (min(weights, 2**27) if m > 1 else 0)
+        peak += {"pipedream": stashes - 1, "pipedream-2bw": 1}.get(self.schedule, 0) * weights
+        peak += sum(max([0, *self.products(one, self.per_update(m))]) * kept(one) for one in layers)
+        received = self.profile.layers[start - 1].output_bytes if start else 0
+        sent = layers[-1].output_bytes if stop < self.profile.num_layers else 0
+        peak += 2 * received + 2 * sent + 2 * max(received, sent)
+        inside = sum(one.activation_bytes for one in layers) + layers[-1].output_bytes
+        peak += stashes * received + inside if self.recompute else stashes * (received + inside)
+        return peak <= memory
+
+    def best(self, placement):
+        """The least seconds of all cuts, for stages on these ranks."""
+        n, stages = self.profile.num_layers, len(placement)
+        speeds, rings = self.speeds(placement), [self.ring(ranks) for ranks in placement]
+        links = [self.cut(a, b) for a, b in itertools.pairwise(placement)]
+        stashes = self.in_flight(placement)
+        memory = self.cluster.memory_bytes
+        limit = [
+            math.inf
+            if memory is None
+            else min(memory[r] for r in ranks)
+            if isinstance(memory, tuple)
+            else memory
+            for ranks in placement
+        ]
+        best = math.inf
+        for inner in itertools.combinations(range(1, n), stages - 1):
+            cuts = (0, *inner, n)
+            if all(
+                self.fits(cuts[s], cuts[s + 1], len(placement[s]), stashes[s], limit[s])
+                for s in range(stages)
+            ):
+                best = min(best, self.seconds(cuts, [len(r) for r in placement], speeds, rings, links))
+        return best
+
+    def seconds(self, cuts, replicas, speeds, rings, links):
+        total, slowest = 0.0, 0.0
+        for s, m in enumerate(replicas):
+            layers = self.profile.layers[cuts[s] : cuts[s + 1]]
+            edges = [e for e in cuts[s : s + 2] if 0 < e < self.profile.num_layers]
+            forward = sum(one.forward_seconds for one in layers) * self.load
+            n = self.per_update(m)
+            backward = sum(self.backward(one, n) for one in layers) * self.load + self.recompute * forward
+            last = sum(self.last_product(one, n) for one in layers) * self.load / speeds[s]
+            weights = sum(one.parameter_bytes for one in layers)
+            handling = sum(
+                2 * self.cluster.message_seconds + sum(self.sizes(e)) * self.cluster.message_seconds_per_byte
+                for e in edges
+            )
+            w = (forward + backward + handling) / speeds[s]
+            g = sum(self.weight_seconds(one, n) for one in layers) * self.load / speeds[s]
+            hides = g if self.schedule == "zero-bubble" else backward / speeds[s] + last
+            a = rings[s][0] + rings[s][1] * weights if weights else 0.0
+            e = a - self.cluster.overlap * min(a, hides)
+            u = sum(one.update_seconds for one in layers) * self.load / speeds[s]
+            if self.schedule == "pipedream":
+                slowest = max(slowest, (w + e + u) / m)
+            elif self.schedule == "pipedream-2bw":
+                slowest = max(slowest, math.ceil(self.M / m) * w + e + u)
+            elif self.schedule == "zero-bubble":
+                total += max(0, w - 2 * g)
+                slowest = max(slowest, math.ceil(self.M / m) * w - max(0, w - 2 * g) + e + u)
+            else:
+                held_up = last if s > 0 and m > 1 else 0.0
+                total += w + held_up
+                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + last - held_up + e + u)
+        for edge, (latency, per_byte, busy) in zip(cuts[1:-1], links):
+            slowest = max(slowest, busy * max(self.sizes(edge)))
+            if self.schedule not in ASYNCHRONOUS:
+                total += 2 * latency + per_byte * sum(self.sizes(edge))
+        return total + slowest
+
+    def weight_seconds(self, one, n):
+        half = one.backward_seconds / 2 if one.weight_seconds is None else one.weight_seconds
+        return max(0.0, half - one.accumulate_seconds / n) if one.parameter_bytes else 0.0
+
+    def sizes(self, edge):
+        one = self.profile.layers[edge - 1]
+        return one.output_bytes, one.output_bytes if one.gradient_bytes is None else one.gradient_bytes
+
+
+def kept(one):
+    return one.joined.kept_bytes if one.joined else 0
+
+
+def every_placement(ranks, max_stages, max_replicas, used=()):
+    """Every way to give stages disjoint sets of these ranks."""
+    for size in range(1, min(len(ranks), max_replicas) + 1):
+        for first in itertools.combinations(ranks, size):
+            yield (first,)
+            rest = [rank for rank in ranks if rank not in first]
+            if max_stages > 1:
+                for others in every_placement(rest, max_stages - 1, max_replicas):
+                    yield (first, *others)
+
+
+def random_instance(seed):
+    """Few layers and ranks, and everything that can differ."""
+    draw = random.Random(seed)
+    figure = (lambda: draw.randint(0, 4)) if seed % 5 == 0 else draw.random  # small integers: exact ties
+
+    def halved(one):
+        measured = draw.choice([None, draw.random() * one.backward_seconds])
+        most = one.backward_seconds if measured is None else measured
+        return replace(
+            one,
+            weight_seconds=measured,
+            accumulate_seconds=draw.choice([0.0, draw.random() * most]),
+            joined=draw.choice([None, joined()]),
+        )
+
+    def joined():
+        seconds = figure(), figure(), figure()
+        return JoinedProducts(*seconds, draw.choice([2, 3, 100]), draw.randint(0, 10**6))
+
+    num_ranks = draw.choice([1, 2, 3, 3, 4, 4, 4, 4, 5])
+    profile = ModelProfile(
+        tuple(
+            halved(
+                LayerProfile(
+                    str(i),
+                    figure(),
+                    2 * figure(),
+                    draw.choice([0, draw.randint(0, 10**6), draw.choice([1, 10**9]) * draw.randint(0, 10)]),
+                    draw.randint(0, 10**6),
+                    draw.randint(0, 10**6),
+                    0.1 * figure(),
+                    draw.choice([None, None, draw.randint(0, 2 * 10**6)]),
+                )
+            )
+            for i in range(draw.randint(1, 4 if num_ranks == 5 else 5))
+        ),
+        samples=8,
+        state_factor=draw.choice([0.0, 1.0, 0.5]),
+        load=draw.choice([1, 1, 2]),
+    )
+
+    def allreduce():
+        measured = AllReduce(10 ** draw.uniform(5, 8), 0.01 * figure(), wait_seconds=0.01 * figure())
+        return draw.choice([None, None, measured])
+
+    def shared():
+        return draw.choice([None, None, 10 ** draw.uniform(4, 7)])
+
+    node = draw.choice([1, 2, 2, 3])
+    sizes = draw.choice([[6 * node], [node, 6 * node], [node, 2 * node, 6 * node]])
+    levels = tuple(
+        Level(str(size), size, 10 ** draw.uniform(4, 8), 0.05 * figure(), shared(), allreduce())
+        for size in sizes
+    )
+    world = sizes[-1]
+    speeds = tuple(draw.choice([1.0, 0.5, 0.7]) for _ in range(world))
+    memories = tuple(draw.randint(10**6, 10**7) for _ in range(world))
+    cluster = Cluster(
+        levels,
+        memory_bytes=draw.choice([None, None, draw.randint(10**6, 10**7), memories]),
+        relative_speed=draw.choice([None, None, speeds]),
+        node_ranks=draw.choice([None, node, 2]),
+        compute_speeds=draw.choice(
+            [None, (1.0, draw.uniform(0.4, 1)), tuple(draw.random() + 0.1 for _ in "123")]
+        ),
+        message_seconds=draw.choice([0.0, 0.1 * figure()]),
+        message_seconds_per_byte=draw.choice([0.0, 1e-7 * figure()]),
+        replicated_speed=draw.choice([1.0, 0.8]),
+        overlap=draw.choice([1.0, 0.5, 0.0]),
+    )
+    schedule = draw.choice(["1f1b", "1f1b", "gpipe", "pipedream", "zero-bubble", "pipedream-2bw"])
+    if schedule == "zero-bubble":  # a peak hangs on the stages before
+        cluster = replace(cluster, memory_bytes=None)
+    options = {
+        "num_microbatches": 1 if schedule == "pipedream" else draw.choice([1, 2, 3, 4, 8, 16, 17]),
+        "schedule": schedule,
+        "recompute": draw.random() < 0.3,
+    }
+    ranks = sorted(draw.sample(range(world), num_ranks) if draw.random() < 0.3 else range(num_ranks))
+    return profile, cluster, options, ranks, draw.choice([None, None, None, 1, 2])
