@@ -55,7 +55,15 @@ PROFILE = """\
       "output_bytes": 16,
       "activation_bytes": 32,
       "update_seconds": 0.0,
-      "gradient_bytes": 12
+      "gradient_bytes": 12,
+      "accumulate_seconds": 0.0625,
+      "joined": {
+        "backward_seconds": 0.25,
+        "product_seconds": 0.0625,
+        "microbatch_seconds": 0.125,
+        "microbatches": 4,
+        "kept_bytes": 24
+      }
     }
   ],
   "samples": 8,
@@ -73,7 +81,8 @@ PROFILE = """\
           "parameter_bytes": 8,
           "output_bytes": 8,
           "activation_bytes": 16,
-          "update_seconds": 0.0
+          "update_seconds": 0.0,
+          "accumulate_seconds": 0.0
         }
       ]
     }
@@ -94,7 +103,7 @@ CLUSTER = """\
       "bandwidth": 1250000000.0,
       "latency_seconds": 5e-05,
       "shared_bandwidth": 1250000000.0,
-      "allreduce": {"bandwidth": 1000000000.0, "latency_seconds": 0.0001, "fit_error": 0.1},
+      "allreduce": {"bandwidth": 1000000.0, "latency_seconds": 0.0001, "fit_error": 0.1, "wait_seconds": 0.5},
       "fit_error": 0.2
     }
   ],
@@ -226,7 +235,11 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("levels[1].latency_seconds", -1, "must be a finite number >= 0, got -1"),
         ("levels[1].shared_bandwidth", 0, "must be a finite number > 0, got 0"),
         ("levels[1].allreduce.bandwidth", -1, "must be a finite number > 0, got -1"),
-        ("levels[1].allreduce.speed", 1, "unknown field (allowed: bandwidth, latency_seconds, fit_error)"),
+        (
+            "levels[1].allreduce.speed",
+            1,
+            "unknown field (allowed: bandwidth, latency_seconds, fit_error, wait_seconds)",
+        ),
         ("memory_bytes", "8 GB", "must be a valid integer, got '8 GB'"),
         ("relative_speed", [1.0], "must hold one figure for each of the 4 ranks, got 1"),
         ("memory_bytes", [1, 2], "must hold one figure for each of the 4 ranks, got 2"),
