@@ -49,9 +49,7 @@ def main() -> None:
     done = trainer.plan
     told = trainer.summary() or {}  # rank 0's
     memory = {name: told.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
-    traced = trainer.traced()
-    spent = None if traced is None else traced.per_minibatch()
-    job.report(plan=f"{done.name}, {done.schedule}, {done.num_microbatches}", rank_seconds=spent, **memory)
+    job.report(plan=f"{done.name}, {done.schedule}, {done.num_microbatches}", **memory)
     trainer.close()
 
 

@@ -186,7 +186,7 @@ class LayerCosts:
         return summed + held_up, slowest
 
     def memory(self, kind: Kind, parameters: Floats) -> Floats:
-        """`memory.stage_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
+        """`memory.peak_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
         width = len(parameters)
         inside = self.between("activations", width) + self.ends(self.output, width)
         received, sent = self.output[:-1], self.ends(np.append(self.output[:-1], 0.0), width)

@@ -59,38 +59,10 @@ class StageMemory(NamedTuple):
     working: int
 
 
-def stage_memory_bytes(
-    profile: ModelProfile,
-    start: int,
-    stop: int,
-    num_in_flight: int,
-    *,
-    replicated: bool = False,
-    versions: int = 1,
-    recompute: bool = False,
-    schedule: str = "1f1b",
-    num_microbatches: int = 1,
-) -> int:
-    """Peak of a rank that holds layers `[start, stop)` with that many microbatches in flight.
-
-    Args:
-        replicated: its gradients go through Horovod.
-        versions: of the weights.
-        num_microbatches: of an update, on this rank.
-    """
-    stage = stage_memory(profile, start, stop, recompute, schedule, num_microbatches)
-    return (
-        _resident([stage], replicated)
-        + (versions - 1) * stage.parameters
-        + num_in_flight * stage.stash
-        + stage.working
-    )
-
-
 def stage_memory(
     profile: ModelProfile, start: int, stop: int, recompute: bool, schedule: str, num_microbatches: int
 ) -> StageMemory:
-    """What the layers `[start, stop)` weigh; for the arguments see `stage_memory_bytes`."""
+    """What the layers `[start, stop)` weigh; `num_microbatches`: of an update, on this rank."""
     layers = profile.layers[start:stop]
     parameters = sum(layer.parameter_bytes for layer in layers)
     received = profile.layers[start - 1].output_bytes if start else 0

@@ -164,7 +164,7 @@ def _handling(group: "MPI.Comm", distance: int) -> float:
     """Processor seconds that a message takes, at either end, from ranks that compute between their messages.
 
     A ping-pong's are fewer: its path stays in the caches, and its communication thread asleep. Two ranks on
-    two cores, 0.06 ms by ping-pong and 0.07 to 0.24 amid computing; four on two, 0.15 to 0.29.
+    two cores, 0.06 ms by ping-pong and 0.05 to 0.29 amid computing; four on two, 0.15 to 0.32.
 
     Args:
         distance: the first so many ranks exchange with the next so many, and so on; who has none, computes.

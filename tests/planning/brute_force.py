@@ -213,43 +213,50 @@ def random_instance(seed):
     """Few layers and ranks, and everything that can differ."""
     draw = random.Random(seed)
     figure = (lambda: draw.randint(0, 4)) if seed % 5 == 0 else draw.random  # small integers: exact ties
-
-    def halved(one):
-        measured = draw.choice([None, draw.random() * one.backward_seconds])
-        most = one.backward_seconds if measured is None else measured
-        return replace(
-            one,
-            weight_seconds=measured,
-            accumulate_seconds=draw.choice([0.0, draw.random() * most]),
-            joined=draw.choice([None, joined()]),
-        )
-
-    def joined():
-        seconds = figure(), figure(), figure()
-        return JoinedProducts(*seconds, draw.choice([2, 3, 100]), draw.randint(0, 10**6))
-
     num_ranks = draw.choice([1, 2, 3, 3, 4, 4, 4, 4, 5])
+    num_layers = draw.randint(1, 4 if num_ranks == 5 else 5)
     profile = ModelProfile(
-        tuple(
-            halved(
-                LayerProfile(
-                    str(i),
-                    figure(),
-                    2 * figure(),
-                    draw.choice([0, draw.randint(0, 10**6), draw.choice([1, 10**9]) * draw.randint(0, 10)]),
-                    draw.randint(0, 10**6),
-                    draw.randint(0, 10**6),
-                    0.1 * figure(),
-                    draw.choice([None, None, draw.randint(0, 2 * 10**6)]),
-                )
-            )
-            for i in range(draw.randint(1, 4 if num_ranks == 5 else 5))
-        ),
+        tuple(random_layer(draw, figure, str(i)) for i in range(num_layers)),
         samples=8,
         state_factor=draw.choice([0.0, 1.0, 0.5]),
         load=draw.choice([1, 1, 2]),
     )
+    cluster = random_cluster(draw, figure)
+    schedule = draw.choice(["1f1b", "1f1b", "gpipe", "pipedream", "zero-bubble", "pipedream-2bw"])
+    if schedule == "zero-bubble":  # a peak hangs on the stages before
+        cluster = replace(cluster, memory_bytes=None)
+    options = {
+        "num_microbatches": 1 if schedule == "pipedream" else draw.choice([1, 2, 3, 4, 8, 16, 17]),
+        "schedule": schedule,
+        "recompute": draw.random() < 0.3,
+    }
+    world = cluster.num_ranks
+    ranks = sorted(draw.sample(range(world), num_ranks) if draw.random() < 0.3 else range(num_ranks))
+    return profile, cluster, options, ranks, draw.choice([None, None, None, 1, 2])
 
+
+def random_layer(draw, figure, name):
+    backward = 2 * figure()
+    weight = draw.choice([None, draw.random() * backward])
+    joined = JoinedProducts(
+        figure(), figure(), figure(), draw.choice([2, 3, 100]), kept_bytes=draw.randint(0, 10**6)
+    )
+    return LayerProfile(
+        name,
+        figure(),
+        backward,
+        draw.choice([0, draw.randint(0, 10**6), draw.choice([1, 10**9]) * draw.randint(0, 10)]),
+        draw.randint(0, 10**6),
+        draw.randint(0, 10**6),
+        0.1 * figure(),
+        draw.choice([None, None, draw.randint(0, 2 * 10**6)]),
+        weight_seconds=weight,
+        accumulate_seconds=draw.choice([0.0, draw.random() * (backward if weight is None else weight)]),
+        joined=draw.choice([None, joined]),
+    )
+
+
+def random_cluster(draw, figure):
     def allreduce():
         measured = AllReduce(10 ** draw.uniform(5, 8), 0.01 * figure(), wait_seconds=0.01 * figure())
         return draw.choice([None, None, measured])
@@ -263,10 +270,9 @@ def random_instance(seed):
         Level(str(size), size, 10 ** draw.uniform(4, 8), 0.05 * figure(), shared(), allreduce())
         for size in sizes
     )
-    world = sizes[-1]
-    speeds = tuple(draw.choice([1.0, 0.5, 0.7]) for _ in range(world))
-    memories = tuple(draw.randint(10**6, 10**7) for _ in range(world))
-    cluster = Cluster(
+    speeds = tuple(draw.choice([1.0, 0.5, 0.7]) for _ in range(sizes[-1]))
+    memories = tuple(draw.randint(10**6, 10**7) for _ in range(sizes[-1]))
+    return Cluster(
         levels,
         memory_bytes=draw.choice([None, None, draw.randint(10**6, 10**7), memories]),
         relative_speed=draw.choice([None, None, speeds]),
@@ -279,13 +285,3 @@ def random_instance(seed):
         replicated_speed=draw.choice([1.0, 0.8]),
         overlap=draw.choice([1.0, 0.5, 0.0]),
     )
-    schedule = draw.choice(["1f1b", "1f1b", "gpipe", "pipedream", "zero-bubble", "pipedream-2bw"])
-    if schedule == "zero-bubble":  # a peak hangs on the stages before
-        cluster = replace(cluster, memory_bytes=None)
-    options = {
-        "num_microbatches": 1 if schedule == "pipedream" else draw.choice([1, 2, 3, 4, 8, 16, 17]),
-        "schedule": schedule,
-        "recompute": draw.random() < 0.3,
-    }
-    ranks = sorted(draw.sample(range(world), num_ranks) if draw.random() < 0.3 else range(num_ranks))
-    return profile, cluster, options, ranks, draw.choice([None, None, None, 1, 2])

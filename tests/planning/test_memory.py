@@ -12,7 +12,6 @@ from hybridpipe.planning.memory import (
     FUSION_BYTES,
     curves,
     peak_memory_bytes,
-    stage_memory_bytes,
     versions_per_stage,
 )
 from hybridpipe.planning.plan import SYNCHRONOUS, Plan, StageSpec
@@ -43,19 +42,19 @@ def test_peak_memory_of_2_1(schedule, expected):
 
 def test_the_fusion_buffer_is_limited():
     profile = model(layer(parameters=2 * FUSION_BYTES))
-    alone, replicated = (stage_memory_bytes(profile, 0, 1, 1, replicated=r) for r in (False, True))
+    alone, replicated = (peak_memory_bytes(profile, plan([m], m))[0] for m in (1, 2))
     assert replicated - alone == FUSION_BYTES
 
 
 def test_recomputation_keeps_the_input_only():
-    """Stage 1 receives 7; what it has inside, 5 + 1, is there for the one microbatch that is computed.
+    """Stage 1 receives 7; what it has inside, 5 + 1, is there for the one that is computed, of two.
 
     Messages: of 7 and 1 a gradient each and one that is sent; two of 7 received ahead.
     """
     profile = model(layer(activation=3, output=7), layer(activation=5, output=1), layer())
-    kept, recomputed = (stage_memory_bytes(profile, 1, 2, 4, recompute=r) for r in (False, True))
+    kept, recomputed = (peak_memory_bytes(profile, plan([1, 1, 1], 4, recompute=r))[1] for r in (False, True))
     messages = 2 * (7 + 1) + 2 * 7
-    assert (kept, recomputed) == (4 * (7 + 5 + 1) + messages, 4 * 7 + (5 + 1) + messages)
+    assert (kept, recomputed) == (2 * (7 + 5 + 1) + messages, 2 * 7 + (5 + 1) + messages)
 
 
 def test_pipedream_keeps_a_version_for_each_minibatch_in_flight():

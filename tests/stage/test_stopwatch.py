@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 from hybridpipe.stage.stopwatch import Stopwatch, Took
 
 CPU = torch.device("cpu")
-needs_linux = pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="needs schedstat")
 
 
 def spin(seconds: float) -> None:
@@ -27,8 +27,7 @@ def test_who_sleeps_waits_for_no_processor():
     assert took.seconds >= 0.2 and took.running_seconds > 0.5 * took.seconds
 
 
-@needs_linux
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="needs Linux's schedstat")
 def test_who_shares_a_processor_waits_for_it_half_of_the_time():
     """Two processes on one core, for many time slices."""
     everywhere = os.sched_getaffinity(0)
