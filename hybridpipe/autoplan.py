@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from hybridpipe.config import SOURCES
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
+from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.search import (
@@ -72,7 +73,9 @@ def autoplan(
         compression: of gradients (`Cluster.compressing`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
     """
-    cluster = probe(world, work).compressing(compression, profile.dtype)
+    gradients = sum(layer.parameter_bytes for layer in profile.layers)
+    bucket_bytes = world.bcast(min(BUCKET_BYTES, gradients))
+    cluster = probe(world, work, bucket_bytes).compressing(compression, profile.dtype)
     choice: Choice | ValueError | None = None
     if world.rank == 0:
         try:

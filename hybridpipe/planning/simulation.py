@@ -280,10 +280,12 @@ class Simulation:
         work = num_bytes * ring.work_per_byte
         self.engine.start(work, ring.resources, self.ring_done, replicas, ring.cap)
         if self.cluster.overlap < 1:
+            # Processor time of what was measured while every rank of the machine computed.
+            speed = self.cluster.shared_speed(self.cluster.node_ranks or 1)
             seconds = self.cluster.allreduce_seconds(num_bytes, replicas.numbers) - ring.wait_seconds
             for rank in replicas.ranks:
                 replicas.num_parts += 1
-                handling = (1 - self.cluster.overlap) * seconds
+                handling = (1 - self.cluster.overlap) * seconds * speed
                 self.engine.start(handling, rank.processors, self.part_done, replicas)
 
     def ring_done(self, replicas: _Replicas) -> None:

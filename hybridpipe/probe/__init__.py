@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.probe.computing import measure_computing
 from hybridpipe.probe.messages import measure_link, measure_wakeup
 from hybridpipe.probe.reduction import measure_allreduce
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
 _MEMORY = Path("/proc/meminfo")
 
 
-def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
+def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKET_BYTES) -> Cluster:
     """Measure the machines behind `world`. Collective; the same cluster on every rank.
 
     Args:
         work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
             product of matrices, which stays in the cache, and a sum, which does not.
+        bucket_bytes: the largest all-reduce that will be.
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
@@ -46,7 +48,7 @@ def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
     computing = measure_computing(world, per_machine, work or default_work())
     links = [measure_link(world, unit, per_machine) for unit in levels]
-    all_reduces = map(partial(measure_allreduce, world), levels, links)
+    all_reduces = map(partial(measure_allreduce, world, largest_bytes=bucket_bytes), levels, links)
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     return Cluster(
         levels=tuple(
@@ -68,7 +70,7 @@ def probe(world: "MPI.Comm", work: Work | None = None) -> Cluster:
         compute_speeds=computing.speeds,
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
-        wakeup_seconds=measure_wakeup(world, per_machine, computing.speeds, links[0].message),
+        wakeup_seconds=measure_wakeup(world, per_machine, computing.speeds, links[0]),
         replicated_speed=replicated_speed[-1],
         overlap=overlap[-1],
     )

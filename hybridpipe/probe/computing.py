@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+import torch
+
 from hybridpipe.planning import fit
 from hybridpipe.probe.repetitions import COMPUTE_SECONDS, ROUNDS, Work, rate, timed_call
-from hybridpipe.together import idle_barrier, largest
+from hybridpipe.runtime.transport import Transport
+from hybridpipe.together import cores_to_spare, idle_barrier, largest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -19,19 +22,28 @@ class Computing:
 
 
 def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Computing:
-    """How much work 1, 2, 4, ... and all ranks of a machine do at once; every machine at the same time."""
+    """How much work 1, 2, 4, ... and all ranks of a machine do at once; every machine at the same time.
+
+    The others wait for a message, as they would for a stage that computes: looking whether it is there takes
+    processor time, too.
+    """
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+
     counts = sorted({*(2**i for i in range(per_machine.bit_length())), per_machine})
     work()
     rounds = ROUNDS if largest(world, timed_call(work)[0]) < COMPUTE_SECONDS else 1
     firsts = range(0, world.size, per_machine)
     done: dict[int, list[list[float]]] = {n: [] for n in counts}  # by machine, for each round
-    for _ in range(rounds):
-        for n in counts:
-            idle_barrier(world)
-            own = rate(work) if world.rank % per_machine < n else 0.0
-            idle_barrier(world)
-            rates = world.allgather(own)
-            done[n].append([sum(rates[first : first + per_machine]) for first in firsts])
+    machine = world.Split(world.rank // per_machine, world.rank)
+    with MpiTransport(machine, cores_to_spare(world)) as transport:
+        for _ in range(rounds):
+            for n in counts:
+                idle_barrier(world)
+                own = _rate_of_first(n, machine.rank, machine.size, transport, work)
+                idle_barrier(world)
+                rates = world.allgather(own)
+                done[n].append([sum(rates[first : first + per_machine]) for first in firsts])
+    machine.Free()
     throughput = {
         n: median(
             all_of_it / alone
@@ -43,3 +55,16 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
     machines = fit.relative_speeds([median(rates) for rates in zip(*done[1], strict=True)])
     relative = machines and tuple(machines[rank // per_machine] for rank in range(world.size))
     return Computing(fit.compute_speeds(throughput), relative)
+
+
+def _rate_of_first(count: int, rank: int, size: int, transport: Transport, work: Work) -> float:
+    """Units of work a second while so many ranks compute; 0 for those who wait until the first has done."""
+    end = torch.zeros(1, dtype=torch.uint8)
+    if rank >= count:
+        transport.receive(end, 0, 0).wait()
+        return 0.0
+    own = rate(work)
+    if rank == 0:
+        for sending in [transport.send(end, peer, 0) for peer in range(count, size)]:
+            sending.wait()
+    return own

@@ -86,7 +86,7 @@ def _ping_pong(group: "MPI.Comm") -> tuple[list[Timed], float]:
 
     with MpiTransport(group) as transport:
         prepare = partial(_there_and_back, group, transport)
-        timed = [Timed(n, seconds / 2, cpu / 2) for n, seconds, cpu in by_size(group, prepare)]
+        timed = [Timed(n, seconds / 2, cpu / 2) for n, seconds, cpu in by_size(group, SIZES_BYTES, prepare)]
         _, late = timed_call(prepare(SIZES_BYTES[0], WAITING_SECONDS))
         waiting = max(0.0, late - 2 * timed[0].processor_seconds) / WAITING_SECONDS
         return timed, waiting
@@ -205,7 +205,7 @@ def _exchange_and_compute(transport: Transport, peer: int | None, work: Work) ->
         each.wait()
 
 
-def measure_wakeup(world: "MPI.Comm", per_machine: int, speeds: tuple[float, ...], alone: fit.Line) -> float:
+def measure_wakeup(world: "MPI.Comm", per_machine: int, speeds: tuple[float, ...], link: Link) -> float:
     """How much longer than alone a message takes to a rank that waits while the rest of its machine computes.
 
     In a ping-pong both sides wait most of the time, and the kernel gives the processor at once to who has
@@ -215,7 +215,8 @@ def measure_wakeup(world: "MPI.Comm", per_machine: int, speeds: tuple[float, ...
     if not replace(cluster, node_ranks=per_machine, compute_speeds=speeds).is_busy(per_machine - 1):
         return 0.0  # a processor for each
     late = in_group(world, range(per_machine), _lateness)
-    return max(0.0, float(late) - alone.start_seconds - WAKING_BYTES * alone.seconds_per_byte)
+    limited = max(0.0, WAKING_BYTES - (link.burst_bytes or 0.0))
+    return max(0.0, float(late) - link.message.start_seconds - limited * link.message.seconds_per_byte)
 
 
 def _lateness(group: "MPI.Comm") -> float:

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 Work = Callable[[], object]
 
 # Small ones for the latency, and more up to a bucket of gradients, as time is lost with those. None follows
-# one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB. But a
-# whole bucket is all-reduced in any case. Over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised:
-# where both directions are full, what a rank sends and what acknowledges the received stand in one queue.
+# one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB.
 SIZES_BYTES = (64, 2**11, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, BUCKET_BYTES)
 GROW_SECONDS = 0.04
 # A size is repeated for so long, within these numbers.
@@ -44,14 +42,20 @@ class Timed(NamedTuple):
     processor_seconds: float  # of the thread that waits
 
 
-def by_size(group: "MPI.Comm", prepare: Callable[[int], Work], before: Work = lambda: None) -> list[Timed]:
+def by_size(
+    group: "MPI.Comm",
+    sizes_bytes: Sequence[int],
+    prepare: Callable[[int], Work],
+    before: Work = lambda: None,
+) -> list[Timed]:
     """The time of `prepare(num_bytes)()`, in which all ranks of `group` take part, for growing sizes.
 
     Args:
+        sizes_bytes: as far as time permits, at least two.
         before: runs before each repetition, and does not count.
     """
     timed: list[Timed] = []
-    for num_bytes in SIZES_BYTES:
+    for num_bytes in sizes_bytes:
         timed.append(repeated(group, num_bytes, prepare(num_bytes), before))
         if len(timed) > 1 and timed[-1].seconds > GROW_SECONDS:  # a line wants two
             break

@@ -291,6 +291,14 @@ def test_an_all_reduce_costs_nothing_where_a_processor_is_spare():
     assert simulate(programs(plan([2], 2)), plan([2], 2), [cost], cluster).seconds == approx(14)
 
 
+def test_an_all_reduce_after_all_computing_takes_what_was_measured():
+    """The processor time that it takes was measured on processors that the ranks share, as they do now: both
+    ranks compute for 20 s on one, and four seconds of all-reduce do not become eight."""
+    cost = StageCost(2.0, 8.0, buckets=(GradientBucket(40, 1.0),))
+    cluster = replace(Cluster.flat(2, 10.0, 0.0), overlap=0.0, node_ranks=2, compute_speeds=(1.0, 0.5))
+    assert simulate(programs(plan([2], 2)), plan([2], 2), [cost], cluster).seconds == approx(24)
+
+
 def test_simulating_again_gives_the_same():
     cluster = Cluster(
         (Level("node", 4, 100.0, 0.01), Level("network", 8, 20.0, 0.1, 30.0)),
