@@ -31,7 +31,7 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
 
     counts = sorted({*(2**i for i in range(per_machine.bit_length())), per_machine})
     work()
-    rounds = ROUNDS if largest(world, timed_call(work)[0]) < COMPUTE_SECONDS else 1
+    rounds = ROUNDS if largest(world, timed_call(work)) < COMPUTE_SECONDS else 1
     firsts = range(0, world.size, per_machine)
     done: dict[int, list[list[float]]] = {n: [] for n in counts}  # by machine, for each round
     machine = world.Split(world.rank // per_machine, world.rank)

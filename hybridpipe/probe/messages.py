@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
@@ -16,7 +16,6 @@ from hybridpipe.probe.repetitions import (
     MIN_REPEATS,
     ROUNDS,
     SIZES_BYTES,
-    Timed,
     Unit,
     Work,
     by_size,
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
 
 STREAM_SECONDS = 0.06  # of the messages that one pair, or several at once, send one after another
 MAX_STREAMED = 16
-WAITING_SECONDS = 0.03
 REST_SECONDS = 0.06  # over 100 Mbit/s 750 KB could have passed meanwhile
 LIMITED_SECONDS = 1e-3
 WAKING_BYTES, WAKINGS, BETWEEN_SECONDS = 2**17, 40, 6e-3  # messages among computing, as in a pipeline
-HANDLED_BYTES, HANDLED, UNITS = 2**14, 30, 3  # more than what MPI sends at once; units of work between them
+HANDLED, UNITS = 30, 3  # messages each way, and units of work between them
+SMALL_BYTES, LARGE_BYTES, ARRIVED_SECONDS = 2**14, 2**19, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,7 @@ def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int) -> Link:
     A network that limits a rate lets some hundred KiB pass at once, and a ping-pong gives it pauses; so the
     bandwidth is at most what a stream sustains.
     """
-    timed, waiting = in_group(world, (0, unit.inner), _ping_pong)
-    timings = [(each.num_bytes, each.seconds) for each in timed]
+    timings = in_group(world, (0, unit.inner), _ping_pong)
     both_units = range(2 * unit.inner)
     streamed = fit.fit_line(timings).seconds_per_byte
     one = in_group(world, both_units, partial(_stream, num_pairs=1, seconds_per_byte=streamed))
@@ -68,28 +66,23 @@ def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int) -> Link:
             world, both_units, partial(_stream, num_pairs=unit.inner, seconds_per_byte=slower)
         )
         shared = fit.shared_bandwidth(one, together, unit.inner)
-    small, large = timed[0], timed[-1]
-    # what goes into looking whether a slow message is there is not the message's
-    looking = waiting * (large.seconds - small.seconds)
-    copying = large.processor_seconds - small.processor_seconds - looking
-    per_byte = max(0.0, copying) / large.num_bytes
+    sizes = _handled_bytes(message)
     busy = range(max(2 * unit.inner, per_machine))
-    handling = in_group(world, busy, partial(_handling, distance=unit.inner)) - HANDLED_BYTES * per_byte
+    handled = in_group(world, busy, partial(_handling, distance=unit.inner, sizes=sizes))
+    per_byte = max(0.0, handled[-1] - handled[0]) / max(1, sizes[-1] - sizes[0])
+    handling = max(0.0, handled[0] - sizes[0] * per_byte)
     rested = in_group(world, (0, unit.inner), partial(_rested, message=message))
     burst = fit.burst_bytes(rested, message)
-    return Link(message, max(0.0, handling), per_byte, shared, burst)
+    return Link(message, handling, per_byte, shared, burst)
 
 
-def _ping_pong(group: "MPI.Comm") -> tuple[list[Timed], float]:
-    """One way, by size: half of there and back; and the share of a processor that waiting takes."""
+def _ping_pong(group: "MPI.Comm") -> list[tuple[int, float]]:
+    """(bytes, seconds one way): half of there and back."""
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
     with MpiTransport(group) as transport:
         prepare = partial(_there_and_back, group, transport)
-        timed = [Timed(n, seconds / 2, cpu / 2) for n, seconds, cpu in by_size(group, SIZES_BYTES, prepare)]
-        _, late = timed_call(prepare(SIZES_BYTES[0], WAITING_SECONDS))
-        waiting = max(0.0, late - 2 * timed[0].processor_seconds) / WAITING_SECONDS
-        return timed, waiting
+        return [(each.num_bytes, each.seconds / 2) for each in by_size(group, SIZES_BYTES, prepare)]
 
 
 def _rested(group: "MPI.Comm", message: fit.Line) -> list[tuple[int, float]]:
@@ -103,7 +96,7 @@ def _rested(group: "MPI.Comm", message: fit.Line) -> list[tuple[int, float]]:
             if limited_seconds < LIMITED_SECONDS and num_bytes < SIZES_BYTES[-1]:
                 continue  # too short to be told apart
             action = _there_and_back(group, transport, num_bytes, REST_SECONDS)
-            taken = median(timed_call(action)[0] for _ in range(MIN_REPEATS))
+            taken = median(timed_call(action) for _ in range(MIN_REPEATS))
             timed.append((num_bytes, mean(group.allgather(taken)) / 2 - REST_SECONDS))
             if timed[-1][1] > message.start_seconds + 0.5 * limited_seconds:
                 break
@@ -160,8 +153,18 @@ def _stream(group: "MPI.Comm", num_pairs: int, seconds_per_byte: float) -> float
     return num_pairs * sum(buffer.nbytes for buffer in buffers) / median(taken[1:])
 
 
-def _handling(group: "MPI.Comm", distance: int) -> float:
-    """Processor seconds that a message takes, at either end, from ranks that compute between their messages.
+def _handled_bytes(message: fit.Line) -> list[int]:
+    """Sizes of messages of which none is still on its way when it is waited for.
+
+    A large one is left out where that is not much larger than the small one: on so slow a link the
+    processor's part in a byte is nothing.
+    """
+    large = int(min(LARGE_BYTES, ARRIVED_SECONDS / message.seconds_per_byte))
+    return [SMALL_BYTES, large] if large > 4 * SMALL_BYTES else [SMALL_BYTES]
+
+
+def _handling(group: "MPI.Comm", distance: int, sizes: Sequence[int]) -> list[float]:
+    """Processor seconds that a message of each size takes, at either end, from ranks that compute in between.
 
     A ping-pong's are fewer: its path stays in the caches, and its communication thread asleep. Two ranks on
     two cores, 0.06 ms by ping-pong and 0.05 to 0.29 amid computing; four on two, 0.15 to 0.32.
@@ -175,23 +178,23 @@ def _handling(group: "MPI.Comm", distance: int) -> float:
     block, place = divmod(group.rank, distance)
     partner = (block ^ 1) * distance + place
     peer = partner if partner < group.size else None
-    found = []
+    rounds: list[list[float]] = []
     with MpiTransport(group) as transport:
         for _ in range(1 + ROUNDS):
             taken = []
-            for other in (None, peer):
+            for num_bytes in (0, *sizes):
                 idle_barrier(group)
                 began = time.process_time()
-                _exchange_and_compute(transport, other, work)
+                _exchange_and_compute(transport, peer if num_bytes else None, num_bytes, work)
                 taken.append(time.process_time() - began)
-            extra = group.allgather(None if peer is None else taken[1] - taken[0])
-            found.append(mean(each for each in extra if each is not None) / (2 * HANDLED))
-    return max(0.0, float(median(found[1:])))
+            extra = [each for each in group.allgather(None if peer is None else taken) if each is not None]
+            rounds.append([mean(each[i] - each[0] for each in extra) for i in range(1, len(taken))])
+    return [max(0.0, median(of_size)) / (2 * HANDLED) for of_size in zip(*rounds[1:], strict=True)]
 
 
-def _exchange_and_compute(transport: Transport, peer: int | None, work: Work) -> None:
+def _exchange_and_compute(transport: Transport, peer: int | None, num_bytes: int, work: Work) -> None:
     """A message goes each way while both compute, and is waited for when it has long been there."""
-    messages = [torch.zeros(HANDLED_BYTES, dtype=torch.uint8) for _ in range(4)]
+    messages = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(4)]
     pending: list[Pending] = []
     for turn in range(HANDLED):
         arriving = [] if peer is None else [transport.receive(messages[turn % 2], peer, 0)]

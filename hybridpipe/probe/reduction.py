@@ -118,7 +118,7 @@ def _beside_computing(
     """Seconds of a computation on all ranks, of an all-reduce about as long, and of both at once."""
     work = default_work()
     work()
-    units = max(1, round(seconds / mean(group.allgather(timed_call(work)[0]))))
+    units = max(1, round(seconds / mean(group.allgather(timed_call(work)))))
 
     def compute() -> None:
         for _ in range(units):
@@ -136,5 +136,5 @@ def _beside_computing(
         for action, of_action in zip(actions, taken, strict=True):
             group.Barrier()
             before()
-            of_action.append(mean(group.allgather(timed_call(action)[0])))
+            of_action.append(mean(group.allgather(timed_call(action))))
     return [median(of_action) for of_action in taken]

@@ -39,7 +39,6 @@ class Unit(NamedTuple):
 class Timed(NamedTuple):
     num_bytes: int
     seconds: float
-    processor_seconds: float  # of the thread that waits
 
 
 def by_size(
@@ -65,22 +64,20 @@ def by_size(
 def repeated(group: "MPI.Comm", num_bytes: int, action: Work, before: Work = lambda: None) -> Timed:
     """The median of some repetitions, and of that the mean over the ranks."""
     action()  # fresh memory, and Horovod's first negotiation of a name
-    first, _ = timed_call(action)
+    first = timed_call(action)
     repeats = int(SIZE_SECONDS / mean(group.allgather(first)))
     taken = []
     for _ in range(min(MAX_REPEATS, max(MIN_REPEATS, repeats))):
         before()
         taken.append(timed_call(action))
-    seconds, processor = (median(values) for values in zip(*taken, strict=True))
-    gathered = group.allgather((seconds, processor))
-    return Timed(num_bytes, *(mean(values) for values in zip(*gathered, strict=True)))
+    return Timed(num_bytes, mean(group.allgather(median(taken))))
 
 
-def timed_call(action: Callable[[], object]) -> tuple[float, float]:
-    """Seconds and processor seconds of a call."""
-    began, processor_began = time.perf_counter(), time.thread_time()
+def timed_call(action: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    began = time.perf_counter()
     action()
-    return time.perf_counter() - began, time.thread_time() - processor_began
+    return time.perf_counter() - began
 
 
 def in_group(world: "MPI.Comm", ranks: Sequence[int], measure: Callable[["MPI.Comm"], Any]) -> Any:
