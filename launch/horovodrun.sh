@@ -13,11 +13,10 @@ bin=$(cd "$(dirname "$python")" && pwd)
 
 export PATH=$bin:$PATH                                   # horovodrun calls the first mpirun on the PATH
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}   # a waiting rank leaves its core to others
-# Large all-reduces by a ring.
-export OMPI_MCA_coll_tuned_use_dynamic_rules=${OMPI_MCA_coll_tuned_use_dynamic_rules:-1}
-OMPI_MCA_coll_tuned_dynamic_rules_filename=${OMPI_MCA_coll_tuned_dynamic_rules_filename:-$(
-  "$bin/python" -c 'from hybridpipe.launcher import RING_RULES; print(RING_RULES)')}
-export OMPI_MCA_coll_tuned_dynamic_rules_filename
+if [ -z "${OMPI_MCA_coll_tuned_use_dynamic_rules+set}" ]; then   # large all-reduces by a ring
+  rules=$("$bin/python" -c 'from hybridpipe.launcher import RING_RULES; print(RING_RULES)')
+  export OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_dynamic_rules_filename=$rules
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # raise it where there are more cores than ranks
 # Its own binding options start with one dash, which Open MPI 5 misreads.
 exec "$bin/python" "$bin/horovodrun" --binding-args="--bind-to none --map-by slot:OVERSUBSCRIBE" \

@@ -60,14 +60,32 @@ def test_ranks_share_the_cores(mpirun_says, monkeypatch, cores, threads, yields)
 
 
 def test_large_all_reduces_go_by_a_ring(mpirun_says):
-    """Open MPI's own choice for three ranks took 2.8 times as long over 1 Gbit/s."""
+    """Open MPI's own choice took three hosts 2.8 times as long."""
     mpirun_says(OPEN_MPI_5)
     rules = "OMPI_MCA_coll_tuned_dynamic_rules_filename"
     _, added = launcher.mpirun_command(4, ["true"], env={})
     assert added["OMPI_MCA_coll_tuned_use_dynamic_rules"] == "1"
-    assert "131072 4 0 0" in Path(added[rules]).read_text()  # algorithm 4 of all-reduce
+    assert added[rules] == str(launcher.RING_RULES)
     _, added = launcher.mpirun_command(4, ["true"], env={"OMPI_MCA_coll_tuned_use_dynamic_rules": "0"})
     assert rules not in added
+    mpirun_says(MPICH)
+    assert rules not in launcher.mpirun_command(4, ["true"], env={})[1]
+
+
+def test_the_rules_are_a_table_of_open_mpis():
+    """Collectives, which; communicators, how many ranks; messages, then for each bytes, algorithm, 0, 0."""
+    lines = [line.split("#")[0] for line in launcher.RING_RULES.read_text().splitlines()]
+    numbers = iter([int(word) for line in lines for word in line.split()])
+    assert (next(numbers), next(numbers)) == (1, 2)  # all-reduce
+    by_ranks = {}
+    for _ in range(next(numbers)):
+        ranks, count = next(numbers), next(numbers)
+        by_ranks[ranks] = [tuple(next(numbers) for _ in range(4)) for _ in range(count)]
+    assert not list(numbers)
+    assert by_ranks.pop(2) == [(0, 0, 0, 0)]  # else smaller communicators would take the next one's
+    for ranks, rules in by_ranks.items():
+        (_, none, *_), (from_bytes, ring, *_) = rules
+        assert (none, ring) == (0, 4) and from_bytes >= ranks * 2**15
 
 
 def test_what_the_user_set_stays(mpirun_says):

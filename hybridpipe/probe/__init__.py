@@ -3,8 +3,8 @@
 Measured as the runtime uses them: messages through its own transport, alone and several at once; Horovod's
 all-reduce by size, and how much of one a computing rank gets for nothing; how fast the ranks of a machine
 compute when several do. What the figures are made of from the timings is in `hybridpipe.planning.fit`.
-Invariant: what is measured on some ranks leaves the others asleep (`hybridpipe.together`), and all that take
-part do equally many repetitions.
+Invariant: what is measured on some ranks leaves the others asleep (`hybridpipe.together`), or where that is the
+question waiting for a message; and all that take part do equally many repetitions.
 """
 
 import re
@@ -35,7 +35,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKE
     Args:
         work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
             product of matrices, which stays in the cache, and a sum, which does not.
-        bucket_bytes: the largest all-reduce that will be.
+        bucket_bytes: of gradients that are all-reduced together.
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
@@ -48,7 +48,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKE
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
     computing = measure_computing(world, per_machine, work or default_work())
     links = [measure_link(world, unit, per_machine) for unit in levels]
-    all_reduces = map(partial(measure_allreduce, world, largest_bytes=bucket_bytes), levels, links)
+    all_reduces = map(partial(measure_allreduce, world, bucket_bytes=bucket_bytes), levels, links)
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     return Cluster(
         levels=tuple(
@@ -94,6 +94,8 @@ def _ranks_per_host(world: "MPI.Comm") -> int:
 def _equal_units(leaders: Sequence[int]) -> int | None:
     """The size of the units that `leaders`, each rank's first peer, describe; None if they are not alike."""
     size = leaders.count(leaders[0])
+    if len(leaders) % size:
+        return None
     return size if list(leaders) == [rank - rank % size for rank in range(len(leaders))] else None
 
 

@@ -36,7 +36,8 @@ REST_SECONDS = 0.06  # over 100 Mbit/s 750 KB could have passed meanwhile
 LIMITED_SECONDS = 1e-3
 WAKING_BYTES, WAKINGS, BETWEEN_SECONDS = 2**17, 40, 6e-3  # messages among computing, as in a pipeline
 HANDLED, UNITS = 30, 3  # messages each way, and units of work between them
-SMALL_BYTES, LARGE_BYTES, ARRIVED_SECONDS = 2**14, 2**19, 2e-3
+HANDLED_BYTES = 2**14  # more than what MPI sends at once
+LARGE_BYTES, ARRIVED_SECONDS = 2**19, 2e-3  # those, or as many as arrive in less than the units of work take
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int) -> Link:
             world, both_units, partial(_stream, num_pairs=unit.inner, seconds_per_byte=slower)
         )
         shared = fit.shared_bandwidth(one, together, unit.inner)
-    sizes = _handled_bytes(message)
+    at_once = unit.inner / shared if shared else message.seconds_per_byte  # seconds, a byte of every pair
+    sizes = _handled_bytes(at_once)
     busy = range(max(2 * unit.inner, per_machine))
     handled = in_group(world, busy, partial(_handling, distance=unit.inner, sizes=sizes))
     per_byte = max(0.0, handled[-1] - handled[0]) / max(1, sizes[-1] - sizes[0])
@@ -153,14 +155,14 @@ def _stream(group: "MPI.Comm", num_pairs: int, seconds_per_byte: float) -> float
     return num_pairs * sum(buffer.nbytes for buffer in buffers) / median(taken[1:])
 
 
-def _handled_bytes(message: fit.Line) -> list[int]:
+def _handled_bytes(seconds_per_byte: float) -> list[int]:
     """Sizes of messages of which none is still on its way when it is waited for.
 
     A large one is left out where that is not much larger than the small one: on so slow a link the
     processor's part in a byte is nothing.
     """
-    large = int(min(LARGE_BYTES, ARRIVED_SECONDS / message.seconds_per_byte))
-    return [SMALL_BYTES, large] if large > 4 * SMALL_BYTES else [SMALL_BYTES]
+    large = int(min(LARGE_BYTES, ARRIVED_SECONDS / seconds_per_byte))
+    return [HANDLED_BYTES, large] if large > 4 * HANDLED_BYTES else [HANDLED_BYTES]
 
 
 def _handling(group: "MPI.Comm", distance: int, sizes: Sequence[int]) -> list[float]:
@@ -183,18 +185,20 @@ def _handling(group: "MPI.Comm", distance: int, sizes: Sequence[int]) -> list[fl
         for _ in range(1 + ROUNDS):
             taken = []
             for num_bytes in (0, *sizes):
+                messages = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(4)]
                 idle_barrier(group)
                 began = time.process_time()
-                _exchange_and_compute(transport, peer if num_bytes else None, num_bytes, work)
+                _exchange_and_compute(transport, peer if num_bytes else None, messages, work)
                 taken.append(time.process_time() - began)
             extra = [each for each in group.allgather(None if peer is None else taken) if each is not None]
             rounds.append([mean(each[i] - each[0] for each in extra) for i in range(1, len(taken))])
     return [max(0.0, median(of_size)) / (2 * HANDLED) for of_size in zip(*rounds[1:], strict=True)]
 
 
-def _exchange_and_compute(transport: Transport, peer: int | None, num_bytes: int, work: Work) -> None:
+def _exchange_and_compute(
+    transport: Transport, peer: int | None, messages: Sequence[torch.Tensor], work: Work
+) -> None:
     """A message goes each way while both compute, and is waited for when it has long been there."""
-    messages = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(4)]
     pending: list[Pending] = []
     for turn in range(HANDLED):
         arriving = [] if peer is None else [transport.receive(messages[turn % 2], peer, 0)]

@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,11 @@ from hybridpipe.planning import fit
 from hybridpipe.planning.cluster import AllReduce
 from hybridpipe.probe.messages import Link
 from hybridpipe.probe.repetitions import (
+    MAX_REPEATS,
     ROUNDS,
     SIZES_BYTES,
     Timed,
     Unit,
-    Work,
     by_size,
     default_work,
     in_group,
@@ -33,25 +33,24 @@ if TYPE_CHECKING:
 
 DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
-BESIDE_SECONDS = 0.3  # all-reduces of a few milliseconds beside computing
-LEAST_SECONDS = 1e-6
+BESIDE_SECONDS = 0.1  # of all-reduces beside computing
 GOLDEN = (5**0.5 - 1) / 2
-LEAST_BYTES = 2**15  # of a bucket; in smaller ones the latency is all
+LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
 
 
 def measure_allreduce(
-    world: "MPI.Comm", unit: Unit, link: Link, largest_bytes: int
+    world: "MPI.Comm", unit: Unit, link: Link, bucket_bytes: int
 ) -> tuple[AllReduce, float, float]:
     """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
     ranks compute while it has nothing to do, relative to those without it.
 
     Args:
-        largest_bytes: of a bucket. It is measured in any case, as time is not a line: over 100 Mbit/s 4 MiB
+        bucket_bytes: measured in any case, and nothing larger, as time is not a line: over 100 Mbit/s 4 MiB
             took 1.6 times as long as 512 KiB promised, since what a rank sends stands in one queue with what
-            acknowledges the received. More than a bucket is never reduced.
+            acknowledges the received.
     """
     cycle = world.bcast(_cycle_seconds())
-    reduce = partial(_reduce, cycle_seconds=cycle, largest_bytes=max(largest_bytes, LEAST_BYTES))
+    reduce = partial(_reduce, cycle_seconds=cycle, bucket_bytes=max(bucket_bytes, LEAST_BYTES))
     timed, beside, speed = in_group(world, range(unit.ranks), reduce)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     small, bucket = timed[0], timed[-1]
@@ -61,8 +60,9 @@ def measure_allreduce(
     steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
     wait = min(cycle / 2, max(0.0, line.start_seconds - steps))
     figures = AllReduce(sent / line.seconds_per_byte, line.start_seconds - wait, line.error, wait)
-    computing, reducing, both = beside  # waiting for the cycle costs nobody anything
-    return figures, fit.overlap(computing, max(reducing - wait, LEAST_SECONDS), both), speed
+    computing, reducing, both = beside
+    at_work = reducing - wait  # waiting for the cycle costs nobody anything
+    return figures, fit.overlap(computing, at_work, both) if at_work > 0 else 1.0, speed
 
 
 def _cycle_seconds() -> float:
@@ -71,7 +71,7 @@ def _cycle_seconds() -> float:
 
 
 def _reduce(
-    group: "MPI.Comm", cycle_seconds: float, largest_bytes: int
+    group: "MPI.Comm", cycle_seconds: float, bucket_bytes: int
 ) -> tuple[list[Timed], list[float], float]:
     without = _mean_rate(group)
     hvd = horovod(group)
@@ -91,14 +91,15 @@ def _reduce(
         return lambda: begin()()
 
     # One after another would each wait for the cycle after the one before, however little it takes.
-    phases = (GOLDEN * i % 1 for i in count())  # evenly spread, however many there are
+    pauses = (GOLDEN * i % 1 * cycle_seconds for i in count())  # evenly spread, however many there are
 
-    def at_any_time() -> None:
-        time.sleep(next(phases) * cycle_seconds)
+    def pause() -> None:
+        time.sleep(next(pauses))
 
-    timed = by_size(group, [n for n in SIZES_BYTES if n < largest_bytes], prepare, at_any_time)
-    beside = _beside_computing(group, start(timed[-1].num_bytes), timed[-1].seconds, at_any_time)
-    timed.append(repeated(group, largest_bytes, prepare(largest_bytes), at_any_time))
+    timed = by_size(group, [n for n in SIZES_BYTES if n < bucket_bytes], prepare, pause)
+    timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
+    chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
+    beside = _beside_computing(group, start(chosen.num_bytes), chosen.seconds, pauses)
     hvd.shutdown()
     return timed, beside, speed
 
@@ -113,7 +114,7 @@ def _mean_rate(group: "MPI.Comm") -> float:
 
 
 def _beside_computing(
-    group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, before: Work
+    group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, pauses: Iterator[float]
 ) -> list[float]:
     """Seconds of a computation on all ranks, of an all-reduce about as long, and of both at once."""
     work = default_work()
@@ -132,9 +133,10 @@ def _beside_computing(
     begin()()
     actions = (compute, lambda: begin()(), both)
     taken: list[list[float]] = [[] for _ in actions]
-    for _ in range(max(ROUNDS, int(BESIDE_SECONDS / (len(actions) * seconds)))):
+    rounds = min(MAX_REPEATS, max(ROUNDS, int(BESIDE_SECONDS / seconds)))
+    for pause_seconds in islice(pauses, rounds):
         for action, of_action in zip(actions, taken, strict=True):
             group.Barrier()
-            before()
+            time.sleep(pause_seconds)
             of_action.append(mean(group.allgather(timed_call(action))))
     return [median(of_action) for of_action in taken]

@@ -101,8 +101,10 @@ class Rehearsal:
         activation_bytes, output_bytes, gradient_bytes = _measure_bytes(stages, inputs, targets)
         with closing(Stopwatch(self.device)) as watch:
             seconds = _typical(lambda: _passes(stages, inputs, targets, watch), agree)
-            minibatch = partial(_pass, stages, inputs, targets, watch, {})
-            updates, state_bytes = _measure_updates(stages, optimizer, minibatch, watch, agree)
+            crossing: dict[int, list[bool]] = {}
+            _pass(stages, inputs, targets, watch, crossing)  # which finds out what gets a gradient
+            in_between = partial(_pass, stages, inputs, targets, watch, crossing)
+            updates, state_bytes = _measure_updates(stages, optimizer, in_between, watch, agree)
         parameter_bytes = [
             _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
         ]
@@ -331,14 +333,14 @@ def _measure_bytes(
 def _measure_updates(
     stages: list[Stage],
     optimizer: OptimizerFactory | None,
-    minibatch: Callable[[], object],
+    in_between: Callable[[], object],
     watch: Stopwatch,
     agree: Agree,
 ) -> tuple[dict[int, float], int]:
     """Seconds of the optimizer's step over each layer that it trains, and the bytes of its state over all.
 
     Args:
-        minibatch: goes through the caches between two steps. Step after step, VGG-style on digits: a third.
+        in_between: goes through the caches between two steps, forward and backward, as training does.
     """
     optimizers = {}
     for i, stage in enumerate(stages):
@@ -351,7 +353,7 @@ def _measure_updates(
     def steps() -> dict[int, Took]:
         took = {}
         with _frozen(stages):
-            minibatch()
+            in_between()
         for i, over_layer in optimizers.items():
             began = watch.now()
             over_layer.step()

@@ -293,3 +293,29 @@ def test_adding_up_gradients_is_measured():
     profile = measure(wide, torch.randn(4, 2048), torch.randn(4, 2048), nn.functional.mse_loss)
     heavy, light = figures(profile, "accumulate_seconds")
     assert 0 < heavy <= profile.layers[0].weight_seconds and light == 0
+
+
+def test_between_two_steps_a_pass_goes_both_ways(monkeypatch):
+    """The first pass of all was one of frozen layers; no gradient came out of any later one."""
+    passes = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            passes.append(gradient)
+            return gradient
+
+    def updates(stages, optimizer, in_between, watch, agree):
+        passes.clear()
+        with module._frozen(stages):
+            in_between()
+            in_between()
+        return {}, 0
+
+    monkeypatch.setattr(module, "_measure_updates", updates)
+    profile_of(nn.Sequential(nn.Linear(4, 6), Call(Counted.apply), nn.Linear(6, 3)))
+    assert len(passes) == 2
