@@ -19,10 +19,13 @@ import networks
 import numpy as np
 from tabulate import tabulate
 
+from hybridpipe.launcher import RING_RULES
+
 RANKS = (2, 3, 4)
 SIZES_BYTES = (2**15, 2**18, 2**20, 2**22, 2**23)
 REPEATS = 5
-WAYS = {"Open MPI's": {"OMPI_MCA_coll_tuned_use_dynamic_rules": "0"}, "ours": {}}
+USE, RULES = "OMPI_MCA_coll_tuned_use_dynamic_rules", "OMPI_MCA_coll_tuned_dynamic_rules_filename"
+WAYS = {"Open MPI's": {USE: "0"}, "ours": {USE: "1", RULES: str(RING_RULES)}}
 
 
 def times() -> dict[str, float]:

@@ -13,7 +13,8 @@ bin=$(cd "$(dirname "$python")" && pwd)
 
 export PATH=$bin:$PATH                                   # horovodrun calls the first mpirun on the PATH
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}   # a waiting rank leaves its core to others
-if [ -z "${OMPI_MCA_coll_tuned_use_dynamic_rules+set}" ]; then   # large all-reduces by a ring
+# Between hosts, large all-reduces by a ring.
+if [ -n "${HOSTS:-}" ] && [ -z "${OMPI_MCA_coll_tuned_use_dynamic_rules+set}" ]; then
   rules=$("$bin/python" -c 'from hybridpipe.launcher import RING_RULES; print(RING_RULES)')
   export OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_dynamic_rules_filename=$rules
 fi

@@ -114,8 +114,8 @@ class Cluster:
             are busy; a part of the kernel's time slice.
         replicated_speed: speed of a rank that shares its stage, relative to one that has it alone: Horovod's
             thread keeps asking the others whether there is something to reduce, which takes processor time.
-        overlap: the share of an all-reduce, without its `wait_seconds`, that costs the computing rank nothing, in
-            [0, 1]; the rest takes processor time, as the ranks of a machine have it that all compute.
+        overlap: the share of an all-reduce, without its `wait_seconds`, that costs the computing rank
+            nothing, in [0, 1]; the rest takes processor time, as ranks of a machine have it that all compute.
         allreduce_factor: bytes that an all-reduce moves for each byte of a gradient (COMPRESSIONS).
     """
 

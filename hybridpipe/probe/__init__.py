@@ -3,8 +3,8 @@
 Measured as the runtime uses them: messages through its own transport, alone and several at once; Horovod's
 all-reduce by size, and how much of one a computing rank gets for nothing; how fast the ranks of a machine
 compute when several do. What the figures are made of from the timings is in `hybridpipe.planning.fit`.
-Invariant: what is measured on some ranks leaves the others asleep (`hybridpipe.together`), or where that is the
-question waiting for a message; and all that take part do equally many repetitions.
+Invariant: what is measured on some ranks leaves the others asleep (`hybridpipe.together`), or, where that is
+the question, waiting for a message; and all that take part do equally many repetitions.
 """
 
 import re
