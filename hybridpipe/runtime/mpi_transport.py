@@ -3,7 +3,9 @@
 Whoever waits polls by itself; while nobody waits, the communication thread does. Without it a large
 nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
 (measured: 16 MB arrived 500 to 1100 ms late). A rank that waits for long sleeps between polls, which leaves
-the cores to whoever computes: a blocking MPI receive takes 87 % of one.
+the cores to whoever computes: a blocking MPI receive takes 87 % of one. Where ranks of a host outnumber its
+cores, polling costs those that compute too much; there a sender rings (`doorbell`), whoever waits sleeps
+until then, and the communication thread leaves their messages alone.
 
 No receive is given to MPI before its message is there and known to have its size (matching probes): Open MPI
 writes a longer message past the buffer's end, and takes a shorter one without an error.
@@ -18,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from hybridpipe.runtime.doorbell import Doorbell
 from hybridpipe.runtime.messages import ProtocolError
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.position import Wait, position
@@ -30,6 +33,9 @@ SPIN_SECONDS = 2e-3
 # between while nothing completes.
 FIRST_PAUSE_SECONDS = 20e-6
 LAST_PAUSE_SECONDS = 200e-6
+# A ring may be lost, so who waits for one looks after such pauses all the same.
+FIRST_RING_SECONDS = 1e-3
+LAST_RING_SECONDS = 8e-3
 # The communication thread's first pause after a large send, and after anything else. A large send without
 # single copy goes in fragments, each of which waits for polls of both sides (256 KiB to a rank that waits
 # while the sender computes: 7.9 ms at 1 ms, 3 ms at 100 µs). Receives posted ahead are mostly all there is
@@ -55,9 +61,11 @@ class _Request:
 
     Args:
         what: for reports: what is waited for.
+
+    `rung`: a message between ranks of which the sender rings, and that needs nobody while both compute.
     """
 
-    __slots__ = ("buffer", "completed", "error", "request", "transport", "urgent", "what")
+    __slots__ = ("buffer", "completed", "error", "request", "rung", "transport", "urgent", "what")
 
     def __init__(
         self,
@@ -69,6 +77,7 @@ class _Request:
     ) -> None:
         self.request, self.buffer, self.transport, self.urgent = request, buffer, transport, urgent
         self.what = what
+        self.rung = what.tag is not None and what.peers[0] in transport.rung
         self.error: str | None = None
         self.completed = False
 
@@ -106,6 +115,8 @@ class _Arrived(NamedTuple):
 class MpiTransport:
     """Transport over a communicator of its own. Use as a context manager, or `close` it.
 
+    To make one is collective.
+
     Args:
         cores_to_spare: every rank of this machine has a core of its own, so that one that waits may use it.
     """
@@ -113,11 +124,13 @@ class MpiTransport:
     def __init__(self, communicator: MPI.Comm, cores_to_spare: bool = False) -> None:
         self._communicator = communicator
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
+        self._doorbell = None if cores_to_spare else Doorbell(communicator)
+        self.rung = self._doorbell.peers if self._doorbell else frozenset[int]()
         self._active: list[_Request] = []  # requests of MPI
         # by (peer, tag), in order, while there are any
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
         self._arrived: defaultdict[tuple[int, int], deque[_Arrived]] = defaultdict(deque)
-        self._num_expected = 0
+        self._num_expected = self._num_polled = 0  # the latter: of those, from peers that do not ring
         self._status = MPI.Status()
         self._polling = threading.Lock()  # held by the one thread that tests the requests
         self._guard = threading.Lock()  # guards what follows
@@ -135,7 +148,10 @@ class MpiTransport:
         array = buffer.numpy()
         request = self._communicator.Isend([array, MPI.BYTE], peer, tag)
         what = Wait("send", (peer,), tag, array.nbytes)
-        return self._watch(_Request(request, buffer, self, array.nbytes > SMALL_BYTES, what))
+        pending = _Request(request, buffer, self, array.nbytes > SMALL_BYTES, what)
+        if pending.rung and self._doorbell:
+            self._doorbell.ring(peer)
+        return self._watch(pending)
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """The next message from there with this tag; waiting for it fails if it has another size."""
@@ -147,9 +163,11 @@ class MpiTransport:
                 self._expected[peer, tag].append(expected)
                 with self._guard:
                     self._num_expected += 1
-                    self._pause = min(self._pause, PAUSE_SECONDS)
-                    if self._asleep:
-                        self._wake.notify()
+                    if not expected.rung:
+                        self._num_polled += 1
+                        self._pause = min(self._pause, PAUSE_SECONDS)
+                        if self._asleep:
+                            self._wake.notify()
         return expected
 
     def watch(
@@ -185,6 +203,8 @@ class MpiTransport:
         # ranks than cores what is to be computed next waits for a time slice, a millisecond and more.
         with self._guard:
             self._active.append(pending)
+            if pending.rung:
+                return pending
             self._pause = min(self._pause, PAUSE_URGENT_SECONDS if pending.urgent else PAUSE_SECONDS)
             if self._asleep or (pending.urgent and not self._brisk):
                 self._wake.notify()
@@ -200,12 +220,15 @@ class MpiTransport:
             self._num_waiting += 1
         began = time.perf_counter()
         in_doubt = began + DOUBT_SECONDS
-        pauses = _pauses()
+        pauses = _pauses(FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
+        rings = _pauses(FIRST_RING_SECONDS, LAST_RING_SECONDS)
         before = position.wait_for(pending.what)
         try:
+            self._sleep_until_rung(pending, rings)  # at once, if it is there already
             while not self._test(pending):
                 now = time.perf_counter()
-                if now >= began + self._spin_seconds:
+                spins = now < began + self._spin_seconds
+                if not spins and not self._sleep_until_rung(pending, rings):
                     time.sleep(next(pauses))
                 if now >= in_doubt and doubt is not None:
                     doubt()
@@ -215,12 +238,21 @@ class MpiTransport:
             with self._guard:
                 self._num_waiting -= 1
 
+    def _sleep_until_rung(self, pending: _Request, pauses: Iterator[float]) -> bool:
+        """Before a look at a message that has not come yet, if it is one whose sender rings."""
+        if self._doorbell is None or not pending.rung or pending.request is not None:
+            return False
+        self._doorbell.sleep(next(pauses))
+        return True
+
     def close(self) -> None:
         """Wait for what is under way and end the communication thread."""
         with self._guard:
             self._closed = True
             self._wake.notify()
         self.thread.join()
+        if self._doorbell is not None:
+            self._doorbell.close()
 
     def __enter__(self) -> "MpiTransport":
         return self
@@ -236,6 +268,8 @@ class MpiTransport:
                 under_way = bool(self._active) or self._num_expected > 0
                 if self._closed and not under_way:
                     return
+                if not self._closed:
+                    under_way = self._num_polled > 0 or not all(each.rung for each in self._active)
                 idle_pauses = 0 if under_way else idle_pauses + 1
                 self._asleep = idle_pauses > LINGER_PAUSES
                 pause = self._pause
@@ -292,9 +326,11 @@ class MpiTransport:
         if place not in self._expected:
             self._arrived[place].append(arrived)
             return True
+        expected = _pop(self._expected, place)
         with self._guard:
             self._num_expected -= 1
-        self._take(_pop(self._expected, place), arrived)
+            self._num_polled -= not expected.rung
+        self._take(expected, arrived)
         return True
 
     def _probe(self) -> MPI.Message | None:
@@ -333,9 +369,8 @@ def _pop(queues: dict[tuple[int, int], deque[_Item]], place: tuple[int, int]) ->
     return item
 
 
-def _pauses() -> Iterator[float]:
+def _pauses(first: float, last: float) -> Iterator[float]:
     """Seconds to sleep between polls: doubled up to the last."""
-    pause = FIRST_PAUSE_SECONDS
     while True:
-        yield pause
-        pause = min(2 * pause, LAST_PAUSE_SECONDS)
+        yield first
+        first = min(2 * first, last)
