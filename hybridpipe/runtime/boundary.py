@@ -110,7 +110,7 @@ class Boundary:
     ) -> None:
         """Start sending the gradients of a stage's input to the stage before."""
         size = self._size(microbatch, self._stage - 1)
-        spec = self._specs[size].gradients()
+        spec = self._specs[size].gradients
         tensors = [gradient for gradient in gradients if gradient is not None]
         self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec, tensors, fault)
 
@@ -175,7 +175,7 @@ class Boundary:
             known = self._specs.get(size)
             if known is None:
                 return
-            spec = known if forward else known.gradients()
+            spec = known if forward else known.gradients
             kind, cut = (ACTIVATION, self._stage - 1) if forward else (GRADIENT, self._stage)
             buffer = self._buffers.take(spec.num_bytes)
             tag = self._tag(kind, m, cut)

@@ -2,7 +2,7 @@
 
 MPI lets nobody sleep: who waits for a message looks again and again, and each look gives the processor away.
 So datagrams of Linux go beside it, with nothing in them. Knows no messages.
-Invariant: a ring is a hint: one may be lost, or come for nothing. Who sleeps looks after a while all the same.
+Invariant: a ring is a hint: one may be lost, or come for nothing. Who sleeps looks after a while anyway.
 """
 
 import select
