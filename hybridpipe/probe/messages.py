@@ -13,6 +13,7 @@ import torch
 from hybridpipe.planning import fit
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.instructions import (
+    Instruction,
     Program,
     ReceiveActivation,
     ReceiveGradient,
@@ -47,6 +48,10 @@ LIMITED_SECONDS = 1e-3
 WAKING_BYTES, WAKINGS, BETWEEN_SECONDS = 2**17, 40, 6e-3  # messages among computing, as in a pipeline
 HANDLED, UNITS = 30, 3  # messages each way, and units of work between them
 HANDLED_BYTES = 2**14  # more than what MPI sends at once
+EXCHANGES: tuple[tuple[Callable[[int], Instruction], ...], ...] = (  # of the first stage of two, and the last
+    (SendActivation, ReceiveGradient),
+    (ReceiveActivation, SendGradient),
+)
 LARGE_BYTES, ARRIVED_SECONDS = 2**19, 2e-3  # those, or as many as arrive in less than the units of work take
 
 
@@ -214,8 +219,7 @@ def _exchange_and_compute(boundary: Boundary | None, stage: int, num_bytes: int,
     """A message goes each way while both compute, and is asked for when it has long been there."""
     activation = torch.zeros(num_bytes // 4, requires_grad=True)
     if boundary is not None:
-        of_stages = [(SendActivation, ReceiveGradient), (ReceiveActivation, SendGradient)]
-        program: Program = tuple(kind(m) for m in range(HANDLED) for kind in of_stages[stage])
+        program: Program = tuple(kind(m) for m in range(HANDLED) for kind in EXCHANGES[stage])
         sizes = [num_bytes] * HANDLED  # in place of samples, which the shapes are known by
         boundary.begin(program, sizes, step=0, training=True)
     for turn in range(HANDLED + 2):

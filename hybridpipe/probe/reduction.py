@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from statistics import mean, median
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
 BESIDE_SECONDS = 0.1  # of all-reduces beside computing
+BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 6  # of computing before one: many time slices of the kernel
 GOLDEN = (5**0.5 - 1) / 2
 LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
 
@@ -51,7 +52,7 @@ def measure_allreduce(
     """
     cycle = world.bcast(_cycle_seconds())
     reduce = partial(_reduce, cycle_seconds=cycle, bucket_bytes=max(bucket_bytes, LEAST_BYTES))
-    timed, beside, speed = in_group(world, range(unit.ranks), reduce)
+    timed, beside, late, speed = in_group(world, range(unit.ranks), reduce)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     small, bucket = timed[0], timed[-1]
     slope = (bucket.seconds - small.seconds) / bucket.num_bytes
@@ -59,7 +60,7 @@ def measure_allreduce(
     line = fit.fit_line(timings, max(slope, sent * link.message.seconds_per_byte))
     steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
     wait = min(cycle / 2, max(0.0, line.start_seconds - steps))
-    figures = AllReduce(sent / line.seconds_per_byte, line.start_seconds - wait, line.error, wait)
+    figures = AllReduce(sent / line.seconds_per_byte, line.start_seconds - wait, line.error, wait + late)
     computing, reducing, both = beside
     at_work = reducing - wait  # waiting for the cycle costs nobody anything
     return figures, fit.overlap(computing, at_work, both) if at_work > 0 else 1.0, speed
@@ -72,7 +73,7 @@ def _cycle_seconds() -> float:
 
 def _reduce(
     group: "MPI.Comm", cycle_seconds: float, bucket_bytes: int
-) -> tuple[list[Timed], list[float], float]:
+) -> tuple[list[Timed], list[float], float, float]:
     without = _mean_rate(group)
     hvd = horovod(group)
     speed = min(1.0, _mean_rate(group) / without)
@@ -100,8 +101,9 @@ def _reduce(
     timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
     chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
     beside = _beside_computing(group, start(chosen.num_bytes), chosen.seconds, pauses)
+    late = _late_after_computing(group, start(chosen.num_bytes), pauses)
     hvd.shutdown()
-    return timed, beside, speed
+    return timed, beside, late, speed
 
 
 def _mean_rate(group: "MPI.Comm") -> float:
@@ -117,6 +119,38 @@ def _beside_computing(
     group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, pauses: Iterator[float]
 ) -> list[float]:
     """Seconds of a computation on all ranks, of an all-reduce about as long, and of both at once."""
+    compute = _computation(group, seconds)
+
+    def both() -> None:
+        finish = begin()
+        compute()
+        finish()
+
+    begin()()
+    rounds = min(MAX_REPEATS, max(ROUNDS, int(BESIDE_SECONDS / seconds)))
+    taken = _by_turns(group, [compute, lambda: begin()(), both], islice(pauses, rounds))
+    return [median(of_action) for of_action in zip(*taken, strict=True)]
+
+
+def _late_after_computing(
+    group: "MPI.Comm", begin: Callable[[], Callable[[], object]], pauses: Iterator[float]
+) -> float:
+    """Seconds that an all-reduce takes longer where ranks come to it from computing than from a barrier.
+
+    Where they share processors they come unevenly, and who is early takes some of the others' in waiting.
+    """
+    compute = _computation(group, BEFORE_SECONDS)
+
+    def after() -> None:
+        compute()
+        begin()()
+
+    taken = _by_turns(group, [compute, lambda: begin()(), after], islice(pauses, BEFORE_ROUNDS))
+    return max(0.0, median(after - computing - reducing for computing, reducing, after in taken))
+
+
+def _computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
+    """Work that takes about so long while all ranks do it."""
     work = default_work()
     work()
     units = max(1, round(seconds / mean(group.allgather(timed_call(work)))))
@@ -125,18 +159,17 @@ def _beside_computing(
         for _ in range(units):
             work()
 
-    def both() -> None:
-        finish = begin()
-        compute()
-        finish()
+    return compute
 
-    begin()()
-    actions = (compute, lambda: begin()(), both)
-    taken: list[list[float]] = [[] for _ in actions]
-    rounds = min(MAX_REPEATS, max(ROUNDS, int(BESIDE_SECONDS / seconds)))
-    for pause_seconds in islice(pauses, rounds):
-        for action, of_action in zip(actions, taken, strict=True):
-            group.Barrier()
-            time.sleep(pause_seconds)
-            of_action.append(mean(group.allgather(timed_call(action))))
-    return [median(of_action) for of_action in taken]
+
+def _by_turns(
+    group: "MPI.Comm", actions: Sequence[Callable[[], object]], pauses: Iterable[float]
+) -> list[list[float]]:
+    """Seconds of each action, on average over the ranks, in a round for each pause."""
+
+    def timed(action: Callable[[], object], pause_seconds: float) -> float:
+        group.Barrier()
+        time.sleep(pause_seconds)
+        return mean(group.allgather(timed_call(action)))
+
+    return [[timed(action, pause_seconds) for action in actions] for pause_seconds in pauses]
