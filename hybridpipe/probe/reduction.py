@@ -170,6 +170,6 @@ def _by_turns(
     def timed(action: Callable[[], object], pause_seconds: float) -> float:
         group.Barrier()
         time.sleep(pause_seconds)
-        return mean(group.allgather(timed_call(action)))
+        return float(mean(group.allgather(timed_call(action))))
 
     return [[timed(action, pause_seconds) for action in actions] for pause_seconds in pauses]
