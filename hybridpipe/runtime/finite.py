@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime.stream import Stream
 from hybridpipe.stage.stage import Stage
+from hybridpipe.stage.values import dense, norms
 
 # Of ranks that meet the same error at the same time the first to report ends the job: where it arose, at the
 # end of the pipeline, before where it went.
@@ -75,8 +76,8 @@ class Finite:
 
     def _seem_finite(self, losses: Mapping[int, Tensor]) -> bool:
         """False where something may be wrong: a norm can overflow, too."""
-        gradients = [_dense(p.grad) for p in self._parameters if p.grad is not None]
-        numbers = [*(torch._foreach_norm(gradients) if gradients else []), *losses.values()]
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        numbers = [*norms(gradients), *losses.values()]
         if not numbers:
             return True
         total = torch.stack([number.detach().float() for number in numbers]).sum()
@@ -93,7 +94,7 @@ class Finite:
             for name, parameter in reversed(list(stage.module.named_parameters())):
                 if parameter.grad is None:
                     continue
-                gradient = _dense(parameter.grad)
+                gradient = dense(parameter.grad)
                 if not gradient.isfinite().all():
                     index, _, rest = name.partition(".")
                     layer = (
@@ -102,8 +103,3 @@ class Finite:
                     where = f"the gradient of step {step}, stage {number}, {layer}, {rest} is not finite"
                     nan, infinite = int(gradient.isnan().sum()), int(gradient.isinf().sum())
                     yield number, f"{where}: {nan} NaN and {infinite} infinite of {gradient.numel()}"
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient; of a sparse one, such as an embedding's, those that are there."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

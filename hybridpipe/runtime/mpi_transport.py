@@ -47,7 +47,7 @@ PAUSE_SECONDS = 1e-3
 IDLE_PAUSE_SECONDS = 4e-3
 # With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
 # message would cost more than a small message.
-LINGER_PAUSES = 12
+LINGER_PAUSES = 2
 # A message of up to this size is on its way when `Isend` returns and needs no progress.
 SMALL_BYTES = 4096
 # Who waits tests its own request, and what else is under way once there is so much of it.

@@ -23,7 +23,7 @@ from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfi
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage, received
 from hybridpipe.stage.stopwatch import Stopwatch, Took
-from hybridpipe.stage.values import Value, map_tensors, tensors_of
+from hybridpipe.stage.values import Value, map_tensors, norms, tensors_of
 
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Agree = Callable[[float], float]  # the largest of all measuring ranks' numbers; a barrier, too
@@ -337,16 +337,17 @@ def _measure_updates(
     watch: Stopwatch,
     agree: Agree,
 ) -> tuple[dict[int, float], int]:
-    """Seconds of the optimizer's step over each layer that it trains, and the bytes of its state over all.
+    """Seconds of an update of each layer that is trained, and the bytes of the optimizer's state over all.
 
     Args:
         in_between: goes through the caches between two steps, forward and backward, as training does.
     """
-    optimizers = {}
+    optimizers, gradients = {}, {}
     for i, stage in enumerate(stages):
         parameters = [p for p in stage.module.parameters() if p.grad is not None]
         if optimizer is not None and parameters:
-            for gradient in (p.grad for p in parameters if p.grad is not None):
+            gradients[i] = [p.grad for p in parameters if p.grad is not None]
+            for gradient in gradients[i]:
                 gradient.zero_()  # a step of nothing costs as much, and leaves the copy fit for use
             optimizers[i] = optimizer(parameters)
 
@@ -356,6 +357,7 @@ def _measure_updates(
             in_between()
         for i, over_layer in optimizers.items():
             began = watch.now()
+            norms(gradients[i])  # which tell whether they are numbers
             over_layer.step()
             took[i] = watch.since(began)
         return took

@@ -1,7 +1,11 @@
-"""Values: what flows between layers, a tensor or a tuple of tensors, as `nn.Sequential` passes it on."""
+"""Values: what flows between layers, a tensor or a tuple of tensors, as `nn.Sequential` passes it on.
 
-from collections.abc import Callable
+And how large the gradients of weights are.
+"""
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
 Value = Tensor | tuple[Tensor, ...]
@@ -27,3 +31,13 @@ def rebuild(tensors: tuple[Tensor, ...], like: Value) -> Value:
 def map_tensors(function: Callable[[Tensor], Tensor], value: Value) -> Value:
     """The value with `function` applied to each of its tensors."""
     return rebuild(tuple(map(function, tensors_of(value))), value)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient; of a sparse one, such as an embedding's, those that are there."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Of each: what is looked at before an update."""
+    return list(torch._foreach_norm([dense(gradient) for gradient in gradients])) if gradients else []
