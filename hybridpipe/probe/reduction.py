@@ -101,7 +101,7 @@ def _reduce(
     timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
     chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
     beside = _beside_computing(group, start(chosen.num_bytes), chosen.seconds, pauses)
-    late = _late_after_computing(group, start(chosen.num_bytes), pauses)
+    late = _late_after_computing(group, start(timed[0].num_bytes), pauses)  # large ones vary by more
     hvd.shutdown()
     return timed, beside, late, speed
 

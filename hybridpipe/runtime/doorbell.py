@@ -16,7 +16,7 @@ import numpy as np
 from hybridpipe.runtime.mpi import MPI
 
 TRIAL_BYTES = 2**18  # far more than MPI sends at once
-TRIAL_SECONDS = 0.3  # for ranks that wait for a processor, too
+TRIAL_SECONDS = 0.1  # for ranks that wait for a processor, too; it takes less than a millisecond
 TRIAL_PAUSE_SECONDS = 1e-4
 
 
