@@ -40,7 +40,7 @@ LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a sl
 
 
 def measure_allreduce(
-    world: "MPI.Comm", unit: Unit, link: Link, bucket_bytes: int
+    world: "MPI.Comm", unit: Unit, link: Link, bucket_bytes: int, per_machine: int
 ) -> tuple[AllReduce, float, float]:
     """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
     ranks compute while it has nothing to do, relative to those without it.
@@ -51,7 +51,9 @@ def measure_allreduce(
             acknowledges the received.
     """
     cycle = world.bcast(_cycle_seconds())
-    reduce = partial(_reduce, cycle_seconds=cycle, bucket_bytes=max(bucket_bytes, LEAST_BYTES))
+    reduce = partial(
+        _reduce, cycle_seconds=cycle, bucket_bytes=max(bucket_bytes, LEAST_BYTES), per_machine=per_machine
+    )
     timed, beside, late, speed = in_group(world, range(unit.ranks), reduce)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     small, bucket = timed[0], timed[-1]
@@ -72,7 +74,7 @@ def _cycle_seconds() -> float:
 
 
 def _reduce(
-    group: "MPI.Comm", cycle_seconds: float, bucket_bytes: int
+    group: "MPI.Comm", cycle_seconds: float, bucket_bytes: int, per_machine: int
 ) -> tuple[list[Timed], list[float], float, float]:
     without = _mean_rate(group)
     hvd = horovod(group)
@@ -101,7 +103,8 @@ def _reduce(
     timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
     chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
     beside = _beside_computing(group, start(chosen.num_bytes), chosen.seconds, pauses)
-    late = _late_after_computing(group, start(timed[0].num_bytes), pauses)  # large ones vary by more
+    small = start(timed[0].num_bytes)  # large ones vary by more
+    late = _late_after_computing(group, small, pauses, per_machine)
     hvd.shutdown()
     return timed, beside, late, speed
 
@@ -129,15 +132,19 @@ def _beside_computing(
     begin()()
     rounds = min(MAX_REPEATS, max(ROUNDS, int(BESIDE_SECONDS / seconds)))
     taken = _by_turns(group, [compute, lambda: begin()(), both], islice(pauses, rounds))
-    return [median(of_action) for of_action in zip(*taken, strict=True)]
+    return [median(map(mean, of_action)) for of_action in zip(*taken, strict=True)]
 
 
 def _late_after_computing(
-    group: "MPI.Comm", begin: Callable[[], Callable[[], object]], pauses: Iterator[float]
+    group: "MPI.Comm",
+    begin: Callable[[], Callable[[], object]],
+    pauses: Iterator[float],
+    per_machine: int,
 ) -> float:
     """Seconds that an all-reduce takes longer where ranks come to it from computing than from a barrier.
 
     Where they share processors they come unevenly, and who is early takes some of the others' in waiting.
+    That a machine computes more slowly than another is not in it.
     """
     compute = _computation(group, BEFORE_SECONDS)
 
@@ -145,8 +152,12 @@ def _late_after_computing(
         compute()
         begin()()
 
+    def of_slowest(seconds: list[float]) -> float:
+        return max(mean(seconds[i : i + per_machine]) for i in range(0, len(seconds), per_machine))
+
     taken = _by_turns(group, [compute, lambda: begin()(), after], islice(pauses, BEFORE_ROUNDS))
-    return max(0.0, median(after - computing - reducing for computing, reducing, after in taken))
+    rounds = [tuple(map(of_slowest, of_round)) for of_round in taken]
+    return max(0.0, median(after - computing - reducing for computing, reducing, after in rounds))
 
 
 def _computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
@@ -164,12 +175,13 @@ def _computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
 
 def _by_turns(
     group: "MPI.Comm", actions: Sequence[Callable[[], object]], pauses: Iterable[float]
-) -> list[list[float]]:
-    """Seconds of each action, on average over the ranks, in a round for each pause."""
+) -> list[list[list[float]]]:
+    """Seconds of each action, by rank, in a round for each pause."""
 
-    def timed(action: Callable[[], object], pause_seconds: float) -> float:
+    def timed(action: Callable[[], object], pause_seconds: float) -> list[float]:
         group.Barrier()
         time.sleep(pause_seconds)
-        return float(mean(group.allgather(timed_call(action))))
+        gathered: list[float] = group.allgather(timed_call(action))
+        return gathered
 
     return [[timed(action, pause_seconds) for action in actions] for pause_seconds in pauses]

@@ -2,7 +2,7 @@
 
 MPI lets nobody sleep: who waits for a message looks again and again, and each look gives the processor away.
 So datagrams of Linux go beside it, with nothing in them. Knows no messages.
-Invariant: a ring is a hint: one may be lost, or come for nothing. Who sleeps looks after a while anyway.
+Invariant: a ring is a hint: it may come for nothing, or before its message; who sleeps looks in the end.
 """
 
 import select
@@ -23,24 +23,23 @@ TRIAL_PAUSE_SECONDS = 1e-4
 class Doorbell:
     """This rank's bell, and those of the ranks of a communicator that share its host. Collective.
 
-    There are none where a large message needs its sender's help, for a sender that computes gives none:
-    where shared memory is without single copy. `peers` is empty then.
+    There are none unless all of the host's ranks want them, nor where a large message needs its sender's
+    help, for a sender that computes gives none: where shared memory is without single copy. `peers` is empty
+    then.
     """
 
-    def __init__(self, communicator: MPI.Comm) -> None:
+    def __init__(self, communicator: MPI.Comm, wanted: bool = True) -> None:
         self._addresses: dict[int, bytes] = {}
-        self._socket: socket.socket | None = None
         host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
-        if host.size > 1 and sys.platform == "linux":
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.bind("")  # a name of its own, in no folder
-            self._socket.setblocking(False)
-            self._poll = select.poll()
-            self._poll.register(self._socket, select.POLLIN)
-            addresses = host.allgather((communicator.rank, self._socket.getsockname()))
+        self._socket = _bound_socket() if wanted and host.size > 1 else None
+        address = self._socket.getsockname() if self._socket else None
+        addresses = host.allgather((communicator.rank, address))
+        if all(address for _, address in addresses):
             self._addresses = dict(addresses)
             if not self._moves_alone(host, [rank for rank, _ in addresses]):
                 self.close()
+        else:
+            self.close()
         host.Free()
 
     @property
@@ -49,18 +48,21 @@ class Doorbell:
         return frozenset(self._addresses)
 
     def ring(self, peer: int) -> None:
-        """For one message that is there now. Not heard by a peer that is gone, or that has heard ten."""
+        """There is a message now. A peer that is gone does not hear it, nor one that has not heard many."""
         assert self._socket is not None
         with suppress(OSError):
             self._socket.sendto(b"", self._addresses[peer])
 
     def sleep(self, seconds: float) -> bool:
-        """Until the next ring, or for so long, to the millisecond. Was there one?"""
+        """Until somebody rings or has rung since the last time, or for so long. Did somebody?"""
         assert self._socket is not None
-        if not self._poll.poll(1e3 * seconds):
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(1e3 * seconds):
             return False
         with suppress(BlockingIOError):
-            self._socket.recv(1)
+            while True:
+                self._socket.recv(1)
         return True
 
     def close(self) -> None:
@@ -89,3 +91,16 @@ class Doorbell:
             request.Wait()
         agreed: bool = host.allreduce(alone, MPI.LAND)
         return agreed
+
+
+def _bound_socket() -> socket.socket | None:
+    """With a name of its own, in no folder; None where there are no such sockets."""
+    if sys.platform != "linux":
+        return None
+    try:
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        found.bind("")
+    except OSError:
+        return None
+    found.setblocking(False)
+    return found

@@ -29,13 +29,12 @@ from hybridpipe.runtime.transport import DOUBT_SECONDS, Pending, Unclaimed
 # A rank that waits looks again at once for so long, where every rank of its machine has a core of its own: a
 # pause lasts at least 70 µs, the kernel's timer slack included, and a small message takes 2.
 SPIN_SECONDS = 2e-3
-# Then, or from the start where ranks outnumber cores, it pauses: from the first to the last, doubled in
-# between while nothing completes.
+# Then, or from the start where ranks outnumber cores and nobody rings, it pauses: from the first to the last,
+# doubled in between while nothing completes.
 FIRST_PAUSE_SECONDS = 20e-6
 LAST_PAUSE_SECONDS = 200e-6
-# A ring may be lost, so who waits for one looks after such pauses all the same.
-FIRST_RING_SECONDS = 1e-3
-LAST_RING_SECONDS = 8e-3
+# A ring may come before its message, so who waits for one looks after such a pause all the same.
+RING_SECONDS = 5e-3
 # The communication thread's first pause after a large send, and after anything else. A large send without
 # single copy goes in fragments, each of which waits for polls of both sides (256 KiB to a rank that waits
 # while the sender computes: 7.9 ms at 1 ms, 3 ms at 100 µs). Receives posted ahead are mostly all there is
@@ -50,8 +49,9 @@ IDLE_PAUSE_SECONDS = 4e-3
 LINGER_PAUSES = 2
 # A message of up to this size is on its way when `Isend` returns and needs no progress.
 SMALL_BYTES = 4096
-# Who waits tests its own request, and what else is under way once there is so much of it.
-MOST_ACTIVE = 8
+# Who waits tests its own request, and what else is under way once there is so much of it. So does who rings,
+# since the communication thread leaves that alone, and a first stage may wait for nothing.
+MOST_ACTIVE = 4
 
 _Item = TypeVar("_Item")
 
@@ -124,8 +124,10 @@ class MpiTransport:
     def __init__(self, communicator: MPI.Comm, cores_to_spare: bool = False) -> None:
         self._communicator = communicator
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
-        self._doorbell = None if cores_to_spare else Doorbell(communicator)
-        self.rung = self._doorbell.peers if self._doorbell else frozenset[int]()
+        with position.waiting("the other ranks' transports", range(communicator.size)):
+            self._doorbell = Doorbell(communicator, wanted=not cores_to_spare)
+        self.rung = self._doorbell.peers
+        self._silent = False  # nothing was there at the last look, and nobody has rung since
         self._active: list[_Request] = []  # requests of MPI
         # by (peer, tag), in order, while there are any
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
@@ -149,9 +151,11 @@ class MpiTransport:
         request = self._communicator.Isend([array, MPI.BYTE], peer, tag)
         what = Wait("send", (peer,), tag, array.nbytes)
         pending = _Request(request, buffer, self, array.nbytes > SMALL_BYTES, what)
-        if pending.rung and self._doorbell:
+        self._watch(pending)
+        if pending.rung:
             self._doorbell.ring(peer)
-        return self._watch(pending)
+            self._let_go()
+        return pending
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """The next message from there with this tag; waiting for it fails if it has another size."""
@@ -211,7 +215,7 @@ class MpiTransport:
         return pending
 
     def wait_for(self, pending: _Request, doubt: Callable[[], None] | None = None) -> None:
-        """Poll until the request is complete; the communication thread rests meanwhile.
+        """Poll, or sleep until rung, until the request is complete; the communication thread rests meanwhile.
 
         Args:
             doubt: called when it takes long; raises if it knows that there is nothing to wait for.
@@ -220,15 +224,15 @@ class MpiTransport:
             self._num_waiting += 1
         began = time.perf_counter()
         in_doubt = began + DOUBT_SECONDS
-        pauses = _pauses(FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS)
-        rings = _pauses(FIRST_RING_SECONDS, LAST_RING_SECONDS)
+        pauses = _pauses()
         before = position.wait_for(pending.what)
         try:
-            self._sleep_until_rung(pending, rings)  # at once, if it is there already
+            if self._silent:
+                self._sleep_until_rung(pending)
             while not self._test(pending):
                 now = time.perf_counter()
                 spins = now < began + self._spin_seconds
-                if not spins and not self._sleep_until_rung(pending, rings):
+                if not spins and not self._sleep_until_rung(pending):
                     time.sleep(next(pauses))
                 if now >= in_doubt and doubt is not None:
                     doubt()
@@ -238,11 +242,14 @@ class MpiTransport:
             with self._guard:
                 self._num_waiting -= 1
 
-    def _sleep_until_rung(self, pending: _Request, pauses: Iterator[float]) -> bool:
-        """Before a look at a message that has not come yet, if it is one whose sender rings."""
-        if self._doorbell is None or not pending.rung or pending.request is not None:
+    def _sleep_until_rung(self, pending: _Request) -> bool:
+        """For a message that has not come, if its sender rings, and if nothing else is to be polled for."""
+        if not pending.rung or pending.request is not None or self._num_polled:
             return False
-        self._doorbell.sleep(next(pauses))
+        if any(each.what.tag is not None and not each.rung for each in list(self._active)):
+            return False
+        if self._doorbell.sleep(RING_SECONDS):
+            self._silent = False
         return True
 
     def close(self) -> None:
@@ -251,8 +258,7 @@ class MpiTransport:
             self._closed = True
             self._wake.notify()
         self.thread.join()
-        if self._doorbell is not None:
-            self._doorbell.close()
+        self._doorbell.close()
 
     def __enter__(self) -> "MpiTransport":
         return self
@@ -294,8 +300,7 @@ class MpiTransport:
                 with self._guard:
                     self._active.remove(pending)
                 pending.complete()
-        if len(self._active) > MOST_ACTIVE:
-            self._poll()
+        self._let_go()
         return True
 
     def _poll(self) -> None:
@@ -303,16 +308,26 @@ class MpiTransport:
         with self._polling:
             while self._match():
                 pass
-            with self._guard:
-                active = list(self._active)
-            finished = MPI.Request.Testsome([each.request for each in active if each.request is not None])
-            if not finished:
-                return
-            completed = [active[i] for i in finished]
-            with self._guard:
-                self._active = [pending for pending in self._active if pending not in completed]
-            for pending in completed:
-                pending.complete()
+            self._finish_some()
+
+    def _let_go(self) -> None:
+        """Of what nobody waits for, once it is much."""
+        if len(self._active) > MOST_ACTIVE:
+            with self._polling:
+                self._finish_some()
+
+    def _finish_some(self) -> None:
+        """Whatever is complete. Called while `_polling` is held."""
+        with self._guard:
+            active = list(self._active)
+        finished = MPI.Request.Testsome([each.request for each in active if each.request is not None])
+        if not finished:
+            return
+        completed = [active[i] for i in finished]
+        with self._guard:
+            self._active = [pending for pending in self._active if pending not in completed]
+        for pending in completed:
+            pending.complete()
 
     def _match(self) -> bool:
         """Take one message that has come, if any, to whoever expects it. Called while `_polling` is held."""
@@ -320,6 +335,7 @@ class MpiTransport:
             return False
         message = self._probe() or self._probe()  # Open MPI's first look moves what the second one finds
         if message is None:
+            self._silent = True
             return False
         place = self._status.source, self._status.tag
         arrived = _Arrived(message, self._status.Get_count(MPI.BYTE))
@@ -369,8 +385,9 @@ def _pop(queues: dict[tuple[int, int], deque[_Item]], place: tuple[int, int]) ->
     return item
 
 
-def _pauses(first: float, last: float) -> Iterator[float]:
+def _pauses() -> Iterator[float]:
     """Seconds to sleep between polls: doubled up to the last."""
+    pause = FIRST_PAUSE_SECONDS
     while True:
-        yield first
-        first = min(2 * first, last)
+        yield pause
+        pause = min(2 * pause, LAST_PAUSE_SECONDS)

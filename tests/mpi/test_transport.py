@@ -35,7 +35,7 @@ def test_a_rank_that_waits_for_a_ring_hardly_looks(job):
     assert len(found) == 2
     if found[0][1] == "False":
         pytest.skip("no single copy between the ranks of this host")
-    assert all(int(looks) < 200 for looks, _ in found)  # some 1800 without a ring
+    assert all(int(looks) < 600 for looks, _ in found)  # some 130, and 1800 without a ring
 
 
 def test_without_rings_messages_come_all_the_same(job):

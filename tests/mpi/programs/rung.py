@@ -7,7 +7,7 @@ import torch
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MpiTransport
 
-MANY = 30  # more rings than are heard
+MANY = 30  # more rings than Linux keeps, by default
 
 
 class Counting(MpiTransport):
