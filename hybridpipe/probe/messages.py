@@ -263,30 +263,24 @@ def _lateness(group: "MPI.Comm") -> float:
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
     work, late = default_work(), []
-    with MpiTransport(group) as transport:
-        if group.rank > 1:
-            others = group.Ibarrier()
-            while not others.Test():
-                work()
-        else:
-            late = _latenesses(transport, group.rank, work)
-            idle_barrier(group)
+    if group.rank > 1:
+        others = group.Ibarrier()
+        while not others.Test():
+            work()
+    else:
+        peer = 1 - group.rank
+        message = torch.zeros(WAKING_BYTES // 8, dtype=torch.float64)
+        with MpiTransport(group) as transport:
+            for turn in range(WAKINGS):
+                if turn % 2 == group.rank:
+                    compute_for(work, BETWEEN_SECONDS)
+                    message[0] = time.perf_counter()
+                    sending = transport.send(message.view(torch.uint8), peer, 0)
+                    compute_for(work, BETWEEN_SECONDS)
+                    sending.wait()
+                else:
+                    transport.receive(message.view(torch.uint8), peer, 0).wait()
+                    late.append(time.perf_counter() - float(message[0]))
+        idle_barrier(group)
     gathered: list[list[float]] = group.allgather(late)
     return mean(each for of_rank in gathered for each in of_rank)
-
-
-def _latenesses(transport: Transport, rank: int, work: Work) -> list[float]:
-    """Those of this one of two ranks."""
-    late, peer = [], 1 - rank
-    message = torch.zeros(WAKING_BYTES // 8, dtype=torch.float64)
-    for turn in range(WAKINGS):
-        if turn % 2 == rank:
-            compute_for(work, BETWEEN_SECONDS)
-            message[0] = time.perf_counter()
-            sending = transport.send(message.view(torch.uint8), peer, 0)
-            compute_for(work, BETWEEN_SECONDS)
-            sending.wait()
-        else:
-            transport.receive(message.view(torch.uint8), peer, 0).wait()
-            late.append(time.perf_counter() - float(message[0]))
-    return late

@@ -3,9 +3,7 @@
 Whoever waits polls by itself; while nobody waits, the communication thread does. Without it a large
 nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
 (measured: 16 MB arrived 500 to 1100 ms late). A rank that waits for long sleeps between polls, which leaves
-the cores to whoever computes: a blocking MPI receive takes 87 % of one. Where ranks of a host outnumber its
-cores, polling costs those that compute too much; there a sender rings (`doorbell`), whoever waits sleeps
-until then, and the communication thread leaves their messages alone.
+the cores to whoever computes: a blocking MPI receive takes 87 % of one.
 
 No receive is given to MPI before its message is there and known to have its size (matching probes): Open MPI
 writes a longer message past the buffer's end, and takes a shorter one without an error.
@@ -20,7 +18,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hybridpipe.runtime.doorbell import Doorbell
 from hybridpipe.runtime.messages import ProtocolError
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.position import Wait, position
@@ -29,12 +26,10 @@ from hybridpipe.runtime.transport import DOUBT_SECONDS, Pending, Unclaimed
 # A rank that waits looks again at once for so long, where every rank of its machine has a core of its own: a
 # pause lasts at least 70 µs, the kernel's timer slack included, and a small message takes 2.
 SPIN_SECONDS = 2e-3
-# Then, or from the start where ranks outnumber cores and nobody rings, it pauses: from the first to the last,
-# doubled in between while nothing completes.
+# Then, or from the start where ranks outnumber cores, it pauses: from the first to the last, doubled in
+# between while nothing completes.
 FIRST_PAUSE_SECONDS = 20e-6
 LAST_PAUSE_SECONDS = 200e-6
-# A ring may come before its message, so who waits for one looks after such a pause all the same.
-RING_SECONDS = 5e-3
 # The communication thread's first pause after a large send, and after anything else. A large send without
 # single copy goes in fragments, each of which waits for polls of both sides (256 KiB to a rank that waits
 # while the sender computes: 7.9 ms at 1 ms, 3 ms at 100 µs). Receives posted ahead are mostly all there is
@@ -46,12 +41,11 @@ PAUSE_SECONDS = 1e-3
 IDLE_PAUSE_SECONDS = 4e-3
 # With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
 # message would cost more than a small message.
-LINGER_PAUSES = 2
+LINGER_PAUSES = 12
 # A message of up to this size is on its way when `Isend` returns and needs no progress.
 SMALL_BYTES = 4096
-# Who waits tests its own request, and what else is under way once there is so much of it. So does who rings,
-# since the communication thread leaves that alone, and a first stage may wait for nothing.
-MOST_ACTIVE = 4
+# Who waits tests its own request, and what else is under way once there is so much of it.
+MOST_ACTIVE = 8
 
 _Item = TypeVar("_Item")
 
@@ -61,11 +55,9 @@ class _Request:
 
     Args:
         what: for reports: what is waited for.
-
-    `rung`: a message between ranks of which the sender rings, and that needs nobody while both compute.
     """
 
-    __slots__ = ("buffer", "completed", "error", "request", "rung", "transport", "urgent", "what")
+    __slots__ = ("buffer", "completed", "error", "request", "transport", "urgent", "what")
 
     def __init__(
         self,
@@ -77,7 +69,6 @@ class _Request:
     ) -> None:
         self.request, self.buffer, self.transport, self.urgent = request, buffer, transport, urgent
         self.what = what
-        self.rung = what.tag is not None and what.peers[0] in transport.rung
         self.error: str | None = None
         self.completed = False
 
@@ -115,8 +106,6 @@ class _Arrived(NamedTuple):
 class MpiTransport:
     """Transport over a communicator of its own. Use as a context manager, or `close` it.
 
-    To make one is collective.
-
     Args:
         cores_to_spare: every rank of this machine has a core of its own, so that one that waits may use it.
     """
@@ -124,15 +113,11 @@ class MpiTransport:
     def __init__(self, communicator: MPI.Comm, cores_to_spare: bool = False) -> None:
         self._communicator = communicator
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
-        with position.waiting("the other ranks' transports", range(communicator.size)):
-            self._doorbell = Doorbell(communicator, wanted=not cores_to_spare)
-        self.rung = self._doorbell.peers
-        self._silent = False  # nothing was there at the last look, and nobody has rung since
         self._active: list[_Request] = []  # requests of MPI
         # by (peer, tag), in order, while there are any
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
         self._arrived: defaultdict[tuple[int, int], deque[_Arrived]] = defaultdict(deque)
-        self._num_expected = self._num_polled = 0  # the latter: of those, from peers that do not ring
+        self._num_expected = 0
         self._status = MPI.Status()
         self._polling = threading.Lock()  # held by the one thread that tests the requests
         self._guard = threading.Lock()  # guards what follows
@@ -150,12 +135,7 @@ class MpiTransport:
         array = buffer.numpy()
         request = self._communicator.Isend([array, MPI.BYTE], peer, tag)
         what = Wait("send", (peer,), tag, array.nbytes)
-        pending = _Request(request, buffer, self, array.nbytes > SMALL_BYTES, what)
-        self._watch(pending)
-        if pending.rung:
-            self._doorbell.ring(peer)
-            self._let_go()
-        return pending
+        return self._watch(_Request(request, buffer, self, array.nbytes > SMALL_BYTES, what))
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """The next message from there with this tag; waiting for it fails if it has another size."""
@@ -167,11 +147,9 @@ class MpiTransport:
                 self._expected[peer, tag].append(expected)
                 with self._guard:
                     self._num_expected += 1
-                    if not expected.rung:
-                        self._num_polled += 1
-                        self._pause = min(self._pause, PAUSE_SECONDS)
-                        if self._asleep:
-                            self._wake.notify()
+                    self._pause = min(self._pause, PAUSE_SECONDS)
+                    if self._asleep:
+                        self._wake.notify()
         return expected
 
     def watch(
@@ -207,15 +185,13 @@ class MpiTransport:
         # ranks than cores what is to be computed next waits for a time slice, a millisecond and more.
         with self._guard:
             self._active.append(pending)
-            if pending.rung:
-                return pending
             self._pause = min(self._pause, PAUSE_URGENT_SECONDS if pending.urgent else PAUSE_SECONDS)
             if self._asleep or (pending.urgent and not self._brisk):
                 self._wake.notify()
         return pending
 
     def wait_for(self, pending: _Request, doubt: Callable[[], None] | None = None) -> None:
-        """Poll, or sleep until rung, until the request is complete; the communication thread rests meanwhile.
+        """Poll until the request is complete; the communication thread rests meanwhile.
 
         Args:
             doubt: called when it takes long; raises if it knows that there is nothing to wait for.
@@ -227,12 +203,9 @@ class MpiTransport:
         pauses = _pauses()
         before = position.wait_for(pending.what)
         try:
-            if self._silent:
-                self._sleep_until_rung(pending)
             while not self._test(pending):
                 now = time.perf_counter()
-                spins = now < began + self._spin_seconds
-                if not spins and not self._sleep_until_rung(pending):
+                if now >= began + self._spin_seconds:
                     time.sleep(next(pauses))
                 if now >= in_doubt and doubt is not None:
                     doubt()
@@ -242,23 +215,12 @@ class MpiTransport:
             with self._guard:
                 self._num_waiting -= 1
 
-    def _sleep_until_rung(self, pending: _Request) -> bool:
-        """For a message that has not come, if its sender rings, and if nothing else is to be polled for."""
-        if not pending.rung or pending.request is not None or self._num_polled:
-            return False
-        if any(each.what.tag is not None and not each.rung for each in list(self._active)):
-            return False
-        if self._doorbell.sleep(RING_SECONDS):
-            self._silent = False
-        return True
-
     def close(self) -> None:
         """Wait for what is under way and end the communication thread."""
         with self._guard:
             self._closed = True
             self._wake.notify()
         self.thread.join()
-        self._doorbell.close()
 
     def __enter__(self) -> "MpiTransport":
         return self
@@ -274,8 +236,6 @@ class MpiTransport:
                 under_way = bool(self._active) or self._num_expected > 0
                 if self._closed and not under_way:
                     return
-                if not self._closed:
-                    under_way = self._num_polled > 0 or not all(each.rung for each in self._active)
                 idle_pauses = 0 if under_way else idle_pauses + 1
                 self._asleep = idle_pauses > LINGER_PAUSES
                 pause = self._pause
@@ -300,7 +260,8 @@ class MpiTransport:
                 with self._guard:
                     self._active.remove(pending)
                 pending.complete()
-        self._let_go()
+        if len(self._active) > MOST_ACTIVE:
+            self._poll()
         return True
 
     def _poll(self) -> None:
@@ -308,26 +269,16 @@ class MpiTransport:
         with self._polling:
             while self._match():
                 pass
-            self._finish_some()
-
-    def _let_go(self) -> None:
-        """Of what nobody waits for, once it is much."""
-        if len(self._active) > MOST_ACTIVE:
-            with self._polling:
-                self._finish_some()
-
-    def _finish_some(self) -> None:
-        """Whatever is complete. Called while `_polling` is held."""
-        with self._guard:
-            active = list(self._active)
-        finished = MPI.Request.Testsome([each.request for each in active if each.request is not None])
-        if not finished:
-            return
-        completed = [active[i] for i in finished]
-        with self._guard:
-            self._active = [pending for pending in self._active if pending not in completed]
-        for pending in completed:
-            pending.complete()
+            with self._guard:
+                active = list(self._active)
+            finished = MPI.Request.Testsome([each.request for each in active if each.request is not None])
+            if not finished:
+                return
+            completed = [active[i] for i in finished]
+            with self._guard:
+                self._active = [pending for pending in self._active if pending not in completed]
+            for pending in completed:
+                pending.complete()
 
     def _match(self) -> bool:
         """Take one message that has come, if any, to whoever expects it. Called while `_polling` is held."""
@@ -335,18 +286,15 @@ class MpiTransport:
             return False
         message = self._probe() or self._probe()  # Open MPI's first look moves what the second one finds
         if message is None:
-            self._silent = True
             return False
         place = self._status.source, self._status.tag
         arrived = _Arrived(message, self._status.Get_count(MPI.BYTE))
         if place not in self._expected:
             self._arrived[place].append(arrived)
             return True
-        expected = _pop(self._expected, place)
         with self._guard:
             self._num_expected -= 1
-            self._num_polled -= not expected.rung
-        self._take(expected, arrived)
+        self._take(_pop(self._expected, place), arrived)
         return True
 
     def _probe(self) -> MPI.Message | None:
