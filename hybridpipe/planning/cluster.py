@@ -22,8 +22,8 @@ class AllReduce:
     """Horovod's ring all-reduce as measured: `latency + 2 (m-1)/m bytes / bandwidth` over m ranks.
 
     `fit_error` is how far the worst measured size is off that line, relative to the measurement. Before an
-    all-reduce begins it waits `wait_seconds` on average for Horovod's next cycle, and for ranks that come
-    late from computing; one that is ready when the one before it ends goes on at once.
+    all-reduce begins it waits `wait_seconds` on average for Horovod's next cycle, and for ranks that share
+    processors and come unevenly; one that is ready when the one before it ends goes on at once.
     """
 
     bandwidth: float

@@ -94,6 +94,18 @@ def overlap(compute_seconds: float, allreduce_seconds: float, both_seconds: floa
     return min(1.0, max(0.0, hidden / min(compute_seconds, allreduce_seconds)))
 
 
+def unevenness(waited: Sequence[Sequence[float]], per_machine: int) -> float:
+    """What a rank typically waits for ranks of its own machine that come later than it.
+
+    Args:
+        waited: by rank, machine by machine, seconds in each round. Ranks of a machine that computes faster
+            than another wait for that, too, so the least of the machines counts.
+    """
+    of_ranks = np.array(waited)
+    by_machine = of_ranks.reshape(-1, min(per_machine, len(of_ranks)), of_ranks.shape[1]).mean(axis=1)
+    return float(np.median(by_machine.min(axis=0)))
+
+
 def compute_speeds(throughput: Mapping[int, float]) -> tuple[float, ...]:
     """From what n ranks of a machine get done at once to the speed of each, relative to one alone.
 

@@ -48,7 +48,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKE
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
     computing = measure_computing(world, per_machine, work or default_work())
     links = [measure_link(world, unit, per_machine) for unit in levels]
-    measure = partial(measure_allreduce, world, bucket_bytes=bucket_bytes, per_machine=per_machine)
+    measure = partial(measure_allreduce, world, bucket_bytes=bucket_bytes, sharing=computing.sharing)
     all_reduces = map(measure, levels, links)
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     return Cluster(
@@ -71,7 +71,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKE
         compute_speeds=computing.speeds,
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
-        wakeup_seconds=measure_wakeup(world, per_machine, computing.speeds, links[0]),
+        wakeup_seconds=measure_wakeup(world, computing.sharing, links[0]),
         replicated_speed=replicated_speed[-1],
         overlap=overlap[-1],
     )

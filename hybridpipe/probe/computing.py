@@ -1,12 +1,13 @@
 """Computing: how fast the ranks of a machine are when several compute, and machines beside each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
 from hybridpipe.planning import fit
+from hybridpipe.planning.cluster import Cluster
 from hybridpipe.probe.repetitions import COMPUTE_SECONDS, ROUNDS, Work, rate, timed_call
 from hybridpipe.runtime.transport import Transport
 from hybridpipe.together import cores_to_spare, idle_barrier, largest
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 class Computing:
     speeds: tuple[float, ...]
     relative_speed: tuple[float, ...] | None
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks of a machine share its processors; 1 where each has its own."""
+        num_ranks = len(self.speeds)
+        machine = Cluster.flat(num_ranks, bandwidth=1.0, latency_seconds=0.0)
+        busy = replace(machine, node_ranks=num_ranks, compute_speeds=self.speeds).is_busy(num_ranks - 1)
+        return num_ranks if busy else 1
 
 
 def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Computing:

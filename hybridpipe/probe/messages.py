@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridpipe.planning import fit
-from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.instructions import (
     Instruction,
     Program,
@@ -184,7 +183,7 @@ def _handling(group: "MPI.Comm", distance: int, sizes: Sequence[int]) -> list[fl
     """Processor seconds that a message of each size takes, at either end, from ranks that compute in between.
 
     With all that `Boundary` does for it. A ping-pong's are fewer: its path stays in the caches, and its
-    communication thread asleep. Two ranks on two cores, 0.06 ms by ping-pong and 0.05 to 0.29 amid computing.
+    communication thread asleep.
 
     Args:
         distance: the first so many ranks exchange with the next so many, and so on; who has none, computes.
@@ -193,7 +192,7 @@ def _handling(group: "MPI.Comm", distance: int, sizes: Sequence[int]) -> list[fl
 
     work = default_work()
     block, place = divmod(group.rank, distance)
-    pair = [(each * distance) + place for each in (block & ~1, block | 1)]
+    pair = [each * distance + place for each in (block & ~1, block | 1)]
     rounds: list[list[float]] = []
     with MpiTransport(group) as transport:
         boundary = _boundary(pair, block & 1, transport) if pair[1] < group.size else None
@@ -241,16 +240,18 @@ def _answer(boundary: Boundary, microbatch: int) -> None:
     boundary.send_gradient(microbatch, [tensor.detach() for tensor in received])
 
 
-def measure_wakeup(world: "MPI.Comm", per_machine: int, speeds: tuple[float, ...], link: Link) -> float:
+def measure_wakeup(world: "MPI.Comm", sharing: int, link: Link) -> float:
     """How much longer than alone a message takes to a rank that waits while the rest of its machine computes.
 
     In a ping-pong both sides wait most of the time, and the kernel gives the processor at once to who has
     used so little; a rank that computes between its messages waits for its turn.
+
+    Args:
+        sharing: so many ranks share a machine's processors; 1 where each has its own.
     """
-    cluster = Cluster.flat(per_machine, bandwidth=1.0, latency_seconds=0.0)
-    if not replace(cluster, node_ranks=per_machine, compute_speeds=speeds).is_busy(per_machine - 1):
-        return 0.0  # a processor for each
-    late = in_group(world, range(per_machine), _lateness)
+    if sharing == 1:
+        return 0.0
+    late = in_group(world, range(sharing), _lateness)
     limited = max(0.0, WAKING_BYTES - (link.burst_bytes or 0.0))
     return max(0.0, float(late) - link.message.start_seconds - limited * link.message.seconds_per_byte)
 

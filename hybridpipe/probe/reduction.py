@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice
 from statistics import mean, median
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
 BESIDE_SECONDS = 0.1  # of all-reduces beside computing
-BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 6  # of computing before one: many time slices of the kernel
+BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # of computing before one: many time slices of the kernel
 GOLDEN = (5**0.5 - 1) / 2
 LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
 
 
 def measure_allreduce(
-    world: "MPI.Comm", unit: Unit, link: Link, bucket_bytes: int, per_machine: int
+    world: "MPI.Comm", unit: Unit, link: Link, bucket_bytes: int, sharing: int
 ) -> tuple[AllReduce, float, float]:
     """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
     ranks compute while it has nothing to do, relative to those without it.
@@ -49,11 +49,11 @@ def measure_allreduce(
         bucket_bytes: measured in any case, and nothing larger, as time is not a line: over 100 Mbit/s 4 MiB
             took 1.6 times as long as 512 KiB promised, since what a rank sends stands in one queue with what
             acknowledges the received.
+        sharing: so many ranks share a machine's processors; 1 where each has its own.
     """
     cycle = world.bcast(_cycle_seconds())
-    reduce = partial(
-        _reduce, cycle_seconds=cycle, bucket_bytes=max(bucket_bytes, LEAST_BYTES), per_machine=per_machine
-    )
+    most = max(bucket_bytes, LEAST_BYTES)
+    reduce = partial(_reduce, cycle_seconds=cycle, bucket_bytes=most, sharing=sharing)
     timed, beside, late, speed = in_group(world, range(unit.ranks), reduce)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     small, bucket = timed[0], timed[-1]
@@ -74,7 +74,7 @@ def _cycle_seconds() -> float:
 
 
 def _reduce(
-    group: "MPI.Comm", cycle_seconds: float, bucket_bytes: int, per_machine: int
+    group: "MPI.Comm", cycle_seconds: float, bucket_bytes: int, sharing: int
 ) -> tuple[list[Timed], list[float], float, float]:
     without = _mean_rate(group)
     hvd = horovod(group)
@@ -103,8 +103,10 @@ def _reduce(
     timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
     chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
     beside = _beside_computing(group, start(chosen.num_bytes), chosen.seconds, pauses)
-    small = start(timed[0].num_bytes)  # large ones vary by more
-    late = _late_after_computing(group, small, pauses, per_machine)
+    late = 0.0
+    if sharing > 1:
+        waited = _waits_after_computing(group, prepare(timed[0].num_bytes))  # large ones vary by more
+        late = max(0.0, fit.unevenness(waited, sharing) - timed[0].seconds)
     hvd.shutdown()
     return timed, beside, late, speed
 
@@ -130,34 +132,30 @@ def _beside_computing(
         finish()
 
     begin()()
+    actions = (compute, lambda: begin()(), both)
+    taken: list[list[float]] = [[] for _ in actions]
     rounds = min(MAX_REPEATS, max(ROUNDS, int(BESIDE_SECONDS / seconds)))
-    taken = _by_turns(group, [compute, lambda: begin()(), both], islice(pauses, rounds))
-    return [median(map(mean, of_action)) for of_action in zip(*taken, strict=True)]
+    for pause_seconds in islice(pauses, rounds):
+        for action, of_action in zip(actions, taken, strict=True):
+            group.Barrier()
+            time.sleep(pause_seconds)
+            of_action.append(mean(group.allgather(timed_call(action))))
+    return [median(of_action) for of_action in taken]
 
 
-def _late_after_computing(
-    group: "MPI.Comm",
-    begin: Callable[[], Callable[[], object]],
-    pauses: Iterator[float],
-    per_machine: int,
-) -> float:
-    """Seconds that an all-reduce takes longer where ranks come to it from computing than from a barrier.
+def _waits_after_computing(group: "MPI.Comm", reduce: Callable[[], object]) -> list[list[float]]:
+    """Seconds that each rank spends in an all-reduce to which it comes from computing, in each round.
 
-    Where they share processors they come unevenly, and who is early takes some of the others' in waiting.
-    That a machine computes more slowly than another is not in it.
+    Ranks that share processors come to it unevenly, and who is early takes some of the others' in waiting.
     """
     compute = _computation(group, BEFORE_SECONDS)
-
-    def after() -> None:
+    taken = []
+    for _ in range(BEFORE_ROUNDS):
+        group.Barrier()
         compute()
-        begin()()
-
-    def of_slowest(seconds: list[float]) -> float:
-        return max(mean(seconds[i : i + per_machine]) for i in range(0, len(seconds), per_machine))
-
-    taken = _by_turns(group, [compute, lambda: begin()(), after], islice(pauses, BEFORE_ROUNDS))
-    rounds = [tuple(map(of_slowest, of_round)) for of_round in taken]
-    return max(0.0, median(after - computing - reducing for computing, reducing, after in rounds))
+        taken.append(timed_call(reduce))
+    gathered: list[list[float]] = group.allgather(taken)
+    return gathered
 
 
 def _computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
@@ -171,17 +169,3 @@ def _computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
             work()
 
     return compute
-
-
-def _by_turns(
-    group: "MPI.Comm", actions: Sequence[Callable[[], object]], pauses: Iterable[float]
-) -> list[list[list[float]]]:
-    """Seconds of each action, by rank, in a round for each pause."""
-
-    def timed(action: Callable[[], object], pause_seconds: float) -> list[float]:
-        group.Barrier()
-        time.sleep(pause_seconds)
-        gathered: list[float] = group.allgather(timed_call(action))
-        return gathered
-
-    return [[timed(action, pause_seconds) for action in actions] for pause_seconds in pauses]

@@ -121,6 +121,14 @@ def test_overlap_is_the_hidden_part_of_the_shorter_one(compute, allreduce, both,
     assert fit.overlap(compute, allreduce, both) == expected
 
 
+def test_unevenness_is_the_wait_for_ranks_of_ones_own_machine():
+    """Two machines, the second half as fast: that the first waits for it is in its speed already."""
+    fast, slow = [[50.0, 51.0, 90.0], [50.0, 49.0, 90.0]], [[0.0, 6.0, 2.0], [4.0, 0.0, 2.0]]
+    assert fit.unevenness(fast + slow, per_machine=2) == 2.0
+    assert fit.unevenness(slow, per_machine=2) == 2.0
+    assert fit.unevenness(slow, per_machine=4) == 2.0, "a host of a machine that has more"
+
+
 def test_speeds_of_ranks_that_share_two_cores():
     assert fit.compute_speeds({1: 50.0, 2: 100.0, 4: 100.0}) == (1.0, 1.0, pytest.approx(2 / 3), 0.5)
     assert fit.compute_speeds({1: 50.0}) == (1.0,)
