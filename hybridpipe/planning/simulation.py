@@ -278,7 +278,11 @@ class Simulation:
         assert ring is not None
         num_bytes = replicas.buckets[replicas.num_reduced % len(replicas.buckets)].num_bytes
         work = num_bytes * ring.work_per_byte
-        self.engine.start(work, ring.resources, self.ring_done, replicas, ring.cap)
+        limited = work - pass_at_once(ring.bursts, work, self.engine.now)
+        if limited:
+            self.engine.start(limited, ring.resources, self.ring_at_limit, replicas, ring.cap)
+        else:
+            self.engine.after(ring.latency_seconds, self.part_done, replicas)
         if self.cluster.overlap < 1:
             # Processor time of what was measured while every rank of the machine computed.
             speed = self.cluster.shared_speed(self.cluster.node_ranks or 1)
@@ -288,7 +292,7 @@ class Simulation:
                 handling = (1 - self.cluster.overlap) * seconds * speed
                 self.engine.start(handling, rank.processors, self.part_done, replicas)
 
-    def ring_done(self, replicas: _Replicas) -> None:
+    def ring_at_limit(self, replicas: _Replicas) -> None:
         assert replicas.ring is not None
         for burst in replicas.ring.bursts:
             burst.leave(0.0, self.engine.now)

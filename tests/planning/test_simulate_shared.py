@@ -238,8 +238,20 @@ def test_a_link_that_has_rested_lets_a_burst_pass(burst, forward, arrivals):
     assert times(timeline, 1, Forward) == [(at, at) for at in arrivals]
 
 
-def test_an_all_reduce_empties_the_bucket():
-    """Rank 0 reduces 100 bytes until 3 s, and sends 100 more at 3.5 s: 50 have gathered."""
+@pytest.mark.parametrize(
+    "burst, reduced, arrived",
+    [
+        (50, 2.5, 3.5),  # 50 are limited, and 50 of the message
+        (100, 2, 3),
+        (120, 2, 2.8),  # 20 are left, and 50 more gather
+        (1e9, 2, 2.5),
+    ],
+)
+def test_what_has_gathered_in_rest_passes_an_all_reduce_at_once_too(burst, reduced, arrived):
+    """Ranks 0 and 1 reduce 100 bytes, which each sends once, at 2 s; half a second after that rank 0 sends 100 more.
+
+    So a small all-reduce after a backward took a tenth of what its bytes take at 100 Mbit/s.
+    """
     costs = [
         StageCost(0.5, 2.0, output_bytes=100, buckets=(GradientBucket(100, 1.0),)),
         StageCost(0.0, 0.0),
@@ -250,10 +262,10 @@ def test_an_all_reduce_empties_the_bucket():
         1: parse("B1 all-reduce"),
         2: parse("ra0 F0"),
     }
-    cluster = Cluster((Level("network", 3, 100.0, 0.0, burst_bytes=200),))
+    cluster = Cluster((Level("network", 3, 100.0, 0.0, burst_bytes=burst),))
     timeline = simulate(programs_, made, costs, cluster)
-    assert times(timeline, 0, AllReduce) == [(2, 3)]
-    assert times(timeline, 2, Forward) == [(4, 4)]
+    assert times(timeline, 0, AllReduce) == [(2, reduced)]
+    assert times(timeline, 2, Forward) == [(approx(arrived), approx(arrived))]
 
 
 def test_an_all_reduce_and_a_message_share_a_port():
