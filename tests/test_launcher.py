@@ -59,18 +59,18 @@ def test_ranks_share_the_cores(mpirun_says, monkeypatch, cores, threads, yields)
     assert ("HOROVOD_CYCLE_TIME" in added) == (cores < 4)
 
 
-def test_large_all_reduces_between_hosts_go_by_a_ring(mpirun_says):
-    """Open MPI's own choice took three hosts three times as long."""
+def test_between_hosts_all_reduces_go_by_a_ring_and_messages_by_two_connections(mpirun_says):
+    """Open MPI's own choice took three hosts three times as long, and an exchange of a megabyte 1.6 times."""
     mpirun_says(OPEN_MPI_5)
-    rules = "OMPI_MCA_coll_tuned_dynamic_rules_filename"
+    rules, links = "OMPI_MCA_coll_tuned_dynamic_rules_filename", "OMPI_MCA_btl_tcp_links"
     hosts = {"HYBRIDPIPE_MPIRUN_FLAGS": "--host h1:2,h2:2"}
     _, added = launcher.mpirun_command(4, ["true"], env=hosts)
     assert added["OMPI_MCA_coll_tuned_use_dynamic_rules"] == "1"
-    assert added[rules] == str(launcher.RING_RULES)
+    assert (added[rules], added[links]) == (str(launcher.RING_RULES), "2")
     assert rules in launcher.mpirun_command(4, ["true"], env={"SLURM_JOB_NUM_NODES": "2"})[1]
     assert rules not in launcher.mpirun_command(4, ["true"], env={})[1]  # within a machine no need
-    mine = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "0"}
-    assert rules not in launcher.mpirun_command(4, ["true"], env=hosts | mine)[1]
+    mine = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "0", links: "1"}
+    assert not {rules, links} & launcher.mpirun_command(4, ["true"], env=hosts | mine)[1].keys()
     mpirun_says(MPICH)
     assert rules not in launcher.mpirun_command(4, ["true"], env=hosts)[1]
 

@@ -248,9 +248,9 @@ def test_a_link_that_has_rested_lets_a_burst_pass(burst, forward, arrivals):
     ],
 )
 def test_what_has_gathered_in_rest_passes_an_all_reduce_at_once_too(burst, reduced, arrived):
-    """Ranks 0 and 1 reduce 100 bytes, which each sends once, at 2 s; half a second after that rank 0 sends 100 more.
+    """Ranks 0 and 1 reduce 100 bytes, which each sends, at 2 s; half a second later rank 0 sends 100 more.
 
-    So a small all-reduce after a backward took a tenth of what its bytes take at 100 Mbit/s.
+    For want of it a plan with small all-reduces was predicted 40 % too slow over 100 Mbit/s.
     """
     costs = [
         StageCost(0.5, 2.0, output_bytes=100, buckets=(GradientBucket(100, 1.0),)),
