@@ -286,7 +286,7 @@ class Simulation:
         if self.cluster.overlap < 1:
             # Processor time of what was measured while every rank of the machine computed.
             speed = self.cluster.shared_speed(self.cluster.node_ranks or 1)
-            seconds = self.cluster.allreduce_seconds(num_bytes, replicas.numbers) - ring.wait_seconds
+            seconds = limited / ring.cap + ring.latency_seconds  # alone
             for rank in replicas.ranks:
                 replicas.num_parts += 1
                 handling = (1 - self.cluster.overlap) * seconds * speed

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
-BESIDE_SECONDS = 0.1  # of all-reduces beside computing
+BESIDE_SECONDS = 0.5  # of all-reduces beside computing: three of 60 ms found anything from none to all of it
 BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # of computing before one: many time slices of the kernel
 GOLDEN = (5**0.5 - 1) / 2
 LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
@@ -53,12 +53,16 @@ def measure_allreduce(
     """
     cycle = world.bcast(_cycle_seconds())
     most = max(bucket_bytes, LEAST_BYTES)
-    reduce = partial(_reduce, cycle_seconds=cycle, bucket_bytes=most, sharing=sharing)
-    timed, beside, late, speed = in_group(world, range(unit.ranks), reduce)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
-    small, bucket = timed[0], timed[-1]
-    slope = (bucket.seconds - small.seconds) / bucket.num_bytes
-    timings = [(each.num_bytes, each.seconds) for each in timed]
+    burst = link.burst_bytes or 0.0
+    rest = burst * link.message.seconds_per_byte  # until it has gathered
+    reduce = partial(_reduce, cycle_seconds=cycle, rest_seconds=rest, bucket_bytes=most, sharing=sharing)
+    timed, beside, late, speed = in_group(world, range(unit.ranks), reduce)
+    timings = [
+        (max(1, each.num_bytes - int(burst / sent)), each.seconds) for each in timed
+    ]  # what is limited
+    (_, least), (num_bytes, seconds) = timings[0], timings[-1]
+    slope = (seconds - least) / num_bytes
     line = fit.fit_line(timings, max(slope, sent * link.message.seconds_per_byte))
     steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
     wait = min(cycle / 2, max(0.0, line.start_seconds - steps))
@@ -74,7 +78,7 @@ def _cycle_seconds() -> float:
 
 
 def _reduce(
-    group: "MPI.Comm", cycle_seconds: float, bucket_bytes: int, sharing: int
+    group: "MPI.Comm", cycle_seconds: float, rest_seconds: float, bucket_bytes: int, sharing: int
 ) -> tuple[list[Timed], list[float], float, float]:
     without = _mean_rate(group)
     hvd = horovod(group)
@@ -94,7 +98,8 @@ def _reduce(
         return lambda: begin()()
 
     # One after another would each wait for the cycle after the one before, however little it takes.
-    pauses = (GOLDEN * i % 1 * cycle_seconds for i in count())  # evenly spread, however many there are
+    # And a link that lets a burst pass has rested before each.
+    pauses = (rest_seconds + GOLDEN * i % 1 * cycle_seconds for i in count())  # evenly spread, however many
 
     def pause() -> None:
         time.sleep(next(pauses))
