@@ -165,15 +165,19 @@ class Recorder:
         `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
         `memory_before_bytes` is what each process held when training began: Python, libraries, the whole
         model; of all that `predicted_memory_bytes` (by rank of the plan) has the stage's weights only.
+        `minibatch_seconds_median` is that of the rank where it is longest: at the end of an epoch a stage is done
+        as soon as its own gradients are reduced, while others still reduce theirs.
         `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
         the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
         `updates_left_out` is how many of this run's a stage has left out for numbers that were not finite,
         of the stage that left out most; under synchronous schedules all leave out the same.
         """
         busy = self._busy_seconds[WARM_UP:] or self._busy_seconds
+        full = self._full_seconds[WARM_UP:] or self._full_seconds
         notes = worker.control.gather(
             {
                 "busy": statistics.median(busy) if busy else 0.0,
+                "full": statistics.median(full) if full else 0.0,
                 "memory": _peak_memory_bytes(worker.device),
                 "before": self._memory_before,
                 "p2p": worker.executor.bytes_sent if worker.executor else 0,
@@ -183,8 +187,7 @@ class Recorder:
         )
         if notes is None:
             return None
-        full = self._full_seconds[WARM_UP:] or self._full_seconds
-        seconds = statistics.median(full) if full else 0.0
+        seconds = max(notes[rank]["full"] for rank in worker.plan.ranks)
         past = self.past()
         used = [notes[rank]["busy"] for rank in worker.plan.ranks]
         predicted = worker.plan.predicted

@@ -81,6 +81,22 @@ def test_fewer_minibatches_than_the_warm_up():
     assert recorder.summary(worker())["samples_per_second"] == 2.0
 
 
+def test_a_minibatch_takes_what_it_takes_on_the_slowest_rank():
+    """Over 100 Mbit/s the first of two stages did every epoch's first of two minibatches in 0.5 s, by itself.
+
+    The second needed 0.9 s for each, so none took 0.7 s, as the first rank's median had it.
+    """
+    recorder = Recorder()
+    for _ in range(WARM_UP + 1):
+        recorder.keep(minibatch(0.0), 4.0, full=True)
+        recorder.note(epoch=0, loss=1.0, num_samples=8, seconds=4.0, full=True)
+    two = worker()
+    two.plan = Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=2)
+    two.control = SimpleNamespace(size=2, gather=lambda mine: [mine, {**mine, "full": 8.0}])
+    summary = recorder.summary(two)
+    assert (summary["minibatch_seconds_median"], summary["samples_per_second"]) == (8.0, 1.0)
+
+
 def test_the_timeline_is_that_of_a_typical_minibatch_from_time_zero():
     recorder = Recorder()
     for i, scale in enumerate((1.0, 9.0, 2.0)):
