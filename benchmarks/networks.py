@@ -73,8 +73,8 @@ def _hosts(rate: str, num_hosts: int) -> Iterator[None]:
 def _without_autogroups() -> Iterator[None]:
     """The kernel shares cores out among sessions, and each emulated host is one; real hosts share none.
 
-    With it a rank that could run waited for a core up to 140 ms while the others computed: four ranks of the
-    GPT under dp over 100 Mbit/s took 771 and 787 ms a minibatch, without it 701 and 716.
+    With autogroups a rank that could run waited for a core up to 140 ms while the others computed: four ranks
+    of the GPT under dp over 100 Mbit/s took 771 and 787 ms a minibatch, without 701 and 716.
     """
     before = AUTOGROUP.read_text() if AUTOGROUP.is_file() else None
     if before is not None:

@@ -123,8 +123,8 @@ def between_hosts(env: Mapping[str, str]) -> dict[str, str]:
     """Settings of Open MPI for several hosts (benchmarks/between_hosts.py); a user's own rules stay.
 
     Large all-reduces go by a ring; within a machine there is no need: 4 MiB took three and four ranks 1.6
-    times as long. Each pair of ranks has two connections: by one, a megabyte each way at once takes 1.6 times
-    as long, as what asks for the other's data stands in line behind one's own.
+    times as long. Each pair of ranks has two connections: over one, a megabyte each way at once takes 1.6
+    times as long at 1 Gbit/s, as what asks for the other's data stands in line behind one's own.
     """
     links = {"OMPI_MCA_btl_tcp_links": "2"}
     use = "OMPI_MCA_coll_tuned_use_dynamic_rules"

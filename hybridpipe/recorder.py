@@ -165,8 +165,8 @@ class Recorder:
         `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
         `memory_before_bytes` is what each process held when training began: Python, libraries, the whole
         model; of all that `predicted_memory_bytes` (by rank of the plan) has the stage's weights only.
-        `minibatch_seconds_median` is that of the rank where it is longest: at the end of an epoch a stage is done
-        as soon as its own gradients are reduced, while others still reduce theirs.
+        `minibatch_seconds_median` is that of the rank where it is longest: a stage that is done early has a
+        short first minibatch, and its wait for the others at an epoch's end is in none.
         `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
         the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
         `updates_left_out` is how many of this run's a stage has left out for numbers that were not finite,

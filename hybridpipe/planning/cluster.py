@@ -21,6 +21,8 @@ COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # what an all-reduce moves of
 class AllReduce:
     """Horovod's ring all-reduce as measured: `latency + 2 (m-1)/m bytes / bandwidth` over m ranks.
 
+    The bytes are those beyond the `burst_bytes` of the level.
+
     `fit_error` is how far the worst measured size is off that line, relative to the measurement. Before an
     all-reduce begins it waits `wait_seconds` on average for Horovod's next cycle, and for ranks that share
     processors and come unevenly; one that is ready when the one before it ends goes on at once.

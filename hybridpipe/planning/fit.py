@@ -88,6 +88,18 @@ def burst_bytes(rested: Sequence[tuple[int, float]], message: Line) -> float | N
     return passed[-1] if passed[-1] > 0 else None
 
 
+def beyond(rested: Sequence[tuple[int, float]], at_once: int) -> list[tuple[int, float]]:
+    """Timings over links that had rested, of the bytes beyond those that pass at once.
+
+    Of the sizes that pass whole the smallest stays, for the start.
+
+    Args:
+        rested: (num_bytes, seconds) by growing size.
+    """
+    limited = [(num_bytes - at_once, seconds) for num_bytes, seconds in rested if num_bytes > at_once]
+    return limited if len(limited) == len(rested) else [rested[0], *limited]
+
+
 def overlap(compute_seconds: float, allreduce_seconds: float, both_seconds: float) -> float:
     """The share of the shorter one that ran behind the longer one while both were under way, in [0, 1]."""
     hidden = compute_seconds + allreduce_seconds - both_seconds

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
-BESIDE_SECONDS = 0.5  # of all-reduces beside computing: three of 60 ms found anything from none to all of it
+MOST_BESIDE_SECONDS = 0.1  # of the all-reduce that is timed beside computing
+BESIDE_SECONDS = 0.5  # of all of them: three of 60 ms gave any overlap from 0 to 1
 BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # of computing before one: many time slices of the kernel
 GOLDEN = (5**0.5 - 1) / 2
 LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
@@ -46,24 +47,22 @@ def measure_allreduce(
     ranks compute while it has nothing to do, relative to those without it.
 
     Args:
-        bucket_bytes: measured in any case, and nothing larger, as time is not a line: over 100 Mbit/s 4 MiB
-            took 1.6 times as long as 512 KiB promised, since what a rank sends stands in one queue with what
-            acknowledges the received.
+        bucket_bytes: measured in any case, and nothing larger, but where links let more pass at once, as time
+            is not a line: over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
         sharing: so many ranks share a machine's processors; 1 where each has its own.
     """
     cycle = world.bcast(_cycle_seconds())
-    most = max(bucket_bytes, LEAST_BYTES)
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     burst = link.burst_bytes or 0.0
-    rest = burst * link.message.seconds_per_byte  # until it has gathered
+    rest = burst * link.message.seconds_per_byte  # until the burst has gathered again
+    at_once = int(burst / sent)
+    most = max(bucket_bytes, LEAST_BYTES, 2 * at_once)
     reduce = partial(_reduce, cycle_seconds=cycle, rest_seconds=rest, bucket_bytes=most, sharing=sharing)
     timed, beside, late, speed = in_group(world, range(unit.ranks), reduce)
-    timings = [
-        (max(1, each.num_bytes - int(burst / sent)), each.seconds) for each in timed
-    ]  # what is limited
-    (_, least), (num_bytes, seconds) = timings[0], timings[-1]
+    limited = fit.beyond(timed, at_once)
+    (_, least), (num_bytes, seconds) = limited[0], limited[-1]
     slope = (seconds - least) / num_bytes
-    line = fit.fit_line(timings, max(slope, sent * link.message.seconds_per_byte))
+    line = fit.fit_line(limited, max(slope, sent * link.message.seconds_per_byte))
     steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
     wait = min(cycle / 2, max(0.0, line.start_seconds - steps))
     figures = AllReduce(sent / line.seconds_per_byte, line.start_seconds - wait, line.error, wait + late)
@@ -106,7 +105,7 @@ def _reduce(
 
     timed = by_size(group, [n for n in SIZES_BYTES if n < bucket_bytes], prepare, pause)
     timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
-    chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
+    chosen = max((each for each in timed if each.seconds < MOST_BESIDE_SECONDS), default=timed[0])
     beside = _beside_computing(group, start(chosen.num_bytes), chosen.seconds, pauses)
     late = 0.0
     if sharing > 1:

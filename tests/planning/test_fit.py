@@ -114,6 +114,20 @@ def test_a_burst_is_what_was_not_limited(rested, expected):
 
 
 @pytest.mark.parametrize(
+    "at_once, expected",
+    [
+        (0, [(64, 1.0), (512, 2.0), (1024, 3.0)]),
+        (63, [(1, 1.0), (449, 2.0), (961, 3.0)]),
+        (64, [(64, 1.0), (448, 2.0), (960, 3.0)]),
+        (512, [(64, 1.0), (512, 3.0)]),  # of those that pass whole the first
+        (2000, [(64, 1.0)]),
+    ],
+)
+def test_beyond_a_burst_is_what_is_limited(at_once, expected):
+    assert fit.beyond([(64, 1.0), (512, 2.0), (1024, 3.0)], at_once) == expected
+
+
+@pytest.mark.parametrize(
     "compute, allreduce, both, expected",
     [(4, 2, 4, 1), (4, 2, 6, 0), (4, 2, 5, 0.5), (2, 4, 5, 0.5), (4, 2, 7, 0), (4, 2, 3, 1)],
 )
