@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
-MOST_BESIDE_SECONDS = 0.1  # of the all-reduce that is timed beside computing
-BESIDE_SECONDS = 0.5  # of all of them: three of 60 ms gave any overlap from 0 to 1
+BESIDE_SECONDS = 0.1  # of all-reduces beside computing
+BESIDE_ROUNDS = 7  # of these at least: three of 60 ms gave any overlap from 0 to 1
 BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # of computing before one: many time slices of the kernel
 GOLDEN = (5**0.5 - 1) / 2
 LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
@@ -105,7 +105,7 @@ def _reduce(
 
     timed = by_size(group, [n for n in SIZES_BYTES if n < bucket_bytes], prepare, pause)
     timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
-    chosen = max((each for each in timed if each.seconds < MOST_BESIDE_SECONDS), default=timed[0])
+    chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
     beside = _beside_computing(group, start(chosen.num_bytes), chosen.seconds, pauses)
     late = 0.0
     if sharing > 1:
@@ -138,7 +138,7 @@ def _beside_computing(
     begin()()
     actions = (compute, lambda: begin()(), both)
     taken: list[list[float]] = [[] for _ in actions]
-    rounds = min(MAX_REPEATS, max(ROUNDS, int(BESIDE_SECONDS / seconds)))
+    rounds = min(MAX_REPEATS, max(BESIDE_ROUNDS, int(BESIDE_SECONDS / seconds)))
     for pause_seconds in islice(pauses, rounds):
         for action, of_action in zip(actions, taken, strict=True):
             group.Barrier()
