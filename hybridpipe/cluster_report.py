@@ -22,7 +22,7 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
         lines.append(f"{ranks} ranks on the {num_cores} core(s) of a machine: their compute contends")
     if cluster.wakeup_seconds:
         lines.append(
-            f"a rank that waited waits {cluster.wakeup_seconds * 1e3:.1f} ms on while all processors are busy"
+            f"to go on with a rank that waited takes {cluster.wakeup_seconds * 1e3:.1f} ms of a processor"
         )
     if cluster.relative_speed is not None:
         lines.append("relative speed of the ranks: " + ", ".join(f"{s:.2f}" for s in cluster.relative_speed))

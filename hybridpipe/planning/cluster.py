@@ -112,8 +112,8 @@ class Cluster:
         message_seconds: processor time that a message takes from its sender, and again from its receiver
             (the overhead o of LogP, Culler et al. 1993).
         message_seconds_per_byte: and what each of its bytes adds to that.
-        wakeup_seconds: how long a rank that has waited waits on for a processor where all of its machine's
-            are busy; a part of the kernel's time slice.
+        wakeup_seconds: processor time that its machine loses when a rank that has waited goes on, as the
+            kernel may let it wait for one processor while another has nothing to do.
         replicated_speed: speed of a rank that shares its stage, relative to one that has it alone: Horovod's
             thread keeps asking the others whether there is something to reduce, which takes processor time.
         overlap: the share of an all-reduce, without its `wait_seconds`, that costs the computing rank

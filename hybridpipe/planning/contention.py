@@ -89,11 +89,6 @@ class Machines:
             self._nodes[node] = (Resource(self._speeds),)
         return self._nodes[node]
 
-    def is_busy(self, rank: int) -> bool:
-        """Whether the processors of the rank's machine have as many jobs as they can run at once."""
-        (processors,) = self.processors(rank)
-        return self.cluster.is_busy(len(processors.jobs))
-
     def route(self, sender: int, receiver: int) -> Route:
         """What a message between two ranks crosses."""
         found = self._routes.get((sender, receiver))

@@ -227,10 +227,10 @@ class Simulation:
         self.backward_piece(piece)
 
     def wake(self, rank: _Rank, done: Callable[[Any], None], argument: object) -> None:
-        """Go on with a rank that has waited: at once, or when a busy machine gives it a processor."""
+        """Go on with a rank that has waited."""
         seconds = self.cluster.wakeup_seconds
-        if seconds and self.machines.is_busy(rank.number):
-            self.engine.after(seconds, done, argument)
+        if seconds:
+            self.compute(rank, seconds, done, argument)
         else:
             done(argument)
 

@@ -29,6 +29,11 @@ class Computing:
         busy = replace(machine, node_ranks=num_ranks, compute_speeds=self.speeds).is_busy(num_ranks - 1)
         return num_ranks if busy else 1
 
+    @property
+    def processors(self) -> float:
+        """What all ranks of a machine do at once, relative to one that computes alone."""
+        return len(self.speeds) * self.speeds[-1]
+
 
 def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Computing:
     """How much work 1, 2, 4, ... and all ranks of a machine do at once; every machine at the same time.

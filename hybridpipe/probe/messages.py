@@ -27,7 +27,7 @@ from hybridpipe.probe.repetitions import (
     Unit,
     Work,
     by_size,
-    compute_for,
+    computation,
     default_work,
     in_group,
     timed_call,
@@ -44,7 +44,10 @@ STREAM_SECONDS = 0.06  # of the messages that one pair, or several at once, send
 MAX_STREAMED = 16
 REST_SECONDS = 0.06  # over 100 Mbit/s 750 KB could have passed meanwhile
 LIMITED_SECONDS = 1e-3
-WAKING_BYTES, WAKINGS, BETWEEN_SECONDS = 2**17, 40, 6e-3  # messages among computing, as in a pipeline
+WAKING_ROUNDS = 5
+TURNS, TURN_SECONDS = 30, 4e-3  # of computing between two messages, a few time slices of the kernel
+LONG_AHEAD = 4  # turns, after which a message has been there for long
+WAITED_SECONDS = 2e-4  # a rank that finds a message goes on sooner
 HANDLED, UNITS = 30, 3  # messages each way, and units of work between them
 HANDLED_BYTES = 2**14  # more than what MPI sends at once
 EXCHANGES: tuple[tuple[Callable[[int], Instruction], ...], ...] = (  # of the first stage of two, and the last
@@ -240,48 +243,59 @@ def _answer(boundary: Boundary, microbatch: int) -> None:
     boundary.send_gradient(microbatch, [tensor.detach() for tensor in received])
 
 
-def measure_wakeup(world: "MPI.Comm", sharing: int, link: Link) -> float:
-    """How much longer than alone a message takes to a rank that waits while the rest of its machine computes.
+def measure_wakeup(world: "MPI.Comm", sharing: int, processors: float) -> float:
+    """Processor time that a machine loses when a rank that has waited for a message goes on.
 
-    In a ping-pong both sides wait most of the time, and the kernel gives the processor at once to who has
-    used so little; a rank that computes between its messages waits for its turn.
+    The kernel may let it wait for one processor while another has nothing to do, and what the rank had in the
+    caches is gone. So ranks in a ring compute and pass on as much, once each needing the message that the one
+    before it has just sent, and once one that has long been there.
 
     Args:
         sharing: so many ranks share a machine's processors; 1 where each has its own.
+        processors: what they do at once, relative to one that computes alone.
     """
     if sharing == 1:
         return 0.0
-    late = in_group(world, range(sharing), _lateness)
-    limited = max(0.0, WAKING_BYTES - (link.burst_bytes or 0.0))
-    return max(0.0, float(late) - link.message.start_seconds - limited * link.message.seconds_per_byte)
+    lost: float
+    waits: int
+    lost, waits = in_group(world, range(sharing), _lost_by_waiting)
+    return max(0.0, lost) * processors / max(1, waits)
 
 
-def _lateness(group: "MPI.Comm") -> float:
-    """Mean seconds from the sending of a message to its arrival, of two ranks by turns, the others computing.
+def _lost_by_waiting(group: "MPI.Comm") -> tuple[float, int]:
+    """Seconds that turns take longer where all but one rank can have their message at once, and how many
+    more messages are waited for; medians."""
+    compute = computation(group, TURN_SECONDS)
+    rounds = []
+    for _ in range(WAKING_ROUNDS):
+        scarce = _turns(group, compute, int(group.rank < group.size - 1))
+        plenty = _turns(group, compute, LONG_AHEAD)
+        rounds.append([a - b for a, b in zip(scarce, plenty, strict=True)])
+    seconds, waits = map(median, zip(*rounds, strict=True))
+    return seconds, round(waits)
 
-    One machine has one clock.
+
+def _turns(group: "MPI.Comm", compute: Callable[[], None], ahead: int) -> tuple[float, int]:
+    """Seconds of TURNS turns on all ranks, and the number of messages that were waited for.
+
+    Args:
+        ahead: so many turns a rank takes before it needs a message.
     """
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
-    work, late = default_work(), []
-    if group.rank > 1:
-        others = group.Ibarrier()
-        while not others.Test():
-            work()
-    else:
-        peer = 1 - group.rank
-        message = torch.zeros(WAKING_BYTES // 8, dtype=torch.float64)
-        with MpiTransport(group) as transport:
-            for turn in range(WAKINGS):
-                if turn % 2 == group.rank:
-                    compute_for(work, BETWEEN_SECONDS)
-                    message[0] = time.perf_counter()
-                    sending = transport.send(message.view(torch.uint8), peer, 0)
-                    compute_for(work, BETWEEN_SECONDS)
-                    sending.wait()
-                else:
-                    transport.receive(message.view(torch.uint8), peer, 0).wait()
-                    late.append(time.perf_counter() - float(message[0]))
+    before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    message = torch.zeros(HANDLED_BYTES, dtype=torch.uint8)
+    waits = 0
+    with MpiTransport(group) as transport:
         idle_barrier(group)
-    gathered: list[list[float]] = group.allgather(late)
-    return mean(each for of_rank in gathered for each in of_rank)
+        began = time.perf_counter()
+        pending = [transport.receive(torch.empty_like(message), before, 0) for _ in range(TURNS)]
+        for turn in range(TURNS):
+            if turn >= ahead:
+                waits += timed_call(pending[turn - ahead].wait) > WAITED_SECONDS
+            compute()
+            pending.append(transport.send(message, after, 0))
+        taken = time.perf_counter() - began
+        for each in pending:
+            each.wait()
+    return largest(group, taken), sum(group.allgather(waits))

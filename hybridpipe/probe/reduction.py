@@ -20,6 +20,7 @@ from hybridpipe.probe.repetitions import (
     Timed,
     Unit,
     by_size,
+    computation,
     default_work,
     in_group,
     rate,
@@ -128,7 +129,7 @@ def _beside_computing(
     group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, pauses: Iterator[float]
 ) -> list[float]:
     """Seconds of a computation on all ranks, of an all-reduce about as long, and of both at once."""
-    compute = _computation(group, seconds)
+    compute = computation(group, seconds)
 
     def both() -> None:
         finish = begin()
@@ -152,7 +153,7 @@ def _waits_after_computing(group: "MPI.Comm", reduce: Callable[[], object]) -> l
 
     Ranks that share processors come to it unevenly, and who is early takes some of the others' in waiting.
     """
-    compute = _computation(group, BEFORE_SECONDS)
+    compute = computation(group, BEFORE_SECONDS)
     taken = []
     for _ in range(BEFORE_ROUNDS):
         group.Barrier()
@@ -160,16 +161,3 @@ def _waits_after_computing(group: "MPI.Comm", reduce: Callable[[], object]) -> l
         taken.append(timed_call(reduce))
     gathered: list[list[float]] = group.allgather(taken)
     return gathered
-
-
-def _computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
-    """Work that takes about so long while all ranks do it."""
-    work = default_work()
-    work()
-    units = max(1, round(seconds / mean(group.allgather(timed_call(work)))))
-
-    def compute() -> None:
-        for _ in range(units):
-            work()
-
-    return compute

@@ -93,12 +93,6 @@ def in_group(world: "MPI.Comm", ranks: Sequence[int], measure: Callable[["MPI.Co
     return world.bcast(found)
 
 
-def compute_for(work: Work, seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        work()
-
-
 def rate(work: Work) -> float:
     """Units of work a second, for COMPUTE_SECONDS or one unit."""
     done, began = 0, time.perf_counter()
@@ -118,3 +112,16 @@ def default_work() -> Work:
         torch.add(vector, vector, out=total)
 
     return work
+
+
+def computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
+    """Work that takes about so long while all ranks do it."""
+    work = default_work()
+    work()
+    units = max(1, round(seconds / mean(group.allgather(timed_call(work)))))
+
+    def compute() -> None:
+        for _ in range(units):
+            work()
+
+    return compute

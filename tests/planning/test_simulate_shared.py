@@ -48,8 +48,8 @@ def test_nodes_do_not_share():
     assert times(timeline, 0, Backward) == [(2, 6)] and times(timeline, 2, Backward) == [(1, 3)]
 
 
-@pytest.mark.parametrize("speed_of_two, start", [(0.5, 1.25), (1.0, 1.0)])
-def test_a_rank_that_waited_waits_on_while_all_processors_are_busy(speed_of_two, start):
+@pytest.mark.parametrize("speed_of_two, start", [(0.5, 1.5), (1.0, 1.25)])
+def test_to_go_on_after_waiting_takes_processor_time(speed_of_two, start):
     """Stage 1 waits for its first activation, and then stage 0 goes on with its second forward."""
     cluster = Cluster(
         (Level("node", 2, 1e300, 0.0),),
