@@ -112,9 +112,9 @@ def _probe(options: argparse.Namespace) -> int:
             raise UserError(f"probe --flat: {error}") from None
         return 0
     from hybridpipe.cluster_report import describe
-    from hybridpipe.launcher import num_cores
     from hybridpipe.probe import probe
     from hybridpipe.runtime import failure
+    from hybridpipe.runtime.communicators import this_host
     from hybridpipe.runtime.mpi import MPI
     from hybridpipe.together import share_cores
 
@@ -124,9 +124,10 @@ def _probe(options: argparse.Namespace) -> int:
         cluster = probe(MPI.COMM_WORLD)
     except ValueError as error:
         failure.refuse(error)
+    num_cores = this_host(MPI.COMM_WORLD).num_cores
     if MPI.COMM_WORLD.rank == 0:
         write_json(options.out, cluster)
-        print(f"{describe(cluster, num_cores())}\nwritten to {options.out}")
+        print(f"{describe(cluster, num_cores)}\nwritten to {options.out}")
     return 0
 
 

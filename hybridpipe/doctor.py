@@ -177,11 +177,12 @@ def all_reduce() -> str:
 def cores() -> str:
     from mpi4py import MPI
 
-    mine = (socket.gethostname(), launcher.num_cores(), os.environ.get("OMPI_MCA_mpi_yield_when_idle"))
+    mine = (socket.gethostname(), launcher.cores(), os.environ.get("OMPI_MCA_mpi_yield_when_idle"))
     everyone = MPI.COMM_WORLD.allgather(mine)
     lines, crowded = [], False
-    for host, num_cores, yields in dict.fromkeys(everyone):
-        ranks = sum(other[0] == host for other in everyone)
+    for host, yields in dict.fromkeys((host, yields) for host, _, yields in everyone):
+        theirs = [cores for other, cores, _ in everyone if other == host]
+        ranks, num_cores = len(theirs), len(frozenset().union(*theirs))
         crowded |= ranks > num_cores and yields != "1" and "Open MPI" in MPI.Get_library_version()
         lines.append(f"{host}: {_count(ranks, 'rank')} on {_count(num_cores, 'core')}")
     if crowded:

@@ -23,7 +23,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import Measurement, ModelProfile
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.runtime import failure
-from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
+from hybridpipe.runtime.communicators import default_num_threads, this_host
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import UpdateRule
@@ -176,11 +176,11 @@ def _with_sizes(
 
 def device_and_threads(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:
     """This rank's device, and its compute threads (None: the user has set them)."""
-    local_rank, local_size = ranks_on_host(world)
+    host = this_host(world)
     if device is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
+        device = f"cuda:{host.local_rank % gpus}" if gpus else "cpu"
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
-    return device, default_num_threads(local_size)
+    return device, default_num_threads(host)

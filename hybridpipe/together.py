@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hybridpipe.launcher import num_cores
+from hybridpipe.launcher import cores
 from hybridpipe.planning.fit import typical
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.runtime.position import position
@@ -54,14 +54,19 @@ def machine_leaders(world: "MPI.Comm") -> list[int]:
 def cores_to_spare(world: "MPI.Comm") -> bool:
     """Has every rank of this machine a core of its own? Collective."""
     leaders = machine_leaders(world)
-    return leaders.count(leaders[world.rank]) <= num_cores()
+    mine = [
+        each
+        for each, leader in zip(world.allgather(cores()), leaders, strict=True)
+        if leader == leaders[world.rank]
+    ]
+    return len(mine) <= len(frozenset().union(*mine))  # a launcher may have bound each to its own
 
 
 def share_cores(world: "MPI.Comm") -> None:
     """Give each rank of a host its part of the cores to compute with, unless the user has said how many."""
-    from hybridpipe.runtime.communicators import default_num_threads, ranks_on_host
+    from hybridpipe.runtime.communicators import default_num_threads, this_host
 
-    num_threads = default_num_threads(ranks_on_host(world)[1])
+    num_threads = default_num_threads(this_host(world))
     if num_threads is not None:
         torch.set_num_threads(num_threads)
 

@@ -62,6 +62,19 @@ def test_crowded_cores_are_slow_but_no_failure():
     assert "→ set OMPI_MCA_mpi_yield_when_idle=1" in done.stdout
 
 
+def test_ranks_bound_each_to_its_own_core_do_not_crowd_them():
+    """Every rank counted the cores that it was bound to itself, one, for all the ranks of its host."""
+    if launcher.num_cores() < 2:
+        pytest.skip("needs two cores")
+    env = os.environ | {"OMPI_MCA_mpi_yield_when_idle": "0"}
+    bind = "os.sched_setaffinity(0, [sorted(launcher.cores())[int(os.environ['OMPI_COMM_WORLD_RANK'])]])"
+    code = f"import os, sys\nfrom hybridpipe import doctor, launcher\n{bind}\nsys.exit(doctor.main())"
+    done = launcher.run(2, [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    assert "2 ranks on 2 cores" in done.stdout
+    assert "yield_when_idle" not in done.stdout
+
+
 def test_horovod_missing(shadow):
     done = examine(**shadow("horovod", "raise ImportError('no Horovod here')"))
     failed(done, "Horovod", "no Horovod here", "launch/setup")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
+from hybridpipe.launcher import cores
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.position import position
@@ -82,12 +83,21 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
     return Communicators(control, world.Dup(), Watched(replicas, world), Watched(used, world))
 
 
-def ranks_on_host(world: MPI.Comm) -> tuple[int, int]:
-    """This rank's index among the ranks of its host, and their number. Collective over `world`."""
-    host = world.Split_type(MPI.COMM_TYPE_SHARED)
-    index, size = host.rank, host.size
-    host.Free()
-    return index, size
+class Host(NamedTuple):
+    """This rank's index among the ranks of its host, their number, and the cores they may use together."""
+
+    local_rank: int
+    local_size: int
+    num_cores: int
+
+
+def this_host(world: MPI.Comm) -> Host:
+    """Collective over `world`."""
+    ranks = world.Split_type(MPI.COMM_TYPE_SHARED)
+    num_cores = len(frozenset().union(*ranks.allgather(cores())))  # a launcher may have bound each to its own
+    host = Host(ranks.rank, ranks.size, num_cores)
+    ranks.Free()
+    return host
 
 
 def meet(world: MPI.Comm, seconds: float) -> None:
@@ -98,8 +108,8 @@ def meet(world: MPI.Comm, seconds: float) -> None:
         time.sleep(1e-3)
 
 
-def default_num_threads(ranks_here: int) -> int | None:
-    """Compute threads for one of `ranks_here` ranks on a host; None if the user has decided already."""
+def default_num_threads(host: Host) -> int | None:
+    """Compute threads for a rank; None if the user has decided already."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    return max(1, min(len(cores()), host.num_cores // host.local_size))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hybridpipe import launcher
 from hybridpipe.files import read_cluster, read_profile
 
 CONFIG = """
@@ -54,6 +55,12 @@ def test_probe(job, ranks):
 
 def test_ranks_measure_the_model_at_once(job):
     job(3, "measuring.py")
+
+
+def test_the_cores_of_bound_ranks_are_counted_together(job):
+    if launcher.num_cores() < 2:
+        pytest.skip("needs two cores")
+    job(2, "bound.py")
 
 
 def test_probe_prints_a_table_and_writes_the_cluster(job, tmp_path):
