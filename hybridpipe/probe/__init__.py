@@ -48,7 +48,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKE
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
     computing = measure_computing(world, per_machine, work or default_work())
     links = [measure_link(world, unit, per_machine) for unit in levels]
-    measure = partial(measure_allreduce, world, bucket_bytes=bucket_bytes, sharing=computing.sharing)
+    measure = partial(measure_allreduce, world, bucket_bytes=bucket_bytes, computing=computing)
     all_reduces = map(measure, levels, links)
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     return Cluster(

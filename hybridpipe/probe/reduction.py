@@ -3,15 +3,17 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridpipe.planning import fit
 from hybridpipe.planning.cluster import AllReduce
+from hybridpipe.probe.computing import Computing
 from hybridpipe.probe.messages import Link
 from hybridpipe.probe.repetitions import (
     MAX_REPEATS,
@@ -27,12 +29,13 @@ from hybridpipe.probe.repetitions import (
     repeated,
     timed_call,
 )
-from hybridpipe.runtime.gradients import horovod
+from hybridpipe.runtime.gradients import horovod, wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-DEFAULT_CYCLE_MILLISECONDS = 1.0  # of Horovod 0.28
+CYCLE_TIME = "HOROVOD_CYCLE_TIME"
+QUICK_CYCLE_MILLISECONDS = 1.0  # Horovod 0.28's default
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
 BESIDE_SECONDS = 0.1  # of all-reduces beside computing
 BESIDE_ROUNDS = 7  # of these at least: three of 60 ms gave any overlap from 0 to 1
@@ -42,7 +45,7 @@ LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a sl
 
 
 def measure_allreduce(
-    world: "MPI.Comm", unit: Unit, link: Link, bucket_bytes: int, sharing: int
+    world: "MPI.Comm", unit: Unit, link: Link, bucket_bytes: int, computing: Computing
 ) -> tuple[AllReduce, float, float]:
     """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
     ranks compute while it has nothing to do, relative to those without it.
@@ -50,70 +53,98 @@ def measure_allreduce(
     Args:
         bucket_bytes: measured in any case, and nothing larger, but where links let more pass at once, as time
             is not a line: over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
-        sharing: so many ranks share a machine's processors; 1 where each has its own.
+        computing: what a machine's ranks do at once.
     """
-    cycle = world.bcast(_cycle_seconds())
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     burst = link.burst_bytes or 0.0
     rest = burst * link.message.seconds_per_byte  # until the burst has gathered again
     at_once = int(burst / sent)
     most = max(bucket_bytes, LEAST_BYTES, 2 * at_once)
-    reduce = partial(_reduce, cycle_seconds=cycle, rest_seconds=rest, bucket_bytes=most, sharing=sharing)
-    timed, beside, late, speed = in_group(world, range(unit.ranks), reduce)
+    reduce = partial(_reduce, rest_seconds=rest, bucket_bytes=most, sharing=computing.sharing)
+    timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
     limited = fit.beyond(timed, at_once)
     (_, least), (num_bytes, seconds) = limited[0], limited[-1]
     slope = (seconds - least) / num_bytes
     line = fit.fit_line(limited, max(slope, sent * link.message.seconds_per_byte))
+
     steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
-    wait = min(cycle / 2, max(0.0, line.start_seconds - steps))
-    figures = AllReduce(sent / line.seconds_per_byte, line.start_seconds - wait, line.error, wait + late)
-    computing, reducing, both = beside
-    at_work = reducing - wait  # waiting for the cycle costs nobody anything
-    return figures, fit.overlap(computing, at_work, both) if at_work > 0 else 1.0, speed
-
-
-def _cycle_seconds() -> float:
-    """Of Horovod's thread, which looks so often whether there is anything to do."""
-    return float(os.environ.get("HOROVOD_CYCLE_TIME") or DEFAULT_CYCLE_MILLISECONDS) * 1e-3
+    cycle = world.bcast(_cycle_milliseconds())
+    quick = min(1e-3 * min(cycle, QUICK_CYCLE_MILLISECONDS) / 2, max(0.0, line.start_seconds - steps))
+    latency = line.start_seconds - quick
+    if waited:
+        of_last = median(min(of_round) for of_round in zip(*waited, strict=True))
+        wait = max(0.0, of_last - latency)
+        wait += fit.unevenness(waited, computing.sharing, computing.processors)
+    else:
+        wait = quick + 1e-3 * max(0.0, cycle - QUICK_CYCLE_MILLISECONDS) / 2
+    figures = AllReduce(sent / line.seconds_per_byte, latency, line.error, wait)
+    alone, reducing, both = beside
+    at_work = reducing - quick  # waiting for the cycle costs nobody anything
+    return figures, fit.overlap(alone, at_work, both) if at_work > 0 else 1.0, speed
 
 
 def _reduce(
-    group: "MPI.Comm", cycle_seconds: float, rest_seconds: float, bucket_bytes: int, sharing: int
-) -> tuple[list[Timed], list[float], float, float]:
+    group: "MPI.Comm", rest_seconds: float, bucket_bytes: int, sharing: int
+) -> tuple[list[Timed], list[float], list[list[float]], float]:
     without = _mean_rate(group)
-    hvd = horovod(group)
-    speed = min(1.0, _mean_rate(group) / without)
-
-    def start(num_bytes: int) -> Callable[[], Callable[[], object]]:
-        tensors = [torch.zeros(num_bytes // 4 // NUM_TENSORS) for _ in range(NUM_TENSORS)]
-
-        def begin() -> Callable[[], object]:
-            handle = hvd.grouped_allreduce_async_(tensors, name=f"probe{num_bytes}", op=hvd.Sum)
-            return lambda: hvd.synchronize(handle)
-
-        return begin
-
-    def prepare(num_bytes: int) -> Callable[[], object]:
-        begin = start(num_bytes)
-        return lambda: begin()()
-
-    # One after another would each wait for the cycle after the one before, however little it takes.
-    # And a link that lets a burst pass has rested before each.
-    pauses = (rest_seconds + GOLDEN * i % 1 * cycle_seconds for i in count())  # evenly spread, however many
+    # One after another would each wait for the cycle after the one before, however little it takes; so pauses
+    # are spread evenly, however many. And a link that lets a burst pass has rested before each.
+    pauses = (rest_seconds + GOLDEN * i % 1 * 1e-3 * QUICK_CYCLE_MILLISECONDS for i in count())
 
     def pause() -> None:
         time.sleep(next(pauses))
 
-    timed = by_size(group, [n for n in SIZES_BYTES if n < bucket_bytes], prepare, pause)
-    timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
-    chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
-    beside = _beside_computing(group, start(chosen.num_bytes), chosen.seconds, pauses)
-    late = 0.0
-    if sharing > 1:
-        waited = _waits_after_computing(group, prepare(timed[0].num_bytes))  # large ones vary by more
-        late = max(0.0, fit.unevenness(waited, sharing) - timed[0].seconds)
+    with _horovod(group, quick=True) as hvd:
+        prepare = partial(_prepared, hvd)
+        timed = by_size(group, [n for n in SIZES_BYTES if n < bucket_bytes], prepare, pause)
+        timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
+        chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
+        beside = _beside_computing(group, _starter(hvd, chosen.num_bytes), chosen.seconds, pauses)
+    with _horovod(group) as hvd:
+        speed = min(1.0, _mean_rate(group) / without)
+        waited = _waits_after_computing(group, _prepared(hvd, SIZES_BYTES[0])) if sharing > 1 else []
+    return timed, beside, waited, speed
+
+
+def _cycle_milliseconds() -> float:
+    """Of Horovod's thread, which looks so often whether there is anything to do."""
+    return float(os.environ.get(CYCLE_TIME) or QUICK_CYCLE_MILLISECONDS)
+
+
+@contextmanager
+def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
+    """Horovod among the ranks of `group`.
+
+    `quick`: where its thread has been told to look less often, let it look every QUICK_CYCLE_MILLISECONDS.
+    What an all-reduce itself takes, 1 to 5 ms within a machine, would be lost in waits of 0 to 20 for cycles
+    of 10 ms, as the ranks' cycles begin at different times.
+    """
+    told = os.environ.get(CYCLE_TIME)
+    if quick and _cycle_milliseconds() > QUICK_CYCLE_MILLISECONDS:
+        os.environ[CYCLE_TIME] = str(QUICK_CYCLE_MILLISECONDS)
+    try:
+        hvd = horovod(group)
+    finally:
+        if told is not None:
+            os.environ[CYCLE_TIME] = told
+    yield hvd
     hvd.shutdown()
-    return timed, beside, late, speed
+
+
+def _starter(hvd: Any, num_bytes: int) -> Callable[[], Callable[[], object]]:
+    """Begins an all-reduce, and returns what waits for its end."""
+    tensors = [torch.zeros(num_bytes // 4 // NUM_TENSORS) for _ in range(NUM_TENSORS)]
+
+    def begin() -> Callable[[], object]:
+        handle = hvd.grouped_allreduce_async_(tensors, name=f"probe{num_bytes}", op=hvd.Sum)
+        return partial(wait_for, hvd, handle)
+
+    return begin
+
+
+def _prepared(hvd: Any, num_bytes: int) -> Callable[[], object]:
+    begin = _starter(hvd, num_bytes)
+    return lambda: begin()()
 
 
 def _mean_rate(group: "MPI.Comm") -> float:
@@ -128,8 +159,8 @@ def _mean_rate(group: "MPI.Comm") -> float:
 def _beside_computing(
     group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, pauses: Iterator[float]
 ) -> list[float]:
-    """Seconds of a computation on all ranks, of an all-reduce about as long, and of both at once."""
-    compute = computation(group, seconds)
+    """Seconds of a computation on all ranks, of an all-reduce that takes less, and of both at once."""
+    compute = computation(group, 2 * seconds)
 
     def both() -> None:
         finish = begin()
@@ -151,12 +182,12 @@ def _beside_computing(
 def _waits_after_computing(group: "MPI.Comm", reduce: Callable[[], object]) -> list[list[float]]:
     """Seconds that each rank spends in an all-reduce to which it comes from computing, in each round.
 
-    Ranks that share processors come to it unevenly, and who is early takes some of the others' in waiting.
+    Ranks that share processors come to it unevenly; the last one waits for Horovod's cycle only.
     """
     compute = computation(group, BEFORE_SECONDS)
+    reduce()  # Horovod's first negotiation of a name
     taken = []
     for _ in range(BEFORE_ROUNDS):
-        group.Barrier()
         compute()
         taken.append(timed_call(reduce))
     gathered: list[list[float]] = group.allgather(taken)

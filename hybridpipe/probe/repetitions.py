@@ -115,10 +115,11 @@ def default_work() -> Work:
 
 
 def computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
-    """Work that takes about so long while all ranks do it."""
+    """Work that takes about so long while all ranks do it. Collective."""
     work = default_work()
     work()
-    units = max(1, round(seconds / mean(group.allgather(timed_call(work)))))
+    group.Barrier()
+    units = max(1, round(seconds * mean(group.allgather(rate(work)))))
 
     def compute() -> None:
         for _ in range(units):

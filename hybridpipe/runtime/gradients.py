@@ -136,9 +136,7 @@ class HorovodGradients:
         bucket.handle = self._hvd.grouped_allreduce_async_(bucket.tensors, name=bucket.name, op=self._hvd.Sum)
 
     def _finish(self, bucket: _Bucket) -> None:
-        while not self._hvd.poll(bucket.handle):
-            time.sleep(POLL_SECONDS)
-        self._hvd.synchronize(bucket.handle)
+        wait_for(self._hvd, bucket.handle)
         *reduced, present = bucket.tensors
         for parameter, tensor, count in zip(bucket.parameters, reduced, present.tolist(), strict=True):
             if not count:
@@ -170,6 +168,13 @@ def _buckets(parameters: list[Tensor]) -> list[_Bucket]:
     if filling:
         buckets.append(filling)
     return [_Bucket(f"bucket{i}", members) for i, members in enumerate(buckets)]
+
+
+def wait_for(hvd: Any, handle: int) -> None:
+    """The end of an all-reduce, asleep between looks, as others can use what Horovod's wait burns."""
+    while not hvd.poll(handle):
+        time.sleep(POLL_SECONDS)
+    hvd.synchronize(handle)
 
 
 def horovod(communicator: "MPI.Comm") -> Any:

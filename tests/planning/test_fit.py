@@ -135,12 +135,18 @@ def test_overlap_is_the_hidden_part_of_the_shorter_one(compute, allreduce, both,
     assert fit.overlap(compute, allreduce, both) == expected
 
 
-def test_unevenness_is_the_wait_for_ranks_of_ones_own_machine():
-    """Two machines, the second half as fast: that the first waits for it is in its speed already."""
-    fast, slow = [[50.0, 51.0, 90.0], [50.0, 49.0, 90.0]], [[0.0, 6.0, 2.0], [4.0, 0.0, 2.0]]
-    assert fit.unevenness(fast + slow, per_machine=2) == 2.0
-    assert fit.unevenness(slow, per_machine=2) == 2.0
-    assert fit.unevenness(slow, per_machine=4) == 2.0, "a host of a machine that has more"
+def test_unevenness_is_what_processors_lose_while_fewer_ranks_compute_than_there_are():
+    waited = [[0.0], [3.0], [8.0], [9.0]]
+    assert fit.unevenness(waited, per_machine=4, processors=2) == 1.5, "one of two, for three seconds"
+    assert fit.unevenness(waited, per_machine=4, processors=4) == (3 * 3 + 2 * 5 + 1 * 1) / 4
+    assert fit.unevenness(waited, per_machine=4, processors=1) == 0.0, "the last one has all there is"
+    assert fit.unevenness([[0.0, 5.0], [2.0, 4.0]], per_machine=4, processors=2) == 0.75, "a host of it"
+
+
+def test_unevenness_between_machines_is_in_their_speeds():
+    """Two machines, the second half as fast: that the first waits for it is no unevenness."""
+    fast, slow = [[50.0, 51.0], [50.0, 49.0]], [[0.0, 6.0], [4.0, 0.0]]
+    assert fit.unevenness(fast + slow, per_machine=2, processors=2) == pytest.approx((0 + 2 + 4 + 6) / 8)
 
 
 def test_speeds_of_ranks_that_share_two_cores():
