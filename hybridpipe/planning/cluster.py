@@ -24,8 +24,8 @@ class AllReduce:
     The bytes are those beyond the `burst_bytes` of the level.
 
     `fit_error` is how far the worst measured size is off that line, relative to the measurement. Before an
-    all-reduce begins it waits `wait_seconds` on average for Horovod's next cycle, and for ranks that share
-    processors and come unevenly; one that is ready when the one before it ends goes on at once.
+    all-reduce begins it waits `wait_seconds` on average for Horovod's next cycle, with what ranks that share
+    processors lose by coming unevenly; one that is ready when the one before it ends goes on at once.
     """
 
     bandwidth: float

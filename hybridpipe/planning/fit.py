@@ -118,13 +118,14 @@ def unevenness(waited: Sequence[Sequence[float]], per_machine: int, processors: 
         processors: so many ranks of a machine compute as fast as one alone.
 
     Returns:
-        seconds of all of a machine's processors, the mean.
+        seconds of all of a machine's processors. The mean, as that adds up over minibatches, and a rank that
+        is late by much counts with what it leaves idle only.
     """
     of_ranks = np.array(waited)
     together = min(per_machine, len(of_ranks))
     by_machine = np.sort(of_ranks.reshape(-1, together, of_ranks.shape[1]), axis=1)
     computing = np.arange(1, together)  # from when the one before the last came, the last one alone
-    idle = np.maximum(0.0, 1 - computing / processors)
+    idle = np.maximum(0.0, 1 - computing / min(processors, together))
     lost = np.einsum("mkr,k->mr", np.diff(by_machine, axis=1), idle)
     return float(lost.mean())
 

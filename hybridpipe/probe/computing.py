@@ -15,7 +15,9 @@ from hybridpipe.together import cores_to_spare, idle_barrier, largest
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-ROUNDS = 5  # one rank alone is 1.3 times as fast in one as in the next, by where those that wait are polling
+COMPUTING_ROUNDS = (
+    5  # one rank alone is 1.3 times as fast in one as in the next, by where those that wait are polling
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
 
     counts = sorted({*(2**i for i in range(per_machine.bit_length())), per_machine})
     work()
-    rounds = ROUNDS if largest(world, timed_call(work)) < COMPUTE_SECONDS else 1
+    rounds = COMPUTING_ROUNDS if largest(world, timed_call(work)) < COMPUTE_SECONDS else 1
     firsts = range(0, world.size, per_machine)
     done: dict[int, list[list[float]]] = {n: [] for n in counts}  # by machine, for each round
     machine = world.Split(world.rank // per_machine, world.rank)

@@ -253,13 +253,16 @@ def measure_wakeup(world: "MPI.Comm", sharing: int, processors: float) -> float:
     Args:
         sharing: so many ranks share a machine's processors; 1 where each has its own.
         processors: what they do at once, relative to one that computes alone.
+
+    Returns:
+        0 where it cannot be told: one rank fewer does less than all, or hardly any had to wait.
     """
-    if sharing == 1:
+    if sharing == 1 or processors > sharing - 1 + fit.SHARING_TOLERANCE:
         return 0.0
     lost: float
     waits: int
     lost, waits = in_group(world, range(sharing), _lost_by_waiting)
-    return max(0.0, lost) * processors / max(1, waits)
+    return max(0.0, lost) * processors / waits if waits > TURNS / 2 else 0.0
 
 
 def _lost_by_waiting(group: "MPI.Comm") -> tuple[float, int]:

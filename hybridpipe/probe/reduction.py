@@ -1,4 +1,5 @@
-"""Reduction: Horovod's all-reduce by size, and how much of one a computing rank gets for nothing."""
+"""Reduction: Horovod's all-reduce by size, what it waits for, how much of one a computing rank gets for
+nothing, and how much slower ranks compute beside Horovod's idle thread."""
 
 import os
 import time
@@ -86,7 +87,6 @@ def measure_allreduce(
 def _reduce(
     group: "MPI.Comm", rest_seconds: float, bucket_bytes: int, sharing: int
 ) -> tuple[list[Timed], list[float], list[list[float]], float]:
-    without = _mean_rate(group)
     # One after another would each wait for the cycle after the one before, however little it takes; so pauses
     # are spread evenly, however many. And a link that lets a burst pass has rested before each.
     pauses = (rest_seconds + GOLDEN * i % 1 * 1e-3 * QUICK_CYCLE_MILLISECONDS for i in count())
@@ -100,6 +100,7 @@ def _reduce(
         timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
         chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
         beside = _beside_computing(group, _starter(hvd, chosen.num_bytes), chosen.seconds, pauses)
+    without = _mean_rate(group)
     with _horovod(group) as hvd:
         speed = min(1.0, _mean_rate(group) / without)
         waited = _waits_after_computing(group, _prepared(hvd, SIZES_BYTES[0])) if sharing > 1 else []
@@ -116,7 +117,7 @@ def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
     """Horovod among the ranks of `group`.
 
     `quick`: where its thread has been told to look less often, let it look every QUICK_CYCLE_MILLISECONDS.
-    What an all-reduce itself takes, 1 to 5 ms within a machine, would be lost in waits of 0 to 20 for cycles
+    What an all-reduce itself takes, 1 to 10 ms within a machine, would be lost in waits of 0 to 20 for cycles
     of 10 ms, as the ranks' cycles begin at different times.
     """
     told = os.environ.get(CYCLE_TIME)

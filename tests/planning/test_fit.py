@@ -141,6 +141,7 @@ def test_unevenness_is_what_processors_lose_while_fewer_ranks_compute_than_there
     assert fit.unevenness(waited, per_machine=4, processors=4) == (3 * 3 + 2 * 5 + 1 * 1) / 4
     assert fit.unevenness(waited, per_machine=4, processors=1) == 0.0, "the last one has all there is"
     assert fit.unevenness([[0.0, 5.0], [2.0, 4.0]], per_machine=4, processors=2) == 0.75, "a host of it"
+    assert fit.unevenness([[0.0], [2.0]], per_machine=4, processors=4) == 1.0, "which can use no more"
 
 
 def test_unevenness_between_machines_is_in_their_speeds():

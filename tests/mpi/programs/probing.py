@@ -8,8 +8,16 @@ from hybridpipe.runtime.mpi import MPI
 world = MPI.COMM_WORLD
 torch.set_num_threads(1)
 matrix = torch.ones(128, 128)
-calls = []
-cluster = probe(world, lambda: calls.append(torch.mm(matrix, matrix)))
+calls = 0
+
+
+def work():
+    global calls
+    calls += 1
+    torch.mm(matrix, matrix)
+
+
+cluster = probe(world, work)
 
 assert calls, "the work that was given is what computes"
 assert world.allgather(cluster) == [cluster] * world.size
@@ -18,6 +26,7 @@ assert (level.name, level.ranks, cluster.node_ranks) == ("host", world.size, wor
 assert level.shared_bandwidth is None, "below it are single ranks"
 assert 1e6 < level.bandwidth < 1e12 and 0 < level.latency_seconds < 1 and level.fit_error >= 0
 assert 1e5 < level.allreduce.bandwidth <= level.bandwidth * 1.001, "no ring is faster than its links"
+assert 0 <= level.allreduce.wait_seconds < 1 and 0 <= cluster.wakeup_seconds < 0.1
 assert 0 <= level.allreduce.latency_seconds < 5 and level.allreduce.fit_error >= 0
 assert len(cluster.compute_speeds) == world.size and cluster.compute_speeds[0] == 1
 assert all(0.01 < speed <= 1 for speed in cluster.compute_speeds)
