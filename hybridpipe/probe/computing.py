@@ -15,9 +15,8 @@ from hybridpipe.together import cores_to_spare, idle_barrier, largest
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-COMPUTING_ROUNDS = (
-    5  # one rank alone is 1.3 times as fast in one as in the next, by where those that wait are polling
-)
+# By where those that wait are polling, one rank alone is up to 1.3 times as fast in one as in the next.
+COMPUTING_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
