@@ -30,12 +30,11 @@ from hybridpipe.probe.repetitions import (
     repeated,
     timed_call,
 )
-from hybridpipe.runtime.gradients import horovod, wait_for
+from hybridpipe.runtime.gradients import CYCLE_TIME, horovod, wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 QUICK_CYCLE_MILLISECONDS = 1.0  # Horovod 0.28's default
 NUM_TENSORS = 4  # of a bucket: Horovod fuses them
 BESIDE_SECONDS = 0.1  # of all-reduces beside computing

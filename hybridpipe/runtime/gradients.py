@@ -9,6 +9,7 @@ and Horovod's tensor fusion joins the bucket's tensors. A stage with one replica
 import os
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 # Between two looks at an all-reduce. Horovod's own wait yields and looks again at once: with four ranks on
 # two cores up to 15 % of a core a rank, taken from those that still computed and from Horovod's own threads.
 POLL_SECONDS = 200e-6
+
+CYCLE_TIME = "HOROVOD_CYCLE_TIME"  # milliseconds; Horovod's thread looks so often whether there is anything to do
+FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # bytes
 
 
 class Gradients(Protocol):
@@ -196,8 +200,25 @@ def horovod(communicator: "MPI.Comm") -> Any:
     # A tensor that is larger than this is reduced where it lies. By default Horovod joins up to 128 MiB and
     # copies all of it in and out: two ranks took 64 ms for three weights of 16 MiB, and 22 ms without that.
     # But Horovod 0.28.1 crashes when it is started for the second time with both this and a cycle time set.
-    if "HOROVOD_CYCLE_TIME" not in os.environ:
-        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(BUCKET_BYTES))
+    if CYCLE_TIME not in os.environ:
+        os.environ.setdefault(FUSION_THRESHOLD, str(BUCKET_BYTES))
+    elif FUSION_THRESHOLD not in os.environ:
+        _start_once(hvd)
     hvd.init(comm=communicator)
     failure.look_first_at_exit()
     return hvd
+
+
+@cache
+def _start_once(hvd: Any) -> None:
+    """So that whatever follows is not this process's first start.
+
+    With a cycle time set, Horovod 0.28.1 joins up to 128 MiB when it is first started, and 1 MiB from then on
+    (`ParameterManager`, which outlives `shutdown`, writes the default of 1 ms into the wrong place). Each rank
+    joins what its cache knows by itself; so ranks of which only some had been in the probe of their machine
+    reduced different numbers of bytes, and waited forever or wrote past the end.
+    """
+    from hybridpipe.runtime.mpi import MPI
+
+    hvd.init(comm=MPI.COMM_SELF)
+    hvd.shutdown()
