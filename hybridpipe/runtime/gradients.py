@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # two cores up to 15 % of a core a rank, taken from those that still computed and from Horovod's own threads.
 POLL_SECONDS = 200e-6
 
-CYCLE_TIME = "HOROVOD_CYCLE_TIME"  # milliseconds; Horovod's thread looks so often whether there is anything to do
+CYCLE_TIME = "HOROVOD_CYCLE_TIME"  # milliseconds between two looks of Horovod's thread for something to do
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # bytes
 
 
@@ -213,8 +213,8 @@ def horovod(communicator: "MPI.Comm") -> Any:
 def _start_once(hvd: Any) -> None:
     """So that whatever follows is not this process's first start.
 
-    With a cycle time set, Horovod 0.28.1 joins up to 128 MiB when it is first started, and 1 MiB from then on
-    (`ParameterManager`, which outlives `shutdown`, writes the default of 1 ms into the wrong place). Each rank
+    With a cycle time set, Horovod 0.28.1 joins up to 128 MiB when first started, and 1 MiB from then on:
+    its `ParameterManager` outlives `shutdown`, and writes the default of 1 ms into the wrong place. Each rank
     joins what its cache knows by itself; so ranks of which only some had been in the probe of their machine
     reduced different numbers of bytes, and waited forever or wrote past the end.
     """
