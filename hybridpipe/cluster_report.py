@@ -20,9 +20,10 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
         lines.append(f"speed of each rank of a machine, by how many compute at once: {speeds}")
     if num_cores is not None and ranks > num_cores:
         lines.append(f"{ranks} ranks on the {num_cores} core(s) of a machine: their compute contends")
-    if cluster.wakeup_seconds:
+    if any(cluster.wakeup_seconds):
+        each = (f"{n}: {seconds * 1e3:.1f}" for n, seconds in enumerate(cluster.wakeup_seconds, start=1))
         lines.append(
-            f"to go on with a rank that waited takes {cluster.wakeup_seconds * 1e3:.1f} ms of a processor"
+            f"ms of a processor to go on with a rank that waited, by how many compute then: {', '.join(each)}"
         )
     if cluster.relative_speed is not None:
         lines.append("relative speed of the ranks: " + ", ".join(f"{s:.2f}" for s in cluster.relative_speed))

@@ -15,7 +15,7 @@ def test_all_that_was_measured_is_told():
             compute_speeds=(1.0, 0.9, 0.8, 0.45),
             message_seconds=8e-5,
             message_seconds_per_byte=2e-10,
-            wakeup_seconds=6e-4,
+            wakeup_seconds=(0.0, 1.2e-3, 6e-4),
             overlap=0.6,
         ),
         num_cores=2,
@@ -27,7 +27,7 @@ def test_all_that_was_measured_is_told():
     assert "1: 100%, 2: 90%, 4: 45%" in text
     assert "4 ranks on the 2 core(s) of a machine: their compute contends" in text
     assert "relative speed of the ranks: 1.00, 1.00, 1.00, 1.00, 0.50" in text
-    assert "to go on with a rank that waited takes 0.6 ms of a processor" in text
+    assert "by how many compute then: 1: 0.0, 2: 1.2, 3: 0.6" in text
     assert "80 us and 0.20 ns a byte" in text and "60% of an all-reduce" in text
 
 

@@ -113,7 +113,7 @@ CLUSTER = """\
   "compute_speeds": [1.0, 0.75],
   "message_seconds": 8e-05,
   "message_seconds_per_byte": 1e-10,
-  "wakeup_seconds": 0.001,
+  "wakeup_seconds": [0.0, 0.001],
   "replicated_speed": 0.9,
   "overlap": 0.5,
   "allreduce_factor": 1.0
@@ -245,7 +245,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("memory_bytes", [1, 2], "must hold one figure for each of the 4 ranks, got 2"),
         ("compute_speeds", [], "must hold at least one figure, got none"),
         ("compute_speeds", [1.0, 0.0], "must be a finite number > 0, got 0.0"),
-        ("wakeup_seconds", -1, "must be a finite number >= 0, got -1"),
+        ("wakeup_seconds", [-1.0], "must be a finite number >= 0, got -1.0"),
         ("overlap", 1.5, "must be a finite number <= 1, got 1.5"),
     ],
 }
@@ -391,7 +391,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         draw(st.none() | st.lists(rates, min_size=1, max_size=4).map(tuple)),
         draw(seconds),
         draw(seconds),
-        draw(seconds),
+        draw(st.lists(seconds, max_size=3).map(tuple)),
         draw(rates),
         draw(st.floats(0, 1)),
     )

@@ -112,8 +112,9 @@ class Cluster:
         message_seconds: processor time that a message takes from its sender, and again from its receiver
             (the overhead o of LogP, Culler et al. 1993).
         message_seconds_per_byte: and what each of its bytes adds to that.
-        wakeup_seconds: processor time that its machine loses when a rank that has waited goes on, as the
-            kernel may let it wait for one processor while another has nothing to do.
+        wakeup_seconds: entry n-1 is the processor time that a machine loses when one of its ranks has waited,
+            goes on, and n of them compute then, as the kernel may let it wait for one processor while another
+            has nothing to do; the last entry is that of more. Empty: none is lost.
         replicated_speed: speed of a rank that shares its stage, relative to one that has it alone: Horovod's
             thread keeps asking the others whether there is something to reduce, which takes processor time.
         overlap: the share of an all-reduce, without its `wait_seconds`, that costs the computing rank
@@ -128,7 +129,7 @@ class Cluster:
     compute_speeds: tuple[float, ...] | None = None
     message_seconds: float = 0.0
     message_seconds_per_byte: float = 0.0
-    wakeup_seconds: float = 0.0
+    wakeup_seconds: tuple[float, ...] = ()
     replicated_speed: float = 1.0
     overlap: float = 1.0
     allreduce_factor: float = 1.0
@@ -155,7 +156,8 @@ class Cluster:
                 factor("compute_speeds", speed)
         non_negative("message_seconds", self.message_seconds)
         non_negative("message_seconds_per_byte", self.message_seconds_per_byte)
-        non_negative("wakeup_seconds", self.wakeup_seconds)
+        for seconds in self.wakeup_seconds:
+            non_negative("wakeup_seconds", seconds)
         factor("replicated_speed", self.replicated_speed)
         non_negative("overlap", self.overlap)
         if self.overlap > 1:

@@ -145,6 +145,15 @@ def compute_speeds(throughput: Mapping[int, float]) -> tuple[float, ...]:
     return tuple(min(1.0, float(done) / n) for n, done in enumerate(total, start=1))
 
 
+def between(measured: Mapping[int, float]) -> tuple[float, ...]:
+    """Entry n-1 for each n from 1 to the largest measured: on straight lines, and 0 below the smallest."""
+    known = sorted(measured)
+    lines = np.interp(
+        range(1, max(known, default=0) + 1), known or [0], [measured[n] for n in known] or [0], left=0.0
+    )
+    return tuple(map(float, lines))
+
+
 def relative_speeds(rates: Sequence[float]) -> tuple[float, ...] | None:
     """Each machine's speed relative to the first; None where none differs by more than SPEED_TOLERANCE."""
     speeds = tuple(rate / rates[0] for rate in rates)

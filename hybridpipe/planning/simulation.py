@@ -228,7 +228,9 @@ class Simulation:
 
     def wake(self, rank: _Rank, done: Callable[[Any], None], argument: object) -> None:
         """Go on with a rank that has waited."""
-        seconds = self.cluster.wakeup_seconds
+        by_computing = self.cluster.wakeup_seconds
+        num_others = len(rank.processors[0].jobs)  # computing
+        seconds = by_computing[min(num_others, len(by_computing) - 1)] if by_computing else 0.0
         if seconds:
             self.compute(rank, seconds, done, argument)
         else:

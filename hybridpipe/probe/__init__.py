@@ -18,7 +18,7 @@ import torch
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.probe.computing import measure_computing
-from hybridpipe.probe.messages import measure_link, measure_wakeup
+from hybridpipe.probe.messages import measure_link, measure_wakeups
 from hybridpipe.probe.reduction import measure_allreduce
 from hybridpipe.probe.repetitions import Unit, Work, default_work
 from hybridpipe.together import machine_leaders
@@ -71,7 +71,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKE
         compute_speeds=computing.speeds,
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
-        wakeup_seconds=measure_wakeup(world, computing.sharing, computing.processors),
+        wakeup_seconds=measure_wakeups(world, computing.sharing, computing.processors),
         replicated_speed=replicated_speed[-1],
         overlap=overlap[-1],
     )

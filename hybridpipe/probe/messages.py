@@ -44,7 +44,7 @@ STREAM_SECONDS = 0.06  # of the messages that one pair, or several at once, send
 MAX_STREAMED = 16
 REST_SECONDS = 0.06  # over 100 Mbit/s 750 KB could have passed meanwhile
 LIMITED_SECONDS = 1e-3
-WAKING_ROUNDS = 5
+WAKING_ROUNDS = 3
 TURNS, TURN_SECONDS = 30, 4e-3  # of computing between two messages, a few time slices of the kernel
 LONG_AHEAD = 4  # turns, after which a message has been there for long
 WAITED_SECONDS = 2e-4  # a rank that finds a message goes on sooner
@@ -243,26 +243,31 @@ def _answer(boundary: Boundary, microbatch: int) -> None:
     boundary.send_gradient(microbatch, [tensor.detach() for tensor in received])
 
 
-def measure_wakeup(world: "MPI.Comm", sharing: int, processors: float) -> float:
+def measure_wakeups(world: "MPI.Comm", sharing: int, processors: float) -> tuple[float, ...]:
     """Processor time that a machine loses when a rank that has waited for a message goes on.
 
     The kernel may let it wait for one processor while another has nothing to do, and what the rank had in the
     caches is gone. So ranks in a ring compute and pass on as much, once each needing the message that the one
-    before it has just sent, and once one that has long been there.
+    before it has just sent, and once one that has long been there. Of n + 1 such ranks n compute, and the
+    fewer there are above the processors' number, the less is there to fill a gap: on two cores 1.3 ms with
+    two and 0.7 with three.
 
     Args:
         sharing: so many ranks share a machine's processors; 1 where each has its own.
         processors: what they do at once, relative to one that computes alone.
 
     Returns:
-        0 where it cannot be told: one rank fewer does less than all, or hardly any had to wait.
+        entry n-1: with n ranks that compute, up to one fewer than share. 0 for as many as have processors to
+        spare, where nothing of the kind can be told.
     """
-    if sharing == 1 or processors > sharing - 1 + fit.SHARING_TOLERANCE:
-        return 0.0
-    lost: float
-    waits: int
-    lost, waits = in_group(world, range(sharing), _lost_by_waiting)
-    return max(0.0, lost) * processors / waits if waits > TURNS / 2 else 0.0
+    most = sharing - 1
+    fewest = max(1, math.ceil(processors - fit.SHARING_TOLERANCE))
+    counts = {min(most, fewest * 2**i) for i in range(most.bit_length())} if fewest <= most else ()
+    measured = {}
+    for n in sorted(counts):
+        lost, waits = in_group(world, range(n + 1), _lost_by_waiting)
+        measured[n] = max(0.0, lost) * processors / waits if waits > TURNS / 2 else 0.0
+    return fit.between(measured)
 
 
 def _lost_by_waiting(group: "MPI.Comm") -> tuple[float, int]:

@@ -158,6 +158,12 @@ def test_speeds_of_ranks_that_share_two_cores():
     assert speeds == pytest.approx((1, 0.9, 0.8, 0.75, 0.6, 0.5))
 
 
+def test_what_was_measured_for_some_numbers_is_known_for_all():
+    assert fit.between({}) == ()
+    assert fit.between({1: 4.0}) == (4.0,)
+    assert fit.between({2: 1.0, 4: 3.0}) == (0.0, 1.0, 2.0, 3.0), "0 where none could be measured"
+
+
 def test_machines_that_hardly_differ_are_equal():
     assert fit.relative_speeds([100.0]) is None
     assert fit.relative_speeds([100.0, 96.0, 104.0]) is None

@@ -75,7 +75,7 @@ CLUSTER = {
     "compute_speeds": [1.0, 0.7],
     "message_seconds": 1e-6,
     "message_seconds_per_byte": 1e-10,
-    "wakeup_seconds": 1e-6,
+    "wakeup_seconds": [0.0, 1e-6],
     "overlap": 0.8,
 }
 PLAN = {
@@ -345,7 +345,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         compute_speeds=draw(st.none() | st.lists(FACTORS, min_size=1, max_size=3).map(tuple)),
         message_seconds=draw(TIMES),
         message_seconds_per_byte=draw(TIMES),
-        wakeup_seconds=draw(TIMES),
+        wakeup_seconds=draw(st.lists(TIMES, max_size=3).map(tuple)),
         overlap=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
 
@@ -353,7 +353,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @given(
     profile=profiles(),
     cluster=clusters(),
-    num_microbatches=st.sampled_from([1, 2, 7, 1000, 2**62]),
+    # Up to all messages of a minibatch share a link at once, and each slows all others down: 1000 take 3 s.
+    num_microbatches=st.sampled_from([1, 2, 7, 200, 2**62]),
     schedule=st.sampled_from(SCHEDULES),
     recompute=st.booleans(),
 )

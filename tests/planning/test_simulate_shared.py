@@ -48,14 +48,17 @@ def test_nodes_do_not_share():
     assert times(timeline, 0, Backward) == [(2, 6)] and times(timeline, 2, Backward) == [(1, 3)]
 
 
-@pytest.mark.parametrize("speed_of_two, start", [(0.5, 1.5), (1.0, 1.25)])
-def test_to_go_on_after_waiting_takes_processor_time(speed_of_two, start):
-    """Stage 1 waits for its first activation, and then stage 0 goes on with its second forward."""
+@pytest.mark.parametrize(
+    "speed_of_two, wakeup_seconds, start",
+    [(0.5, (9.0, 0.25), 1.5), (1.0, (9.0, 0.25), 1.25), (1.0, (0.25,), 1.25), (1.0, (9.0, 0.0), 1.0)],
+)
+def test_to_go_on_after_waiting_takes_processor_time(speed_of_two, wakeup_seconds, start):
+    """Stage 1 waits for its first activation, and then stage 0 goes on with its second: two compute."""
     cluster = Cluster(
         (Level("node", 2, 1e300, 0.0),),
         node_ranks=2,
         compute_speeds=(1.0, speed_of_two),
-        wakeup_seconds=0.25,
+        wakeup_seconds=wakeup_seconds,
     )
     timeline, _ = predict(plan([1, 1], 2), model(layer(1, 2), layer(1, 2)), cluster)
     first = next(event for event in timeline.events[1] if isinstance(event.instruction, Forward))
