@@ -21,7 +21,8 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
     if num_cores is not None and ranks > num_cores:
         lines.append(f"{ranks} ranks on the {num_cores} core(s) of a machine: their compute contends")
     if any(cluster.wakeup_seconds):
-        each = (f"{n}: {seconds * 1e3:.1f}" for n, seconds in enumerate(cluster.wakeup_seconds, start=1))
+        numbers = _shown(len(cluster.wakeup_seconds))
+        each = (f"{n}: {cluster.wakeup_seconds[n - 1] * 1e3:.1f}" for n in numbers)
         lines.append(
             f"ms of a processor to go on with a rank that waited, by how many compute then: {', '.join(each)}"
         )

@@ -246,6 +246,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("compute_speeds", [], "must hold at least one figure, got none"),
         ("compute_speeds", [1.0, 0.0], "must be a finite number > 0, got 0.0"),
         ("wakeup_seconds", [-1.0], "must be a finite number >= 0, got -1.0"),
+        ("wakeup_seconds", 0.001, "must be a valid array, got 0.001"),
         ("overlap", 1.5, "must be a finite number <= 1, got 1.5"),
     ],
 }

@@ -48,8 +48,8 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules import ceil_div, per_update
 
-# One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses what
-# is ready within a cycle up to 128 MiB; smaller buckets start earlier, larger ones pay latency less often.
+# One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses
+# no more than that (runtime/gradients.py); smaller ones start earlier, larger ones pay latency less often.
 BUCKET_BYTES = 8 * 2**20
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])  # of one stage, or of many at once

@@ -145,12 +145,19 @@ def compute_speeds(throughput: Mapping[int, float]) -> tuple[float, ...]:
     return tuple(min(1.0, float(done) / n) for n, done in enumerate(total, start=1))
 
 
+def doubling(first: int, last: int) -> list[int]:
+    """Numbers to measure at: `first`, twice as many, and so on, and `last`; none if `first` is beyond it."""
+    if first > last:
+        return []
+    return [*(first * 2**i for i in range(last.bit_length()) if first * 2**i < last), last]
+
+
 def between(measured: Mapping[int, float]) -> tuple[float, ...]:
     """Entry n-1 for each n from 1 to the largest measured: on straight lines, and 0 below the smallest."""
+    if not measured:
+        return ()
     known = sorted(measured)
-    lines = np.interp(
-        range(1, max(known, default=0) + 1), known or [0], [measured[n] for n in known] or [0], left=0.0
-    )
+    lines = np.interp(range(1, known[-1] + 1), known, [measured[n] for n in known], left=0.0)
     return tuple(map(float, lines))
 
 

@@ -226,11 +226,10 @@ class Simulation:
         self.fill(piece[0], piece[1])
         self.backward_piece(piece)
 
-    def wake(self, rank: _Rank, done: Callable[[Any], None], argument: object) -> None:
-        """Go on with a rank that has waited."""
+    def wake(self, rank: _Rank, num_computing: int, done: Callable[[Any], None], argument: object) -> None:
+        """Go on with a rank that has waited, so that so many of its machine then compute."""
         by_computing = self.cluster.wakeup_seconds
-        num_others = len(rank.processors[0].jobs)  # computing
-        seconds = by_computing[min(num_others, len(by_computing) - 1)] if by_computing else 0.0
+        seconds = by_computing[min(num_computing, len(by_computing)) - 1] if by_computing else 0.0
         if seconds:
             self.compute(rank, seconds, done, argument)
         else:
@@ -308,8 +307,10 @@ class Simulation:
         replicas.num_reduced += 1
         if replicas.num_reduced % len(replicas.buckets) == 0:
             waiting, replicas.waiting = replicas.waiting, []
+            woken = Counter(rank.processors for rank in waiting)  # together, on each machine
+            computing = {processors: len(processors[0].jobs) + n for processors, n in woken.items()}
             for rank in waiting:
-                self.wake(rank, self.finish, rank)
+                self.wake(rank, computing[rank.processors], self.finish, rank)
         self.reduce_next(replicas, going=True)
 
     # Messages
@@ -394,8 +395,9 @@ class Simulation:
 
     def arrive(self, message: _Message) -> None:
         message.arrived = True
-        if message.receiver is not None:
-            self.wake(message.receiver, self.taken_late, message)
+        rank = message.receiver
+        if rank is not None:
+            self.wake(rank, len(rank.processors[0].jobs) + 1, self.taken_late, message)
 
     def taken_late(self, message: _Message) -> None:
         rank = message.receiver

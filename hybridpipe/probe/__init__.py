@@ -71,7 +71,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKE
         compute_speeds=computing.speeds,
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
-        wakeup_seconds=measure_wakeups(world, computing.sharing, computing.processors),
+        wakeup_seconds=measure_wakeups(world, computing.sharing, computing.speeds),
         replicated_speed=replicated_speed[-1],
         overlap=overlap[-1],
     )

@@ -243,44 +243,47 @@ def _answer(boundary: Boundary, microbatch: int) -> None:
     boundary.send_gradient(microbatch, [tensor.detach() for tensor in received])
 
 
-def measure_wakeups(world: "MPI.Comm", sharing: int, processors: float) -> tuple[float, ...]:
-    """Processor time that a machine loses when a rank that has waited for a message goes on.
+def measure_wakeups(world: "MPI.Comm", sharing: int, speeds: Sequence[float]) -> tuple[float, ...]:
+    """Processor time that a machine loses when a rank that has waited for a message goes on, by how many of
+    its ranks compute then.
 
     The kernel may let it wait for one processor while another has nothing to do, and what the rank had in the
     caches is gone. So ranks in a ring compute and pass on as much, once each needing the message that the one
     before it has just sent, and once one that has long been there. Of n + 1 such ranks n compute, and the
-    fewer there are above the processors' number, the less is there to fill a gap: on two cores 1.3 ms with
-    two and 0.7 with three.
+    fewer they are, the less is there to fill a gap: on two cores 1.3 ms with two and 0.7 with three.
 
     Args:
         sharing: so many ranks share a machine's processors; 1 where each has its own.
-        processors: what they do at once, relative to one that computes alone.
+        speeds: as `Cluster.compute_speeds`.
 
     Returns:
-        entry n-1: with n ranks that compute, up to one fewer than share. 0 for as many as have processors to
-        spare, where nothing of the kind can be told.
+        entry n-1: with n ranks that compute, n < sharing; 0 where they leave a processor free, or hardly any
+        had to wait. Empty where all leave one free.
     """
-    most = sharing - 1
-    fewest = max(1, math.ceil(processors - fit.SHARING_TOLERANCE))
-    counts = {min(most, fewest * 2**i) for i in range(most.bit_length())} if fewest <= most else ()
+    together = [n * speed for n, speed in enumerate(speeds, start=1)]  # n ranks, relative to one alone
     measured = {}
-    for n in sorted(counts):
-        lost, waits = in_group(world, range(n + 1), _lost_by_waiting)
-        measured[n] = max(0.0, lost) * processors / waits if waits > TURNS / 2 else 0.0
+    for n in fit.doubling(max(1, round(together[-1])), sharing - 1):
+        lost = partial(_lost_by_waiting, slower=together[n] / together[n - 1])
+        seconds, waits = in_group(world, range(n + 1), lost)
+        measured[n] = max(0.0, seconds) * together[n - 1] / waits if waits > TURNS / 2 else 0.0
     return fit.between(measured)
 
 
-def _lost_by_waiting(group: "MPI.Comm") -> tuple[float, int]:
+def _lost_by_waiting(group: "MPI.Comm", slower: float) -> tuple[float, int]:
     """Seconds that turns take longer where all but one rank can have their message at once, and how many
-    more messages are waited for; medians."""
+    more messages are waited for; medians.
+
+    Args:
+        slower: and that they would take as many times as long anyway, as one rank fewer computes.
+    """
     compute = computation(group, TURN_SECONDS)
     rounds = []
     for _ in range(WAKING_ROUNDS):
-        scarce = _turns(group, compute, int(group.rank < group.size - 1))
-        plenty = _turns(group, compute, LONG_AHEAD)
-        rounds.append([a - b for a, b in zip(scarce, plenty, strict=True)])
-    seconds, waits = map(median, zip(*rounds, strict=True))
-    return seconds, round(waits)
+        scarce, waits = _turns(group, compute, int(group.rank < group.size - 1))
+        plenty, others = _turns(group, compute, LONG_AHEAD)
+        rounds.append((scarce - slower * plenty, waits - others))
+    seconds, num_waits = map(median, zip(*rounds, strict=True))
+    return seconds, round(num_waits)
 
 
 def _turns(group: "MPI.Comm", compute: Callable[[], None], ahead: int) -> tuple[float, int]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 QUICK_CYCLE_MILLISECONDS = 1.0  # Horovod 0.28's default
-NUM_TENSORS = 4  # of a bucket: Horovod fuses them
+NUM_TENSORS = 4  # of a bucket: Horovod fuses small ones
 BESIDE_SECONDS = 0.1  # of all-reduces beside computing
 BESIDE_ROUNDS = 7  # of these at least: three of 60 ms gave any overlap from 0 to 1
 BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # of computing before one: many time slices of the kernel

@@ -5,6 +5,7 @@ other for ever. Facts are short texts under a name, in an order; the first that 
 """
 
 import hashlib
+import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from torch import nn
 
 import hybridpipe
 from hybridpipe.planning.plan import Plan
+from hybridpipe.runtime.gradients import CYCLE_TIME
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.stage import Loss
@@ -54,6 +56,7 @@ def facts(
         "the version of hybridpipe": hybridpipe.__version__,
         "the version of torch": torch.__version__,
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        CYCLE_TIME: os.environ.get(CYCLE_TIME, _NOTHING),  # what Horovod joins depends on it
         **{name: repr(value) for name, value in settings.items()},
         "plan": plan_text(plan) if isinstance(plan, Plan) else repr(str(plan)),
         "loss": callable_text(loss),

@@ -215,7 +215,7 @@ def _start_once(hvd: Any) -> None:
 
     With a cycle time set, Horovod 0.28.1 joins up to 128 MiB when first started, and 1 MiB from then on:
     its `ParameterManager` outlives `shutdown`, and writes the default of 1 ms into the wrong place. Each rank
-    joins what its cache knows by itself; so ranks of which only some had been in the probe of their machine
+    joins what its cache knows by itself; so ranks of which only some had been in the probe of the first host
     reduced different numbers of bytes, and waited forever or wrote past the end.
     """
     from hybridpipe.runtime.mpi import MPI

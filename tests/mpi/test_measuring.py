@@ -57,11 +57,6 @@ def test_ranks_measure_the_model_at_once(job):
     job(3, "measuring.py")
 
 
-def test_ranks_reduce_alike_whether_or_not_they_have_used_horovod_before(job):
-    """With two hosts of two ranks, only the first host's had, and `--plan auto` waited forever."""
-    job(2, "starting_horovod.py", env={"HOROVOD_CYCLE_TIME": "10"})
-
-
 def test_the_cores_of_bound_ranks_are_counted_together(job):
     if launcher.num_cores() < 2:
         pytest.skip("needs two cores")

@@ -158,6 +158,22 @@ def test_speeds_of_ranks_that_share_two_cores():
     assert speeds == pytest.approx((1, 0.9, 0.8, 0.75, 0.6, 0.5))
 
 
+@pytest.mark.parametrize(
+    "first, last, numbers",
+    [
+        (1, 3, [1, 2, 3]),
+        (1, 7, [1, 2, 4, 7]),
+        (2, 3, [2, 3]),
+        (2, 4, [2, 4]),
+        (3, 3, [3]),
+        (3, 2, []),
+        (1, 0, []),
+    ],
+)
+def test_numbers_to_measure_at(first, last, numbers):
+    assert fit.doubling(first, last) == numbers
+
+
 def test_what_was_measured_for_some_numbers_is_known_for_all():
     assert fit.between({}) == ()
     assert fit.between({1: 4.0}) == (4.0,)
