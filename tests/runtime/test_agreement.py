@@ -63,6 +63,15 @@ def test_another_version_is_told_first():
         check_alike(World(theirs), described())
 
 
+def test_a_cycle_time_of_the_first_host_only_is_told(monkeypatch):
+    """Open MPI carries only its own variables to other hosts; ranks would join different tensors."""
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "10")
+    theirs = described()
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME")
+    with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME must be .* rank 0 has 10, rank 1 has nothing"):
+        check_alike(World(theirs), described())
+
+
 def test_a_layer_more_is_nothing_elsewhere():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     theirs = facts(model, nn.functional.mse_loss, UpdateRule(partial(torch.optim.SGD, lr=0.1)), PLAN, seed=0)
