@@ -68,7 +68,7 @@ def test_a_cycle_time_of_the_first_host_only_is_told(monkeypatch):
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "10")
     theirs = described()
     monkeypatch.delenv("HOROVOD_CYCLE_TIME")
-    with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME must be .* rank 0 has 10, rank 1 has nothing"):
+    with pytest.raises(ValueError, match=r"HOROVOD_CYCLE_TIME must be .* rank 0 has 10, rank 1 has nothing"):
         check_alike(World(theirs), described())
 
 
