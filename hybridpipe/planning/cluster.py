@@ -114,7 +114,8 @@ class Cluster:
         message_seconds_per_byte: and what each of its bytes adds to that.
         wakeup_seconds: entry n-1 is the processor time that a machine loses when one of its ranks has waited,
             goes on, and n of them compute then, itself included, as the kernel may let it wait for one
-            processor while another has nothing to do; the last entry is that of more. Empty: none is lost.
+            processor while another has nothing to do; the last entry is that of more. Empty: none is lost, as
+            where a plan's ranks of the machine have a processor each.
         replicated_speed: speed of a rank that shares its stage, relative to one that has it alone: Horovod's
             thread keeps asking the others whether there is something to reduce, which takes processor time.
         overlap: the share of an all-reduce, without its `wait_seconds`, that costs the computing rank

@@ -62,6 +62,7 @@ class _Rank:
         self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
         if len(replicas.numbers) > 1:
             self.speed *= machines.cluster.replicated_speed
+        self.is_crowded = False  # more ranks of its machine take part than it has processors
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
         self.events: list[Event] = []
@@ -132,6 +133,9 @@ class Simulation:
                 for rank in stage.ranks
             ]
             self.ranks += replicas.ranks
+        num_active = Counter(cluster.node(rank.number) for rank in self.ranks)
+        for rank in self.ranks if cluster.wakeup_seconds else ():
+            rank.is_crowded = cluster.is_busy(num_active[cluster.node(rank.number)] - 1)
         # How each instruction starts; True: it is done at once.
         self.start: dict[type, Callable[[_Rank, Any], bool]] = {
             Forward: self.forward,
@@ -229,7 +233,7 @@ class Simulation:
     def wake(self, rank: _Rank, num_computing: int, done: Callable[[Any], None], argument: object) -> None:
         """Go on with a rank that has waited, so that so many of its machine then compute."""
         by_computing = self.cluster.wakeup_seconds
-        seconds = by_computing[min(num_computing, len(by_computing)) - 1] if by_computing else 0.0
+        seconds = by_computing[min(num_computing, len(by_computing)) - 1] if rank.is_crowded else 0.0
         if seconds:
             self.compute(rank, seconds, done, argument)
         else:
