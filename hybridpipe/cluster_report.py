@@ -3,6 +3,7 @@
 from tabulate import tabulate
 
 from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.fit import doubling
 from hybridpipe.report import duration, size
 
 
@@ -16,16 +17,14 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
     ranks = cluster.node_ranks or 1
     lines.append(f"{cluster.num_ranks} rank(s), {ranks} on a machine")
     if cluster.compute_speeds is not None:
-        speeds = ", ".join(f"{n}: {cluster.compute_speeds[n - 1]:.0%}" for n in _shown(ranks))
+        speeds = ", ".join(f"{n}: {cluster.compute_speeds[n - 1]:.0%}" for n in doubling(1, ranks))
         lines.append(f"speed of each rank of a machine, by how many compute at once: {speeds}")
     if num_cores is not None and ranks > num_cores:
         lines.append(f"{ranks} ranks on the {num_cores} core(s) of a machine: their compute contends")
     if any(cluster.wakeup_seconds):
-        numbers = _shown(len(cluster.wakeup_seconds))
-        each = (f"{n}: {cluster.wakeup_seconds[n - 1] * 1e3:.1f}" for n in numbers)
-        lines.append(
-            f"ms of a processor to go on with a rank that waited, by how many compute then: {', '.join(each)}"
-        )
+        numbers = doubling(1, len(cluster.wakeup_seconds))
+        each = ", ".join(f"{n}: {cluster.wakeup_seconds[n - 1] * 1e3:.1f}" for n in numbers)
+        lines.append(f"ms of a processor to go on with a rank that waited, by how many compute then: {each}")
     if cluster.relative_speed is not None:
         lines.append("relative speed of the ranks: " + ", ".join(f"{s:.2f}" for s in cluster.relative_speed))
     lines.append(
@@ -52,10 +51,6 @@ def _row(level: Level) -> dict[str, str]:
         "and wait": duration(reduced.wait_seconds) if reduced else "-",
         "its fit": _error(reduced.fit_error) if reduced else "-",
     }
-
-
-def _shown(ranks: int) -> list[int]:
-    return sorted({*(2**i for i in range(ranks.bit_length())), ranks})
 
 
 def _bandwidth(bytes_per_second: float) -> str:

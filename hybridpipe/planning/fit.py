@@ -139,10 +139,8 @@ def compute_speeds(throughput: Mapping[int, float]) -> tuple[float, ...]:
     Returns:
         entry n-1 for each n up to the largest, none above 1.
     """
-    known = sorted(throughput)
-    alone = throughput[1]
-    total = np.interp(range(1, known[-1] + 1), known, [throughput[n] / alone for n in known])
-    return tuple(min(1.0, float(done) / n) for n, done in enumerate(total, start=1))
+    total = between({n: done / throughput[1] for n, done in throughput.items()})
+    return tuple(min(1.0, done / n) for n, done in enumerate(total, start=1))
 
 
 def doubling(first: int, last: int) -> list[int]:

@@ -46,7 +46,7 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
     """
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
-    counts = sorted({*(2**i for i in range(per_machine.bit_length())), per_machine})
+    counts = fit.doubling(1, per_machine)
     work()
     rounds = COMPUTING_ROUNDS if largest(world, timed_call(work)) < COMPUTE_SECONDS else 1
     firsts = range(0, world.size, per_machine)
