@@ -47,7 +47,7 @@ class Burst:
 
     def left(self, now: float) -> float:
         """Bytes that pass at once; none where others are passing."""
-        if self._link.jobs:
+        if self._link.num_jobs:
             return 0.0
         return min(self._num_bytes, self._then + (now - self._since) * self._link.shares[1])
 

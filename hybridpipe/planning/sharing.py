@@ -5,12 +5,13 @@ ends of a link. Each of n jobs on a resource gets `shares[n]`, and a job goes on
 resources give it. Not known here: what the resources and the work stand for.
 
 Invariant: between two instants every rate is constant. Within an instant, jobs end and start first; then the
-resources whose share has changed, and only they, look at their jobs, so that a job that follows another at
-once disturbs no one. Equal times go in the order of scheduling, so every run is the same.
+resources whose share has changed, and only they, look at their flows (all jobs with the same resources are
+one), so that a job that follows another at once disturbs no one, and a thousand on one link cost no more to
+slow down than one. Equal times go in the order of scheduling, so every run is the same.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
@@ -35,30 +36,34 @@ def even(capacity: float) -> Shares:
 class Resource:
     """What jobs share."""
 
-    __slots__ = ("jobs", "share", "shares")
+    __slots__ = ("flows", "num_jobs", "share", "shares")
 
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
         self.share = shares[1]
-        self.jobs: dict[_Job, None] = {}  # a set in the order of starting
+        self.num_jobs = 0
+        self.flows: dict[_Flow, None] = {}  # those with jobs: a set in the order of starting
 
 
-class _Job:
-    __slots__ = ("argument", "cap", "done", "left", "rate", "resources", "since", "turn")
+# What to call at a job's end, and with what.
+_Done = tuple[Callable[[Any], None], Any]
 
-    def __init__(
-        self,
-        left: float,
-        since: float,
-        resources: Sequence[Resource],
-        cap: float,
-        done: Callable[[Any], None],
-        argument: Any,
-    ) -> None:
-        self.left, self.since, self.resources, self.cap = left, since, resources, cap
-        self.done, self.argument = done, argument
-        self.rate = 0.0
-        self.turn = -1  # of its valid entry in the queue; older ones are void
+
+class _Flow:
+    """The jobs that occupy the same resources. All go on at one rate, so who is done next never changes.
+
+    Time is virtual, as in fair queueing: the work that a job has done which was there from the beginning
+    (Demers, Keshav and Shenker, 1989, section 2.2).
+    """
+
+    __slots__ = ("cap", "done", "jobs", "next_end", "rate", "resources", "since", "turn")
+
+    def __init__(self, resources: tuple[Resource, ...], cap: float) -> None:
+        self.resources, self.cap = resources, cap
+        self.jobs: list[tuple[float, int, _Done]] = []  # a heap, by what the flow will have done at their end
+        self.done = self.since = self.rate = 0.0
+        self.next_end = math.inf  # what its entry in the queue stands for
+        self.turn = -1  # of that entry; older ones are void
 
 
 class Engine:
@@ -66,15 +71,18 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._queue: list[tuple[float, int, _Job]] = []
+        self._queue: list[tuple[float, int, _Flow | _Done]] = []
         self._turn = 0
-        self._started: list[_Job] = []  # in this instant
-        self._touched: list[Resource] = []  # jobs came or went in this instant
+        self._flows: dict[tuple[tuple[Resource, ...], float], _Flow] = {}
+        # In this instant:
+        self._started: list[tuple[_Flow, float, _Done]] = []
+        self._changed: list[_Flow] = []  # jobs came, went, or may have got another rate
+        self._touched: list[Resource] = []  # jobs came or went
 
     def start(
         self,
         work: float,
-        resources: Sequence[Resource],
+        resources: tuple[Resource, ...],
         done: Callable[[Any], None],
         argument: Any,
         cap: float = math.inf,
@@ -84,58 +92,88 @@ class Engine:
         Args:
             cap: the most that the job can do in a second, whatever its resources give.
         """
-        job = _Job(work, self.now, resources, cap, done, argument)
+        flow = self._flows.get((resources, cap))
+        if flow is None:
+            flow = self._flows[resources, cap] = _Flow(resources, cap)
         for resource in resources:
-            resource.jobs[job] = None
+            resource.num_jobs += 1
         self._touched += resources
-        self._started.append(job)
+        self._started.append((flow, work, (done, argument)))
 
     def after(self, seconds: float, done: Callable[[Any], None], argument: Any) -> None:
         """Call `done(argument)` later: a job that nothing slows down."""
-        self.start(seconds, (), done, argument, cap=1.0)
+        self._turn += 1
+        heappush(self._queue, (self.now + seconds, self._turn, (done, argument)))
 
     def run(self) -> None:
         """Go on until no job is left."""
-        queue, touched = self._queue, self._touched
+        queue = self._queue
         self._settle()
         while queue:
-            at, turn, job = heappop(queue)
-            if turn == job.turn:
+            at, turn, due = heappop(queue)
+            if not isinstance(due, _Flow):
                 self.now = at
-                for resource in job.resources:
-                    del resource.jobs[job]
-                touched += job.resources
-                job.done(job.argument)
+                done, argument = due
+                done(argument)
+            elif due.turn == turn:
+                self.now = at
+                self._end(due)
             if not queue or queue[0][0] > self.now:  # else there is more at this instant
                 self._settle()
 
+    def _end(self, flow: _Flow) -> None:
+        """What is done next in a flow is done, and all that is done with it."""
+        end, jobs = flow.next_end, flow.jobs
+        flow.done, flow.since, flow.next_end = end, self.now, math.inf
+        self._changed.append(flow)
+        while jobs and jobs[0][0] <= end:
+            done, argument = heappop(jobs)[2]
+            for resource in flow.resources:
+                resource.num_jobs -= 1
+            self._touched += flow.resources
+            done(argument)
+
     def _settle(self) -> None:
         """Rates for what has started, and new rates for what has got another share."""
-        slowed: dict[_Job, None] = {}
+        now, changed = self.now, self._changed
+        for flow in changed:
+            if not flow.jobs:
+                for resource in flow.resources:
+                    resource.flows.pop(flow, None)
+        for flow, work, done in self._started:
+            if flow.jobs:
+                flow.done += (now - flow.since) * flow.rate
+            else:
+                flow.done = flow.rate = 0.0
+                for resource in flow.resources:
+                    resource.flows[flow] = None
+            flow.since = now
+            self._turn += 1
+            heappush(flow.jobs, (flow.done + work, self._turn, done))
+            changed.append(flow)
         for resource in self._touched:
-            share = resource.shares[len(resource.jobs) or 1]
+            share = resource.shares[resource.num_jobs or 1]
             if share != resource.share:
                 before, resource.share = resource.share, share
-                for job in resource.jobs:
-                    if job.rate == before or job.rate > share:  # else something else holds it back
-                        slowed[job] = None
-        self._touched.clear()
-        for job in self._started:
-            self._schedule(job)
+                for flow in resource.flows:
+                    if flow.rate == before or flow.rate > share:  # else something else holds it back
+                        changed.append(flow)
+        for flow in changed:
+            if flow.jobs:
+                self._schedule(flow)
         self._started.clear()
-        for job in slowed:
-            self._schedule(job)
+        changed.clear()
+        self._touched.clear()
 
-    def _schedule(self, job: _Job) -> None:
-        rate = job.cap
-        for resource in job.resources:
+    def _schedule(self, flow: _Flow) -> None:
+        now, rate, end = self.now, flow.cap, flow.jobs[0][0]
+        for resource in flow.resources:
             if resource.share < rate:
                 rate = resource.share
-        if rate == job.rate:
+        if rate == flow.rate and end == flow.next_end:
             return
-        now = self.now
-        job.left = max(0.0, job.left - (now - job.since) * job.rate)
-        job.since, job.rate = now, rate
+        flow.done += (now - flow.since) * flow.rate
+        flow.since, flow.rate, flow.next_end = now, rate, end
         self._turn += 1
-        job.turn = self._turn
-        heappush(self._queue, (now + job.left / rate, self._turn, job))
+        flow.turn = self._turn
+        heappush(self._queue, (now + max(0.0, end - flow.done) / rate, flow.turn, flow))

@@ -312,7 +312,7 @@ class Simulation:
         if replicas.num_reduced % len(replicas.buckets) == 0:
             waiting, replicas.waiting = replicas.waiting, []
             woken = Counter(rank.processors for rank in waiting)  # together, on each machine
-            computing = {processors: len(processors[0].jobs) + n for processors, n in woken.items()}
+            computing = {processors: processors[0].num_jobs + n for processors, n in woken.items()}
             for rank in waiting:
                 self.wake(rank, computing[rank.processors], self.finish, rank)
         self.reduce_next(replicas, going=True)
@@ -401,7 +401,7 @@ class Simulation:
         message.arrived = True
         rank = message.receiver
         if rank is not None:
-            self.wake(rank, len(rank.processors[0].jobs) + 1, self.taken_late, message)
+            self.wake(rank, rank.processors[0].num_jobs + 1, self.taken_late, message)
 
     def taken_late(self, message: _Message) -> None:
         rank = message.receiver

@@ -353,8 +353,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @given(
     profile=profiles(),
     cluster=clusters(),
-    # Up to all messages of a minibatch share a link at once, and each slows all others down: 1000 take 3 s.
-    num_microbatches=st.sampled_from([1, 2, 7, 200, 2**62]),
+    num_microbatches=st.sampled_from([1, 2, 7, 1000, 2**62]),
     schedule=st.sampled_from(SCHEDULES),
     recompute=st.booleans(),
 )

@@ -56,7 +56,7 @@ def test_a_cap_holds_alone_and_a_share_below_it_in_company():
     assert run.done() == approx({"b": 1.5, "c": 1.5, "capped": 1.5 + 7 / 4})
 
 
-def naive(jobs: list[tuple[float, float, tuple[int, ...], float]], shares: list) -> list[float]:
+def naive(jobs: list[tuple[float, float, list[int], float]], shares: list) -> list[float]:
     """Ends of jobs (start, work, resources, cap): every rate anew after every event."""
     left, ends, now = {}, [0.0] * len(jobs), 0.0
     coming = sorted(range(len(jobs)), key=lambda i: jobs[i][0])
@@ -76,23 +76,17 @@ def naive(jobs: list[tuple[float, float, tuple[int, ...], float]], shares: list)
     return ends
 
 
+@pytest.mark.parametrize("flows", [3, 20], ids=["in few flows", "in flows of their own"])
 @pytest.mark.parametrize("seed", range(30))
-def test_any_jobs_end_when_the_naive_simulation_says(seed):
+def test_any_jobs_end_when_the_naive_simulation_says(seed, flows):
     draw = random.Random(seed)
     shares = [
         draw.choice([lambda n: 2.0 / n, lambda n: 1.0, lambda n: [1.0, 0.9, 0.7, 0.5][min(n, 4) - 1]])
         for _ in range(4)
     ]
     resources = [Resource(Shares(share)) for share in shares]
-    jobs = [
-        (
-            draw.randint(0, 20) / 4,
-            draw.randint(0, 12) / 4,
-            tuple(draw.sample(range(4), draw.randint(1, 3))),
-            draw.choice([0.3, math.inf]),
-        )
-        for _ in range(20)
-    ]
+    paths = [(draw.sample(range(4), draw.randint(1, 3)), draw.choice([0.3, math.inf])) for _ in range(flows)]
+    jobs = [(draw.randint(0, 20) / 4, draw.randint(0, 12) / 4, *draw.choice(paths)) for _ in range(20)]
     run = Run()
     for i, (start, work, used, cap) in enumerate(jobs):
         run.start(str(i), work, *(resources[r] for r in used), at=start, cap=cap)
@@ -108,14 +102,23 @@ def test_equal_times_go_in_the_order_of_starting():
 
 
 def test_no_job_is_looked_at_where_its_share_does_not_change():
-    """The queue's entries count the rates that were set: one for a job that nothing disturbed."""
+    """Each job takes a turn, and so does telling the queue when the next of a flow is done."""
     engine = Engine()
     free = Resource(Shares(lambda n: 1.0))
     for i in range(100):
         engine.start(1.0 + i, (free,), lambda _: None, None)
         engine.start(1.0 + i, (Resource(even(1.0)),), lambda _: None, None)
     engine.run()
-    assert engine.now == 100 and engine._turn == 200
+    assert engine.now == 100 and engine._turn == 2 * 200
+
+
+def test_jobs_of_a_flow_cost_no_more_to_slow_down_than_one():
+    """A thousand messages on a link took half a million turns: 3 s a simulation."""
+    engine, link = Engine(), Resource(even(1.0))
+    for i in range(1000):
+        engine.after(i, lambda i: engine.start(1e6 + i, (link,), lambda _: None, None), i)
+    engine.run()
+    assert engine.now == approx(1e9 + 999 * 1000 / 2) and engine._turn <= 5 * 1000
 
 
 def test_a_job_that_follows_another_at_once_disturbs_no_one():
@@ -128,4 +131,4 @@ def test_a_job_that_follows_another_at_once_disturbs_no_one():
     engine.start(100.0, (link,), lambda _: None, None)
     follow(10)
     engine.run()
-    assert engine.now == approx(105) and engine._turn == 10 + 2  # the long one: slowed, and alone again
+    assert engine.now == approx(105) and engine._turn == 2 * 11
