@@ -53,7 +53,7 @@ def network(name: str, num_hosts: int = 4, ranks_per_host: int = 1) -> Iterator[
         environment = dict(line.split("=", 1) for line in lines if "=" in line)
         environment |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {hosts}", "PATH": os.environ["PATH"]}
         # The hosts share this machine's cores, which a launcher that counts ranks by host cannot see.
-        environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "10"}
+        environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "3"}
         # Whoever polls for a message over TCP is to leave its core to whoever computes: a thread that yields
         # has it again at once (3-1 took 1.3 to 1.5 times as long; within a machine it makes no difference).
         environment |= {"OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep", "OMP_NUM_THREADS": "1"}

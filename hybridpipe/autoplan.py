@@ -73,8 +73,8 @@ def autoplan(
         compression: of gradients (`Cluster.compressing`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
     """
-    gradients = sum(layer.parameter_bytes for layer in profile.layers)
-    bucket_bytes = world.bcast(min(BUCKET_BYTES, gradients))
+    gradients = [layer.parameter_bytes for layer in profile.layers]
+    bucket_bytes = world.bcast(min(sum(gradients), max([BUCKET_BYTES, *gradients])))
     cluster = probe(world, work, bucket_bytes).compressing(compression, profile.dtype)
     choice: Choice | ValueError | None = None
     if world.rank == 0:

@@ -90,8 +90,9 @@ def mpirun_command(
             added |= between_hosts(env)
         if num_local_ranks > num_cores():
             # Horovod's thread looks every millisecond whether anybody has something to reduce, and each look
-            # is a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that.
-            added["HOROVOD_CYCLE_TIME"] = "10"
+            # is a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that. But
+            # an all-reduce waits for the next look; every 3 ms is best (docs/performance-log.md).
+            added["HOROVOD_CYCLE_TIME"] = "3"
         if os.geteuid() == 0:
             added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         # Open MPI carries only its own variables to other hosts; MPICH carries all.

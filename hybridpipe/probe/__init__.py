@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.probe.computing import measure_computing
 from hybridpipe.probe.messages import measure_link, measure_wakeups
 from hybridpipe.probe.reduction import measure_allreduce
-from hybridpipe.probe.repetitions import Unit, Work, default_work
+from hybridpipe.probe.repetitions import SIZES_BYTES, Unit, Work, default_work
 from hybridpipe.together import machine_leaders
 
 if TYPE_CHECKING:
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 _MEMORY = Path("/proc/meminfo")
 
 
-def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = BUCKET_BYTES) -> Cluster:
+def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = SIZES_BYTES[-1]) -> Cluster:
     """Measure the machines behind `world`. Collective; the same cluster on every rank.
 
     Args:
         work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
             product of matrices, which stays in the cache, and a sum, which does not.
-        bucket_bytes: of gradients that are all-reduced together.
+        bucket_bytes: of gradients that are all-reduced together, at most.
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.

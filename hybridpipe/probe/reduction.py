@@ -51,15 +51,15 @@ def measure_allreduce(
     ranks compute while it has nothing to do, relative to those without it.
 
     Args:
-        bucket_bytes: measured in any case, and nothing larger, but where links let more pass at once, as time
-            is not a line: over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
+        bucket_bytes: measured in any case, up to 8 MiB, and nothing larger, but where links let more pass at
+            once, as time is not a line: over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
         computing: what a machine's ranks do at once.
     """
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     burst = link.burst_bytes or 0.0
     rest = burst * link.message.seconds_per_byte  # until the burst has gathered again
     at_once = int(burst / sent)
-    most = max(bucket_bytes, LEAST_BYTES, 2 * at_once)
+    most = max(min(bucket_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * at_once)
     reduce = partial(_reduce, rest_seconds=rest, bucket_bytes=most, sharing=computing.sharing)
     timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
     limited = fit.beyond(timed, at_once)

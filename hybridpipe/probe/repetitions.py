@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.together import idle_barrier
 
 if TYPE_CHECKING:
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 
 Work = Callable[[], object]
 
-# Small ones for the latency, and more up to a bucket of gradients, as time is lost with those. None follows
+# Small ones for the latency, and more up to what large layers all-reduce, as time is lost there. None follows
 # one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB.
-SIZES_BYTES = (64, 2**11, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, BUCKET_BYTES)
+SIZES_BYTES = (64, 2**11, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, 2**23)
 GROW_SECONDS = 0.04
 # A size is repeated for so long, within these numbers.
 SIZE_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.05, 3, 25
