@@ -53,13 +53,19 @@ def machine_leaders(world: "MPI.Comm") -> list[int]:
 
 def cores_to_spare(world: "MPI.Comm") -> bool:
     """Has every rank of this machine a core of its own? Collective."""
+    num_ranks, num_cores = machine_cores(world)
+    return num_ranks <= num_cores
+
+
+def machine_cores(world: "MPI.Comm") -> tuple[int, int]:
+    """The number of this machine's ranks, and of the cores that they have together. Collective."""
     leaders = machine_leaders(world)
     mine = [
         each
         for each, leader in zip(world.allgather(cores()), leaders, strict=True)
         if leader == leaders[world.rank]
     ]
-    return len(mine) <= len(frozenset().union(*mine))  # a launcher may have bound each to its own
+    return len(mine), len(frozenset().union(*mine))  # a launcher may have bound each to its own
 
 
 def share_cores(world: "MPI.Comm") -> None:

@@ -130,17 +130,19 @@ def unevenness(waited: Sequence[Sequence[float]], per_machine: int, processors: 
     return float(lost.mean())
 
 
-def compute_speeds(throughput: Mapping[int, float]) -> tuple[float, ...]:
+def compute_speeds(throughput: Mapping[int, float], num_cores: int) -> tuple[float, ...]:
     """From what n ranks of a machine get done at once to the speed of each, relative to one alone.
 
     Args:
         throughput: by n, in any unit; holds 1. Between the n that were measured it lies on straight lines.
+        num_cores: of the ranks together, which do no more than so many times what one does: where it seems
+            so, something else slowed the one (four ranks on two cores have seemed to do 2.4 times as much).
 
     Returns:
         entry n-1 for each n up to the largest, none above 1.
     """
     total = between({n: done / throughput[1] for n, done in throughput.items()})
-    return tuple(min(1.0, done / n) for n, done in enumerate(total, start=1))
+    return tuple(min(1.0, num_cores / n, done / n) for n, done in enumerate(total, start=1))
 
 
 def doubling(first: int, last: int) -> list[int]:

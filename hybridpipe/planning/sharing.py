@@ -5,9 +5,10 @@ ends of a link. Each of n jobs on a resource gets `shares[n]`, and a job goes on
 resources give it. Not known here: what the resources and the work stand for.
 
 Invariant: between two instants every rate is constant. Within an instant, jobs end and start first; then the
-resources whose share has changed, and only they, look at their flows (all jobs with the same resources are
-one), so that a job that follows another at once disturbs no one, and a thousand on one link cost no more to
-slow down than one. Equal times go in the order of scheduling, so every run is the same.
+resources whose share has changed, and only they, look at their flows (all jobs with the same resources and
+cap are one), so that a job that follows another at once disturbs no one, and a thousand on one link cost no
+more to slow down than one. Equal times go in the order of scheduling, those of a flow together, so every run
+is the same.
 """
 
 import math
@@ -50,19 +51,19 @@ _Done = tuple[Callable[[Any], None], Any]
 
 
 class _Flow:
-    """The jobs that occupy the same resources. All go on at one rate, so who is done next never changes.
+    """The jobs with the same resources and cap. All go on at one rate, so who is done next never changes.
 
-    Time is virtual, as in fair queueing: the work that a job has done which was there from the beginning
-    (Demers, Keshav and Shenker, 1989, section 2.2).
+    Their time is virtual, as in fair queueing: `served` is the work that a job has had done which was there
+    from the beginning (Demers, Keshav and Shenker, 1989, section 2.2).
     """
 
-    __slots__ = ("cap", "done", "jobs", "next_end", "rate", "resources", "since", "turn")
+    __slots__ = ("cap", "jobs", "next_end", "rate", "resources", "served", "since", "turn")
 
     def __init__(self, resources: tuple[Resource, ...], cap: float) -> None:
         self.resources, self.cap = resources, cap
-        self.jobs: list[tuple[float, int, _Done]] = []  # a heap, by what the flow will have done at their end
-        self.done = self.since = self.rate = 0.0
-        self.next_end = math.inf  # what its entry in the queue stands for
+        self.jobs: list[tuple[float, int, _Done]] = []  # a heap, by `served` at their end
+        self.served = self.since = self.rate = 0.0
+        self.next_end = math.nan  # of the job that its entry in the queue is for
         self.turn = -1  # of that entry; older ones are void
 
 
@@ -76,7 +77,7 @@ class Engine:
         self._flows: dict[tuple[tuple[Resource, ...], float], _Flow] = {}
         # In this instant:
         self._started: list[tuple[_Flow, float, _Done]] = []
-        self._changed: list[_Flow] = []  # jobs came, went, or may have got another rate
+        self._changed: dict[_Flow, None] = {}  # jobs came, went, or may have got another rate
         self._touched: list[Resource] = []  # jobs came or went
 
     def start(
@@ -124,8 +125,8 @@ class Engine:
     def _end(self, flow: _Flow) -> None:
         """What is done next in a flow is done, and all that is done with it."""
         end, jobs = flow.next_end, flow.jobs
-        flow.done, flow.since, flow.next_end = end, self.now, math.inf
-        self._changed.append(flow)
+        flow.served, flow.since, flow.next_end = end, self.now, math.nan
+        self._changed[flow] = None
         while jobs and jobs[0][0] <= end:
             done, argument = heappop(jobs)[2]
             for resource in flow.resources:
@@ -142,22 +143,22 @@ class Engine:
                     resource.flows.pop(flow, None)
         for flow, work, done in self._started:
             if flow.jobs:
-                flow.done += (now - flow.since) * flow.rate
+                flow.served += (now - flow.since) * flow.rate
             else:
-                flow.done = flow.rate = 0.0
+                flow.served = flow.rate = 0.0
                 for resource in flow.resources:
                     resource.flows[flow] = None
             flow.since = now
             self._turn += 1
-            heappush(flow.jobs, (flow.done + work, self._turn, done))
-            changed.append(flow)
+            heappush(flow.jobs, (flow.served + work, self._turn, done))
+            changed[flow] = None
         for resource in self._touched:
             share = resource.shares[resource.num_jobs or 1]
             if share != resource.share:
                 before, resource.share = resource.share, share
                 for flow in resource.flows:
                     if flow.rate == before or flow.rate > share:  # else something else holds it back
-                        changed.append(flow)
+                        changed[flow] = None
         for flow in changed:
             if flow.jobs:
                 self._schedule(flow)
@@ -172,8 +173,8 @@ class Engine:
                 rate = resource.share
         if rate == flow.rate and end == flow.next_end:
             return
-        flow.done += (now - flow.since) * flow.rate
+        flow.served += (now - flow.since) * flow.rate
         flow.since, flow.rate, flow.next_end = now, rate, end
         self._turn += 1
         flow.turn = self._turn
-        heappush(self._queue, (now + max(0.0, end - flow.done) / rate, flow.turn, flow))
+        heappush(self._queue, (now + max(0.0, end - flow.served) / rate, flow.turn, flow))

@@ -34,7 +34,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = SIZES
     Args:
         work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
             product of matrices, which stays in the cache, and a sum, which does not.
-        bucket_bytes: of gradients that are all-reduced together, at most.
+        bucket_bytes: of gradients that are all-reduced together, about; 8 MiB at most are measured.
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.

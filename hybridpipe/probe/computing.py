@@ -10,7 +10,7 @@ from hybridpipe.planning import fit
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.probe.repetitions import COMPUTE_SECONDS, Work, rate, timed_call
 from hybridpipe.runtime.transport import Transport
-from hybridpipe.together import cores_to_spare, idle_barrier, largest
+from hybridpipe.together import idle_barrier, largest, machine_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,7 +53,8 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
     done: dict[int, list[list[float]]] = {n: [] for n in counts}  # by machine, for each round
     machine = world.Split(world.rank // per_machine, world.rank)
     groups = {n: machine.Split(machine.rank < n, machine.rank) for n in counts}
-    with MpiTransport(machine, cores_to_spare(world)) as transport:
+    num_ranks, num_cores = machine_cores(world)
+    with MpiTransport(machine, num_ranks <= num_cores) as transport:
         for _ in range(rounds):
             for n in counts:
                 idle_barrier(world)
@@ -73,7 +74,7 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
     }
     machines = fit.relative_speeds([median(rates) for rates in zip(*done[1], strict=True)])
     relative = machines and tuple(machines[rank // per_machine] for rank in range(world.size))
-    return Computing(fit.compute_speeds(throughput), relative)
+    return Computing(fit.compute_speeds(throughput, round(largest(world, num_cores))), relative)
 
 
 def _rate_of_first(

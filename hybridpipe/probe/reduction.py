@@ -51,8 +51,9 @@ def measure_allreduce(
     ranks compute while it has nothing to do, relative to those without it.
 
     Args:
-        bucket_bytes: measured in any case, up to 8 MiB, and nothing larger, but where links let more pass at
-            once, as time is not a line: over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
+        bucket_bytes: measured in any case, up to the last of SIZES_BYTES, and nothing larger, but where links
+            let more pass at once, as time is not a line: over 100 Mbit/s 4 MiB took 1.6 times as long as
+            512 KiB promised.
         computing: what a machine's ranks do at once.
     """
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
@@ -116,8 +117,8 @@ def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
     """Horovod among the ranks of `group`.
 
     `quick`: where its thread has been told to look less often, let it look every QUICK_CYCLE_MILLISECONDS.
-    What an all-reduce itself takes, 1 to 10 ms within a machine, would be lost in waits of 0 to 20 for cycles
-    of 10 ms, as the ranks' cycles begin at different times.
+    What an all-reduce itself takes, 1 to 10 ms within a machine, would be lost in waits of up to two cycles,
+    as the ranks' begin at different times.
     """
     told = os.environ.get(CYCLE_TIME)
     if quick and _cycle_milliseconds() > QUICK_CYCLE_MILLISECONDS:

@@ -76,7 +76,7 @@ def naive(jobs: list[tuple[float, float, list[int], float]], shares: list) -> li
     return ends
 
 
-@pytest.mark.parametrize("flows", [3, 20], ids=["in few flows", "in flows of their own"])
+@pytest.mark.parametrize("flows", [3, 20], ids=["in few flows", "in many"])
 @pytest.mark.parametrize("seed", range(30))
 def test_any_jobs_end_when_the_naive_simulation_says(seed, flows):
     draw = random.Random(seed)
@@ -101,34 +101,54 @@ def test_equal_times_go_in_the_order_of_starting():
     assert list(run.done()) == ["b", "a", "c", "z"] and set(run.ends.values()) == {3.0}
 
 
-def test_no_job_is_looked_at_where_its_share_does_not_change():
-    """Each job takes a turn, and so does telling the queue when the next of a flow is done."""
+def count_calls(engine: Engine, name: str, monkeypatch) -> list[None]:
+    """A list that grows with every call."""
+    calls: list[None] = []
+    method = getattr(Engine, name)
+    monkeypatch.setattr(Engine, name, lambda self, *args: (calls.append(None), method(self, *args))[1])
+    return calls
+
+
+def test_no_job_is_looked_at_where_its_share_does_not_change(monkeypatch):
     engine = Engine()
+    looked_at = count_calls(engine, "_schedule", monkeypatch)
     free = Resource(Shares(lambda n: 1.0))
     for i in range(100):
         engine.start(1.0 + i, (free,), lambda _: None, None)
         engine.start(1.0 + i, (Resource(even(1.0)),), lambda _: None, None)
     engine.run()
-    assert engine.now == 100 and engine._turn == 2 * 200
+    assert engine.now == 100 and len(looked_at) == 200  # when it starts or, of a flow, is next
 
 
-def test_jobs_of_a_flow_cost_no_more_to_slow_down_than_one():
-    """A thousand messages on a link took half a million turns: 3 s a simulation."""
+def test_jobs_of_a_flow_cost_no_more_to_slow_down_than_one(monkeypatch):
+    """Each of a thousand messages on a link was looked at whenever one came or went: 3 s a simulation."""
     engine, link = Engine(), Resource(even(1.0))
+    looked_at = count_calls(engine, "_schedule", monkeypatch)
     for i in range(1000):
         engine.after(i, lambda i: engine.start(1e6 + i, (link,), lambda _: None, None), i)
     engine.run()
-    assert engine.now == approx(1e9 + 999 * 1000 / 2) and engine._turn <= 5 * 1000
+    assert engine.now == approx(1e9 + 999 * 1000 / 2) and len(looked_at) <= 2 * 1000
 
 
-def test_a_job_that_follows_another_at_once_disturbs_no_one():
+def test_a_job_that_follows_another_at_once_disturbs_no_one(monkeypatch):
     engine, link = Engine(), Resource(even(1.0))
+    looked_at = count_calls(engine, "_schedule", monkeypatch)
 
     def follow(left: int) -> None:
         if left:
             engine.start(0.5, (link,), follow, left - 1)
 
-    engine.start(100.0, (link,), lambda _: None, None)
+    engine.start(100.0, (link,), lambda _: None, None, cap=1.0)  # a flow of its own
     follow(10)
     engine.run()
-    assert engine.now == approx(105) and engine._turn == 2 * 11
+    assert engine.now == approx(105) and len(looked_at) == 10 + 2  # the long one: slowed, and alone again
+
+
+def test_of_a_link_that_jobs_come_and_go_on_all_see_who_is_there():
+    """Simulations ask, when one ends, how many others there are."""
+    engine, link = Engine(), Resource(even(1.0))
+    seen: list[int] = []
+    for work in (1.0, 1.0, 2.0):
+        engine.start(work, (link,), lambda _: seen.append(link.num_jobs), None)
+    engine.run()
+    assert seen == [2, 1, 0]
