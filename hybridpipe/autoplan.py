@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from hybridpipe.config import SOURCES
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
-from hybridpipe.planning.cost import BUCKET_BYTES
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.search import (
@@ -73,9 +72,8 @@ def autoplan(
         compression: of gradients (`Cluster.compressing`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
     """
-    gradients = [layer.parameter_bytes for layer in profile.layers]
-    bucket_bytes = world.bcast(min(sum(gradients), max([BUCKET_BYTES, *gradients])))
-    cluster = probe(world, work, bucket_bytes).compressing(compression, profile.dtype)
+    gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
+    cluster = probe(world, work, gradient_bytes).compressing(compression, profile.dtype)
     choice: Choice | ValueError | None = None
     if world.rank == 0:
         try:

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 _MEMORY = Path("/proc/meminfo")
 
 
-def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = SIZES_BYTES[-1]) -> Cluster:
+def probe(world: "MPI.Comm", work: Work | None = None, gradient_bytes: int = SIZES_BYTES[-1]) -> Cluster:
     """Measure the machines behind `world`. Collective; the same cluster on every rank.
 
     Args:
         work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
             product of matrices, which stays in the cache, and a sum, which does not.
-        bucket_bytes: of gradients that are all-reduced together, about; 8 MiB at most are measured.
+        gradient_bytes: of the model; 8 MiB at most are all-reduced.
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
@@ -47,7 +47,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, bucket_bytes: int = SIZES
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
     computing = measure_computing(world, per_machine, work or default_work())
     links = [measure_link(world, unit, per_machine) for unit in levels]
-    measure = partial(measure_allreduce, world, bucket_bytes=bucket_bytes, computing=computing)
+    measure = partial(measure_allreduce, world, gradient_bytes=gradient_bytes, computing=computing)
     all_reduces = map(measure, levels, links)
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     return Cluster(

@@ -45,23 +45,23 @@ LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a sl
 
 
 def measure_allreduce(
-    world: "MPI.Comm", unit: Unit, link: Link, bucket_bytes: int, computing: Computing
+    world: "MPI.Comm", unit: Unit, link: Link, gradient_bytes: int, computing: Computing
 ) -> tuple[AllReduce, float, float]:
     """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
     ranks compute while it has nothing to do, relative to those without it.
 
     Args:
-        bucket_bytes: measured in any case, up to the last of SIZES_BYTES, and nothing larger, but where links
-            let more pass at once, as time is not a line: over 100 Mbit/s 4 MiB took 1.6 times as long as
-            512 KiB promised.
+        gradient_bytes: of the model, all-reduced as one in any case, up to the last of SIZES_BYTES, and nothing
+            larger, but where links let more pass at once. Time is not a line: over 100 Mbit/s 4 MiB took 1.6
+            times as long as 512 KiB promised, and over 1 Gbit/s 2 MiB know nothing of the 4 that follow.
         computing: what a machine's ranks do at once.
     """
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     burst = link.burst_bytes or 0.0
     rest = burst * link.message.seconds_per_byte  # until the burst has gathered again
     at_once = int(burst / sent)
-    most = max(min(bucket_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * at_once)
-    reduce = partial(_reduce, rest_seconds=rest, bucket_bytes=most, sharing=computing.sharing)
+    most = max(min(gradient_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * at_once)
+    reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, sharing=computing.sharing)
     timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
     limited = fit.beyond(timed, at_once)
     (_, least), (num_bytes, seconds) = limited[0], limited[-1]
@@ -85,7 +85,7 @@ def measure_allreduce(
 
 
 def _reduce(
-    group: "MPI.Comm", rest_seconds: float, bucket_bytes: int, sharing: int
+    group: "MPI.Comm", rest_seconds: float, most_bytes: int, sharing: int
 ) -> tuple[list[Timed], list[float], list[list[float]], float]:
     # One after another would each wait for the cycle after the one before, however little it takes; so pauses
     # are spread evenly, however many. And a link that lets a burst pass has rested before each.
@@ -96,8 +96,8 @@ def _reduce(
 
     with _horovod(group, quick=True) as hvd:
         prepare = partial(_prepared, hvd)
-        timed = by_size(group, [n for n in SIZES_BYTES if n < bucket_bytes], prepare, pause)
-        timed.append(repeated(group, bucket_bytes, prepare(bucket_bytes), pause))
+        timed = by_size(group, [n for n in SIZES_BYTES if n < most_bytes], prepare, pause)
+        timed.append(repeated(group, most_bytes, prepare(most_bytes), pause))
         chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
         beside = _beside_computing(group, _starter(hvd, chosen.num_bytes), chosen.seconds, pauses)
     without = _mean_rate(group)
