@@ -51,9 +51,9 @@ def measure_allreduce(
     ranks compute while it has nothing to do, relative to those without it.
 
     Args:
-        gradient_bytes: of the model, all-reduced as one in any case, up to the last of SIZES_BYTES, and nothing
-            larger, but where links let more pass at once. Time is not a line: over 100 Mbit/s 4 MiB took 1.6
-            times as long as 512 KiB promised, and over 1 Gbit/s 2 MiB know nothing of the 4 that follow.
+        gradient_bytes: of the model. So much is all-reduced at once, up to the last of SIZES_BYTES, and no
+            more, but where links let more pass, as time is not a line: over 100 Mbit/s 4 MiB took 1.6 times
+            as long as 512 KiB promised.
         computing: what a machine's ranks do at once.
     """
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
