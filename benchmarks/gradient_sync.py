@@ -24,6 +24,7 @@ from tabulate import tabulate
 from hybridpipe.config import load_config
 from hybridpipe.files import read_plan
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules import ceil_div
 
 MIB = 2**20
 Setting = tuple[float, float]  # of HOROVOD_CYCLE_TIME in ms, 0: not set; of a bucket in MiB
@@ -48,7 +49,7 @@ def train(options: argparse.Namespace, setting: Setting) -> float:
     config = load_config(options.config, options.set)
     torch.manual_seed(0)
     model, size, ranks = config.model.build(), config.train.minibatch, MPI.COMM_WORLD.size
-    slices = -(-size // (config.train.microbatch or -(-size // ranks)))
+    slices = ceil_div(size, config.train.microbatch or ceil_div(size, ranks))
     plan = read_plan(options.plan) if options.plan else Plan.data_parallel(len(model), ranks, slices, "1f1b")
     dataset = config.data.build()
     per_epoch = max(1, min(options.minibatches, len(dataset) // size))
@@ -65,7 +66,7 @@ def train(options: argparse.Namespace, setting: Setting) -> float:
         minibatch_size=size,
     )
     some = Subset(dataset, range(per_epoch * size))
-    trainer.fit(some, epochs=-(-options.minibatches // per_epoch), on_minibatch=note)
+    trainer.fit(some, epochs=ceil_div(options.minibatches, per_epoch), on_minibatch=note)
     trainer.close()
     return max(MPI.COMM_WORLD.allgather(rounds.steady_seconds(seconds)))
 

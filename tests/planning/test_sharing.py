@@ -101,38 +101,35 @@ def test_equal_times_go_in_the_order_of_starting():
     assert list(run.done()) == ["b", "a", "c", "z"] and set(run.ends.values()) == {3.0}
 
 
-def count_calls(engine: Engine, name: str, monkeypatch) -> list[None]:
-    """A list that grows with every call."""
-    calls: list[None] = []
-    method = getattr(Engine, name)
-    monkeypatch.setattr(Engine, name, lambda self, *args: (calls.append(None), method(self, *args))[1])
-    return calls
+@pytest.fixture
+def looked_at(monkeypatch):
+    """Grows with every flow whose rate and next end are looked at."""
+    flows, look = [], Engine._schedule
+    monkeypatch.setattr(Engine, "_schedule", lambda self, flow: (flows.append(flow), look(self, flow)))
+    return flows
 
 
-def test_no_job_is_looked_at_where_its_share_does_not_change(monkeypatch):
+def test_no_job_is_looked_at_where_its_share_does_not_change(looked_at):
     engine = Engine()
-    looked_at = count_calls(engine, "_schedule", monkeypatch)
     free = Resource(Shares(lambda n: 1.0))
     for i in range(100):
-        engine.start(1.0 + i, (free,), lambda _: None, None)
+        engine.start(1.0 + i, (free,), lambda _: None, None, cap=2.0 + i)  # flows of their own
         engine.start(1.0 + i, (Resource(even(1.0)),), lambda _: None, None)
     engine.run()
-    assert engine.now == 100 and len(looked_at) == 200  # when it starts or, of a flow, is next
+    assert engine.now == 100 and len(looked_at) == 200  # as they start
 
 
-def test_jobs_of_a_flow_cost_no_more_to_slow_down_than_one(monkeypatch):
+def test_jobs_of_a_flow_cost_no_more_to_slow_down_than_one(looked_at):
     """Each of a thousand messages on a link was looked at whenever one came or went: 3 s a simulation."""
     engine, link = Engine(), Resource(even(1.0))
-    looked_at = count_calls(engine, "_schedule", monkeypatch)
     for i in range(1000):
         engine.after(i, lambda i: engine.start(1e6 + i, (link,), lambda _: None, None), i)
     engine.run()
     assert engine.now == approx(1e9 + 999 * 1000 / 2) and len(looked_at) <= 2 * 1000
 
 
-def test_a_job_that_follows_another_at_once_disturbs_no_one(monkeypatch):
+def test_a_job_that_follows_another_at_once_disturbs_no_one(looked_at):
     engine, link = Engine(), Resource(even(1.0))
-    looked_at = count_calls(engine, "_schedule", monkeypatch)
 
     def follow(left: int) -> None:
         if left:
