@@ -123,6 +123,22 @@ def test_a_rank_that_waits_for_long_sleeps_with_and_without_a_core(transport):
     sender.join()
 
 
+def test_a_long_wait_looks_seldom_where_ranks_outnumber_cores(monkeypatch):
+    """Every 250 µs, as it was, makes some 2000 looks; who computed meanwhile was the slower for it."""
+    looks = []
+    test = MpiTransport._test
+    monkeypatch.setattr(MpiTransport, "_test", lambda *given: looks.append(1) or test(*given))
+    communicator = MPI.COMM_SELF.Dup()
+    with MpiTransport(communicator, cores_to_spare=False) as transport:
+        pending = transport.receive(filled(64), 0, tag=0)
+        sender = threading.Timer(0.5, lambda: transport.send(filled(64), 0, tag=0))
+        sender.start()
+        pending.wait()
+        sender.join()
+    communicator.Free()
+    assert 16 < len(looks) < 600
+
+
 def test_sends_that_nobody_waits_for_are_let_go(transport):
     """Whoever waits sees to them once there are many: its own messages alone keep it busy here."""
     for _ in range(200):
