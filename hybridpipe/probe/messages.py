@@ -109,8 +109,7 @@ def _rested(group: "MPI.Comm", message: fit.Line) -> list[tuple[int, float]]:
     from hybridpipe.runtime.mpi_transport import MpiTransport
 
     timed: list[tuple[int, float]] = []
-    # As if with cores to spare: where they are scarce, who has waited for so long looks up to 2 ms late.
-    with MpiTransport(group, cores_to_spare=True) as transport:
+    with MpiTransport(group) as transport:
         for num_bytes in SIZES_BYTES:
             limited_seconds = num_bytes * message.seconds_per_byte
             if limited_seconds < LIMITED_SECONDS and num_bytes < SIZES_BYTES[-1]:

@@ -12,7 +12,7 @@ writes a longer message past the buffer's end, and takes a shorter one without a
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -26,14 +26,10 @@ from hybridpipe.runtime.transport import DOUBT_SECONDS, Pending, Unclaimed
 # A rank that waits looks again at once for so long, where every rank of its machine has a core of its own: a
 # pause lasts at least 70 µs, the kernel's timer slack included, and a small message takes 2.
 SPIN_SECONDS = 2e-3
-# Then, or from the start where ranks outnumber cores, it pauses: half as long as it has paused already, from
-# the first to the last.
+# Then, or from the start where ranks outnumber cores, it pauses: from the first to the last, doubled in
+# between while nothing completes.
 FIRST_PAUSE_SECONDS = 20e-6
 LAST_PAUSE_SECONDS = 200e-6
-# Where ranks outnumber cores pauses grow on while nothing is under way, a small part of the wait: four ranks
-# that waited for a slow network and looked every 250 µs took a tenth of a core each from who computed.
-PAUSED_PART = 1 / 16
-LONG_PAUSE_SECONDS = 2e-3
 # The communication thread's first pause after a large send, and after anything else. A large send without
 # single copy goes in fragments, each of which waits for polls of both sides (256 KiB to a rank that waits
 # while the sender computes: 7.9 ms at 1 ms, 3 ms at 100 µs). Receives posted ahead are mostly all there is
@@ -204,12 +200,13 @@ class MpiTransport:
             self._num_waiting += 1
         began = time.perf_counter()
         in_doubt = began + DOUBT_SECONDS
+        pauses = _pauses()
         before = position.wait_for(pending.what)
         try:
             while not self._test(pending):
                 now = time.perf_counter()
                 if now >= began + self._spin_seconds:
-                    time.sleep(self._pause_after(now - began - self._spin_seconds))
+                    time.sleep(next(pauses))
                 if now >= in_doubt and doubt is not None:
                     doubt()
                     in_doubt = now + DOUBT_SECONDS
@@ -217,16 +214,6 @@ class MpiTransport:
             position.wait_for(before)
             with self._guard:
                 self._num_waiting -= 1
-
-    def _pause_after(self, paused: float) -> float:
-        """How long a rank sleeps before it looks again, after having paused for so many seconds."""
-        pause = min(max(paused / 2, FIRST_PAUSE_SECONDS), LAST_PAUSE_SECONDS)
-        part = min(paused * PAUSED_PART, LONG_PAUSE_SECONDS)
-        if part <= pause or self._spin_seconds:
-            return pause
-        if self._active:  # nobody else sees to it, while somebody waits
-            self._poll()
-        return pause if self._active else part
 
     def close(self) -> None:
         """Wait for what is under way and end the communication thread."""
@@ -344,3 +331,11 @@ def _pop(queues: dict[tuple[int, int], deque[_Item]], place: tuple[int, int]) ->
     if not queues[place]:
         del queues[place]
     return item
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds to sleep between polls: doubled up to the last."""
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, LAST_PAUSE_SECONDS)

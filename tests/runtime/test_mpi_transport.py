@@ -123,43 +123,6 @@ def test_a_rank_that_waits_for_long_sleeps_with_and_without_a_core(transport):
     sender.join()
 
 
-def test_a_long_wait_looks_seldom_where_ranks_outnumber_cores(monkeypatch):
-    """Every 250 µs, as it was, makes some 2000 looks; who computed meanwhile was the slower for it."""
-    looks = []
-    test = MpiTransport._test
-    monkeypatch.setattr(MpiTransport, "_test", lambda *given: looks.append(1) or test(*given))
-    communicator = MPI.COMM_SELF.Dup()
-    with MpiTransport(communicator, cores_to_spare=False) as transport:
-        pending = transport.receive(filled(64), 0, tag=0)
-        sender = threading.Timer(0.5, lambda: transport.send(filled(64), 0, tag=0))
-        sender.start()
-        pending.wait()
-        sender.join()
-    communicator.Free()
-    assert 16 < len(looks) < 600
-
-
-def test_pauses_grow_with_the_wait(transport):
-    pauses = [transport._pause_after(paused) for paused in (0.0, 1e-4, 1e-3, 1e-2, 1.0)]
-    last = [2e-4, 2e-4] if transport._spin_seconds else [6.25e-4, 2e-3]
-    assert pauses == [2e-5, 5e-5, 2e-4, *last]
-
-
-def test_pauses_stay_short_while_something_is_under_way():
-    """Whoever waits has to see to it: a large message goes on with every look."""
-    communicator = MPI.COMM_SELF.Dup()
-    with MpiTransport(communicator) as transport:
-        sending = transport.send(filled(1 << 24), 0, tag=1)
-        transport._num_waiting += 1  # as if somebody waited for something else
-        assert transport._pause_after(1.0) == 2e-4
-        receiving = transport.receive(filled(1 << 24), 0, tag=1)
-        while not (sending.is_complete() and receiving.is_complete()):
-            transport._pause_after(1.0)
-        assert transport._pause_after(1.0) == 2e-3
-        transport._num_waiting -= 1
-    communicator.Free()
-
-
 def test_sends_that_nobody_waits_for_are_let_go(transport):
     """Whoever waits sees to them once there are many: its own messages alone keep it busy here."""
     for _ in range(200):
