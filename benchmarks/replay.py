@@ -51,6 +51,8 @@ SETTINGS = {
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
     # Whoever waits in MPI looks every 0.1 ms: 16 ranks that look all the time leave no processor free.
     "OMPI_MCA_threads_pthreads_nanosleep_time": "100000",
+    # Each look of Horovod's thread is a message round of all replicas, which 16 ranks on few processors feel.
+    "HOROVOD_CYCLE_TIME": "20",
 }
 FUSED_BYTES = 128 * 2**20
 
