@@ -30,7 +30,7 @@ An asynchronous pipeline never drains; a minibatch takes
 as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole. Under pipedream-2bw, which updates
 once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u; with fewer microbatches than stages two
 versions do not keep the pipeline full (PipeDream-2BW, ICML 2021, section 3.1), which is not counted. Nor is
-what `max_in_flight` costs, nor that our all-reduces begin behind the backward. The simulator sees all three.
+what `max_in_flight` costs. The simulator sees both.
 """
 
 import math
@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.plan import ASYNCHRONOUS, Plan
+from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules import ceil_div, per_update
 
@@ -131,11 +131,7 @@ def _stage_cost(
 
 
 def _buckets(layers: Sequence[LayerProfile], schedule: str, rounds: int) -> tuple[GradientBucket, ...]:
-    """Layers from last to first, as the last backward visits them, gathered up to BUCKET_BYTES.
-
-    Under an asynchronous schedule gradients arrive on a version of the weights, and go on to the parameters
-    when the whole backward is done.
-    """
+    """Layers from last to first, as the last backward visits them, gathered up to BUCKET_BYTES."""
     seconds = [layer.backward(schedule, rounds) + layer.products(schedule, rounds) for layer in layers]
     total = sum(seconds) or 1.0
     buckets, filled, done = [], 0, 0.0
@@ -143,8 +139,7 @@ def _buckets(layers: Sequence[LayerProfile], schedule: str, rounds: int) -> tupl
         filled += layer.parameter_bytes
         done += of_layer
         if filled >= BUCKET_BYTES:
-            ready = 1.0 if schedule in ASYNCHRONOUS else min(done / total, 1.0)
-            buckets.append(GradientBucket(filled, ready))
+            buckets.append(GradientBucket(filled, min(done / total, 1.0)))
             filled = 0
     if filled:
         buckets.append(GradientBucket(filled, 1.0))

@@ -6,6 +6,7 @@ program, which weights a microbatch sees and who the peers are in the plan, how 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -217,10 +218,7 @@ class _Run:
                 if fault == "nan":
                     self.gradients[m, c] = [g if g is None else _not_numbers(g) for g in self.gradients[m, c]]
             case Backward() | BackwardInput() | BackwardWeight():
-                if is_final:
-                    executor.gradients.arm()
-                self.backward(instruction, is_final and not executor.products_wait[instruction.chunk])
-                executor.gradients.disarm()
+                self.backward(instruction, is_final)
             case SendGradient(m, c):
                 executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)), fault)
             case AllReduce():
@@ -259,6 +257,15 @@ class _Run:
         executor.seen.ran(m)
 
     def backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
+        executor, m, factor = self.executor, instruction.microbatch, 1 / self.minibatches_due
+        if is_final:
+            executor.gradients.arm()
+        with executor.seen.final(m, factor) if is_final else nullcontext():
+            self.run_backward(instruction, is_final and not executor.products_wait[instruction.chunk])
+        executor.seen.collect(m, factor)
+        executor.gradients.disarm()
+
+    def run_backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
         m, c = instruction.microbatch, instruction.chunk
         stage = self.executor.stages[c]
         match instruction:
@@ -270,7 +277,6 @@ class _Run:
                 stage.backward_weight(m)
         if self.executor.held[c] == 0:
             self.gradients.pop((m, c), None)  # no one before it
-        self.executor.seen.collect(m, 1 / self.minibatches_due)
 
     def make_products(self) -> None:
         """What backwards have left behind, now that no other rank waits for this one."""

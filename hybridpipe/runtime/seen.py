@@ -5,7 +5,7 @@ version at a time, the parameters themselves.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,6 +45,9 @@ class Seen(Protocol):
     def ran(self, microbatch: int) -> None:
         """After its forward."""
 
+    def final(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
+        """Around the last backward before gradients are used: they arrive at the parameters amid it."""
+
     def collect(self, microbatch: int, factor: float) -> None:
         """After its backward: its gradients, times `factor`, add up in the parameters'."""
 
@@ -70,6 +73,10 @@ class Newest:
 
     def ran(self, microbatch: int) -> None:
         """At a cut nothing is in flight."""
+
+    def final(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
+        """They always do."""
+        return nullcontext()
 
     def collect(self, microbatch: int, factor: float) -> None:
         """Gradients arrive where they belong, weighted by the loss."""
@@ -121,6 +128,12 @@ class Stashed:
         """What it has changed is known."""
         if self.notes_flight:
             self._before[microbatch] = Before(self._random, self._buffers.after(self._unchanged))
+
+    def final(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
+        """One by one, where there are replicas to sum them with; all at once is cheaper."""
+        if self._replicas == 1:
+            return nullcontext()
+        return self.versions.handing_over(self._of[microbatch], factor)
 
     def collect(self, microbatch: int, factor: float) -> None:
         """From the version's leaves."""

@@ -9,6 +9,7 @@ Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); two versions,
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +38,8 @@ def hand_over(gradients: list[Tensor], leaves: Sequence[Tensor]) -> None:
     is empty afterwards. `torch.autograd.backward(leaves, gradients)` holds them, and so copies every one.
     """
     if leaves:
-        torch.autograd.backward(_HandOver.apply(gradients, *leaves))  # type: ignore[no-untyped-call]
+        with torch.enable_grad():  # which is off in a backward's hooks
+            torch.autograd.backward(_HandOver.apply(gradients, *leaves))  # type: ignore[no-untyped-call]
 
 
 class _HandOver(torch.autograd.Function):
@@ -199,19 +201,49 @@ class WeightVersions:
         self._newest += 1
         self._leaves = {n: leaves for n, leaves in self._leaves.items() if self._alive_leaves(n)}
 
+    @contextmanager
+    def handing_over(self, weights: Weights, factor: float = 1.0) -> Iterator[None]:
+        """Around a backward: a gradient moves to its Parameter, times `factor`, as soon as it is there.
+
+        So what hooks on the Parameter begin, such as an all-reduce, need not wait for the whole backward.
+        """
+
+        def move(parameter: Tensor, leaf: Tensor) -> None:
+            self._move([(parameter, leaf)], factor)
+
+        hooks = [
+            leaf.register_post_accumulate_grad_hook(partial(move, parameter))  # type: ignore[no-untyped-call]
+            for parameter, leaf in self._pairs(weights)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def collect(self, weights: Weights, factor: float = 1.0) -> None:
         """Move the gradients of a version to the Parameters, times `factor`; they add up there.
 
         Hooks on the Parameters see them arrive, once each. A Parameter whose leaf has none stays as it is.
         """
+        self._move(self._pairs(weights), factor)
+
+    def _pairs(self, weights: Weights) -> list[tuple[Tensor, Tensor]]:
+        """Each Parameter with the version's leaf, a tied one once."""
+        pairs = {
+            parameter: leaves[name]
+            for own, leaves in zip(self._own, weights, strict=True)
+            for name, parameter in own.items()
+        }
+        return list(pairs.items())
+
+    def _move(self, pairs: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
         parameters, gradients = [], []
-        for own, leaves in zip(self._own, weights, strict=True):
-            for name, parameter in own.items():
-                leaf = leaves[name]
-                if leaf.grad is not None:
-                    parameters.append(parameter)
-                    gradients.append(leaf.grad if factor == 1.0 else leaf.grad * factor)
-                    leaf.grad = None  # so that a tied one moves once
+        for parameter, leaf in pairs:
+            if leaf.grad is not None:
+                parameters.append(parameter)
+                gradients.append(leaf.grad if factor == 1.0 else leaf.grad * factor)
+                leaf.grad = None
         hand_over(gradients, parameters)
 
     @property

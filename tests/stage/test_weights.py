@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections import deque
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ def values(weights) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_arrive_on_the_weights_that_were_given(name, options):
+@pytest.mark.parametrize("amid", [False, True])
+def test_gradients_arrive_on_the_weights_that_were_given(name, options, amid):
     layers, inputs = case(name)
     plain = stage_of(case(name)[0])
     expected = train(plain, inputs)
@@ -53,8 +55,9 @@ def test_gradients_arrive_on_the_weights_that_were_given(name, options):
     versions = WeightVersions(stage.module)
     weights = versions.current()
     change(versions, stage.module)  # the Parameters must not be what is used
-    check_same(train(stage, inputs, weights=weights), expected)
-    assert all(parameter.grad is None for parameter in stage.module.parameters())
+    with versions.handing_over(weights) if amid else nullcontext():
+        check_same(train(stage, inputs, weights=weights), expected)
+    assert amid or all(parameter.grad is None for parameter in stage.module.parameters())
     versions.collect(weights)
     check_same([p.grad for p in stage.module.parameters()], [p.grad for p in plain.module.parameters()])
     assert all(leaf.grad is None for layer in weights for leaf in layer.values())
@@ -211,6 +214,19 @@ def test_tied_parameters_stay_tied():
     versions.collect(weights)
     assert len(seen) == 1 and torch.equal(bias.grad, expected)
     assert versions.extra_bytes == num_bytes(model)
+
+
+def test_gradients_arrive_amid_a_backward_that_hands_them_over():
+    """Else the all-reduces of an asynchronous pipeline begin when the backward is done."""
+    model = chain()
+    stage, versions = stage_of(list(model)), WeightVersions(model)
+    weights, events = versions.current(), []
+    outputs = stage.forward(0, tensor(5, 3), 0, weights)
+    weights[0]["weight"].register_hook(lambda _: events.append("first layer's backward"))
+    model[3].weight.register_post_accumulate_grad_hook(lambda _: events.append("last layer's gradient"))
+    with versions.handing_over(weights):
+        stage.backward(0, gradients_like(outputs))
+    assert events == ["last layer's gradient", "first layer's backward"]
 
 
 def test_frozen_parameters_belong_to_no_version():
