@@ -63,8 +63,7 @@ class Replay:
             )
         if not self.overlap and self.plan.is_asynchronous:
             raise UserError(
-                f"replay: --no-overlap goes with a synchronous schedule, got {self.plan.schedule}, whose "
-                "all-reduces follow the backwards anyway"
+                f"replay: --no-overlap goes with a synchronous schedule, got {self.plan.schedule}"
             )
 
     def predicted(self) -> float | None:
