@@ -65,7 +65,7 @@ class _Bucket:
 
     def __init__(self, name: str, parameters: list[Tensor]) -> None:
         self.name, self.parameters = name, parameters
-        self.missing = len(parameters)
+        self.missing = set(parameters)
         self.tensors: list[Tensor] = []
         self.handle: Any = None
 
@@ -124,11 +124,18 @@ class HorovodGradients:
         self._hvd.shutdown()
 
     def _hook(self, bucket: _Bucket) -> Any:
-        def arrived(_: Tensor) -> None:
-            if self._armed:
-                bucket.missing -= 1
-                if bucket.missing == 0:
-                    self._start(bucket)
+        def arrived(parameter: Tensor) -> None:
+            if not self._armed:
+                return
+            if bucket.handle is not None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, "
+                    "when replicas had begun to sum the first, as where re-entrant checkpoints share it: "
+                    "checkpoint with use_reentrant=False"
+                )
+            bucket.missing.discard(parameter)
+            if not bucket.missing:
+                self._start(bucket)
 
         return arrived
 
@@ -149,15 +156,31 @@ class HorovodGradients:
                 parameter.grad = tensor.to(parameter.dtype)
             elif tensor is not parameter.grad:
                 parameter.grad.copy_(tensor)
-        bucket.missing, bucket.tensors, bucket.handle = len(bucket.parameters), [], None
+        bucket.missing, bucket.tensors, bucket.handle = set(bucket.parameters), [], None
 
 
 def _reducible(parameter: Tensor, halve: bool) -> Tensor:
-    """The gradient as Horovod takes it: in place where it can, fp32 for bf16, zeros where there is none."""
+    """The gradient as Horovod takes it: in place, in memory of its own; fp32 for bf16, zeros where it is None."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     if halve and gradient.dtype == torch.float32:
         return gradient.half()
-    return gradient.float() if gradient.dtype == torch.bfloat16 else gradient
+    if gradient.dtype == torch.bfloat16:
+        return gradient.float()
+    if _shares_memory(gradient):
+        gradient = parameter.grad = gradient.clone()
+    return gradient
+
+
+def _shares_memory(gradient: Tensor) -> bool:
+    """Whether another tensor has the same memory, and may still be read.
+
+    Of `x + position[None]` autograd makes both gradients from one tensor: summed in place for the parameter,
+    what the backward goes on with would be the sum of all replicas.
+    """
+    if gradient.layout != torch.strided:
+        return False
+    storage = gradient.untyped_storage()  # which is one use more
+    return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _buckets(parameters: list[Tensor]) -> list[_Bucket]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.planning import cost
 from hybridpipe.planning.plan import Plan
@@ -233,3 +234,76 @@ def test_compressed_gradients_travel_as_halves_and_arrive_as_they_were(monkeypat
     assert synced.bytes_reduced == sum(p.numel() for p in net.parameters()) * travels_as.itemsize
     for parameter, wanted in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, wanted, rtol=2e-3, atol=1e-6)
+
+
+class AtOnce(Horovod):
+    """As if the all-reduce were done before the backward goes on."""
+
+    def grouped_allreduce_async_(self, tensors, name, op):
+        handle = super().grouped_allreduce_async_(tensors, name, op)
+        for tensor in tensors:
+            tensor.mul_(2)
+        return handle
+
+    def synchronize(self, handle):
+        self.looks.pop(handle.name)
+
+
+class Position(nn.Module):
+    """Autograd makes the gradients of both summands from one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, value):
+        return value + self.position[None]
+
+
+def test_summing_amid_the_backward_leaves_what_it_goes_on_with_alone(monkeypatch):
+    """With one sample the input's gradient was the sum over the replicas of the position's."""
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    net = nn.Sequential(nn.Linear(4, 4), Position(), nn.Linear(4, 2))
+    inputs = torch.randn(1, 3, 4)
+    net(inputs).square().sum().backward()
+    expected = [2 * parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    monkeypatch.setattr(gradients, "horovod", lambda _: AtOnce())
+    reducer = HorovodGradients(net.parameters(), replicas=None)
+    reducer.arm()
+    net(inputs).square().sum().backward()
+    reducer.disarm()
+    reducer.finish()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Shared(nn.Module):
+    """One layer in two checkpoints, which autograd runs again one by one."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.layer, self.options = nn.Linear(4, 4), options
+
+    def forward(self, value):
+        for _ in range(2):
+            value = checkpoint(self.layer, value, **self.options)
+        return value
+
+
+def test_a_gradient_that_comes_when_the_sum_has_begun_is_refused(monkeypatch):
+    """It was lost, or added to what Horovod was summing. Torch's DDP refuses it, too."""
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    inputs = torch.randn(2, 4, requires_grad=True)
+    for reentrant in (False, True):
+        net = Shared(use_reentrant=reentrant)
+        reducer, hvd = make(monkeypatch, net.parameters())
+        reducer.arm()
+        if reentrant:
+            with pytest.raises(
+                RuntimeError, match=r"shape \(4.*second gradient in one backward.*use_reentrant=False"
+            ):
+                net(inputs).sum().backward()
+        else:
+            net(inputs).sum().backward()
+            assert hvd.names == ["bucket0", "bucket1"]
