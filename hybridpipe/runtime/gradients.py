@@ -160,7 +160,7 @@ class HorovodGradients:
 
 
 def _reducible(parameter: Tensor, halve: bool) -> Tensor:
-    """The gradient as Horovod takes it: in place, in memory of its own; fp32 for bf16, zeros where it is None."""
+    """The gradient as Horovod takes it: in memory of its own, fp32 for bf16, zeros where there is none."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     if halve and gradient.dtype == torch.float32:
         return gradient.half()
