@@ -175,7 +175,8 @@ def _shares_memory(gradient: Tensor) -> bool:
     """Whether another tensor has the same memory, and may still be read.
 
     Of `x + position[None]` autograd makes both gradients from one tensor: summed in place for the parameter,
-    what the backward goes on with would be the sum of all replicas.
+    what the backward goes on with would be the sum of all replicas. Torch has no public way to ask; its CUDA
+    graph trees ask in this one.
     """
     if gradient.layout != torch.strided:
         return False

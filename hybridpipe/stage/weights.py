@@ -9,7 +9,6 @@ Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); two versions,
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -207,12 +206,10 @@ class WeightVersions:
 
         So what hooks on the Parameter begin, such as an all-reduce, need not wait for the whole backward.
         """
-
-        def move(parameter: Tensor, leaf: Tensor) -> None:
-            self._move([(parameter, leaf)], factor)
-
         hooks = [
-            leaf.register_post_accumulate_grad_hook(partial(move, parameter))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda leaf, parameter=parameter: self._move([(parameter, leaf)], factor)
+            )
             for parameter, leaf in self._pairs(weights)
         ]
         try:
