@@ -6,7 +6,7 @@
 One of PipeDream's models (see published.py), every rank behind a link of 10 Gbit/s of its own, and more
 samples with more ranks: the ideal is as many times the samples a second of one rank. "dp" is our data
 parallelism, whose all-reduce overlaps with the backward; "best" is the fastest plan that the planner finds
-for a pipeline without a flush. Bytes and links of the replays are divided by --scale (see replay.py).
+for a pipeline without a flush. Replays are scaled and slowed down as those of replay.py.
 
 Writes DIR/PLAN-RANKS/summary.json of each replay, DIR/scaling.json, scaling.md and scaling.svg.
 """
@@ -57,7 +57,7 @@ def cluster(ranks: int) -> Cluster:
     return Cluster.flat(ranks, TEN_GBIT, LATENCY_SECONDS)
 
 
-def points(model: str, replayed: list[int], scale: float, out: Path) -> Iterator[Point]:
+def points(model: str, replayed: list[int], scale: float, slow: float, out: Path) -> Iterator[Point]:
     """Smallest first; what is replayed is replayed on as many hosts."""
     profile = read_costs(PROFILES / model / "graph.txt", SAMPLES[model])
     alone = profile.samples / sum(x.forward_seconds + x.backward_seconds for x in profile.layers)
@@ -67,9 +67,9 @@ def points(model: str, replayed: list[int], scale: float, out: Path) -> Iterator
             measured = load = None
             if ranks in replayed:
                 run = Run(kind, plan, cluster(ranks), 10 if kind == "dp" else None)
-                with network(rate_of(scale), ranks) as where:
-                    summary = replay(profile, run, scale, out / f"{kind}-{ranks}", where, ranks)
-                measured, load = summary["samples_per_second"], summary["processor_load"]
+                with network(rate_of(scale * slow), ranks) as where:
+                    summary = replay(profile, run, scale, out / f"{kind}-{ranks}", where, ranks, slow)
+                measured, load = slow * summary["samples_per_second"], summary["processor_load"]
             yield Point(kind, ranks, short_name(plan), ranks * alone, simulated, measured, load)
 
 
@@ -115,14 +115,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"))
     parser.add_argument("--model", default="vgg16", choices=SAMPLES)
-    parser.add_argument("--scale", type=float, default=32.0)
+    parser.add_argument("--scale", type=float, default=8.0, help="what bytes and bandwidths are divided by")
+    parser.add_argument("--slow", type=float, default=4.0, help="how many times as long everything takes")
     parser.add_argument("--replayed", default="1,2,4,8", help="rank counts")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     replayed = [int(count) for count in options.replayed.split(",") if count]
     found = []
-    for point in points(options.model, replayed, options.scale, out):
+    for point in points(options.model, replayed, options.scale, options.slow, out):
         found.append(point)
         print(point, flush=True)
     text = report(found)

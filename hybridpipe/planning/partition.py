@@ -136,6 +136,7 @@ class _Search:
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
         self.costs = LayerCosts(profile, cluster, form)
         self.is_limited = any(cluster.memory(rank) < math.inf for rank in ranks)
+        self.estimates: dict[Plan, float] = {}
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         self.too_few = 0  # how many of the counts of microbatches held let plans pass that do not fit
@@ -207,7 +208,9 @@ class _Search:
             peaks = zip(plan.ranks, peak_memory_bytes(self.profile, plan), strict=True)
             if any(peak > self.cluster.memory(rank) for rank, peak in peaks):
                 return False
-        found = _Found(plan, program_seconds, estimate(plan, self.profile, self.cluster), line, spans)
+        if plan not in self.estimates:
+            self.estimates[plan] = estimate(plan, self.profile, self.cluster)
+        found = _Found(plan, program_seconds, self.estimates[plan], line, spans)
         known = self.found.get(found.shape)
         if known is None or math.isnan(known.program_seconds) or found.order < known.order:
             self.found[found.shape] = found
@@ -292,10 +295,13 @@ class _Search:
         """
         paths = program.least_maximum()
         yield from ((program, path) for path in paths)
-        for slack in SLACKS if paths else ():
+        tried: list[_Path] = []
+        for slack in SLACKS if paths and self.max_replicas > 1 else ():
             for short in program.least_sum(slack * paths[0].slowest):
-                fixed = program.with_edges(short.edges)
-                yield from ((fixed, path) for path in fixed.most_even(short.slowest))
+                if short not in tried:
+                    tried.append(short)
+                    fixed = program.with_edges(short.edges)
+                    yield from ((fixed, path) for path in fixed.most_even(short.slowest))
 
     def cheap_edges(self, count: int) -> Ints:
         """About so many places to cut: evenly in work, where little is sent, and close to the best cuts."""

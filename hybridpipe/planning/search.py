@@ -41,6 +41,9 @@ MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for 
 # Of partition's plans so many are simulated. The formula says less of an asynchronous pipeline, where it sees
 # no queues, and of stages that take turns on a rank.
 NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 16, 6
+# But not one whose formula is so many times the best simulation yet: what the simulator sees besides seldom
+# makes a plan faster (ranks that share processors at times only, bursts), and then by little.
+HOPELESS = 1.25
 MAX_ADVISED = 5_000  # layers times ranks; what would help a larger problem takes minutes to find out
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
 MAX_NAMED = 20  # stages of a plan that is called by its replica counts
@@ -291,7 +294,7 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
 
 
 def _candidates(problem: _Problem) -> list[Candidate]:
-    """Every proposal that fits, once, with its prediction.
+    """Every proposal that fits and is not hopeless, once, with its prediction.
 
     Another schedule than the simplest is chosen on the simulator's word only, and not for one stage, where
     synchronous schedules are the same.
@@ -302,9 +305,14 @@ def _candidates(problem: _Problem) -> list[Candidate]:
         if not problem.is_alternative or (not is_one and is_simulated(plan)):
             origins.setdefault(plan, origin)
     profile, cluster = problem.profile, problem.cluster
-    return [
-        Candidate(origin, judged(plan, profile, cluster), profile.samples) for plan, origin in origins.items()
-    ]
+    found: list[Candidate] = []
+    best = math.inf
+    for plan, origin in origins.items():
+        if origin == "exact" and estimate(plan, profile, cluster) > HOPELESS * best:
+            continue
+        found.append(Candidate(origin, judged(plan, profile, cluster), profile.samples))
+        best = min(best, found[-1].seconds)
+    return found
 
 
 def _fitting(problem: _Problem) -> Iterator[tuple[str, Plan]]:

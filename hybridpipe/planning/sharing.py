@@ -119,7 +119,8 @@ class Engine:
             elif due.turn == turn:
                 self.now = at
                 self._end(due)
-            if not queue or queue[0][0] > self.now:  # else there is more at this instant
+            # Else there is more at this instant, or nothing that rates depend on has changed.
+            if (self._started or self._changed) and (not queue or queue[0][0] > self.now):
                 self._settle()
 
     def _end(self, flow: _Flow) -> None:

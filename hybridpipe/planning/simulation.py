@@ -122,6 +122,7 @@ class Simulation:
         self.cluster, self.synchronous = cluster, synchronous
         self.engine = Engine()
         self.machines = Machines(cluster)
+        self.are_private = self.machines.are_private
         self.messages: dict[Key, _Message] = {}  # that not both sides are done with
         self.costs, self.numbers = costs, [stage.ranks for stage in plan.stages]
         self.ranks: list[_Rank] = []
@@ -186,7 +187,10 @@ class Simulation:
     # Computing
 
     def compute(self, rank: _Rank, seconds: float, done: Callable[[Any], None], argument: object) -> bool:
-        self.engine.start(seconds / rank.speed, rank.processors, done, argument)
+        if self.are_private:
+            self.engine.after(seconds / rank.speed, done, argument)
+        else:
+            self.engine.start(seconds / rank.speed, rank.processors, done, argument)
         return False
 
     def forward(self, rank: _Rank, instruction: Forward) -> bool:

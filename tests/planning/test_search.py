@@ -1,3 +1,5 @@
+import math
+import random
 import re
 import time
 from dataclasses import replace
@@ -8,8 +10,9 @@ from pytest import approx
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost import estimate
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
-from hybridpipe.planning.profile import Measurement
+from hybridpipe.planning.profile import Measurement, ModelProfile
 from hybridpipe.planning.search import (
+    HOPELESS,
     Candidate,
     NoPlanFits,
     data_parallel,
@@ -25,6 +28,27 @@ from hybridpipe.planning.simulate import is_simulated, predict
 from .helpers import free, layer, model
 
 FOUR = model(*[layer(1, 2, parameters=100, output=10)] * 4)
+
+
+def convolutional(num_layers: int, seed: int) -> ModelProfile:
+    """Layers of unequal work whose outputs shrink and whose weights grow from front to back."""
+    draw = random.Random(seed)
+    work = [draw.uniform(0.2, 1.0) * 1e-3 for _ in range(num_layers)]
+    depths = [30 ** (i / num_layers) for i in range(num_layers)]
+    return model(
+        *(
+            layer(w, 2 * w, round(draw.random() * 1e6 * depth), round(draw.uniform(0.5, 1.0) * 2e7 / depth))
+            for w, depth in zip(work, depths, strict=True)
+        )
+    )
+
+
+def nodes_of_four(num_ranks: int, bandwidth: float) -> Cluster:
+    """Ranks of a node share its link."""
+    network = Level("network", num_ranks, bandwidth, 2e-5, shared_bandwidth=bandwidth)
+    return Cluster((Level("node", 4, 1e10, 5e-6), network))
+
+
 SCHEDULES = pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 
 
@@ -61,6 +85,23 @@ def test_the_simulator_decides_not_the_formula():
     candidates = search(model(*layers), Cluster(nodes), 4)
     by_formula = min(candidates, key=lambda c: estimate(c.plan, model(*layers), Cluster(nodes)))
     assert candidates[0].seconds < 0.9 * by_formula.seconds
+
+
+@pytest.mark.parametrize("schedule, count", [("1f1b", 16), ("pipedream", 1), ("pipedream-2bw", 16)])
+def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, monkeypatch):
+    """A plan whose formula is far beyond what another one takes is not simulated."""
+    num_simulated = []
+    for seed in range(6):
+        profile = convolutional(12, seed)
+        for cluster in (Cluster.flat(8, 1.25e9, 2e-5), nodes_of_four(8, 1.25e8)):
+            found = {}
+            for hopeless in (HOPELESS, math.inf):
+                monkeypatch.setattr("hybridpipe.planning.search.HOPELESS", hopeless)
+                found[hopeless] = search(profile, cluster, count, schedule=schedule)
+            assert found[HOPELESS][0] == found[math.inf][0]
+            num_simulated.append([len(candidates) for candidates in found.values()])
+    some, every = map(sum, zip(*num_simulated, strict=True))
+    assert some < every
 
 
 def test_ranks_that_do_not_help_stay_unused():

@@ -8,6 +8,7 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import AllReduce as AllReduceFigures
 from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.contention import Machines
 from hybridpipe.planning.cost import BUCKET_BYTES, GradientBucket, StageCost
 from hybridpipe.planning.instructions import (
     AllReduce,
@@ -40,6 +41,29 @@ from .helpers import free, layer, model, plan, times
 def test_ranks_of_a_node_share_its_processors(num_microbatches, seconds):
     cluster = Cluster((Level("node", 4, 1e300, 0.0),), node_ranks=4, compute_speeds=(1.0, 1.0, 2 / 3, 0.5))
     assert predict(plan([4], num_microbatches), model(layer(1, 2)), cluster)[0].seconds == approx(seconds)
+
+
+@pytest.mark.parametrize("schedule, count", [("1f1b", 6), ("zero-bubble", 6), ("pipedream", 1)])
+def test_a_processor_of_ones_own_is_as_a_shared_one_that_nobody_else_uses(schedule, count, monkeypatch):
+    layers = [layer(1, 3, parameters=300, output=20), layer(2, 5, parameters=100, output=10), layer(1, 2)]
+    hybrid = plan([3, 2, 1], count, schedule)
+    private, _ = predict(hybrid, model(*layers), Cluster.flat(6, 50.0, 0.1))
+    assert Machines(Cluster.flat(6, 50.0, 0.1)).are_private
+    monkeypatch.setattr(Machines, "are_private", False)
+    shared, _ = predict(hybrid, model(*layers), Cluster.flat(6, 50.0, 0.1))
+    for rank, events in shared.events.items():
+        for event, other in zip(events, private.events[rank], strict=True):
+            assert event.instruction == other.instruction
+            assert event[1:] == approx(other[1:])
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [{"node_ranks": 2}, {"overlap": 0.5}, {"compute_speeds": (0.9,)}],
+    ids=lambda shared: next(iter(shared)),
+)
+def test_what_makes_a_processor_not_ones_own(shared):
+    assert not Machines(replace(Cluster.flat(4, 50.0, 0.1), **shared)).are_private
 
 
 def test_nodes_do_not_share():
