@@ -19,6 +19,7 @@ if [ -n "${HOSTS:-}" ] && [ -z "${OMPI_MCA_coll_tuned_use_dynamic_rules+set}" ];
   export OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_dynamic_rules_filename=$rules
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # raise it where there are more cores than ranks
+export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}           # huge pages
 # Its own binding options start with one dash, which Open MPI 5 misreads.
 exec "$bin/python" "$bin/horovodrun" --binding-args="--bind-to none --map-by slot:OVERSUBSCRIBE" \
   -np "$ranks" -H "${HOSTS:-localhost:$ranks}" "$bin/python" -m hybridpipe train "$@"

@@ -1,6 +1,7 @@
 """The launcher: the flags of each mpirun, and that no process outlives its job."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 from hybridpipe import launcher
 
 OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpirun (Open MPI) 5.0.11"
+_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+ASKED_FOR = platform.libc_ver()[0] == "glibc" and _ENABLED.is_file() and "[madvise]" in _ENABLED.read_text()
 MPICH = "HYDRA build details:\n    Version:  4.2.3"
 
 
@@ -42,7 +45,7 @@ def mpirun_says(tmp_path, monkeypatch):
 def test_each_mpirun_gets_its_own_flags(mpirun_says, monkeypatch, tmp_path, version, flags):
     mpirun_says(version)
     monkeypatch.setattr(launcher, "num_cores", lambda: 8)
-    carried = [] if version == MPICH else ["-x", "OMP_NUM_THREADS"]
+    carried = [] if version == MPICH else ["-x", "GLIBC_TUNABLES", "-x", "OMP_NUM_THREADS"]
     argv, _ = launcher.mpirun_command(4, ["/bin/true", "-v"], env={})
     assert argv == [str(tmp_path / "mpirun"), "-n", "4", *flags, *carried, "/bin/true", "-v"]
 
@@ -95,9 +98,24 @@ def test_what_the_user_set_stays(mpirun_says):
     mpirun_says(OPEN_MPI_5)
     flags = "--host h1:4,h2:4"
     mine = {"OMP_NUM_THREADS": "3", "OMPI_MCA_mpi_yield_when_idle": "0", "HYBRIDPIPE_MPIRUN_FLAGS": flags}
+    mine["GLIBC_TUNABLES"] = ""
     argv, added = launcher.mpirun_command(64, ["true"], env=mine)
     assert not added.keys() & mine.keys()
     assert argv[-3:-1] == flags.split()
+
+
+@pytest.mark.skipif(not ASKED_FOR, reason="the kernel gives huge pages to all, or to none")
+@pytest.mark.parametrize(
+    "mine, has_some", [({}, True), ({"GLIBC_TUNABLES": ""}, False)], ids=["ours", "mine"]
+)
+def test_ranks_ask_for_huge_pages(tmp_path, mine, has_some):
+    count = "print(sum(int(line.split()[1]) for line in open('/proc/self/smaps') if 'AnonHuge' in line))"
+    command = [sys.executable, "-c", f"held = bytearray(b'1') * 2**26; {count}"]
+    env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    with (tmp_path / "out").open("w") as out:
+        launcher.run(1, command, stdout=out, env=env | mine, timeout_seconds=60)
+    kilobytes = int((tmp_path / "out").read_text())
+    assert (kilobytes >= 2048) == has_some  # one page at least
 
 
 def test_root_is_allowed_only_where_it_is_root(mpirun_says, monkeypatch):
