@@ -255,12 +255,11 @@ class Cluster:
         if m == 1:
             return Ring(0.0, 0.0)
         level = self.slowest_link(ranks)
-        figures = level.allreduce
-        if figures is None:
-            bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
-            figures = AllReduce(bandwidth, 2 * (m - 1) * level.latency_seconds)
-        per_byte = 2 * (m - 1) / m * self.allreduce_factor / figures.bandwidth
-        return Ring(figures.latency_seconds, per_byte, figures.wait_seconds)
+        sent = 2 * (m - 1) / m * self.allreduce_factor
+        if (figures := level.allreduce) is not None:
+            return Ring(figures.latency_seconds, sent / figures.bandwidth, figures.wait_seconds)
+        bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
+        return Ring(2 * (m - 1) * level.latency_seconds, sent / bandwidth)
 
     def allreduce_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of an all-reduce over these ranks, alone on its links."""

@@ -5,7 +5,7 @@ kinds of slots that `placement` makes of them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -86,6 +86,7 @@ class LayerCosts:
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
         self.edges = np.arange(len(layers) + 1)
         self.sums: dict[tuple[str, int], Floats] = {}  # `between` as far as it was asked for
+        self._tables: dict[Kind, tuple[Floats, Floats]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -112,7 +113,7 @@ class LayerCosts:
     def merged(self, edges: Ints) -> "LayerCosts":
         """The same with only these edges to cut at."""
         merged = copy(self)
-        merged.sums = {}
+        merged.sums, merged._tables = {}, {}
         for name in ("update", "parameters", "activations"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
         for name in ("output", "returned", "edges"):
@@ -143,8 +144,11 @@ class LayerCosts:
         backward += self.form.recompute * self._forward
         return backward + self._forward if name == "work" else backward
 
-    def longest(self, kind: Kind, bound: float) -> int:
-        """No stage of more layers has a maximum below the bound."""
+    def longest(self, kinds: Iterable[Kind], bound: float) -> list[int]:
+        """By kind: no stage of more layers has a maximum below the bound."""
+        return [self._longest(kind, bound) for kind in kinds]
+
+    def _longest(self, kind: Kind, bound: float) -> int:
         rounds = self.form.full_rounds(kind.replicas)
         n = self.num_layers
         if rounds == 0 or math.isinf(bound):
@@ -154,6 +158,17 @@ class LayerCosts:
         room = max(bound, 0.0) * kind.speed / rounds * (1 + 1e-9) + done[-1] * 1e-9
         stops = np.searchsorted(done, done + room, side="right") - 1
         return max(1, int((stops - np.arange(n + 1)).max()))
+
+    def tables(self, kinds: Sequence[Kind], widths: Sequence[int]) -> list[tuple[Floats, Floats]]:
+        """`stages` of each kind; of those that the last call was about, what was computed then."""
+        known, self._tables = self._tables, {}
+        for kind, width in zip(kinds, widths, strict=True):
+            table = known.get(kind)
+            if table is None or len(table[0]) < width:
+                table = self.stages(kind, width)
+            self._tables[kind] = table
+        each = zip(self._tables.values(), widths, strict=True)
+        return [(summed[:width], slowest[:width]) for (summed, slowest), width in each]
 
     def stages(self, kind: Kind, width: int) -> tuple[Floats, Floats]:
         """`[d, i]`: seconds in the sum and in the maximum of the stage of the d+1 layers from i on.

@@ -24,7 +24,7 @@ What is exact:
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -157,7 +157,7 @@ class _Search:
                 self.search(layout, share, starts, EXACTLY)
             return
         for active in active_ranks(self.cluster, self.ranks):
-            for line in lines(self.cluster, active):
+            for line in lines(self.cluster, active, self.max_replicas > 1):
                 self.search_line(line)
 
     def search_line(self, line: tuple[int, ...]) -> None:
@@ -181,7 +181,7 @@ class _Search:
         """Pipelines of stages with equal replicas and about equal work: a bound to begin with."""
         done = np.concatenate([[0.0], np.cumsum(self.costs.work)])
         n = self.profile.num_layers
-        for line in lines(self.cluster, self.ranks)[:2]:
+        for line in lines(self.cluster, self.ranks, self.max_replicas > 1)[:2]:
             for m in {self.max_replicas, *(2**k for k in range(self.max_replicas.bit_length()))}:
                 stages = min(len(line) // m, n)
                 goals = np.searchsorted(done, done[-1] * np.arange(1, stages) / stages).tolist()
@@ -258,12 +258,14 @@ class _Search:
     def program(self, graph: SlotGraph) -> "_Program":
         """The program over the graph, with as many layers as `MAX_STEPS` allows."""
         bound = self.first_bound(graph)
-        widths = np.array([self.costs.longest(kind, bound) for kind in graph.kinds])
-        n = self.profile.num_layers
-        steps, table = n * int(widths[graph.kind].sum()), n * int(widths.sum())
+        costs, n = self.costs, self.profile.num_layers
+        widths = costs.longest(graph.kinds, bound)
+        steps, table = n * int(np.array(widths)[graph.kind].sum()), n * sum(widths)
         part = min(1.0, math.sqrt(min(MAX_STEPS / steps, MAX_TABLE / table)))
-        costs = self.costs if part == 1 else self.costs.merged(self.cheap_edges(int(n * part)))
-        return _Program(costs, graph, bound, TIE * self.best_seconds)
+        if part < 1:
+            costs = costs.merged(self.cheap_edges(int(n * part)))
+            widths = costs.longest(graph.kinds, bound)
+        return _Program.of_stages(costs, graph, widths, bound, TIE * self.best_seconds)
 
     def first_bound(self, graph: SlotGraph) -> float:
         """No maximum may reach it: what a first look is worth, less the least sum there can be."""
@@ -300,7 +302,7 @@ class _Search:
             for short in program.least_sum(slack * paths[0].slowest):
                 if short not in tried:
                     tried.append(short)
-                    fixed = program.with_edges(short.edges)
+                    fixed = program.with_edges(np.array(short.edges))
                     yield from ((fixed, path) for path in fixed.most_even(short.slowest))
 
     def cheap_edges(self, count: int) -> Ints:
@@ -329,26 +331,63 @@ class _Path:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
 class _Program:
-    """Sums and maxima of every stage on every kind of slot and of every cut."""
+    """Sums and maxima of every stage on every kind of slot and of every cut.
 
-    def __init__(self, costs: LayerCosts, graph: SlotGraph, bound: float, tie: float) -> None:
-        self.costs, self.graph, self.bound = costs, graph, bound
-        self.tie = tie if math.isfinite(tie) else 0.0
-        self.stage_sums: list[Floats] = []
-        self.stage_maxima: list[Floats] = []
-        for kind in graph.kinds:
-            summed, slowest = costs.stages(kind, costs.longest(kind, bound))
-            self.stage_sums.append(summed)
-            self.stage_maxima.append(slowest)
+    Args:
+        stage_sums, stage_maxima: by kind, `[d, i]` of the stage of the d+1 layers from i on.
+        cut_sums, cut_maxima: `[cut, edge]`.
+        bound: no maximum may reach it.
+        tie: what a rank costs.
+    """
+
+    costs: LayerCosts
+    graph: SlotGraph
+    stage_sums: list[Floats]
+    stage_maxima: list[Floats]
+    cut_sums: Floats
+    cut_maxima: Floats
+    bound: float
+    tie: float
+
+    @classmethod
+    def of_stages(
+        cls, costs: LayerCosts, graph: SlotGraph, widths: Sequence[int], bound: float, tie: float
+    ) -> "_Program":
+        """The program over stages of so many layers at most, by kind."""
+        tables = costs.tables(graph.kinds, widths)
         latency, per_byte, busy = graph.figures.T[:, :, None]
-        self.cut_sums = 2 * latency + per_byte * costs.moved
-        self.cut_maxima = busy * np.maximum(costs.output, costs.returned)
-        self.cut_maxima[:, [0, -1]] = math.inf
+        cut_maxima = busy * np.maximum(costs.output, costs.returned)
+        cut_maxima[:, [0, -1]] = math.inf
+        return cls(
+            costs,
+            graph,
+            stage_sums=[summed for summed, _ in tables],
+            stage_maxima=[slowest for _, slowest in tables],
+            cut_sums=2 * latency + per_byte * costs.moved,
+            cut_maxima=cut_maxima,
+            bound=bound,
+            tie=tie if math.isfinite(tie) else 0.0,
+        )
 
-    def with_edges(self, edges: Sequence[int]) -> "_Program":
+    def with_edges(self, edges: Ints) -> "_Program":
         """The same for plans that cut at these edges only."""
-        return _Program(self.costs.merged(np.array(edges)), self.graph, self.bound, self.tie)
+        starts = edges[:-1]
+        lengths = np.array([np.roll(edges, -d - 1)[:-1] for d in range(len(starts))]) - starts
+
+        def of_merged(values: Floats) -> Floats:
+            inside = (lengths > 0) & (lengths <= len(values))
+            return np.where(inside, values[np.where(inside, lengths - 1, 0), starts], math.inf)
+
+        return replace(
+            self,
+            costs=self.costs.merged(edges),
+            stage_sums=list(map(of_merged, self.stage_sums)),
+            stage_maxima=list(map(of_merged, self.stage_maxima)),
+            cut_sums=self.cut_sums[:, edges],
+            cut_maxima=self.cut_maxima[:, edges],
+        )
 
     def least_sum(self, bound: float, weight: float = 1.0) -> list[_Path]:
         """The least sum of all plans whose every maximum is below the bound; none if there are none.
@@ -435,4 +474,5 @@ class _Program:
 
 def _last_finite(values: Floats) -> int:
     """How many rows there are up to the last one with a finite figure."""
-    return int(np.flatnonzero(np.isfinite(values).any(axis=1))[-1:].sum() + np.isfinite(values).any())
+    rows = np.flatnonzero(np.isfinite(values).any(axis=1))
+    return int(rows[-1]) + 1 if rows.size else 0

@@ -119,19 +119,22 @@ def every_placement(cluster: Cluster, ranks: Sequence[int], max_replicas: int) -
     return layout
 
 
-def lines(cluster: Cluster, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+def lines(cluster: Cluster, ranks: Sequence[int], replicated: bool = True) -> list[tuple[int, ...]]:
     """The orders in which stages take ranks.
 
-    The cluster's order, and ranks dealt over all innermost units; where every stage can be looked at also
-    dealt over groups of units, one group after the other (with those the best plan was 0.5 % above the best
-    of all placements on average over 48 clusters of 8 to 12 ranks, without 2.6 %); by speed and by memory.
+    The cluster's order; by speed and by memory. For stages with replicas also dealt over all innermost units;
+    where every stage can be looked at also dealt over groups of units, one group after the other (with those
+    the best plan was 0.5 % above the best of all placements on average over 48 clusters of 8 to 12 ranks,
+    without 2.6 %).
     """
     units: dict[int, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
         units[rank // cluster.levels[0].ranks].append(rank)
     num = len(units)
-    groups = [[1] * num, [num]]
-    if every_stage(len(ranks), len(ranks)) is not None:
+    groups = [[1] * num]
+    if replicated:
+        groups.append([num])
+    if replicated and every_stage(len(ranks), len(ranks)) is not None:
         groups.append([num - 1, 1])
         groups += [[2**k] * ceil_div(num, 2**k) for k in range(1, (num - 1).bit_length())]
     found = []

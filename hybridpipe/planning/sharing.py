@@ -72,6 +72,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.is_stopped = False  # `run` ends, whatever is left
         self._queue: list[tuple[float, int, _Flow | _Done]] = []
         self._turn = 0
         self._flows: dict[tuple[tuple[Resource, ...], float], _Flow] = {}
@@ -107,10 +108,10 @@ class Engine:
         heappush(self._queue, (self.now + seconds, self._turn, (done, argument)))
 
     def run(self) -> None:
-        """Go on until no job is left."""
+        """Go on until no job is left, or until it is stopped."""
         queue = self._queue
         self._settle()
-        while queue:
+        while queue and not self.is_stopped:
             at, turn, due = heappop(queue)
             if not isinstance(due, _Flow):
                 self.now = at

@@ -7,7 +7,7 @@ that it keeps up once it is full.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import UNLIMITED, ceil_div, in_flight_per_stage, programs
 from hybridpipe.planning.simulation import Deadlock, Simulation
-from hybridpipe.planning.timeline import Timeline
+from hybridpipe.planning.timeline import Event, Timeline
 
 __all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"]
 
@@ -27,6 +27,7 @@ __all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"
 MAX_INSTRUCTIONS = 400_000
 # Beyond these it is not simulated at all: a minute, and some hundred megabytes.
 MOST_INSTRUCTIONS, MOST_ROUTES = 4_000_000, 4_000_000
+STEADY = 1e-4  # relative: rounds that differ by less take equally long
 
 
 def simulate(
@@ -36,6 +37,7 @@ def simulate(
     cluster: Cluster,
     *,
     synchronous: bool = False,
+    until: Callable[[Event], bool] | None = None,
 ) -> Timeline:
     """Run one program a rank and return what each rank does when.
 
@@ -43,11 +45,12 @@ def simulate(
         programs: by rank, such as `schedules.programs(plan)`.
         costs: one for each stage.
         synchronous: a send lasts until its message was received (`MPI_Ssend`).
+        until: stop there; asked after each event of the plan's first rank. What others are at is cut short.
 
     Raises:
         Deadlock: nothing can advance, although some rank is not done.
     """
-    return Simulation(programs, plan, costs, cluster, synchronous).run()
+    return Simulation(programs, plan, costs, cluster, synchronous, until).run()
 
 
 def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeline, Prediction]:
@@ -147,18 +150,51 @@ def _steady(
         busy = sum(map(timeline.busy_seconds, timeline.events)) / count * plan.num_microbatches
         return timeline, seconds, _idle_share(busy, seconds, plan.num_ranks)
     count = (first + window + last) * plan.num_microbatches
-    timeline = simulate(programs(plan, count), plan, costs, cluster)
-    begin, end = (_returned(timeline, plan, minibatch) for minibatch in (first, first + window))
+    pace = _Pace(plan)
+    timeline = simulate(programs(plan, count), plan, costs, cluster, until=pace.repeats)
+    if pace.is_steady:
+        begin, end, window = pace.ends[-1 - pace.span], pace.ends[-1], pace.span * pace.round_length
+    else:
+        begin, end = (_returned(timeline, plan, minibatch) for minibatch in (first, first + window))
     busy = sum(timeline.busy_seconds(rank, begin, end) for rank in timeline.events)
     return timeline, (end - begin) / window, _idle_share(busy, end - begin, plan.num_ranks)
+
+
+class _Pace:
+    """When every round of minibatches came back to the first rank of an asynchronous pipeline.
+
+    It is steady once as many rounds as are in the pipeline took as long, one by one, as those before them; an
+    even number, as long and short rounds often take turns.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.round_length = _minibatches(math.lcm(*plan.replicas), plan.num_microbatches)
+        self._step = self.round_length * plan.num_microbatches
+        self.span = 2 * ceil_div(_depth(plan), 2 * self._step)
+        self._next = Backward(0)
+        self.ends: list[float] = []
+        self.is_steady = False
+
+    def repeats(self, event: Event) -> bool:
+        """Whether it is steady; asked after each event of the first rank."""
+        if event.instruction == self._next:
+            self._next = Backward(self._next.microbatch + self._step)
+            self.ends.append(event.end_seconds)
+            lasted = [end - begin for begin, end in pairwise(self.ends[-1 - 2 * self.span :])]
+            self.is_steady = len(lasted) == 2 * self.span and all(
+                math.isclose(now, before, rel_tol=STEADY)
+                for now, before in zip(lasted[self.span :], lasted, strict=False)
+            )
+        return self.is_steady
 
 
 def _window(plan: Plan) -> tuple[int, int, int]:
     """How many minibatches fill an asynchronous pipeline, are measured, and keep it full behind them.
 
-    It is full some time after the first minibatch has come back; then the time between two minibatches a
-    whole number of rounds of every stage apart is measured. Where that is too many, so many are taken that
-    the part of a round that is missing counts little (within 2 % under 9-8-7).
+    It is full some time after the first minibatch has come back; then, unless it was seen to repeat itself
+    before (`_Pace`), the time between two minibatches a whole number of rounds of every stage apart is
+    measured. Where that is too many, so many are taken that the part of a round that is missing counts little
+    (within 2 % under 9-8-7).
     """
     size = plan.num_microbatches
     depth = ceil_div(_depth(plan), size)

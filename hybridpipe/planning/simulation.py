@@ -77,6 +77,12 @@ class _Rank:
         """Of the instruction that it is at."""
         return self.stages[getattr(self.program[self.position], "chunk", 0)]
 
+    def bucket(self, chunk: int) -> int:
+        """The chunk's first that is not filled yet."""
+        replicas = self.replicas
+        first = replicas.first_bucket[chunk] + self.num_filled[chunk]
+        return self.round * len(replicas.buckets) + first
+
 
 class _Replicas:
     """The ranks that hold the same stages, and the gradients that they reduce together."""
@@ -89,6 +95,7 @@ class _Replicas:
         self.ring = machines.ring(ranks) if self.buckets else None
         self.ranks: list[_Rank] = []
         self.filled: Counter[int] = Counter()  # by how many replicas; buckets are counted on over all rounds
+        self.full_at: dict[int, list[Sequence[float]]] = {}  # by chunk: of the replicas that know
         self.num_reduced = 0
         self.num_parts = 0  # of the bucket being reduced: what is not done yet
         self.waiting: list[_Rank] = []
@@ -118,8 +125,9 @@ class Simulation:
         costs: Sequence[StageCost],
         cluster: Cluster,
         synchronous: bool,
+        until: Callable[[Event], bool] | None,
     ) -> None:
-        self.cluster, self.synchronous = cluster, synchronous
+        self.cluster, self.synchronous, self.until = cluster, synchronous, until
         self.engine = Engine()
         self.machines = Machines(cluster)
         self.are_private = self.machines.are_private
@@ -157,7 +165,10 @@ class Simulation:
             self.advance(rank)
         self.engine.run()
         waiting = [rank for rank in self.ranks if rank.position < len(rank.program)]
-        if waiting:
+        if self.engine.is_stopped:
+            for rank in waiting:
+                rank.events.append(Event(rank.program[rank.position], rank.since, self.engine.now))
+        elif waiting:
             raise Deadlock(
                 "nothing can advance: "
                 + "; ".join(
@@ -180,8 +191,11 @@ class Simulation:
             rank.position += 1
 
     def finish(self, rank: _Rank) -> None:
-        rank.events.append(Event(rank.program[rank.position], rank.since, self.engine.now))
+        event = Event(rank.program[rank.position], rank.since, self.engine.now)
+        rank.events.append(event)
         rank.position += 1
+        if self.until is not None and rank is self.ranks[0] and self.until(event):
+            self.engine.is_stopped = True
         self.advance(rank)
 
     # Computing
@@ -219,7 +233,15 @@ class Simulation:
             products = 0.0
         if not rank.replicas.buckets:
             return self.compute(rank, seconds + products, self.finish, rank)
+        if self.are_private:
+            return self.backward_alone(rank, instruction.chunk, seconds + products)
         return self.backward_piece((rank, instruction.chunk, seconds + products))
+
+    def backward_alone(self, rank: _Rank, chunk: int, seconds: float) -> bool:
+        """The last backward on a processor of its own: when buckets are ready is known from the beginning."""
+        now, taken = self.engine.now, seconds / rank.speed
+        self.fill_at(rank, chunk, [now + bucket.fraction * taken for bucket in rank.costs[chunk].buckets])
+        return self.compute(rank, seconds, self.finish, rank)
 
     def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:
         """The last backward in pieces: at the end of each one more bucket of gradients is ready."""
@@ -255,8 +277,11 @@ class Simulation:
             return self.compute(rank, seconds, self.products_done, rank)
         replicas = rank.replicas
         for chunk in reversed(range(len(rank.costs) if replicas.buckets else 0)):
-            while rank.num_filled[chunk] < len(rank.costs[chunk].buckets):
-                self.fill(rank, chunk)  # a replica without a microbatch has zeros ready
+            missing = len(rank.costs[chunk].buckets) - rank.num_filled[chunk]
+            if missing and self.are_private:
+                self.fill_at(rank, chunk, [self.engine.now] * missing)
+            elif missing:  # a replica without a microbatch has zeros ready
+                self.fill(rank, chunk, missing)
             rank.num_filled[chunk] = 0
         rank.round += 1
         if replicas.num_reduced == rank.round * len(replicas.buckets):
@@ -264,11 +289,27 @@ class Simulation:
         replicas.waiting.append(rank)
         return False
 
-    def fill(self, rank: _Rank, chunk: int) -> None:
+    def fill(self, rank: _Rank, chunk: int, count: int = 1) -> None:
         replicas = rank.replicas
-        bucket = replicas.first_bucket[chunk] + rank.num_filled[chunk]
-        replicas.filled[rank.round * len(replicas.buckets) + bucket] += 1
-        rank.num_filled[chunk] += 1
+        for _ in range(count):
+            replicas.filled[rank.bucket(chunk)] += 1
+            rank.num_filled[chunk] += 1
+            self.reduce_next(replicas)
+
+    def fill_at(self, rank: _Rank, chunk: int, times: Sequence[float]) -> None:
+        """When a rank's buckets are ready; once every replica has said so, each is full at an event."""
+        replicas, first = rank.replicas, rank.bucket(chunk)
+        rank.num_filled[chunk] = len(times)
+        each = replicas.full_at.setdefault(chunk, [])
+        each.append(times)
+        if len(each) == len(replicas.ranks):
+            del replicas.full_at[chunk]
+            for bucket, at in enumerate(map(max, *each), first):
+                self.engine.after(at - self.engine.now, self.full, (replicas, bucket))
+
+    def full(self, filled: tuple[_Replicas, int]) -> None:
+        replicas, bucket = filled
+        replicas.filled[bucket] = len(replicas.ranks)
         self.reduce_next(replicas)
 
     def reduce_next(self, replicas: _Replicas, going: bool = False) -> None:

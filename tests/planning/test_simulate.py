@@ -334,6 +334,20 @@ def test_the_pace_of_a_full_pipeline_is_that_of_a_long_run(replicas):
     assert predict(made, profile, cluster)[1].minibatch_seconds == approx(measured, rel=0.02)
 
 
+def test_a_long_and_a_short_round_that_take_turns_both_count():
+    """Rounds of five minibatches, 35.3 and 22.4 s: the pace was taken of seven of them, and 3 % too slow."""
+    made = plan([5, 1], 1, "pipedream")
+    profile = model(layer(5, 10, parameters=60, output=60), layer(1, 2))
+    cluster = Cluster.flat(6, 20.0, 0.01)
+    timeline = simulate(programs(made, 100), made, stage_costs(profile, made), cluster)
+    ends = [event.end_seconds for event in timeline.events[0] if isinstance(event.instruction, Backward)]
+    lasted = [end - begin for begin, end in itertools.pairwise(ends)][4:12]
+    assert lasted[0] > 1.2 * lasted[1] and lasted == approx(lasted[:2] * 4)
+    seen, prediction = predict(made, profile, cluster)
+    assert prediction.minibatch_seconds == approx(sum(lasted[:2]) / 10)
+    assert seen.seconds < timeline.seconds, "simulated only until it repeats itself"
+
+
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 2, 1), (2, 3), (3, 2, 1)])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_pace_of_2bw_is_that_of_a_long_run(replicas, size):

@@ -43,7 +43,10 @@ def test_ranks_of_a_node_share_its_processors(num_microbatches, seconds):
     assert predict(plan([4], num_microbatches), model(layer(1, 2)), cluster)[0].seconds == approx(seconds)
 
 
-@pytest.mark.parametrize("schedule, count", [("1f1b", 6), ("zero-bubble", 6), ("pipedream", 1)])
+@pytest.mark.parametrize(
+    "schedule, count",
+    [("1f1b", 6), ("1f1b", 2), ("zero-bubble", 6), ("pipedream", 1)],  # 2: a replica has no microbatch
+)
 def test_a_processor_of_ones_own_is_as_a_shared_one_that_nobody_else_uses(schedule, count, monkeypatch):
     layers = [layer(1, 3, parameters=300, output=20), layer(2, 5, parameters=100, output=10), layer(1, 2)]
     hybrid = plan([3, 2, 1], count, schedule)
