@@ -58,8 +58,10 @@ class Burst:
 
 def pass_at_once(bursts: Sequence[Burst], num_bytes: float, now: float) -> float:
     """How much of a message passes all links before their bandwidth holds, and is gone from their buckets."""
+    if not bursts:
+        return 0.0
     lefts = [burst.left(now) for burst in bursts]
-    passed = min(num_bytes, *lefts) if lefts else 0.0
+    passed = min(num_bytes, *lefts)
     for burst, left in zip(bursts, lefts, strict=True):
         burst.leave(left - passed, now)
     return passed
