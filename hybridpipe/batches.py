@@ -1,13 +1,17 @@
-"""Batches: minibatches of a data set, cut into microbatches that are loaded where they are needed.
+"""Batches: an epoch of a data set, cut into minibatches and microbatches; what there is in each.
 
-The order depends on seed and epoch alone, so every rank knows it without a word; a rank loads a
-microbatch when its program asks for it, and ranks that need neither inputs nor targets load nothing.
+Order and random draws follow from seed, epoch and sample alone, so every rank knows the one without a word
+and makes the others alike: of a sample that is cropped at random, the rank of the first stage takes the
+inputs and that of the last stage the targets. When a microbatch is loaded, and by whom, is `loading`'s.
 """
 
+import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
@@ -18,36 +22,91 @@ from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.stage.randomness import random_key
 from hybridpipe.stage.values import Value, map_tensors, tensors_of
 
+Loaded = tuple[Value, Value]  # inputs and targets of a microbatch
+A_SAMPLE = -1  # in the place of a layer's number
 
-def minibatches(
-    dataset: Any,
-    minibatch_size: int,
-    microbatch_size: int,
-    *,
-    seed: int = 0,
-    epoch: int = 0,
-    shuffle: bool = False,
-) -> Iterator[Minibatch]:
-    """All minibatches of one epoch; the last may be short.
+
+class Microbatches:
+    """One epoch of a data set; `[i, b]` loads microbatch b of minibatch i. The last ones may be short.
 
     Args:
-        dataset: map-style: `len(dataset)`, and `dataset[i]` is (inputs, target).
+        dataset: map-style: `len(dataset)`, and `dataset[i]` is (inputs, target). It may draw from the
+            generators of torch (the CPU's), NumPy and Python; those of the process stay as they are.
     """
-    if not len(dataset):
-        raise ValueError("dataset must hold at least one sample, got none")
-    order = _order(len(dataset), seed, epoch, shuffle)
 
-    @lru_cache(maxsize=1)  # a rank that is first and last stage asks for inputs, then for targets
-    def load(start: int, stop: int) -> tuple[Value, Value]:
-        return _load(dataset, order[start:stop])
+    def __init__(
+        self,
+        dataset: Any,
+        minibatch_size: int,
+        microbatch_size: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = False,
+    ) -> None:
+        if not len(dataset):
+            raise ValueError("dataset must hold at least one sample, got none")
+        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+        self.minibatch_size, self.microbatch_size = minibatch_size, microbatch_size
+        self.order = _order(len(dataset), seed, epoch, shuffle)
 
-    for start in range(0, len(order), minibatch_size):
-        yield _load_minibatch(load, start, min(start + minibatch_size, len(order)), microbatch_size)
+    def __len__(self) -> int:
+        return num_minibatches(self.dataset, self.minibatch_size)
+
+    @property
+    def counts(self) -> list[int]:
+        """Of the microbatches in each minibatch."""
+        return [len(self.sizes(i)) for i in range(len(self))]
+
+    def sizes(self, minibatch: int) -> list[int]:
+        """Of a minibatch's microbatches."""
+        start = minibatch * self.minibatch_size
+        return microbatch_sizes(min(self.minibatch_size, len(self.order) - start), self.microbatch_size)
+
+    def __getitem__(self, at: tuple[int, int]) -> Loaded:
+        minibatch, microbatch = at
+        start = minibatch * self.minibatch_size + microbatch * self.microbatch_size
+        return self._load(self.order[start : start + self.sizes(minibatch)[microbatch]])
+
+    def _load(self, samples: Sequence[int]) -> Loaded:
+        if type(self.dataset) is TensorDataset:  # one indexing for all of them; a subclass may do more
+            inputs, targets = (tensor[list(samples)] for tensor in self.dataset.tensors)
+        else:
+            with _drawing_anew() as seeded:
+                inputs, targets = default_collate([self._sample(i, seeded) for i in samples])
+        return _as_value(inputs), _as_value(targets)
+
+    def _sample(self, index: int, seeded: Callable[[int], None]) -> Any:
+        seeded(random_key(self.seed, self.epoch, index, A_SAMPLE))
+        return self.dataset[index]
+
+
+def minibatches(
+    microbatches: Microbatches, load: Callable[[int, int], Loaded] | None = None
+) -> Iterator[Minibatch]:
+    """All minibatches of an epoch.
+
+    Args:
+        load: how microbatch b of minibatch i is come by; by default it is loaded when it is asked for.
+    """
+    last: tuple[tuple[int, int], Loaded] | None = None
+
+    def loaded(i: int, b: int) -> Loaded:
+        nonlocal last  # a rank that is first and last stage asks for inputs, then for targets
+        if last is None or last[0] != (i, b):
+            last = (i, b), microbatches[i, b] if load is None else load(i, b)
+        return last[1]
+
+    def part(which: int, i: int, b: int) -> Value:
+        return loaded(i, b)[which]
+
+    for i in range(len(microbatches)):
+        yield Minibatch(microbatches.sizes(i), partial(part, 0, i), partial(part, 1, i))
 
 
 def num_minibatches(dataset: Any, minibatch_size: int) -> int:
     """How many minibatches an epoch has."""
-    return -(-len(dataset) // minibatch_size)
+    return ceil_div(len(dataset), minibatch_size)
 
 
 def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Minibatch:
@@ -100,23 +159,22 @@ def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     return order
 
 
-def _load_minibatch(
-    load: Callable[[int, int], tuple[Value, Value]], start: int, stop: int, microbatch_size: int
-) -> Minibatch:
-    def part(microbatch: int) -> tuple[Value, Value]:
-        first = start + microbatch * microbatch_size
-        return load(first, min(first + microbatch_size, stop))
+@contextmanager
+def _drawing_anew() -> Iterator[Callable[[int], None]]:
+    """Gives what seeds the generators that a data set may draw from; afterwards they are as they were."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
-    sizes = microbatch_sizes(stop - start, microbatch_size)
-    return Minibatch(sizes, lambda m: part(m)[0], lambda m: part(m)[1])
+    def seeded(key: int) -> None:
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key % 2**32)
 
-
-def _load(dataset: Any, indices: Sequence[int]) -> tuple[Value, Value]:
-    if type(dataset) is TensorDataset:  # one indexing instead of a call a sample; a subclass may do more
-        inputs, targets = (tensor[list(indices)] for tensor in dataset.tensors)
-    else:
-        inputs, targets = default_collate([dataset[i] for i in indices])
-    return _as_value(inputs), _as_value(targets)
+    try:
+        yield seeded
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
 
 
 def _as_value(collated: Tensor | Sequence[Tensor]) -> Value:

@@ -6,17 +6,20 @@ One for each rank, kept by `Trainer`. Invariant: what is loaded is what was desc
 
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from hybridpipe.checkpoint.names import step_of
+from hybridpipe.checkpoint.names import name_of, step_of
 from hybridpipe.checkpointing import Checkpointing, Keeper, described
 from hybridpipe.errors import UserError, shown
 from hybridpipe.planning.cuts import Cut
 from hybridpipe.recorder import Past, Recorder
+from hybridpipe.runtime import preemption
 from hybridpipe.runtime.checkpoint import Saver
+from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load
 from hybridpipe.runtime.worker import Worker
@@ -45,16 +48,17 @@ class Books:
         self._came_from: Path | None = None
         self._saver: Saver | None = None
 
-    def begin_epoch(self, dataset_samples: int, shuffle: bool) -> None:
+    def begin_epoch(self, dataset_samples: int, shuffle: bool) -> SoFar:
         """Go on with the epoch that a checkpoint, or a stop, has left begun; else begin one."""
         begun = self.standing.so_far
         if begun is None or not begun.position:
-            self.standing.so_far = SoFar(dataset_samples, shuffle)
+            begun = self.standing.so_far = SoFar(dataset_samples, shuffle)
         elif (begun.dataset_samples, begun.shuffle) != (dataset_samples, shuffle):
             raise UserError(
                 f"epoch {self.standing.epoch} was begun with {begun.dataset_samples} samples and shuffle = "
                 f"{begun.shuffle}, and cannot go on with {dataset_samples} and {shuffle}"
             )
+        return begun
 
     def end_epoch(self, validation: dict[str, float] | None) -> dict[str, Any]:
         """All of it was trained on, and evaluated if it is to be. Its entry of the history."""
@@ -77,6 +81,14 @@ class Books:
         """Where the training stands between two epochs, or where it was stopped."""
         so_far = self.standing.so_far or SoFar(0, shuffle=True)
         return so_far, so_far.cut(self.sizes.minibatch_size)
+
+    def leave_if_preempted(self, folder: str | os.PathLike[str]) -> None:
+        """Raises Preempted, on all ranks alike, if one was asked to stop; all there is to save is saved."""
+        if self.standing.preempted:
+            step, saved = self.standing.step, "before the first minibatch, with nothing to save"
+            if step:
+                saved = f"at step {step}, saved as {Path(folder) / name_of(step)}"
+            preemption.stop(f"stopped {saved}", step, partial(meet, self.world))
 
     def keeper(
         self, worker: Worker, asked: Checkpointing, microbatch_size: int, anew: bool = False

@@ -96,10 +96,16 @@ class Factory:
 class DataConfig(Factory):
     """The data sets: the factory returns a map-style one of (inputs, targets).
 
-    `validation_args` go over `args` for the held-out set; without them there is none.
+    `validation_args` go over `args` for the held-out set; without them there is none. `num_workers` is
+    explained at `Trainer`.
     """
 
     validation_args: dict[str, Any] | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        non_negative_int("num_workers", self.num_workers)
 
     def build_validation(self) -> Any:
         """The held-out data set, or None."""

@@ -6,6 +6,7 @@ add up over microbatches.
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,14 @@ def judge(loss: Loss, outputs: Value, targets: Value) -> list[float]:
     if classes is None:
         return [total, 0.0, 0.0]
     return [total, float(classes.eq(tensors_of(targets)[0]).sum()), float(classes.numel())]
+
+
+def targets_wanted(validation: Any, **targets: float | None) -> dict[str, float]:
+    """Those that are given. Raises ValueError where there is nothing to measure them on."""
+    wanted = {name: value for name, value in targets.items() if value is not None}
+    if wanted and validation is None:
+        raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
+    return wanted
 
 
 def reached(metrics: dict[str, float], wanted: dict[str, float]) -> bool:

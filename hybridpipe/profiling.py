@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hybridpipe import launcher
-from hybridpipe.batches import minibatches
+from hybridpipe.batches import Microbatches, minibatches
 from hybridpipe.config import Config
 from hybridpipe.errors import UserError
 from hybridpipe.planning.profile import Measurement, ModelProfile
@@ -40,7 +40,7 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
     together = _together()
     profiles = []
     for size in sizes or [config.train.microbatch or config.train.minibatch]:
-        batch = next(minibatches(dataset, size, size))
+        batch = next(minibatches(Microbatches(dataset, size, size)))
         profiles.append(
             together(partial(measure, model, batch.inputs(0), batch.targets(0), loss, config.optimizer.build))
         )

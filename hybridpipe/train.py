@@ -201,6 +201,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str, hang_timeo
         compression=config.train.compression,
         predict=config.plan.predict,
         seed=config.train.seed,
+        num_workers=config.data.num_workers,
         hang_timeout=hang_timeout,
         on_nonfinite=config.train.on_nonfinite,
     )

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.autoplan import Choice
-from hybridpipe.batches import minibatches, slice_minibatch
+from hybridpipe.batches import Microbatches, minibatches, slice_minibatch
 from hybridpipe.books import Books, Sizes
 from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
-from hybridpipe.judging import evaluated, reached
+from hybridpipe.judging import evaluated, reached, targets_wanted
+from hybridpipe.loading import loaded
 from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, read_given
-from hybridpipe.planning.checks import non_negative, positive_int
+from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
 from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
@@ -32,7 +33,6 @@ from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.runtime import failure, preemption
 from hybridpipe.runtime.agreement import check_alike, facts
 from hybridpipe.runtime.allocator import keep_freed_memory
-from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Nothing, load_plain
 from hybridpipe.runtime.stream import Minibatch
@@ -73,7 +73,9 @@ class Trainer:
             have three digits, and those beyond 65504 are infinite.
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
-        seed: of the order of the data and of every random number that a layer draws.
+        seed: of the order of the data and of every random number that a layer, or a data set, draws.
+        num_workers: processes of each rank that load microbatches before they are due, as DataLoader's; 0:
+            they are loaded when they are due.
         device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
         hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
@@ -108,6 +110,7 @@ class Trainer:
         compression: str = NO_COMPRESSION,
         predict: bool = False,
         seed: int = 0,
+        num_workers: int = 0,
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
         hang_timeout: float = DEFAULT_SECONDS,
@@ -120,6 +123,7 @@ class Trainer:
         if microbatch_size is not None:
             positive_int("microbatch_size", microbatch_size)
         non_negative("hang_timeout", hang_timeout)
+        non_negative_int("num_workers", num_workers)
         self.model, self.loss, self.seed = model, loss, seed
         self.rule = UpdateRule(
             optimizer,
@@ -137,7 +141,7 @@ class Trainer:
         self.device, num_threads = device_and_threads(self.world, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._hang_timeout = hang_timeout
+        self._hang_timeout, self._num_workers = hang_timeout, num_workers
         self._watchdog: Watchdog | None = None
         self.books = Books(Sizes(seed, minibatch_size), self.world)
         self.stopped = False
@@ -288,10 +292,7 @@ class Trainer:
         self._check_nothing_under_way("fit")
         if not self._updates:
             raise ValueError("fit makes no sense inside no_sync, where nothing is learnt; use train_step")
-        targets = {"accuracy": target_accuracy, "loss": target_loss}
-        wanted = {name: value for name, value in targets.items() if value is not None}
-        if wanted and validation is None:
-            raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
+        wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         self.prepare(dataset)
         keeper = None
         if checkpoint is not None:
@@ -308,11 +309,8 @@ class Trainer:
                     break
             if keeper is not None and self.step:
                 keeper.finish(self.step, *self.books.so_far())
-            if checkpoint is not None and self.books.standing.preempted:
-                saved = "before the first minibatch, with nothing to save"
-                if self.step:
-                    saved = f"at step {self.step}, saved as {Path(checkpoint.folder) / name_of(self.step)}"
-                preemption.stop(f"stopped {saved}", self.step, partial(meet, self.world))
+            if checkpoint is not None:
+                self.books.leave_if_preempted(checkpoint.folder)
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
@@ -388,7 +386,8 @@ class Trainer:
     def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
         """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
         self.prepare(dataset)
-        batches = minibatches(dataset, self.minibatch_size, self.microbatch_size)
+        loads = self.worker.loads_to_infer
+        batches = loaded(self._microbatches(dataset), loads, self._num_workers)
         return evaluated(self.worker, batches, self.loss, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
@@ -407,7 +406,7 @@ class Trainer:
     def prepare(self, dataset: Any) -> None:
         """Make the plan now, from the data set's first minibatch, if there is none yet; else `fit` does."""
         if self._worker is None:
-            self._make_plan(next(minibatches(dataset, self.minibatch_size, self.microbatch_size)))
+            self._make_plan(next(minibatches(self._microbatches(dataset))))
 
     def timeline(self) -> Timeline | None:
         """On rank 0 what every rank did in a typical full minibatch; None elsewhere."""
@@ -438,16 +437,10 @@ class Trainer:
         keeper: Keeper | None,
         on_minibatch: Callable[[MinibatchRecord], None] | None,
     ) -> None:
-        self.books.begin_epoch(len(dataset), shuffle)
-        batches = minibatches(
-            dataset,
-            self.minibatch_size,
-            self.microbatch_size,
-            seed=self.seed,
-            epoch=self.epoch,
-            shuffle=shuffle,
-        )
-        standing = self.books.standing
+        so_far, standing = self.books.begin_epoch(len(dataset), shuffle), self.books.standing
+        loads = partial(self.worker.loads, begin=so_far.position, stream_start=so_far.stream_start)
+        microbatches = self._microbatches(dataset, seed=self.seed, epoch=self.epoch, shuffle=shuffle)
+        batches = loaded(microbatches, loads, self._num_workers)
         epoch = Epoch(self.worker, self.recorder, standing, self.minibatch_size, keeper)
         self._in_fit = True
         try:
@@ -460,6 +453,9 @@ class Trainer:
             raise
         finally:
             self._in_fit = False
+
+    def _microbatches(self, dataset: Any, **which: Any) -> Microbatches:
+        return Microbatches(dataset, self.minibatch_size, self.microbatch_size, **which)
 
     def _end_epoch(self, validation: Any, wanted: dict[str, float]) -> bool:
         """Evaluate, and close the epoch's books. Is there more to train?"""

@@ -1,11 +1,13 @@
 import random
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from hybridpipe.batches import minibatches, num_minibatches, parts_of, slice_minibatch
+from hybridpipe import batches
+from hybridpipe.batches import Microbatches, num_minibatches, parts_of, slice_minibatch
 
 
 class Counted(Dataset):
@@ -20,6 +22,10 @@ class Counted(Dataset):
     def __getitem__(self, index):
         self.asked.append(index)
         return torch.tensor([index, index]), index
+
+
+def minibatches(*args, **options):
+    return batches.minibatches(Microbatches(*args, **options))
 
 
 def order(dataset, *args, **options) -> list[list[int]]:
@@ -99,6 +105,44 @@ class Doubled(TensorDataset):
 def test_a_subclass_of_tensor_dataset_is_asked_for_its_samples():
     batch = next(minibatches(Doubled(torch.ones(4, 2), torch.arange(4)), 4, 2))
     assert batch.inputs(0).eq(2).all()
+
+
+class Drawn(Dataset):
+    """Three draws, one of each generator."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()), random.random(), np.random.random()]), index
+
+
+def drawn(microbatch_size=2, **options) -> dict[int, tuple[float, ...]]:
+    """By sample."""
+    found = {}
+    for batch in minibatches(Drawn(), 4, microbatch_size, **options):
+        for m in reversed(range(len(batch.sizes))):
+            found |= dict(zip(batch.targets(m).tolist(), map(tuple, batch.inputs(m).tolist()), strict=True))
+    return found
+
+
+def test_what_a_sample_draws_follows_from_seed_epoch_and_sample_alone():
+    expected = drawn(seed=1, epoch=2)
+    torch.rand(1), random.random(), np.random.random()
+    assert drawn(microbatch_size=3, seed=1, epoch=2, shuffle=True) == expected
+    every = [*expected.values(), *drawn(seed=1, epoch=3).values(), *drawn(seed=2, epoch=2).values()]
+    assert len({draw for draws in every for draw in draws}) == 3 * 3 * 6
+
+
+def test_loading_leaves_the_random_states_of_the_process_alone():
+    def next_draws():
+        return torch.rand(3).tolist(), random.random(), np.random.random()
+
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = next_draws()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    drawn()
+    assert next_draws() == expected
 
 
 def test_a_subset():

@@ -13,8 +13,9 @@ ranks are left, how many microbatches are in flight. It does not know where slot
 What is exact:
 - Clusters with few enough kinds of ranks (`placement.every_placement`): the optimum over all cuts and all
   sets of ranks, used or not, each stage's ranks in the order of `placement.dealt`.
-- Else the optimum over the lines of `placement.lines`; where ranks share a machine's processors, with all
-  ranks of the line counted as computing, for every number of them on a machine.
+- Else the optimum over the lines of `placement.lines`, of which straight pipelines have fewer; where ranks
+  share a machine's processors, with all ranks of the line counted as computing, for every number of them on a
+  machine.
 - A front of more than `PATIENCE` plans is walked in steps, each less than 1 % of the optimum.
 - Beyond `MAX_STEPS` or `placement.MAX_PAIRS` layers are merged and stages left out, and the best plan found
   is refined by programs over its neighbourhood: a good plan, not surely the best.

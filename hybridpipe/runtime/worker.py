@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.planning.cuts import Cut, resumed_program
-from hybridpipe.planning.instructions import Program, without_update
+from hybridpipe.planning.instructions import Forward, Program, without_update
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import JOINING
 from hybridpipe.planning.schedules import forward_program, program
@@ -198,6 +198,36 @@ class Worker:
                     yield [self.share(ahead.popleft()) for _ in range(update.num_minibatches)], update.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
+
+    def loads(self, sizes: Sequence[int], begin: int = 0, stream_start: int = 0) -> list[tuple[int, int]]:
+        """Minibatch and microbatch, in order, of what this rank loads of an epoch that it trains on.
+
+        Args:
+            sizes: the microbatches of each minibatch.
+            begin: the first minibatch that was not trained on before.
+            stream_start: the first one of the stream, under an asynchronous schedule.
+        """
+        if self.place is None:
+            return []
+        if not self.plan.is_asynchronous:
+            whole = enumerate(sizes[begin:], begin)
+            return [(i, m) for i, size in whole for m in self._loaded(self.program(size))]
+        cut = Cut(begin - stream_start, len(sizes) - stream_start)
+        program = resumed_program(self.plan, self.place, sum(sizes[stream_start:]), cut)
+        places = [(i, m) for i, size in enumerate(sizes[stream_start:], stream_start) for m in range(size)]
+        return [places[m] for m in self._loaded(program)]
+
+    def loads_to_infer(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """As `loads`, of an epoch that it evaluates on."""
+        if self.place is None:
+            return []
+        return [(i, m) for i, size in enumerate(sizes) for m in self._loaded(self.forward_program(size))]
+
+    def _loaded(self, program: Program) -> list[int]:
+        """The microbatches whose inputs or targets a program takes."""
+        assert self.place is not None
+        held, ends = self.plan.held_stages(self.place), (0, self.plan.num_stages - 1)
+        return [each.microbatch for each in program if isinstance(each, Forward) and held[each.chunk] in ends]
 
     def leave_stream(self) -> None:
         """Let the generator of `stream` be closed in the middle, at a cut, by all ranks alike.

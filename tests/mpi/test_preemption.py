@@ -41,7 +41,9 @@ def test_stopped_in_every_phase_a_training_ends_as_if_never_asked(job, tmp_path,
     for i, phase in enumerate(chain):
         told = tmp_path / f"told-{i}"
         told.mkdir()
-        env = {"HYBRIDPIPE_OUTCOMES": str(told)} | ({} if phase == "start" else {"HYBRIDPIPE_FAULT": phase})
+        env = {"HYBRIDPIPE_OUTCOMES": str(told), "NUM_WORKERS": str(i % 2)}
+        if phase != "start":
+            env["HYBRIDPIPE_FAULT"] = phase
         words = [str(checkpoints), shape, schedule, *(["start"] if phase == "start" else [])]
         done = job(ranks, "preempted.py", *words, fails=True, env=env)
         assert done.returncode == 75, f"{phase}\n{done.stdout}"

@@ -1,7 +1,7 @@
 """Under mpirun: a training that HYBRIDPIPE_FAULT asks to stop, and that goes on where it was stopped.
 
 Usage: preempted.py FOLDER PLAN SCHEDULE [start|last], with plans such as 2-1. `start`: asked before the first
-minibatch; `last`: to be compared with a training that nobody has asked to stop.
+minibatch; `last`: to be compared with a training that nobody has asked to stop. NUM_WORKERS: of the trainer.
 """
 
 import os
@@ -47,6 +47,7 @@ def trainer() -> Trainer:
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         plan=plan(),
         minibatch_size=MINIBATCH,
+        num_workers=int(os.environ.get("NUM_WORKERS", "0")),
     )
 
 
