@@ -1,5 +1,9 @@
 """Data that are drawn at random, and processes that load ahead: what is trained is what one process would."""
 
+import re
+
+import pytest
+
 
 def test_random_draws_are_the_samples_whoever_loads_them(job):
     """Inputs and target of one sample are loaded on two ranks: they used to be drawn twice."""
@@ -9,6 +13,9 @@ def test_random_draws_are_the_samples_whoever_loads_them(job):
     assert done.stdout.count(": alike") == len(plans)
 
 
-def test_an_error_in_a_process_that_loads_is_told(job):
-    done = job(2, "loading.py", "damaged", fails=True)
-    assert "ValueError: sample 13 is damaged" in done.stdout
+@pytest.mark.parametrize(
+    "fault, told",
+    [("damaged", "ValueError: sample 13 is damaged"), ("killed", r"DataLoader worker .* Killed")],
+)
+def test_a_process_that_fails_to_load_ends_the_job(job, fault, told):
+    assert re.search(told, job(2, "loading.py", fault, fails=True).stdout)

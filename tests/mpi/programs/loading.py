@@ -2,11 +2,13 @@
 
 Each plan trains and evaluates twice, without processes that load and with two: bit for bit the same; under
 synchronous schedules the losses are those of the loop in `reference`.
-Usage: loading.py PLAN:SCHEDULE... or loading.py damaged.
+Usage: loading.py PLAN:SCHEDULE..., or, for a sample that cannot be loaded, loading.py damaged|killed.
 """
 
 import multiprocessing
+import os
 import random
+import signal
 import sys
 from functools import partial
 
@@ -26,15 +28,17 @@ SAMPLES, MINIBATCH, MICROBATCH, SEED, EPOCHS = 29, 8, 2, 5, 2
 class Drawn(Dataset):
     """A class for every sign, drawn with it: a target that belongs to other inputs cannot be learnt."""
 
-    def __init__(self, damaged: int | None = None) -> None:
-        self.damaged = damaged
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
 
     def __len__(self):
         return SAMPLES
 
     def __getitem__(self, index):
-        if index == self.damaged:
+        if index == 13 and self.fault == "damaged":
             raise ValueError(f"sample {index} is damaged")
+        if index == 13 and self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         drawn = torch.rand(()).item(), random.random(), np.random.random()
         signs = torch.tensor([1.0 if each < 0.5 else -1.0 for each in drawn], dtype=torch.float64)
         return signs * (index + 1) / SAMPLES, int(signs.sum().item()) % 3
@@ -102,8 +106,8 @@ def trained(plan: Plan, num_workers: int, data: Dataset) -> tuple[list[float], o
 
 
 def main() -> None:
-    if sys.argv[1:] == ["damaged"]:
-        trained(make_plan("1-1", "1f1b"), 2, Drawn(damaged=13))
+    if sys.argv[1] in ("damaged", "killed"):
+        trained(make_plan("1-1", "1f1b"), 2, Drawn(sys.argv[1]))
         return
     expected = reference()
     for each in sys.argv[1:]:
