@@ -4,13 +4,11 @@ torch's DataLoader does the work; what it loads, and in which order, is known fr
 here: what a microbatch is made of (`batches`), and who needs it (`Worker.loads`).
 """
 
-import atexit
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import active_children
-from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -20,8 +18,6 @@ from hybridpipe.runtime import preemption
 from hybridpipe.runtime.stream import Minibatch
 
 At = tuple[int, int]  # a minibatch of the epoch, and a microbatch of it
-
-_processes: WeakSet[BaseProcess] = WeakSet()  # that load
 
 
 def loaded(
@@ -40,8 +36,8 @@ def loaded(
 def _ahead(microbatches: Microbatches, order: Sequence[At], num_workers: int) -> Callable[[int, int], Loaded]:
     """The microbatches of `order`, asked for one by one.
 
-    The processes are started as `torch.multiprocessing` is set to, by fork where nothing else was said, keep
-    two microbatches each ready, and end with what is returned.
+    The processes are forked (a new interpreter would import the user's script, and start MPI, as the same
+    rank), keep two microbatches each ready, and end with what is returned.
     """
     loader = DataLoader(
         _WithPlace(microbatches),
@@ -49,12 +45,15 @@ def _ahead(microbatches: Microbatches, order: Sequence[At], num_workers: int) ->
         sampler=order,
         collate_fn=_as_it_is,
         num_workers=num_workers,
-        worker_init_fn=_go_on_when_asked_to_stop,
+        multiprocessing_context="fork",
+        worker_init_fn=_leave_when_the_rank_asks,
         generator=torch.Generator(),  # else the process's would be drawn from
     )
-    others = set(active_children())
-    coming: Iterator[tuple[At, Loaded]] = iter(loader)
-    _processes.update(set(active_children()) - others)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, preemption.SIGNALS)
+    try:
+        coming: Iterator[tuple[At, Loaded]] = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def load(minibatch: int, microbatch: int) -> Loaded:
         at, values = next(coming)
@@ -79,14 +78,15 @@ def _as_it_is(values: Any) -> Any:
     return values
 
 
-@atexit.register
-def _end() -> None:
-    """What the traceback of an error still refers to would be asked to stop, and waited for."""
-    for process in _processes:
-        process.kill()
+def _leave_when_the_rank_asks(_: int) -> None:
+    """Schedulers ask every process of a job to stop; the rank, which needs these, goes on until it has saved.
+
+    What they ask with is blocked in here from the start; the rank's own TERM is told by its sender.
+    """
+    Thread(target=_wait_for_the_rank, daemon=True).start()
 
 
-def _go_on_when_asked_to_stop(_: int) -> None:
-    """Schedulers signal every process of a job; the rank, which needs these, goes on until it has saved."""
-    for each in preemption.SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+def _wait_for_the_rank() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -274,7 +274,7 @@ def _one_stage(plan: Plan, ranks: tuple[int, ...]) -> Plan:
 
 def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
     total, figures, shares = _seconds(plan), stage_figures(plan, profile, cluster), []
-    # An asynchronous pipeline's timeline holds its start and its end, which do not count.
+    # An asynchronous pipeline's timeline holds its start, which does not count.
     if total and is_simulated(plan) and not plan.is_asynchronous:
         timeline = predict(plan, profile, cluster)[0]
         parts = asdict(timeline.parts(plan)).items()

@@ -74,8 +74,8 @@ class Trainer:
         predict: measure model and machines under a given plan, too, so that the summary can set a prediction
             beside what was measured; takes some seconds before the first minibatch.
         seed: of the order of the data and of every random number that a layer, or a data set, draws.
-        num_workers: processes of each rank that load microbatches before they are due, as DataLoader's; 0:
-            they are loaded when they are due.
+        num_workers: processes of each rank of the first and the last stage that load microbatches before
+            they are due, as DataLoader's; 0: they are loaded when they are due.
         device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; defaults to MPI.COMM_WORLD.
         hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
@@ -439,7 +439,7 @@ class Trainer:
     ) -> None:
         so_far, standing = self.books.begin_epoch(len(dataset), shuffle), self.books.standing
         loads = partial(self.worker.loads, begin=so_far.position, stream_start=so_far.stream_start)
-        microbatches = self._microbatches(dataset, seed=self.seed, epoch=self.epoch, shuffle=shuffle)
+        microbatches = self._microbatches(dataset, epoch=self.epoch, shuffle=shuffle)
         batches = loaded(microbatches, loads, self._num_workers)
         epoch = Epoch(self.worker, self.recorder, standing, self.minibatch_size, keeper)
         self._in_fit = True
@@ -455,7 +455,7 @@ class Trainer:
             self._in_fit = False
 
     def _microbatches(self, dataset: Any, **which: Any) -> Microbatches:
-        return Microbatches(dataset, self.minibatch_size, self.microbatch_size, **which)
+        return Microbatches(dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, **which)
 
     def _end_epoch(self, validation: Any, wanted: dict[str, float]) -> bool:
         """Evaluate, and close the epoch's books. Is there more to train?"""

@@ -1,6 +1,9 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -52,8 +55,47 @@ def test_processes_load_what_the_rank_will_ask_for_until_it_is_done(num_workers,
 
 
 def test_who_needs_nothing_starts_no_process():
-    list(loaded(Microbatches(WhoLoads(), 4, 2), lambda sizes: [], 2))
-    assert multiprocessing.active_children() == []
+    kept = list(loaded(Microbatches(WhoLoads(), 4, 2), lambda sizes: [], 2))
+    assert multiprocessing.active_children() == [] and len(kept) == 2
+
+
+class Stuck(Dataset):
+    """As where a file system does not answer."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        time.sleep(1000)
+
+
+def test_the_rank_can_end_a_process_that_is_stuck():
+    kept = list(loaded(Microbatches(Stuck(), 1, 1), every, 1))
+    (process,) = multiprocessing.active_children()
+    process.terminate()
+    process.join(timeout=30)
+    assert process.exitcode == 0 and kept
+
+
+FAILING = """
+from hybridpipe.batches import Microbatches
+from hybridpipe.loading import loaded
+
+class Damaged:
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        raise ValueError("damaged")
+
+minibatches = list(loaded(Microbatches(Damaged(), 4, 2), lambda sizes: [(i, 0) for i in range(5)], 2))
+minibatches[0].inputs(0)
+"""
+
+
+def test_an_error_that_still_refers_to_the_processes_does_not_keep_them():
+    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("ValueError: damaged"), done.stderr
 
 
 def test_what_was_not_foreseen_is_refused():

@@ -5,9 +5,9 @@ what a cut costs is `routes`'. Not known here: layers, and which slots are chose
 
 - Small clusters: every assignment of ranks to stages; ranks that no figure tells apart are taken in order.
 - Larger ones: stages on consecutive ranks of a line. The lines are the cluster's order, the ranks dealt over
-  the innermost units, and those sorted by speed or memory where they differ. Ranks may be skipped up to the
-  next unit. On lines of more than some forty ranks, a selection of those stages: `coarse`, then `near` a
-  plan.
+  the innermost units (where stages may have replicas), and those sorted by speed or memory where they differ.
+  Ranks may be skipped up to the next unit. On lines of more than some forty ranks, a selection of those
+  stages: `coarse`, then `near` a plan.
 
 Invariant: a slot comes after all slots that may stand behind it, and behind it stand no ranks of its own.
 """

@@ -57,7 +57,8 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
     """What a full minibatch under the plan takes, and the timeline behind it.
 
     The profile is that of the plan's microbatch. An asynchronous pipeline's timeline runs from the start over
-    some minibatches until it has drained; its figures are those of one minibatch while it is full.
+    some minibatches until it repeats itself, or has drained; its figures are those of one minibatch while it
+    is full.
 
     A synchronous minibatch of more than MAX_INSTRUCTIONS is extended in a straight line from two shorter
     ones, because a full pipeline repeats itself; then the timeline is that of the longer one. An asynchronous
@@ -151,7 +152,10 @@ def _steady(
         return timeline, seconds, _idle_share(busy, seconds, plan.num_ranks)
     count = (first + window + last) * plan.num_microbatches
     pace = _Pace(plan)
-    timeline = simulate(programs(plan, count), plan, costs, cluster, until=pace.repeats)
+    # Until what has gathered at a link has passed, it would repeat itself at another pace.
+    has_bursts = any(level.burst_bytes for level in cluster.levels)
+    until = None if has_bursts else pace.repeats
+    timeline = simulate(programs(plan, count), plan, costs, cluster, until=until)
     if pace.is_steady:
         begin, end, window = pace.ends[-1 - pace.span], pace.ends[-1], pace.span * pace.round_length
     else:

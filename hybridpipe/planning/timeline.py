@@ -109,8 +109,8 @@ class Parts:
 class Timeline:
     """The events of one minibatch for each rank, in order; time 0 is the minibatch's start.
 
-    An asynchronous schedule's holds several minibatches, from the first forward to the last backward; so does
-    that of a run that was to be traced.
+    An asynchronous schedule's holds several minibatches from the first forward on; so does that of a run that
+    was to be traced.
     """
 
     events: Mapping[int, tuple[Event, ...]]

@@ -85,7 +85,7 @@ def _note(_signum: int, _frame: object) -> None:
 
 
 def _in_child() -> None:
-    """A forked child, such as one that loads data, asks nobody: TERM ends it.
+    """A forked child, such as one that a data set starts, asks nobody: TERM ends it.
 
     USR1, which Slurm sends to every process of a step, does not: the rank needs its children to save.
     """

@@ -348,6 +348,13 @@ def test_a_long_and_a_short_round_that_take_turns_both_count():
     assert seen.seconds < timeline.seconds, "simulated only until it repeats itself"
 
 
+def test_what_has_gathered_at_a_link_does_not_make_the_pace():
+    """The first messages pass at once, a minibatch in 0.2 s; later ones take a second each."""
+    cluster = Cluster((Level("network", 2, 100.0, 0.0, burst_bytes=2000),))
+    profile = model(layer(0.1, 0.1, output=100), layer(0.1, 0.1))
+    assert predict(plan([1, 1], 1, "pipedream"), profile, cluster)[1].minibatch_seconds > 0.4
+
+
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 2, 1), (2, 3), (3, 2, 1)])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_pace_of_2bw_is_that_of_a_long_run(replicas, size):
