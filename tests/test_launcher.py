@@ -104,7 +104,7 @@ def test_what_the_user_set_stays(mpirun_says):
     assert argv[-3:-1] == flags.split()
 
 
-@pytest.mark.skipif(not ASKED_FOR, reason="the kernel gives huge pages to all, or to none")
+@pytest.mark.skipif(not ASKED_FOR, reason="not glibc, or a kernel that gives huge pages to all, or to none")
 @pytest.mark.parametrize(
     "mine, has_some", [({}, True), ({"GLIBC_TUNABLES": ""}, False)], ids=["ours", "mine"]
 )
