@@ -9,6 +9,7 @@ No receive is given to MPI before its message is there and known to have its siz
 writes a longer message past the buffer's end, and takes a shorter one without an error.
 """
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -39,6 +40,10 @@ PAUSE_SECONDS = 1e-3
 # Doubled up to this until there is something new: 1 ms and no more takes 4 % of a core on a virtual machine,
 # whose timers and thread switches are slow; and a send waits for a receiver that computes.
 IDLE_PAUSE_SECONDS = 4e-3
+# Where receives whose messages are not there yet are all there is, each pause is then longer than the one
+# before by this factor, so that a message is found within a sixteenth of the wait for it; up to the last.
+STRETCH = 17 / 16
+LONGEST_PAUSE_SECONDS = 20e-3
 # With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
 # message would cost more than a small message.
 LINGER_PAUSES = 12
@@ -122,9 +127,8 @@ class MpiTransport:
         self._polling = threading.Lock()  # held by the one thread that tests the requests
         self._guard = threading.Lock()  # guards what follows
         self._wake = threading.Condition(self._guard)  # wakes the communication thread
-        self._asleep = False  # the communication thread, until it is woken
-        self._brisk = False  # it is in a short pause
-        self._pause = PAUSE_SECONDS
+        self._resting = 0.0  # the pause that the communication thread is in; for ever: until it is woken
+        self._pause = PAUSE_SECONDS  # its next one
         self._closed = False
         self._num_waiting = 0
         self.thread = threading.Thread(target=self._progress, name="hybridpipe-communication", daemon=True)
@@ -147,9 +151,7 @@ class MpiTransport:
                 self._expected[peer, tag].append(expected)
                 with self._guard:
                     self._num_expected += 1
-                    self._pause = min(self._pause, PAUSE_SECONDS)
-                    if self._asleep:
-                        self._wake.notify()
+                    self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
         return expected
 
     def watch(
@@ -185,10 +187,17 @@ class MpiTransport:
         # ranks than cores what is to be computed next waits for a time slice, a millisecond and more.
         with self._guard:
             self._active.append(pending)
-            self._pause = min(self._pause, PAUSE_URGENT_SECONDS if pending.urgent else PAUSE_SECONDS)
-            if self._asleep or (pending.urgent and not self._brisk):
-                self._wake.notify()
+            if pending.urgent:
+                self._look_within(PAUSE_URGENT_SECONDS, 8 * PAUSE_URGENT_SECONDS)
+            else:
+                self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
         return pending
+
+    def _look_within(self, next_pause: float, this_pause: float) -> None:
+        """The communication thread's next pause may be so long, and the one it is in. `_guard` is held."""
+        self._pause = min(self._pause, next_pause)
+        if self._resting > this_pause:
+            self._wake.notify()
 
     def wait_for(self, pending: _Request, doubt: Callable[[], None] | None = None) -> None:
         """Poll until the request is complete; the communication thread rests meanwhile.
@@ -237,12 +246,11 @@ class MpiTransport:
                 if self._closed and not under_way:
                     return
                 idle_pauses = 0 if under_way else idle_pauses + 1
-                self._asleep = idle_pauses > LINGER_PAUSES
                 pause = self._pause
-                self._brisk = pause < PAUSE_SECONDS
-                self._pause = min(2 * pause, IDLE_PAUSE_SECONDS)
-                self._wake.wait(None if self._asleep else pause)
-                self._asleep = self._brisk = False
+                self._resting = math.inf if idle_pauses > LINGER_PAUSES else pause
+                self._pause = _longer(pause, only_expected=self._num_expected > 0 and not self._active)
+                self._wake.wait(None if math.isinf(self._resting) else pause)
+                self._resting = 0.0
                 due = under_way and not self._num_waiting
             if due:
                 self._poll()
@@ -323,6 +331,13 @@ class MpiTransport:
             pending.request = arrived.message.Irecv([pending.buffer.numpy(), MPI.BYTE])
             with self._guard:
                 self._active.append(pending)
+                self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
+
+
+def _longer(pause: float, only_expected: bool) -> float:
+    """The communication thread's pause after this one."""
+    stretched = max(STRETCH * pause, IDLE_PAUSE_SECONDS) if only_expected else IDLE_PAUSE_SECONDS
+    return min(2 * pause, stretched, LONGEST_PAUSE_SECONDS)
 
 
 def _pop(queues: dict[tuple[int, int], deque[_Item]], place: tuple[int, int]) -> _Item:
