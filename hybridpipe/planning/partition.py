@@ -305,6 +305,8 @@ class _Search:
                     tried.append(short)
                     fixed = program.with_edges(np.array(short.edges))
                     yield from ((fixed, path) for path in fixed.most_even(short.slowest))
+            if tried and len(tried[-1].slots) == 1:
+                return  # no way is shorter
 
     def cheap_edges(self, count: int) -> Ints:
         """About so many places to cut: evenly in work, where little is sent, and close to the best cuts."""

@@ -306,14 +306,13 @@ def slot_graph(
     behind = np.fromiter(chain.from_iterable(state.behind for state in states), np.intp, first[-1])
     pairs = np.stack([np.repeat(slot, sizes), slot[behind]])
     used = np.unique(pairs[0] * len(layout.ranks) + pairs[1], return_inverse=True)
-    figures = cut_figures_of(
+    figures, row = cut_figures_of(
         cluster,
         layout.ranks,
         np.stack(np.divmod(used[0], len(layout.ranks))),
         num_microbatches,
         schedule in ASYNCHRONOUS,
     )
-    distinct, number = np.unique(figures, axis=0, return_inverse=True)
     kinds: dict[Kind, int] = {}
     stands = {s: _stand(cluster, layout.ranks[s], share) for s in set(slot.tolist())}
     kind = [kinds.setdefault(Kind(*stands[s.slot], s.in_flight), len(kinds)) for s in states]
@@ -327,8 +326,8 @@ def slot_graph(
         kind=np.array(kind, dtype=np.intp),
         first=first,
         behind=behind,
-        cut=number.reshape(-1)[used[1].reshape(-1)],
-        figures=distinct,
+        cut=row[used[1].reshape(-1)],
+        figures=figures,
         starts=np.flatnonzero(may_start[slot]),
         can_end=np.array([state.can_end for state in states]),
         batches=list(pairwise(edges)),

@@ -19,15 +19,17 @@ CHUNK = 2**21  # numbers held at once while the routes of many cuts are counted
 
 def cut_figures_of(
     cluster: Cluster, ranks: Sequence[Ints], pairs: Ints, num_microbatches: int, asynchronous: bool
-) -> Floats:
-    """`cost.cut_figures` for many pairs of slots at once: one row `(latency, per byte, busy)` each.
+) -> tuple[Floats, Ints]:
+    """`cost.cut_figures` for many pairs of slots at once: the distinct ones, and which one is each pair's.
+
+    A row `(latency, per byte, busy)` for each distinct one.
 
     Microbatches with one remainder modulo g = gcd(m, k) go from every sender with that remainder to every
     receiver with it, each pair once in lcm(m, k) routes: counting ranks by unit and remainder is enough.
     Pairs that lie alike in the units of all levels have the same figures and are counted once.
     """
     if not pairs.size:
-        return np.zeros((0, 3))
+        return np.zeros((0, 3)), np.zeros(0, dtype=np.intp)
     units = [members // cluster.levels[0].ranks for members in ranks]
     period = cluster.levels[-2].ranks // cluster.levels[0].ranks if len(cluster.levels) > 1 else 1
     low = np.array([u.min() for u in units])
@@ -62,7 +64,8 @@ def cut_figures_of(
             messages = num_microbatches * busiest / lcm - (not asynchronous) * 1.0
             busy = np.maximum(busy, np.maximum(messages, 0.0) / level.shared_bandwidth)
     figures[2] = np.maximum(busy, in_a_row * figures[1])
-    return figures.T[inverse.reshape(-1)]
+    distinct, row = np.unique(figures.T, axis=0, return_inverse=True)
+    return distinct, row.reshape(-1)[inverse.reshape(-1)]
 
 
 class _Routes:

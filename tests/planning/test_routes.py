@@ -27,8 +27,9 @@ def test_counted_routes_are_those_of_the_definition(seed, asynchronous, monkeypa
     pairs = np.array(list(itertools.permutations(range(25), 2))).T
     disjoint = [not set(ranks[a].tolist()) & set(ranks[b].tolist()) for a, b in pairs.T]
     pairs = pairs[:, disjoint]
-    found = cut_figures_of(cluster, ranks, pairs, 7, asynchronous)
-    for (a, b), row in zip(pairs.T, found, strict=True):
-        assert tuple(row) == approx(
+    figures, row = cut_figures_of(cluster, ranks, pairs, 7, asynchronous)
+    assert len(np.unique(figures, axis=0)) == len(figures)
+    for (a, b), found in zip(pairs.T, figures[row], strict=True):
+        assert tuple(found) == approx(
             cut_figures(cluster, ranks[a].tolist(), ranks[b].tolist(), 7, asynchronous)
         )
