@@ -30,14 +30,17 @@ def cut_figures_of(
     """
     if not pairs.size:
         return np.zeros((0, 3)), np.zeros(0, dtype=np.intp)
-    units = [members // cluster.levels[0].ranks for members in ranks]
+    length = np.array([len(members) for members in ranks])
+    offset = np.cumsum(length) - length
+    units = np.concatenate(ranks) // cluster.levels[0].ranks
     period = cluster.levels[-2].ranks // cluster.levels[0].ranks if len(cluster.levels) > 1 else 1
-    low = np.array([u.min() for u in units])
+    low, high = (find.reduceat(units, offset) for find in (np.minimum, np.maximum))
     shapes: dict[tuple[bytes, int], int] = {}
+    relative = units - np.repeat(low, length)
     shape = np.array(
         [
-            shapes.setdefault(((u - base).tobytes(), int(base % period)), len(shapes))
-            for u, base in zip(units, low, strict=True)
+            shapes.setdefault((relative[first : first + m].tobytes(), phase), len(shapes))
+            for first, m, phase in zip(offset.tolist(), length.tolist(), (low % period).tolist(), strict=True)
         ]
     )
     senders, receivers = pairs
@@ -45,14 +48,12 @@ def cut_figures_of(
     distance -= distance.min()
     key = (shape[senders] * len(shapes) + shape[receivers]) * (distance.max() + 1) + distance
     _, example, inverse = np.unique(key, return_index=True, return_inverse=True)
-    m = np.array([len(u) for u in units])
     base = np.minimum(low[senders], low[receivers])[example] // period * period
-    high = np.array([u.max() for u in units])
     width = np.maximum(high[senders], high[receivers])[example] - base + 1
     width = -(-width // period) * period
-    routes = _Routes(cluster, units, senders[example], receivers[example], base, width)
-    lcm = np.lcm(m[senders[example]], m[receivers[example]])
-    fewest = np.minimum(m[senders[example]], m[receivers[example]])
+    routes = _Routes(cluster, units, length, senders[example], receivers[example], base, width)
+    lcm = np.lcm(length[senders[example]], length[receivers[example]])
+    fewest = np.minimum(length[senders[example]], length[receivers[example]])
     in_a_row = num_microbatches / fewest if asynchronous else -(-num_microbatches // fewest) - 1.0
     figures = np.zeros((3, len(example)))
     busy = np.zeros(len(example))
@@ -74,7 +75,8 @@ class _Routes:
     def __init__(
         self,
         cluster: Cluster,
-        units: Sequence[Ints],
+        units: Ints,
+        length: Ints,
         senders: Ints,
         receivers: Ints,
         base: Ints,
@@ -82,9 +84,8 @@ class _Routes:
     ) -> None:
         self.sizes = [level.ranks // cluster.levels[0].ranks for level in cluster.levels]
         self.sizes[-1] = 0  # whatever the window shows is one unit of the outermost level
-        self.flat = np.concatenate(units)
-        self.length = np.array([len(u) for u in units])
-        self.offset = np.cumsum(self.length) - self.length
+        self.units, self.length = units, length
+        self.offset = np.cumsum(length) - length
         self.senders, self.receivers, self.base, self.width = senders, receivers, base, width
 
     def busiest(self) -> Floats:
@@ -121,6 +122,6 @@ class _Routes:
         length = self.length[slots]
         pair = np.repeat(np.arange(len(slots)), length)
         replica = np.arange(len(pair)) - np.repeat(np.cumsum(length) - length, length)
-        unit = self.flat[self.offset[slots][pair] + replica] - base[pair]
+        unit = self.units[self.offset[slots][pair] + replica] - base[pair]
         cells = (pair * g + replica % g) * width + unit
         return np.bincount(cells, minlength=len(slots) * g * width).reshape(len(slots), g, width)
