@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from networks import ROOT, Network
 
@@ -29,13 +30,25 @@ def run(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) ->
     command = [*network.prefix, sys.executable, "-m", "hybridpipe.launcher", str(ranks), "--", "hybridpipe"]
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log.txt").open("w") as log:
-        done = subprocess.run(
-            [*command, *words, "--out", str(out)], cwd=ROOT, env=os.environ | network.environment,
-            stdout=log, stderr=subprocess.STDOUT, timeout=900,
-        )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}; see {out / 'log.txt'}")
+        code = exit_code([*command, *words, "--out", str(out)], network.environment, log, 900)
+    if code:
+        raise SystemExit(f"{' '.join(words)}: exit code {code}; see {out / 'log.txt'}")
     return json.loads((out / "summary.json").read_text())
+
+
+def exit_code(
+    command: Sequence[str], environment: Mapping[str, str], log: TextIO, timeout_seconds: float
+) -> int:
+    """Run a launcher. Whatever ends the wait for it, also an exception, ends its job first."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
+    )
+    try:
+        return process.wait(timeout_seconds)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def svg_axes(**options):

@@ -5,7 +5,9 @@ They share this machine's processors and memory.
 """
 
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,11 +64,13 @@ def network(name: str, num_hosts: int = 4, ranks_per_host: int = 1) -> Iterator[
 
 @contextmanager
 def _hosts(rate: str, num_hosts: int) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without taking the hosts down
     _netcluster("up", str(num_hosts), "--rate", rate)
     try:
         yield
     finally:
         _netcluster("down")
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

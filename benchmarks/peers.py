@@ -7,7 +7,7 @@ One process trains whole minibatches; `two independent halves` are the two stage
 side by side and whole, without a message: more than that two cores do not do. Data-parallel ways take half a
 minibatch each, synchronous pipelines 8 microbatches. All have the same model, split, samples and optimizer,
 so all synchronous ways end with one process's loss; the output names those that do not. Every way is a
-small program in peer_programs/.
+small program in peer_programs/. A second table says where our ranks' minibatches go (`train --trace`).
 
 Rounds are interleaved, each way a fresh job; figures are medians, ratios are taken within a round. Rounds of
 earlier calls with the same DIR count on. Writes DIR/peers.json, a table in DIR/peers.md and a plot in
@@ -15,12 +15,14 @@ DIR/peers.svg.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import median
 
 import jobs
 import programs
@@ -41,6 +43,7 @@ from rounds import (
 from tabulate import tabulate
 
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.report import TRACED
 from hybridpipe.stage.measure import measure
 
 sys.path.insert(0, str(programs.FOLDER))
@@ -109,8 +112,12 @@ def run(model: str, ways: Sequence[Way], round_: int, minibatches: int, out: Pat
         where = cuts(model, 4 if way.variant in INTERLEAVED else 2)
         arguments = ["--minibatches", str(minibatches), "--microbatches", str(MICROBATCHES)]
         arguments += ["--cuts", ",".join(map(str, where))]
-        folder = out / model / way.name.replace(" ", "-") / f"round{round_}"
+        folder = _folder(out, model, way.name, round_)
         yield programs.start(way, model, model, round_, folder, arguments=arguments, environment=ENVIRONMENT)
+
+
+def _folder(out: Path, model: str, way: str, round_: int) -> Path:
+    return out / model / way.replace(" ", "-") / f"round{round_}"
 
 
 def rows(outcomes: Sequence[Outcome], models: Sequence[str]) -> Iterator[dict[str, str]]:
@@ -133,6 +140,24 @@ def rows(outcomes: Sequence[Outcome], models: Sequence[str]) -> Iterator[dict[st
                 "loss": number(found[-1].loss, digits=5),
                 "rounds": str(len(found)),
             }
+
+
+def parts(outcomes: Sequence[Outcome], models: Sequence[str], out: Path) -> Iterator[dict[str, str]]:
+    """Where our ranks' minibatches go, in milliseconds: medians over the rounds, each part by itself."""
+    for model in models:
+        for way in (way for way in WAYS if way.program == "ours"):
+            found = [o for o in of(outcomes, model, way.name) if not o.error]
+            reports = [
+                json.loads((_folder(out, model, way.name, o.round) / "rank0.json").read_text()) for o in found
+            ]
+            traced = [ranks for report in reports if (ranks := report.get("rank_seconds"))]
+            for rank in traced[-1] if traced else ():
+                seconds = {
+                    name: median(ranks[rank][part] for ranks in traced if rank in ranks)
+                    for part, name in TRACED.items()
+                }
+                told = {"model": model, "way": f"{way.name} ({found[-1].plan})", "rank": rank}
+                yield told | {name: number(each * 1e3, digits=1) for name, each in seconds.items()}
 
 
 def plot(outcomes: Sequence[Outcome], models: Sequence[str], path: Path) -> None:
@@ -180,6 +205,8 @@ def main() -> None:
         f"another loss: {o.group}, {o.way}, round {o.round}: {o.loss:.6f} instead of {wanted:.6f}"
         for o, wanted in other_losses(outcomes, ONE, ASYNCHRONOUS)
     ]
+    going = list(parts(outcomes, measured, out))
+    lines += ["", tabulate(going, headers="keys", tablefmt="github", disable_numparse=True), ""]
     lines += [f"load of the machine: {max(o.load for o in outcomes):.1f} at most, {os.cpu_count()} cores"]
     text = "\n".join(lines)
     (out / "peers.md").write_text(text + "\n")

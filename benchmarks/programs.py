@@ -50,14 +50,9 @@ def start(
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(environment or {})}
     environment |= network.environment
     with (out / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
-        )
         try:
-            code = process.wait(TIMEOUT_SECONDS)
+            code = jobs.exit_code(command, environment, log, TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends the job
-            process.wait()
             return Outcome(group, way.name, number, error=f"took more than {TIMEOUT_SECONDS} s")
     load = os.getloadavg()[0]
     if code:

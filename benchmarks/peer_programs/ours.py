@@ -47,9 +47,14 @@ def main() -> None:
         for name in ("plan", "profile", "cluster"):
             write_json(job.out / f"{name}.json", getattr(trainer.choice, name))
     done = trainer.plan
-    told = trainer.summary() or {}  # rank 0's
+    traced = trainer.traced()  # like what follows, rank 0's
+    told = trainer.summary() or {}
     memory = {name: told.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
-    job.report(plan=f"{done.name}, {done.schedule}, {done.num_microbatches}", **memory)
+    job.report(
+        plan=f"{done.name}, {done.schedule}, {done.num_microbatches}",
+        rank_seconds=traced.per_minibatch() if traced else {},
+        **memory,
+    )
     trainer.close()
 
 
