@@ -5,9 +5,10 @@
 
 One process trains whole minibatches; `two independent halves` are the two stages of the pipelines, trained
 side by side and whole, without a message: more than that two cores do not do. Data-parallel ways take half a
-minibatch each, synchronous pipelines 8 microbatches. All have the same model, split, samples and optimizer,
-so all synchronous ways end with one process's loss; the output names those that do not. Every way is a
-small program in peer_programs/. A second table says where our ranks' minibatches go (`train --trace`).
+minibatch each, synchronous pipelines 8 microbatches; each is cut where that balances. All have the same
+model, samples and optimizer, so all synchronous ways end with one process's loss; the output names those that
+do not. Every way is a small program in peer_programs/. A second table says where our ranks' minibatches go
+(`train --trace`).
 
 Rounds are interleaved, each way a fresh job; figures are medians, ratios are taken within a round. Rounds of
 earlier calls with the same DIR count on. Writes DIR/peers.json, a table in DIR/peers.md and a plot in
@@ -70,6 +71,7 @@ WAYS = (
     Way("ours, auto", "ours", "auto"),
 )
 ASYNCHRONOUS = ("ours, pipedream",)
+WHOLE = (CEILING, *ASYNCHRONOUS)  # train whole minibatches, whose dense layers weigh less than eight times
 # Threads of Open MPI that wait leave their cores to those that compute.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
@@ -83,33 +85,34 @@ def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return min(combinations(range(1, len(seconds)), num_stages - 1), key=longest)
 
 
-def profile(task: Task) -> ModelProfile:
-    """The model's, at the microbatch of the pipelines, in this process."""
+def profile(task: Task, num_microbatches: int = MICROBATCHES) -> ModelProfile:
+    """The model's, at that many microbatches a minibatch, in this process."""
     torch.set_num_threads(1)
-    inputs, targets = task.samples(task.minibatch // MICROBATCHES).tensors
+    inputs, targets = task.samples(task.minibatch // num_microbatches).tensors
     return measure(task.build(), inputs, targets, task.loss, task.optimizer)
 
 
 @cache
-def cuts(model: str, num_stages: int) -> tuple[int, ...]:
+def cuts(model: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
     """The best balanced, by our profile; the same in all rounds of a call."""
-    layers = _profile(model).layers
+    layers = _profile(model, num_microbatches).layers
     seconds = [
-        MICROBATCHES * (layer.forward_seconds + layer.backward_seconds) + layer.update_seconds
+        num_microbatches * (layer.forward_seconds + layer.backward_seconds) + layer.update_seconds
         for layer in layers
     ]
     return balanced(seconds, num_stages)
 
 
 @cache
-def _profile(model: str) -> ModelProfile:
-    return profile(TASKS[model])
+def _profile(model: str, num_microbatches: int) -> ModelProfile:
+    return profile(TASKS[model], num_microbatches)
 
 
 def run(model: str, ways: Sequence[Way], round_: int, minibatches: int, out: Path) -> Iterator[Outcome]:
     """One round of a model."""
     for way in ways:
-        where = cuts(model, 4 if way.variant in INTERLEAVED else 2)
+        count = 1 if way.name in WHOLE else MICROBATCHES
+        where = cuts(model, 4 if way.variant in INTERLEAVED else 2, count)
         arguments = ["--minibatches", str(minibatches), "--microbatches", str(MICROBATCHES)]
         arguments += ["--cuts", ",".join(map(str, where))]
         folder = _folder(out, model, way.name, round_)

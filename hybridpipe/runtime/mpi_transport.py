@@ -41,7 +41,8 @@ PAUSE_SECONDS = 1e-3
 # whose timers and thread switches are slow; and a send waits for a receiver that computes.
 IDLE_PAUSE_SECONDS = 4e-3
 # Where receives whose messages are not there yet are all there is, each pause is then longer than the one
-# before by this factor, so that a message is found within a sixteenth of the wait for it; up to the last.
+# before by this factor: what comes late is found within another sixteenth of the wait for it. The longest
+# takes 1 % of a core in place of 2 to 5.
 STRETCH = 17 / 16
 LONGEST_PAUSE_SECONDS = 20e-3
 # With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
@@ -223,6 +224,7 @@ class MpiTransport:
             position.wait_for(before)
             with self._guard:
                 self._num_waiting -= 1
+                self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
 
     def close(self) -> None:
         """Wait for what is under way and end the communication thread."""
