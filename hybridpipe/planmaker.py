@@ -6,8 +6,7 @@ probed, rank 0 searches. A given one is checked at once, and measured only for a
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from hybridpipe.batches import microbatch_size_of, parts_of
 from hybridpipe.config import AUTO, SOURCES
 from hybridpipe.files import read_plan
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.profile import Measurement, ModelProfile
+from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.communicators import default_num_threads, this_host
@@ -30,6 +29,7 @@ from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.measure import Rehearsal
 from hybridpipe.stage.split import check_plan
 from hybridpipe.stage.stage import Loss
+from hybridpipe.stage.values import tensors_of
 from hybridpipe.together import measure_together
 
 PlanLike = Plan | str | os.PathLike[str]
@@ -157,21 +157,12 @@ class PlanMaker:
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         try:
             rehearsal = Rehearsal(self._model, inputs, targets, self._loss, self._device)
-            measure = partial(rehearsal.measure, self._rule.optimizer)
-            profile = measure_together(self._world, measure)
-            return _with_sizes(profile, measure, self._smaller_sizes, self._world), rehearsal.run
+            samples = len(tensors_of(inputs)[0])  # the data may hold no more
+            sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
+            measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
+            return measure_together(self._world, measure), rehearsal.run
         except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
             raise RuntimeError("the first microbatch failed while the model was measured") from error
-
-
-def _with_sizes(
-    profile: ModelProfile, measure: Callable[..., ModelProfile], sizes: Sequence[int], world: MPI.Comm
-) -> ModelProfile:
-    for size in sizes:
-        if size < profile.samples:  # the data may hold no more
-            other = measure_together(world, partial(measure, size=size))
-            profile = replace(profile, others=(*profile.others, Measurement(other.samples, other.layers)))
-    return profile
 
 
 def device_and_threads(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:

@@ -5,7 +5,6 @@ Alone it starts no MPI. Under mpirun every rank measures at once, as ranks that 
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +14,7 @@ from hybridpipe import launcher
 from hybridpipe.batches import Microbatches, minibatches
 from hybridpipe.config import Config
 from hybridpipe.errors import UserError
-from hybridpipe.planning.profile import Measurement, ModelProfile
+from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.stage.measure import measure
 from hybridpipe.stage.split import layers_of
 
@@ -37,15 +36,10 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
         raise UserError(f"{config.model.where}: {error}") from None
     if max(sizes, default=0) > len(dataset):
         raise UserError(f"--microbatch: must be at most the data's {len(dataset)} samples, got {max(sizes)}")
-    together = _together()
-    profiles = []
-    for size in sizes or [config.train.microbatch or config.train.minibatch]:
-        batch = next(minibatches(Microbatches(dataset, size, size)))
-        profiles.append(
-            together(partial(measure, model, batch.inputs(0), batch.targets(0), loss, config.optimizer.build))
-        )
-    first, *rest = profiles
-    return replace(first, others=tuple(Measurement(other.samples, other.layers) for other in rest))
+    most = max(sizes, default=config.train.microbatch or config.train.minibatch)
+    batch = next(minibatches(Microbatches(dataset, most, most)))
+    microbatch = batch.inputs(0), batch.targets(0)
+    return _together()(partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes))
 
 
 def build_model(config: Config) -> nn.Module:

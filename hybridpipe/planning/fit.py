@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 
 # Less than the timings vary by; a link, or a machine, is called shared, or different, beyond it.
 SHARING_TOLERANCE = 0.1
@@ -177,7 +177,10 @@ def _typical_products(measured: Sequence[JoinedProducts]) -> JoinedProducts:
 
 
 def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """The profile that several ranks of one machine measured at once: the median of each layer's times."""
+    """The profile that several ranks of one machine measured at once: the median of each layer's times.
+
+    All measured the same sizes of the microbatch.
+    """
 
     def layer(*measured: LayerProfile) -> LayerProfile:
         backward = median(each.backward_seconds for each in measured)
@@ -200,4 +203,8 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
         )
 
     layers = tuple(map(layer, *(profile.layers for profile in profiles)))
-    return replace(profiles[0], layers=layers, load=len(profiles))
+    others = tuple(
+        Measurement(of_ranks[0].samples, tuple(map(layer, *(each.layers for each in of_ranks))))
+        for of_ranks in zip(*(profile.others for profile in profiles), strict=True)
+    )
+    return replace(profiles[0], layers=layers, others=others, load=len(profiles))

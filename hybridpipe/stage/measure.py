@@ -11,15 +11,16 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage, received
 from hybridpipe.stage.stopwatch import Stopwatch, Took
@@ -46,9 +47,10 @@ def measure(
     optimizer: OptimizerFactory | None = None,
     device: torch.device | None = None,
     agree: Agree = float,
+    sizes: Sequence[int] = (),
 ) -> ModelProfile:
     """Measure every layer on one microbatch; see `Rehearsal`."""
-    return Rehearsal(model, inputs, targets, loss, device).measure(optimizer, agree)
+    return Rehearsal(model, inputs, targets, loss, device).measure(optimizer, agree, sizes)
 
 
 class Rehearsal:
@@ -80,86 +82,157 @@ class Rehearsal:
     def run(self) -> None:
         """One forward and one backward of the microbatch."""
         with closing(Stopwatch(self.device)) as watch:
-            _pass(self.stages, self.inputs, self.targets, watch, {})
+            _pass(self.stages, _Microbatch(self.inputs, self.targets), watch, {})
+
+    def _first(self, size: int | None) -> "_Microbatch":
+        """So many samples; None: all."""
+        inputs, targets = (
+            map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
+        )
+        return _Microbatch(inputs, targets)
 
     def measure(
-        self, optimizer: OptimizerFactory | None = None, agree: Agree = float, size: int | None = None
+        self,
+        optimizer: OptimizerFactory | None = None,
+        agree: Agree = float,
+        sizes: Sequence[int] = (),
     ) -> ModelProfile:
         """What each layer takes, keeps and passes on.
 
         Args:
-            size: measure the first so many samples only.
             optimizer: its step over each layer's parameters is measured too, and the weight of its state.
             agree: with the other ranks that measure at once.
+            sizes: of the microbatch, in samples, no more than there are; the figures of the first one are the
+                profile's own, the rest are its `others`. By default there is one, all samples.
         """
         stages = self.stages
-        inputs, targets = (
-            map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
-        )
-        for stage in stages:
-            stage.forget_most_kept()
-        activation_bytes, output_bytes, gradient_bytes = _measure_bytes(stages, inputs, targets)
+        microbatches = [self._first(size) for size in sizes] or [self._first(None)]
+        num_bytes = [_measure_bytes(stages, each) for each in microbatches]
         with closing(Stopwatch(self.device)) as watch:
-            seconds = _typical(lambda: _passes(stages, inputs, targets, watch), agree)
+            seconds = _typical([partial(_passes, stages, each, watch) for each in microbatches], agree)
             crossing: dict[int, list[bool]] = {}
-            _pass(stages, inputs, targets, watch, crossing)  # which finds out what gets a gradient
-            in_between = partial(_pass, stages, inputs, targets, watch, crossing)
+            _pass(stages, microbatches[0], watch, crossing)  # which finds out what gets a gradient
+            in_between = partial(_pass, stages, microbatches[0], watch, crossing)
             updates, state_bytes = _measure_updates(stages, optimizer, in_between, watch, agree)
         parameter_bytes = [
             _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
         ]
+        first, *others = (
+            Measurement(
+                len(tensors_of(microbatch.inputs)[0]),
+                tuple(
+                    _layer_profile(name, i, took, microbatch.joining[i], parameter_bytes[i], layer_bytes)
+                    for i, (name, layer_bytes) in enumerate(zip(self.names, of_layers, strict=True))
+                ),
+            )
+            for microbatch, took, of_layers in zip(
+                microbatches, ({**each, **updates} for each in seconds), num_bytes, strict=True
+            )
+        )
         return ModelProfile(
-            layers=tuple(
-                LayerProfile(
-                    name=name,
-                    forward_seconds=seconds["forward", i],
-                    backward_seconds=seconds["backward", i],
-                    parameter_bytes=parameter_bytes[i],
-                    output_bytes=output_bytes[i],
-                    activation_bytes=activation_bytes[i],
-                    update_seconds=updates.get(i, 0.0),
-                    gradient_bytes=gradient_bytes[i],
-                    weight_seconds=max(0.0, seconds["backward", i] - seconds["backward to inputs", i])
-                    if parameter_bytes[i]
-                    else 0.0,
-                    accumulate_seconds=_accumulating(seconds, i) if parameter_bytes[i] else 0.0,
-                    joined=_joined_products(stages[i], seconds, i),
-                )
-                for i, name in enumerate(self.names)
-            ),
-            samples=len(tensors_of(inputs)[0]),
+            layers=first.layers,
+            samples=first.samples,
+            others=tuple(others),
             device=str(self.device),
-            dtype=_dtype(stages, inputs),
+            dtype=_dtype(stages, self.inputs),
             state_factor=state_bytes / sum(parameter_bytes) if sum(parameter_bytes) else 0.0,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
 
 
-def _typical(sample: Callable[[], Mapping[_Key, Took]], agree: Agree) -> dict[_Key, float]:
-    """What each figure of `sample` typically is, in seconds.
+class _LayerBytes(NamedTuple):
+    """What a layer keeps for its backward, passes on, and gets back for that."""
+
+    activation: int
+    output: int
+    gradient: int
+
+
+class _Joining(NamedTuple):
+    """What a layer's products of several microbatches were seen to join and to keep back."""
+
+    microbatches: int  # in a product at most; 0: none are joined
+    kept_bytes: int
+
+    @property
+    def num_measured(self) -> int:
+        """Microbatches of the product that is measured."""
+        return min(self.microbatches, NUM_JOINED)
+
+
+@dataclass
+class _Microbatch:
+    """What the layers are measured on, and, once they ran, what of it they join."""
+
+    inputs: Value
+    targets: Value
+    joining: list[_Joining] = field(default_factory=list)
+
+
+def _layer_profile(
+    name: str,
+    i: int,
+    seconds: Mapping[tuple[str, int], float],
+    joining: _Joining,
+    parameter_bytes: int,
+    num_bytes: _LayerBytes,
+) -> LayerProfile:
+    backward = seconds["backward", i]
+    return LayerProfile(
+        name=name,
+        forward_seconds=seconds["forward", i],
+        backward_seconds=backward,
+        parameter_bytes=parameter_bytes,
+        output_bytes=num_bytes.output,
+        activation_bytes=num_bytes.activation,
+        update_seconds=seconds.get(("update", i), 0.0),
+        gradient_bytes=num_bytes.gradient,
+        weight_seconds=max(0.0, backward - seconds["backward to inputs", i]) if parameter_bytes else 0.0,
+        accumulate_seconds=_accumulating(seconds, i) if parameter_bytes else 0.0,
+        joined=_joined_products(joining, seconds, i),
+    )
+
+
+def _typical(samplers: Sequence[Callable[[], Mapping[_Key, Took]]], agree: Agree) -> list[dict[_Key, float]]:
+    """What each figure of each sampler typically is, in seconds.
+
+    In turns, repetition by repetition: a machine whose speed changes meanwhile (by 1.6 times within seconds
+    was seen) would make one microbatch size look cheaper than another.
+    """
+    lengths, counts = [], []
+    for sample in samplers:
+        for _ in range(WARM_UP):
+            began = time.perf_counter()
+            sample()
+        slowest = agree(time.perf_counter() - began)
+        lengths.append(math.ceil(REPETITION_SECONDS / slowest))
+        affordable = int(BUDGET_SECONDS / (lengths[-1] * slowest))
+        counts.append(min(MAX_REPEATS, max(MIN_REPEATS, affordable)))
+    samples: list[list[Mapping[_Key, Took]]] = [[] for _ in samplers]
+    for repetition in range(max(counts)):
+        for sample, length, count, own in zip(samplers, lengths, counts, samples, strict=True):
+            if repetition < count:
+                own += [sample() for _ in range(length)]
+    return [_middle(own, length) for own, length in zip(samples, lengths, strict=True)]
+
+
+def _middle(samples: Sequence[Mapping[_Key, Took]], length: int) -> dict[_Key, float]:
+    """Typical figures, from repetitions of so many samples.
 
     Where ranks share cores, a layer waits for a processor now and then, for a time slice that may be longer
     than the layer, and a longer layer waits more often. So the medians of what layers take while they run
     give the proportions, and repetitions of many slices, waiting included, the sum.
     """
-    for _ in range(WARM_UP):
-        began = time.perf_counter()
-        sample()
-    slowest = agree(time.perf_counter() - began)
-    length = math.ceil(REPETITION_SECONDS / slowest)
-    num_repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(BUDGET_SECONDS / (length * slowest))))
-    samples = [sample() for _ in range(num_repeats * length)]
     medians = {key: statistics.median(each[key].running_seconds for each in samples) for key in samples[0]}
     totals = [sum(took.seconds for took in each.values()) for each in samples]
     repetitions = sorted(sum(totals[i : i + length]) / length for i in range(0, len(totals), length))
-    middle = repetitions[num_repeats // 4 : num_repeats - num_repeats // 4]
+    quarter = len(repetitions) // 4
+    middle = repetitions[quarter : len(repetitions) - quarter]
     factor = statistics.mean(middle) / (sum(medians.values()) or 1.0)
     return {key: value * factor for key, value in medians.items()}
 
 
-def _passes(
-    stages: list[Stage], inputs: Value, targets: Value, watch: Stopwatch
-) -> dict[tuple[str, int], Took]:
+def _passes(stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch) -> dict[tuple[str, int], Took]:
     """What every layer takes in one forward and one backward; in the first backward of an update, whose
     gradients are added to none; and in a backward to the inputs alone. Where a layer joins the products of
     several microbatches, also in each of NUM_JOINED backwards, and a product of as many, or as many as join.
@@ -170,12 +243,14 @@ def _passes(
     crossing: dict[int, list[bool]] = {}
 
     def backwards() -> list[Took]:
-        of_pass = _pass(stages, inputs, targets, watch, crossing)
+        of_pass = _pass(stages, microbatch, watch, crossing)
         return [of_pass["backward", i] for i in range(len(stages))]
 
+    for stage in stages:
+        stage.forget_most_kept()
     _clear_gradients(stages)
     first = backwards()
-    took = _pass(stages, inputs, targets, watch, crossing)
+    took = _pass(stages, microbatch, watch, crossing)
     with _frozen(stages):
         without = backwards()
     for i in range(len(stages)):
@@ -188,18 +263,14 @@ def _passes(
                 of_pass = backwards()
                 for i, stage in joining:
                     took[f"joined backward {n}", i] = of_pass[i]
-                    if n == _num_joined(stage):
+                    if n == min(stage.most_joined, NUM_JOINED):
                         began = watch.now()
                         stage.complete_gradients()
                         took["product", i] = watch.since(began)
         for _, stage in joining:
             stage.complete_gradients()
+    microbatch.joining = [_Joining(stage.most_joined, stage.most_kept_bytes) for stage in stages]
     return took
-
-
-def _num_joined(stage: Stage) -> int:
-    """Microbatches of the product that is measured; 0 where none are joined."""
-    return min(stage.most_joined, NUM_JOINED)
 
 
 def _accumulating(seconds: Mapping[tuple[str, int], float], layer: int) -> float:
@@ -209,10 +280,10 @@ def _accumulating(seconds: Mapping[tuple[str, int], float], layer: int) -> float
 
 
 def _joined_products(
-    stage: Stage, seconds: Mapping[tuple[str, int], float], layer: int
+    joining: _Joining, seconds: Mapping[tuple[str, int], float], layer: int
 ) -> JoinedProducts | None:
     """On the line through a product of one microbatch and one of as many as were measured."""
-    count = _num_joined(stage)
+    count = joining.num_measured
     if not count:
         return None
     leaving = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
@@ -223,8 +294,8 @@ def _joined_products(
         backward_seconds=statistics.mean(leaving),
         product_seconds=max(0.0, of_several - count * a_microbatch),
         microbatch_seconds=a_microbatch,
-        microbatches=stage.most_joined,
-        kept_bytes=math.ceil(stage.most_kept_bytes / count),
+        microbatches=joining.microbatches,
+        kept_bytes=math.ceil(joining.kept_bytes / count),
     )
 
 
@@ -259,11 +330,7 @@ def _frozen(stages: list[Stage]) -> Iterator[None]:
 
 
 def _pass(
-    stages: list[Stage],
-    inputs: Value,
-    targets: Value,
-    watch: Stopwatch,
-    crossing: dict[int, list[bool]],
+    stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch, crossing: dict[int, list[bool]]
 ) -> dict[tuple[str, int], Took]:
     """What every layer takes in one forward and one backward.
 
@@ -271,14 +338,14 @@ def _pass(
         crossing: which of each layer's outputs get a gradient; filled in where it does not say.
     """
     took = {}
-    value = inputs
+    value = microbatch.inputs
     for i, stage in enumerate(stages):
         began = watch.now()
         if stage.loss is None:
             outputs = stage.forward(0, value, step=0)
             value = _leaves(outputs, crossing.setdefault(i, _require_grad(outputs)))
         else:
-            stage.forward_loss(0, value, targets, share=1.0, step=0)
+            stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0)
         took["forward", i] = watch.since(began)
     gradients: tuple[Tensor | None, ...] = ()
     for i, stage in reversed(list(enumerate(stages))):
@@ -288,13 +355,8 @@ def _pass(
     return took
 
 
-def _measure_bytes(
-    stages: list[Stage], inputs: Value, targets: Value
-) -> tuple[list[int], list[int], list[int]]:
-    """What each layer keeps for its backward, passes on, and gets back for that.
-
-    A storage counts where it is first kept.
-    """
+def _measure_bytes(stages: list[Stage], microbatch: _Microbatch) -> list[_LayerBytes]:
+    """Of each layer. A storage counts where it is first kept."""
     kept: dict[int, Any] = {
         tensor.untyped_storage().data_ptr(): tensor
         for stage in stages
@@ -309,8 +371,8 @@ def _measure_bytes(
             counting[-1] += storage.nbytes()
         return tensor
 
-    activation_bytes, output_bytes, gradient_bytes = [], [], []
-    value = inputs
+    found = []
+    value = microbatch.inputs
     for stage in stages:
         counting.append(0)
         crossing: tuple[Tensor, ...] = ()  # nothing goes on behind the loss
@@ -320,14 +382,13 @@ def _measure_bytes(
                 value = _leaves(outputs, _require_grad(outputs))
                 crossing = tensors_of(outputs)
             else:
-                stage.forward_loss(0, value, targets, share=1.0, step=0)
-        activation_bytes.append(counting[-1])
-        output_bytes.append(_bytes(crossing))
-        gradient_bytes.append(_bytes(tensor for tensor in crossing if tensor.requires_grad))
+                stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0)
+        returned = _bytes(tensor for tensor in crossing if tensor.requires_grad)
+        found.append(_LayerBytes(counting[-1], _bytes(crossing), returned))
     gradients: tuple[Tensor | None, ...] = ()
     for stage in reversed(stages):
         gradients = stage.backward(0, gradients)
-    return activation_bytes, output_bytes, gradient_bytes
+    return found
 
 
 def _measure_updates(
@@ -336,8 +397,8 @@ def _measure_updates(
     in_between: Callable[[], object],
     watch: Stopwatch,
     agree: Agree,
-) -> tuple[dict[int, float], int]:
-    """Seconds of an update of each layer that is trained, and the bytes of the optimizer's state over all.
+) -> tuple[dict[tuple[str, int], float], int]:
+    """Seconds of the ("update", layer) of each layer that is trained, and bytes of the optimizer's state.
 
     Args:
         in_between: goes through the caches between two steps, forward and backward, as training does.
@@ -351,7 +412,7 @@ def _measure_updates(
                 gradient.zero_()  # a step of nothing costs as much, and leaves the copy fit for use
             optimizers[i] = optimizer(parameters)
 
-    def steps() -> dict[int, Took]:
+    def steps() -> dict[tuple[str, int], Took]:
         took = {}
         with _frozen(stages):
             in_between()
@@ -359,10 +420,10 @@ def _measure_updates(
             began = watch.now()
             norms(gradients[i])  # which tell whether they are numbers
             over_layer.step()
-            took[i] = watch.since(began)
+            took["update", i] = watch.since(began)
         return took
 
-    updates = _typical(steps, agree) if optimizers else {}
+    updates = _typical([steps], agree)[0] if optimizers else {}
     state_bytes = _bytes(
         value
         for over_layer in optimizers.values()

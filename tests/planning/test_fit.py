@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpipe.planning import fit
+from hybridpipe.planning.profile import Measurement
 
 from .helpers import layer, model
 
@@ -198,6 +199,14 @@ def test_the_typical_rank_is_the_median_layer_by_layer():
     expected = model(layer(1.5, 2.5, update=1.0, parameters=8), layer(4.0), samples=4)
     assert fit.typical(ranks) == replace(expected, load=3)
     assert fit.typical(ranks[:1]) == ranks[0], "alone, load is 1"
+
+
+def test_the_typical_rank_is_the_median_at_every_size():
+    def rank(forward):
+        return replace(model(layer(forward), samples=4), others=(Measurement(2, (layer(forward / 2),)),))
+
+    found = fit.typical([rank(1.0), rank(9.0), rank(3.0)])
+    assert found == replace(rank(3.0), load=3)
 
 
 def test_the_weights_part_of_a_backward_is_never_longer_than_the_backward():

@@ -129,7 +129,7 @@ def test_layers_shorter_than_a_time_slice_show_the_load_together():
         short = {i: Took(0.001 + 0.003 * (i == waiting), 0.003 * (i == waiting)) for i in range(4)}
         return short | {"long": Took(0.007, 0.003)}
 
-    typical = module._typical(sample, agree=lambda _: 0.002)
+    (typical,) = module._typical([sample], agree=lambda _: 0.002)
     assert sum(typical.values()) == pytest.approx(0.014, rel=0.05)
     assert typical[0] == typical[3] == pytest.approx(typical["long"] / 4)
 
@@ -139,10 +139,24 @@ def test_ranks_that_measure_at_once_repeat_equally_often():
     count = {}
     for slowest in (module.BUDGET_SECONDS, module.REPETITION_SECONDS / 10):
         samples = []
-        module._typical(lambda s=samples: s.append(0) or {0: Took(1.0)}, agree=lambda _, s=slowest: s)
+        module._typical([lambda s=samples: s.append(0) or {0: Took(1.0)}], agree=lambda _, s=slowest: s)
         count[slowest] = len(samples) - module.WARM_UP
     slow, quick = count.values()
     assert slow == module.MIN_REPEATS and quick == 10 * module.MAX_REPEATS
+
+
+def test_a_machine_that_slows_down_slows_every_size_down():
+    """A smaller microbatch that was measured after the larger ones seemed to cost 1.6 times what it does."""
+    passes = [0]
+
+    def slower_and_slower(seconds):
+        passes[0] += 1
+        return {"forward": Took(seconds * (1 + passes[0] / 40))}
+
+    samplers = [lambda s=seconds: slower_and_slower(s) for seconds in (4.0, 2.0, 1.0)]
+    found = [of_size["forward"] for of_size in module._typical(samplers, agree=lambda _: 0.04)]
+    assert found[0] / found[2] == pytest.approx(4, rel=0.05)
+    assert found[1] / found[2] == pytest.approx(2, rel=0.05)
 
 
 def test_the_copy_can_be_run_after_it_was_measured():
@@ -252,9 +266,11 @@ def test_a_smaller_microbatch_joins_what_a_larger_one_need_not():
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 3))
     inputs = torch.randn(300, 512)
     rehearsal = Rehearsal(model, inputs, torch.randn(300, 3), nn.functional.mse_loss)
-    large, small = rehearsal.measure(), rehearsal.measure(size=5)
-    first = [figures(profile, "joined")[0] for profile in (large, small, rehearsal.measure())]
-    assert [each and each.microbatches for each in first] == [None, math.ceil(256 / 5), None]
+    profile = rehearsal.measure(sizes=[300, 5])
+    assert profile.samples == 300 and [other.samples for other in profile.others] == [5]
+    first = [profile.scaled_to(size).layers[0].joined for size in (300, 5)]
+    assert [each and each.microbatches for each in first] == [None, math.ceil(256 / 5)]
+    assert figures(rehearsal.measure(), "joined")[0] is None
 
 
 @pytest.mark.parametrize("rows, joined", [(100, 3), (128, 2), (255, 2)])
