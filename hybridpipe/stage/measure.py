@@ -209,10 +209,9 @@ def _typical(samplers: Sequence[Callable[[], Mapping[_Key, Took]]], agree: Agree
         affordable = int(BUDGET_SECONDS / (lengths[-1] * slowest))
         counts.append(min(MAX_REPEATS, max(MIN_REPEATS, affordable)))
     samples: list[list[Mapping[_Key, Took]]] = [[] for _ in samplers]
-    for repetition in range(max(counts)):
-        for sample, length, count, own in zip(samplers, lengths, counts, samples, strict=True):
-            if repetition < count:
-                own += [sample() for _ in range(length)]
+    turns = sorted(((n + 0.5) / count, i) for i, count in enumerate(counts) for n in range(count))
+    for _, i in turns:  # each sampler's are spread evenly over the whole time
+        samples[i] += [samplers[i]() for _ in range(lengths[i])]
     return [_middle(own, length) for own, length in zip(samples, lengths, strict=True)]
 
 
@@ -238,7 +237,7 @@ def _passes(stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch) -> d
     several microbatches, also in each of NUM_JOINED backwards, and a product of as many, or as many as join.
 
     In turn, so that what else the machine does counts for all; the differences are what the weights'
-    gradients take.
+    gradients take. Notes in the microbatch what was joined.
     """
     crossing: dict[int, list[bool]] = {}
 

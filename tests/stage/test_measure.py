@@ -159,6 +159,19 @@ def test_a_machine_that_slows_down_slows_every_size_down():
     assert found[1] / found[2] == pytest.approx(2, rel=0.05)
 
 
+def test_repetitions_of_all_sizes_are_spread_over_the_same_time(monkeypatch):
+    """The largest size is repeated less often: it would else be over while the smallest goes on."""
+    for name, value in {"BUDGET_SECONDS": 4.0, "REPETITION_SECONDS": 0.04, "MAX_REPEATS": 16}.items():
+        monkeypatch.setattr(module, name, value)
+    order = []
+    slowest = iter([1.0, 0.04])  # four repetitions of one pass, and sixteen
+    samplers = [lambda name=name: order.append(name) or {0: Took(1.0)} for name in ("large", "small")]
+    module._typical(samplers, agree=lambda _: next(slowest))
+    measured = "".join(name[0] for name in order[2 * module.WARM_UP :])
+    assert measured.count("l") == 4 and measured.count("s") == 16
+    assert set(measured.split("l")) == {"ss", "ssss"}
+
+
 def test_the_copy_can_be_run_after_it_was_measured():
     rehearsal = Rehearsal(mlp(), torch.randn(5, 4), torch.randint(0, 3, (5,)), cross_entropy)
     before = copy.deepcopy([stage.module.state_dict() for stage in rehearsal.stages])
