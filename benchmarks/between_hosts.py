@@ -10,7 +10,6 @@ hosts are those of `netcluster` (see networks.py).
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import jobs
 import networks
 import numpy as np
 from tabulate import tabulate
@@ -85,11 +85,11 @@ def measure(network: str, rounds: int) -> list[list[object]]:
             for way, settings in WAYS.items():
                 there = where.with_settings(settings)
                 command = [sys.executable, "-m", "hybridpipe.launcher", str(max(RANKS))]
-                done = subprocess.run(
-                    [*there.prefix, *command, "--", sys.executable, __file__, "--rank"],
-                    env=os.environ | there.environment, stdout=subprocess.PIPE, text=True, check=True,
-                    timeout=300,
-                )  # fmt: skip
+                command += ["--", sys.executable, __file__, "--rank"]
+                done = jobs.finished(
+                    [*there.prefix, *command], there.environment, 300, stdout=subprocess.PIPE, text=True
+                )
+                done.check_returncode()
                 for key, seconds in json.loads(done.stdout).items():
                     taken[way].setdefault(key, []).append(seconds)
     lines = []

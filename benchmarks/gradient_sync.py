@@ -17,6 +17,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import jobs
 import networks
 import rounds
 from tabulate import tabulate
@@ -102,10 +103,11 @@ def main() -> None:
         return
     with networks.network(options.network, options.ranks) as where:
         command = [sys.executable, "-m", "hybridpipe.launcher", str(options.ranks), "--", sys.executable]
-        done = subprocess.run(
-            [*where.prefix, *command, __file__, *sys.argv[1:], "--rank"],
-            env=os.environ | where.environment, stdout=subprocess.PIPE, text=True, check=True, timeout=1800,
-        )  # fmt: skip
+        command += [__file__, *sys.argv[1:], "--rank"]
+        done = jobs.finished(
+            [*where.prefix, *command], where.environment, 1800, stdout=subprocess.PIPE, text=True
+        )
+        done.check_returncode()
     taken = list(zip(*json.loads(done.stdout.splitlines()[-1]), strict=True))
     lines = [
         [cycle or "Horovod's", bucket, 1e3 * statistics.median(each), 1e3 * min(each), 1e3 * max(each)]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 from networks import ROOT, Network
 
@@ -30,25 +30,27 @@ def run(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) ->
     command = [*network.prefix, sys.executable, "-m", "hybridpipe.launcher", str(ranks), "--", "hybridpipe"]
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log.txt").open("w") as log:
-        code = exit_code([*command, *words, "--out", str(out)], network.environment, log, 900)
+        words = [*words, "--out", str(out)]
+        code = finished(
+            [*command, *words], network.environment, 900, stdout=log, stderr=subprocess.STDOUT
+        ).returncode
     if code:
         raise SystemExit(f"{' '.join(words)}: exit code {code}; see {out / 'log.txt'}")
     return json.loads((out / "summary.json").read_text())
 
 
-def exit_code(
-    command: Sequence[str], environment: Mapping[str, str], log: TextIO, timeout_seconds: float
-) -> int:
+def finished(
+    command: Sequence[str], environment: Mapping[str, str], timeout_seconds: float, **streams: Any
+) -> subprocess.CompletedProcess:
     """Run a launcher. Whatever ends the wait for it, also an exception, ends its job first."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
-    )
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **streams)
     try:
-        return process.wait(timeout_seconds)
+        output, errors = process.communicate(timeout=timeout_seconds)
     except BaseException:
         process.terminate()
         process.wait()
         raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def svg_axes(**options):

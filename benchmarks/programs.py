@@ -51,7 +51,9 @@ def start(
     environment |= network.environment
     with (out / "log.txt").open("w") as log:
         try:
-            code = jobs.exit_code(command, environment, log, TIMEOUT_SECONDS)
+            code = jobs.finished(
+                command, environment, TIMEOUT_SECONDS, stdout=log, stderr=subprocess.STDOUT
+            ).returncode
         except subprocess.TimeoutExpired:
             return Outcome(group, way.name, number, error=f"took more than {TIMEOUT_SECONDS} s")
     load = os.getloadavg()[0]
