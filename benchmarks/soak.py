@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jobs
 from tabulate import tabulate
 
 from hybridpipe.files import write_json
@@ -195,12 +195,13 @@ class Soak:
             "--out", str(folder / "out"), "--hang-timeout", str(HANG_SECONDS),
             "--set", f"checkpoint.every={EVERY}",
         ]  # fmt: skip
-        env = os.environ | {"HYBRIDPIPE_FAULT": ";".join(map(str, faults)), "OMP_NUM_THREADS": "1"}
+        settings = {"HYBRIDPIPE_FAULT": ";".join(map(str, faults)), "OMP_NUM_THREADS": "1"}
         with (folder / "log.txt").open("w") as log:
             try:
                 limit = SECONDS * (len(faults) + 1)
-                done = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=limit)
-                code = done.returncode
+                code = jobs.finished(
+                    command, settings, limit, stdout=log, stderr=subprocess.STDOUT
+                ).returncode
             except subprocess.TimeoutExpired:
                 code = -1
         text = (folder / "log.txt").read_text(errors="replace")
@@ -287,7 +288,7 @@ def main() -> int:
         "--out", type=Path, help="keeps the folders of jobs that failed; default: a temporary one"
     )
     options = parser.parse_args()
-    out = options.out or Path(tempfile.mkdtemp(prefix="soak-"))
+    out = (options.out or Path(tempfile.mkdtemp(prefix="soak-"))).resolve()
     outcomes = soak(options.seed, options.faults, out, options.only, options.seconds)
     return int(any(outcome.wrong for outcome in outcomes))
 
