@@ -306,7 +306,7 @@ class _Search:
                     fixed = program.with_edges(np.array(short.edges))
                     yield from ((fixed, path) for path in fixed.most_even(short.slowest))
             if tried and len(tried[-1].slots) == 1:
-                return  # no way is shorter
+                return  # one stage has no queues; what a larger slack lets in is slower by the formula
 
     def cheap_edges(self, count: int) -> Ints:
         """About so many places to cut: evenly in work, where little is sent, and close to the best cuts."""

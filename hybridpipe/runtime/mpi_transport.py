@@ -41,8 +41,8 @@ PAUSE_SECONDS = 1e-3
 # whose timers and thread switches are slow; and a send waits for a receiver that computes.
 IDLE_PAUSE_SECONDS = 4e-3
 # Where receives whose messages are not there yet are all there is, each pause is then longer than the one
-# before by this factor: what comes late is found within another sixteenth of the wait for it. The longest
-# takes 1 % of a core in place of 2 to 5.
+# before by this factor: what comes late is found within 4 ms and a sixteenth of the wait for it. The longest
+# takes 1 % of a core in place of 2 to 5; a sender over TCP whose receiver computes starts so much later.
 STRETCH = 17 / 16
 LONGEST_PAUSE_SECONDS = 20e-3
 # With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
@@ -128,7 +128,7 @@ class MpiTransport:
         self._polling = threading.Lock()  # held by the one thread that tests the requests
         self._guard = threading.Lock()  # guards what follows
         self._wake = threading.Condition(self._guard)  # wakes the communication thread
-        self._resting = 0.0  # the pause that the communication thread is in; for ever: until it is woken
+        self._resting = 0.0  # the communication thread's pause; 0: it is awake, inf: until it is woken
         self._pause = PAUSE_SECONDS  # its next one
         self._closed = False
         self._num_waiting = 0
@@ -195,7 +195,7 @@ class MpiTransport:
         return pending
 
     def _look_within(self, next_pause: float, this_pause: float) -> None:
-        """The communication thread's next pause may be so long, and the one it is in. `_guard` is held."""
+        """The thread's next pause is no longer, and it is woken from one that is. `_guard` is held."""
         self._pause = min(self._pause, next_pause)
         if self._resting > this_pause:
             self._wake.notify()
@@ -223,7 +223,7 @@ class MpiTransport:
         finally:
             position.wait_for(before)
             with self._guard:
-                self._num_waiting -= 1
+                self._num_waiting -= 1  # while others waited the thread did not look, and its pauses grew
                 self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
 
     def close(self) -> None:
@@ -297,6 +297,8 @@ class MpiTransport:
         message = self._probe() or self._probe()  # Open MPI's first look moves what the second one finds
         if message is None:
             return False
+        with self._guard:  # where one message came, others may follow
+            self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
         place = self._status.source, self._status.tag
         arrived = _Arrived(message, self._status.Get_count(MPI.BYTE))
         if place not in self._expected:

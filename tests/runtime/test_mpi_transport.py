@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from hybridpipe.runtime import mpi_transport
 from hybridpipe.runtime.messages import ProtocolError
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MOST_ACTIVE, MpiTransport
@@ -110,6 +111,34 @@ def test_an_idle_transport_sleeps(transport):
     began = time.process_time()
     time.sleep(0.2)
     assert time.process_time() - began < 0.05
+
+
+def test_pauses_grow_while_nothing_comes():
+    pauses = [1e-3]
+    while len(pauses) < 40:
+        pauses.append(mpi_transport._longer(pauses[-1], only_expected=True))
+    assert pauses[:4] == pytest.approx([1e-3, 2e-3, 4e-3, 4.25e-3])
+    assert pauses == sorted(pauses) and pauses[-1] == 20e-3
+    assert mpi_transport._longer(20e-3, only_expected=False) == 4e-3
+
+
+@pytest.mark.parametrize("what", ["send", "receive"])
+def test_something_new_ends_a_long_pause(transport, what):
+    """A posted receive had waited for so long that the thread looked every 20 ms only."""
+    awaited = transport.receive(filled(8), 0, 1)
+    deadline = time.monotonic() + 10
+    while transport._resting <= 10e-3:
+        assert time.monotonic() < deadline, "its pauses do not grow"
+        time.sleep(5e-3)
+    if what == "send":
+        transport.send(filled(1 << 20), 0, 2)
+    other = transport.receive(filled(1 << 20), 0, 2)
+    assert transport._pause <= 4e-3
+    if what == "receive":
+        transport.send(filled(1 << 20), 0, 2)
+    transport.send(filled(8), 0, 1)
+    awaited.wait()
+    other.wait()
 
 
 def test_a_rank_that_waits_for_long_sleeps_with_and_without_a_core(transport):
