@@ -14,6 +14,7 @@ HERE = Network((), {})
 # Saving in the background is not for nothing where no core is free: at the end of each epoch, of three
 # minibatches, `prediction`'s MLP took a quarter longer.
 NEVER = "checkpoint.every=1000000"
+GRACE_SECONDS = 60.0  # for a launcher to end a job that may hang
 
 
 def train(
@@ -42,13 +43,20 @@ def run(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) ->
 def finished(
     command: Sequence[str], environment: Mapping[str, str], timeout_seconds: float, **streams: Any
 ) -> subprocess.CompletedProcess:
-    """Run a launcher. Whatever ends the wait for it, also an exception, ends its job first."""
+    """Run a launcher. Whatever ends the wait for it, also an exception, ends its job first.
+
+    The launcher itself is killed only where it does not end: then nobody would end the ranks.
+    """
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **streams)
     try:
         output, errors = process.communicate(timeout=timeout_seconds)
     except BaseException:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 

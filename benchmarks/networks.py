@@ -65,8 +65,8 @@ def network(name: str, num_hosts: int = 4, ranks_per_host: int = 1) -> Iterator[
 @contextmanager
 def _hosts(rate: str, num_hosts: int) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without taking the hosts down
-    _netcluster("up", str(num_hosts), "--rate", rate)
     try:
+        _netcluster("up", str(num_hosts), "--rate", rate)
         yield
     finally:
         _netcluster("down")

@@ -34,7 +34,7 @@ def cut_figures_of(
     offset = np.cumsum(length) - length
     units = np.concatenate(ranks) // cluster.levels[0].ranks
     period = cluster.levels[-2].ranks // cluster.levels[0].ranks if len(cluster.levels) > 1 else 1
-    low, high = (find.reduceat(units, offset) for find in (np.minimum, np.maximum))
+    low, high = np.minimum.reduceat(units, offset), np.maximum.reduceat(units, offset)
     shapes: dict[tuple[bytes, int], int] = {}
     relative = units - np.repeat(low, length)
     shape = np.array(
@@ -51,7 +51,7 @@ def cut_figures_of(
     base = np.minimum(low[senders], low[receivers])[example] // period * period
     width = np.maximum(high[senders], high[receivers])[example] - base + 1
     width = -(-width // period) * period
-    routes = _Routes(cluster, units, length, senders[example], receivers[example], base, width)
+    routes = _Routes(cluster, units, length, offset, senders[example], receivers[example], base, width)
     lcm = np.lcm(length[senders[example]], length[receivers[example]])
     fewest = np.minimum(length[senders[example]], length[receivers[example]])
     in_a_row = num_microbatches / fewest if asynchronous else -(-num_microbatches // fewest) - 1.0
@@ -77,6 +77,7 @@ class _Routes:
         cluster: Cluster,
         units: Ints,
         length: Ints,
+        offset: Ints,
         senders: Ints,
         receivers: Ints,
         base: Ints,
@@ -84,8 +85,7 @@ class _Routes:
     ) -> None:
         self.sizes = [level.ranks // cluster.levels[0].ranks for level in cluster.levels]
         self.sizes[-1] = 0  # whatever the window shows is one unit of the outermost level
-        self.units, self.length = units, length
-        self.offset = np.cumsum(length) - length
+        self.units, self.length, self.offset = units, length, offset
         self.senders, self.receivers, self.base, self.width = senders, receivers, base, width
 
     def busiest(self) -> Floats:

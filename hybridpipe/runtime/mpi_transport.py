@@ -297,8 +297,6 @@ class MpiTransport:
         message = self._probe() or self._probe()  # Open MPI's first look moves what the second one finds
         if message is None:
             return False
-        with self._guard:  # where one message came, others may follow
-            self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
         place = self._status.source, self._status.tag
         arrived = _Arrived(message, self._status.Get_count(MPI.BYTE))
         if place not in self._expected:
@@ -306,6 +304,7 @@ class MpiTransport:
             return True
         with self._guard:
             self._num_expected -= 1
+            self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)  # where one came, others may follow
         self._take(_pop(self._expected, place), arrived)
         return True
 

@@ -133,7 +133,7 @@ def test_something_new_ends_a_long_pause(transport, what):
     if what == "send":
         transport.send(filled(1 << 20), 0, 2)
     other = transport.receive(filled(1 << 20), 0, 2)
-    assert transport._pause <= 4e-3
+    assert transport._pause <= 10e-3  # else it were the one behind a pause of more than that
     if what == "receive":
         transport.send(filled(1 << 20), 0, 2)
     transport.send(filled(8), 0, 1)
