@@ -298,15 +298,17 @@ class _Search:
         """
         paths = program.least_maximum()
         yield from ((program, path) for path in paths)
+        if self.max_replicas == 1 or not paths or len(paths[0].slots) == 1:
+            return  # one stage has no queues, and what takes longer than it is slower by the formula
         tried: list[_Path] = []
-        for slack in SLACKS if paths and self.max_replicas > 1 else ():
+        for slack in SLACKS:
             for short in program.least_sum(slack * paths[0].slowest):
                 if short not in tried:
                     tried.append(short)
                     fixed = program.with_edges(np.array(short.edges))
                     yield from ((fixed, path) for path in fixed.most_even(short.slowest))
             if tried and len(tried[-1].slots) == 1:
-                return  # one stage has no queues; what a larger slack lets in is slower by the formula
+                return
 
     def cheap_edges(self, count: int) -> Ints:
         """About so many places to cut: evenly in work, where little is sent, and close to the best cuts."""
