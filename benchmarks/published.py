@@ -6,7 +6,8 @@ Reads the layer graphs that PipeDream published, from ../shared/profiles or $PRO
 this repository. The schedule is the paper's: an asynchronous pipeline in which a minibatch travels whole,
 so that the pace of the slowest stage counts (SOSP 2019, section 3.1); "dp" then updates once in a round of
 as many minibatches as there are ranks. Of a published choice only the replica counts are known; its cuts
-are those that the simulator likes best among the ones of least `cost.estimate`.
+are those that the simulator likes best among the few of least `cost.estimate`, and of a straight pipeline
+the best that `search.straight` knows. "dp" and "straight" are taken for the choice on 4 ranks, too.
 """
 
 import argparse

@@ -7,6 +7,7 @@ import argparse
 import gc
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,11 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        return 1
     except UserError as error:
         outcome.tell(error.exit_code, str(error), step=error.step)
         _tell(f"hybridpipe: {error}")
         return error.exit_code
     return code
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads standard output any more, as after `| head`; then the rest goes nowhere."""
+    stdout, poll = sys.stdout.fileno(), select.poll()
+    poll.register(stdout, 0)
+    if not any(state & select.POLLERR for _, state in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return True
 
 
 def _tell(mistake: str) -> None:

@@ -278,7 +278,7 @@ def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Ite
     if total and is_simulated(plan) and not plan.is_asynchronous:
         timeline = predict(plan, profile, cluster)[0]
         parts = asdict(timeline.parts(plan)).items()
-        shares = [f"{name.removesuffix('_seconds')} {part / timeline.seconds:.0%}" for name, part in parts]
+        shares = [f"{name.removesuffix('_seconds')} {part / timeline.seconds:z.0%}" for name, part in parts]
         figures = _as_simulated(figures, plan, timeline)
     what, seconds = bottleneck(figures, total, plan.num_groups)
     yield f"bottleneck: {what}, {duration(seconds)} of {duration(total)}"

@@ -1,5 +1,6 @@
 """`hybridpipe profile --from-pipedream`: the command, without what it reads (tests/planning) and measures."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,19 @@ def test_a_mistake_in_the_file_names_file_and_line(
     graph.write_bytes(content)
     assert main(["profile", "--from-pipedream", str(graph)]) == 2
     assert capsys.readouterr().err.startswith(f"hybridpipe: {graph}: {told}")
+
+
+def test_a_reader_that_is_gone_gets_no_traceback(graph: Path, tmp_path: Path):
+    """`hybridpipe plan ... | head` ended with one."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hybridpipe", "profile", "--from-pipedream", str(graph)]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "profile.json")],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -44,7 +44,7 @@ NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 16, 6
 # But not one whose formula is so many times the best simulation yet: what the simulator sees besides seldom
 # makes a plan faster (ranks that share processors at times only, bursts), and then by little.
 HOPELESS = 1.25
-MAX_ADVISED = 5_000  # layers times ranks; what would help a larger problem takes minutes to find out
+MAX_ADVISED = 10_000  # layers times ranks; what would help a larger problem takes minutes to find out
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
 MAX_NAMED = 20  # stages of a plan that is called by its replica counts
 TIE = 1e-9  # relative: times that differ by less are equal
@@ -252,8 +252,7 @@ def straight(
     found = []
     for name in considered({"schedule": schedule}):
         problem = _Problem(profile, cluster, num_microbatches, num_ranks, name)
-        plan = _straight(problem, recompute=False)
-        if plan is not None:
+        for plan in _straight(problem, recompute=False):
             found.append(Candidate("straight", judged(plan, profile, cluster), profile.samples))
     return ranked(found)[0].plan if found else None
 
@@ -335,10 +334,10 @@ def _proposed(problem: _Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
         return
     for one_stage in _data_parallel_plans(problem):
         yield "dp", replace(one_stage, recompute=recompute)
-    if (plan := _straight(problem, recompute)) is not None:
-        yield "straight", plan
+    in_line = _straight(problem, recompute)
+    yield from (("straight", plan) for plan in in_line[:1])
     count = NUM_EXACT_ASYNCHRONOUS if problem.schedule in ASYNCHRONOUS else NUM_EXACT
-    for exact in _partition(problem, recompute)[:count]:
+    for exact in _partition(problem, recompute)[:count] + in_line[1:]:
         yield "exact", exact
 
 
@@ -379,15 +378,19 @@ def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = 
     return list(islice(fitting, NUM_INTERLEAVED)) or plans
 
 
-def _straight(problem: _Problem, recompute: bool) -> Plan | None:
-    """The best pipeline with one replica a stage; a single stage only where there is nothing longer."""
+def _straight(problem: _Problem, recompute: bool) -> list[Plan]:
+    """The best pipeline with one replica a stage; a single stage only where there is nothing longer.
+
+    Of an asynchronous one, of which the formula says less, the best few.
+    """
     problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
     if problem.schedule == "interleaved-1f1b":
         plans = _interleaved(problem, recompute, max_replicas=1)
         plans = [plan for plan in plans if fits(plan, problem.profile, problem.cluster)]
     else:
         plans = _partition(problem, recompute, max_replicas=1)
-    return next((plan for plan in plans if plan.num_stages > 1), plans[0] if plans else None)
+    longer = [plan for plan in plans if plan.num_stages > 1]
+    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.schedule in ASYNCHRONOUS else 1]
 
 
 def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
@@ -413,15 +416,19 @@ def _how_far(problem: _Problem) -> str:
     peaks = dict(zip(plan.ranks, peak_memory_bytes(problem.profile, plan), strict=True))
     rank = max(peaks, key=lambda r: peaks[r] / max(problem.cluster.memory(r), 1))
     name = short_name(plan) + " with recomputation" * plan.recompute
+    closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few looked at"
     return (
-        f"no plan fits into memory: {name} comes closest and "
-        f"needs {peaks[rank]} bytes on rank {rank}, which has {problem.cluster.memory(rank):.0f}"
-        + (f"; {_advice(problem)}" if problem.size <= MAX_ADVISED else "")
+        f"no plan fits into memory: {name} {closest} and "
+        f"needs {peaks[rank]} bytes on rank {rank}, which has {problem.cluster.memory(rank):.0f}; "
+        + _advice(problem)
     )
 
 
 def _advice(problem: _Problem) -> str:
+    """The first remedy that works; of a large problem all, untried."""
     remedies = list(_remedies(problem))
+    if problem.size > MAX_ADVISED:
+        return f"these may help: {', '.join(text for text, _ in remedies)}"
     for text, eased in remedies:
         if any(_fitting(eased)):
             return f"{text} would help"
@@ -431,14 +438,16 @@ def _advice(problem: _Problem) -> str:
 def _closest(problem: _Problem) -> Plan:
     """The plan that would fit if the memory of every rank grew by the least factor, found by bisection.
 
-    Of a large problem: of the plans for unlimited memory the one that needs least.
+    Of a large problem: of the plans for unlimited memory, recomputing if asked for, what needs least.
     """
 
     def excess(plan: Plan) -> float:
         return _excess(plan, problem.profile, problem.cluster)
 
     unlimited = replace(problem, cluster=replace(problem.cluster, memory_bytes=None))
-    closest = min((plan for _, plan in _proposals(unlimited)), key=excess)
+    closest = min(
+        (replace(plan, recompute=problem.recompute) for _, plan in _proposals(unlimited)), key=excess
+    )
     too_little = 1.0
     for _ in range(NUM_BISECTIONS if problem.size <= MAX_ADVISED else 0):
         factor = math.sqrt(too_little * excess(closest))

@@ -21,7 +21,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from .brute_force import Reference, every_placement, random_instance
 from .helpers import free, layer, model
 
-NUM_INSTANCES = 1200  # of which more than half have a plan that fits
+NUM_INSTANCES = 1500  # of which more than 1000 have a plan that fits
 
 
 @pytest.mark.parametrize("batch", range(10))
@@ -44,7 +44,7 @@ def test_equals_brute_force(batch):
             assert set(plan.ranks) <= set(ranks) and max(plan.replicas) <= (max_replicas or len(ranks)), seed
             peaks = zip(plan.ranks, peak_memory_bytes(profile, plan))
             assert all(peak <= cluster.memory(rank) for rank, peak in peaks), seed
-    assert fitting >= NUM_INSTANCES / 10 / 2
+    assert fitting > 100
 
 
 def found_on(profile, cluster, ranks, max_replicas, options):

@@ -224,6 +224,18 @@ def test_what_would_help_is_computed():
     assert gpipe.endswith("the schedule 1f1b would help")
 
 
+def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
+    """Once the best of plans for unlimited memory was called the closest, with no remedy beside it."""
+    monkeypatch.setattr("hybridpipe.planning.search.MAX_ADVISED", 1)
+    told = refusal(FOUR, replace(free(4), memory_bytes=299), 8, schedule="gpipe")
+    assert re.search(
+        r": (\S+) comes closest of the few looked at and needs \d+ bytes on rank \d, which", told
+    )
+    assert told.endswith("these may help: recomputation, the schedule 1f1b, 8 ranks, 16 ranks")
+    again = refusal(FOUR, replace(free(4), memory_bytes=100), 8, schedule="gpipe", recompute=True)
+    assert "with recomputation comes closest of" in again and "help: the schedule 1f1b, 8" in again
+
+
 def test_memory_that_differs_is_told_of_the_right_rank():
     told = refusal(model(layer(1, 2, parameters=100)), replace(free(2), memory_bytes=(50, 150)), 1)
     assert "1 comes closest and needs 200 bytes on rank 1, which has 150" in told
