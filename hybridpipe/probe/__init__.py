@@ -18,8 +18,8 @@ import torch
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.probe.computing import measure_computing
 from hybridpipe.probe.messages import measure_link, measure_wakeups
-from hybridpipe.probe.reduction import measure_allreduce
-from hybridpipe.probe.repetitions import SIZES_BYTES, Unit, Work, default_work
+from hybridpipe.probe.reduction import LARGE_BYTES, measure_allreduce
+from hybridpipe.probe.repetitions import Unit, Work, default_work
 from hybridpipe.together import machine_leaders
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 _MEMORY = Path("/proc/meminfo")
 
 
-def probe(world: "MPI.Comm", work: Work | None = None, gradient_bytes: int = SIZES_BYTES[-1]) -> Cluster:
+def probe(world: "MPI.Comm", work: Work | None = None, gradient_bytes: int = LARGE_BYTES[-1]) -> Cluster:
     """Measure the machines behind `world`. Collective; the same cluster on every rank.
 
     Args:
         work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
             product of matrices, which stays in the cache, and a sum, which does not.
-        gradient_bytes: of the model; 8 MiB at most are all-reduced.
+        gradient_bytes: of the model; 64 MiB at most are all-reduced.
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
@@ -45,11 +45,13 @@ def probe(world: "MPI.Comm", work: Work | None = None, gradient_bytes: int = SIZ
     per_machine = _equal_units(machine_leaders(world)) or per_host
     units = [("host", 1, per_host), ("network", per_host, world.size)]
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
-    computing = measure_computing(world, per_machine, work or default_work())
+    measure_now = partial(measure_computing, world, per_machine, work or default_work())
+    computing = measure_now()
     links = [measure_link(world, unit, per_machine) for unit in levels]
     measure = partial(measure_allreduce, world, gradient_bytes=gradient_bytes, computing=computing)
     all_reduces = map(measure, levels, links)
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
+    computing = computing.or_more(measure_now())
     return Cluster(
         levels=tuple(
             Level(

@@ -1,5 +1,6 @@
 """Computing: how fast the ranks of a machine are when several compute, and machines beside each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,13 +17,35 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # By where those that wait are polling, one rank alone is up to 1.3 times as fast in one as in the next.
-COMPUTING_ROUNDS = 5
+COMPUTING_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    speeds: tuple[float, ...]
-    relative_speed: tuple[float, ...] | None
+    """What the ranks of a machine get done.
+
+    done: by n, of n of them that compute at once, units of work a second together, on each machine; holds 1.
+    num_cores: of a machine's ranks together.
+    """
+
+    done: Mapping[int, tuple[float, ...]]
+    num_cores: int
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """As `Cluster.compute_speeds`."""
+        throughput = {
+            n: median(together / alone for together, alone in zip(by_machine, self.done[1], strict=True))
+            for n, by_machine in self.done.items()
+        }
+        return fit.compute_speeds(throughput, self.num_cores)
+
+    @property
+    def relative_speed(self) -> tuple[float, ...] | None:
+        """As `Cluster.relative_speed`."""
+        machines = fit.relative_speeds(self.done[1])
+        per_machine = max(self.done)
+        return machines and tuple(speed for speed in machines for _ in range(per_machine))
 
     @property
     def sharing(self) -> int:
@@ -37,6 +60,15 @@ class Computing:
         """What all ranks of a machine do at once, relative to one that computes alone."""
         return len(self.speeds) * self.speeds[-1]
 
+    def or_more(self, again: "Computing") -> "Computing":
+        """The most that was done in either.
+
+        What others take of a shared machine, for seconds, is not the ranks' to share: two on two cores have
+        seemed to have 0.6 to 0.8 of a core each for a second, and 0.98 the next.
+        """
+        most = {n: tuple(map(max, done, again.done[n])) for n, done in self.done.items()}
+        return replace(self, done=most)
+
 
 def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Computing:
     """How much work 1, 2, 4, ... and all ranks of a machine do at once; every machine at the same time.
@@ -50,7 +82,7 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
     work()
     rounds = COMPUTING_ROUNDS if largest(world, timed_call(work)) < COMPUTE_SECONDS else 1
     firsts = range(0, world.size, per_machine)
-    done: dict[int, list[list[float]]] = {n: [] for n in counts}  # by machine, for each round
+    rounds_done: dict[int, list[list[float]]] = {n: [] for n in counts}  # by machine, for each round
     machine = world.Split(world.rank // per_machine, world.rank)
     groups = {n: machine.Split(machine.rank < n, machine.rank) for n in counts}
     num_ranks, num_cores = machine_cores(world)
@@ -61,20 +93,11 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
                 own = _rate_of_first(n, machine, groups[n], transport, work)
                 idle_barrier(world)
                 rates = world.allgather(own)
-                done[n].append([sum(rates[first : first + per_machine]) for first in firsts])
+                rounds_done[n].append([sum(rates[first : first + per_machine]) for first in firsts])
     for communicator in (*groups.values(), machine):
         communicator.Free()
-    throughput = {
-        n: median(
-            all_of_it / alone
-            for together, by_one in zip(done[n], done[1], strict=True)
-            for all_of_it, alone in zip(together, by_one, strict=True)
-        )
-        for n in counts
-    }
-    machines = fit.relative_speeds([median(rates) for rates in zip(*done[1], strict=True)])
-    relative = machines and tuple(machines[rank // per_machine] for rank in range(world.size))
-    return Computing(fit.compute_speeds(throughput, round(largest(world, num_cores))), relative)
+    done = {n: tuple(map(median, zip(*by_round, strict=True))) for n, by_round in rounds_done.items()}
+    return Computing(done, round(largest(world, num_cores)))
 
 
 def _rate_of_first(

@@ -3,7 +3,7 @@ nothing, and how much slower ranks compute beside Horovod's idle thread."""
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
@@ -17,8 +17,8 @@ from hybridpipe.planning.cluster import AllReduce
 from hybridpipe.probe.computing import Computing
 from hybridpipe.probe.messages import Link
 from hybridpipe.probe.repetitions import (
+    GROW_SECONDS,
     MAX_REPEATS,
-    ROUNDS,
     SIZES_BYTES,
     Timed,
     Unit,
@@ -26,7 +26,6 @@ from hybridpipe.probe.repetitions import (
     computation,
     default_work,
     in_group,
-    rate,
     repeated,
     timed_call,
 )
@@ -40,8 +39,12 @@ NUM_TENSORS = 4  # of a bucket: Horovod fuses small ones
 BESIDE_SECONDS = 0.1  # of all-reduces beside computing
 BESIDE_ROUNDS = 7  # of these at least: three of 60 ms gave any overlap from 0 to 1
 BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # of computing before one: many time slices of the kernel
+SHARE_SECONDS, SHARE_ROUNDS = 0.03, 10  # others take a part of some
 GOLDEN = (5**0.5 - 1) / 2
 LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
+# Within a machine a millisecond of latency, which varies by half, hides what up to 8 MiB take: their line was
+# of 1.6 to 10 GB/s where these say 4 to 5.
+LARGE_BYTES = (2**24, 2**25, 2**26)
 
 
 def measure_allreduce(
@@ -51,9 +54,9 @@ def measure_allreduce(
     ranks compute while it has nothing to do, relative to those without it.
 
     Args:
-        gradient_bytes: of the model. So much is all-reduced at once, up to the last of SIZES_BYTES, and no
-            more, but where links let more pass, as time is not a line: over 100 Mbit/s 4 MiB took 1.6 times
-            as long as 512 KiB promised.
+        gradient_bytes: of the model. So much is all-reduced at once, up to the last of SIZES_BYTES, or of
+            LARGE_BYTES if that takes little, and no more, but where links let more pass, as time is not a
+            line: over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
         computing: what a machine's ranks do at once.
     """
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
@@ -61,7 +64,8 @@ def measure_allreduce(
     rest = burst * link.message.seconds_per_byte  # until the burst has gathered again
     at_once = int(burst / sent)
     most = max(min(gradient_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * at_once)
-    reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, sharing=computing.sharing)
+    larger = [num_bytes for num_bytes in LARGE_BYTES if most < num_bytes <= gradient_bytes]
+    reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, larger=larger, sharing=computing.sharing)
     timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
     limited = fit.beyond(timed, at_once)
     (_, least), (num_bytes, seconds) = limited[0], limited[-1]
@@ -85,7 +89,7 @@ def measure_allreduce(
 
 
 def _reduce(
-    group: "MPI.Comm", rest_seconds: float, most_bytes: int, sharing: int
+    group: "MPI.Comm", rest_seconds: float, most_bytes: int, larger: Sequence[int], sharing: int
 ) -> tuple[list[Timed], list[float], list[list[float]], float]:
     # One after another would each wait for the cycle after the one before, however little it takes; so pauses
     # are spread evenly, however many. And a link that lets a burst pass has rested before each.
@@ -97,12 +101,18 @@ def _reduce(
     with _horovod(group, quick=True) as hvd:
         prepare = partial(_prepared, hvd)
         timed = by_size(group, [n for n in SIZES_BYTES if n < most_bytes], prepare, pause)
-        timed.append(repeated(group, most_bytes, prepare(most_bytes), pause))
-        chosen = max((each for each in timed if each.seconds < BESIDE_SECONDS), default=timed[0])
+        for num_bytes in (most_bytes, *larger):
+            timed.append(repeated(group, num_bytes, prepare(num_bytes), pause))
+            if timed[-1].seconds > GROW_SECONDS:
+                break
+        chosen = max(
+            (each for each in timed if each.seconds < BESIDE_SECONDS and each.num_bytes <= most_bytes),
+            default=timed[0],
+        )
         beside = _beside_computing(group, _starter(hvd, chosen.num_bytes), chosen.seconds, pauses)
-    without = _mean_rate(group)
+    without = _processor_share(group)
     with _horovod(group) as hvd:
-        speed = min(1.0, _mean_rate(group) / without)
+        speed = min(1.0, _processor_share(group) / without)
         waited = _waits_after_computing(group, _prepared(hvd, SIZES_BYTES[0])) if sharing > 1 else []
     return timed, beside, waited, speed
 
@@ -148,13 +158,20 @@ def _prepared(hvd: Any, num_bytes: int) -> Callable[[], object]:
     return lambda: begin()()
 
 
-def _mean_rate(group: "MPI.Comm") -> float:
-    """Units of work a second of each rank, all computing at once."""
-    work, rates = default_work(), []
-    for _ in range(ROUNDS):
+def _processor_share(group: "MPI.Comm") -> float:
+    """How much of a processor each rank has, all computing at once.
+
+    Not how much it gets done, which changes with the machine's speed: within a minute that made 0.93 to 0.995
+    of Horovod's thread, and this 0.98 to 0.99.
+    """
+    work, shares = default_work(), []
+    for _ in range(SHARE_ROUNDS):
         group.Barrier()
-        rates.append(mean(group.allgather(rate(work))))
-    return float(median(rates))
+        began, spent = time.perf_counter(), time.thread_time()
+        while (elapsed := time.perf_counter() - began) < SHARE_SECONDS:
+            work()
+        shares.append(mean(group.allgather((time.thread_time() - spent) / elapsed)))
+    return float(median(shares))
 
 
 def _beside_computing(
