@@ -64,7 +64,7 @@ def measure_allreduce(
     rest = burst * link.message.seconds_per_byte  # until the burst has gathered again
     at_once = int(burst / sent)
     most = max(min(gradient_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * at_once)
-    larger = [num_bytes for num_bytes in LARGE_BYTES if most < num_bytes <= gradient_bytes]
+    larger = [num_bytes for num_bytes in LARGE_BYTES if most < num_bytes < 2 * gradient_bytes]
     reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, larger=larger, sharing=computing.sharing)
     timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
     limited = fit.beyond(timed, at_once)
