@@ -68,7 +68,7 @@ class GradientBucket:
 class StageCost:
     """One stage on one rank at full speed; times and sizes are per microbatch.
 
-    With recomputation the backward contains a forward. `weight_seconds` are the part of the backward that
+    With recomputation the backward contains a forward. `weight_seconds` are the half of the backward that
     makes the weights' gradients, which zero-bubble does by itself. `products_seconds` is what the last
     backward leaves to be made (`Plan.products_wait`).
     """

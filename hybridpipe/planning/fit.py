@@ -6,7 +6,7 @@ many; so medians and least absolute deviations, no means and no squares.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from statistics import median
@@ -176,6 +176,11 @@ def _typical_products(measured: Sequence[JoinedProducts]) -> JoinedProducts:
     )
 
 
+def _known_median(seconds: Iterable[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return median(known) if known else None
+
+
 def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """The profile that several ranks of one machine measured at once: the median of each layer's times.
 
@@ -184,22 +189,21 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
 
     def layer(*measured: LayerProfile) -> LayerProfile:
         backward = median(each.backward_seconds for each in measured)
-        shares = [  # of each rank's own backward: its weights' part may be longer than another's whole
-            each.weight_seconds / (each.backward_seconds or 1.0)
-            for each in measured
-            if each.weight_seconds is not None
-        ]
         joined = [each.joined for each in measured if each.joined is not None]
-        weight = min(1.0, median(shares)) * backward if shares else None
+        of_inputs = _known_median(each.input_seconds for each in measured)
+        weight = _known_median(each.weight_seconds for each in measured)
+        if weight is not None and of_inputs is None:
+            weight = min(weight, backward)  # one rank's part may be longer than another's whole
         accumulate = median(each.accumulate_seconds for each in measured)
         return replace(
             measured[0],
             joined=_typical_products(joined) if joined else None,
-            accumulate_seconds=min(accumulate, backward if weight is None else weight),
+            accumulate_seconds=min(accumulate, backward),
             forward_seconds=median(each.forward_seconds for each in measured),
             backward_seconds=backward,
             update_seconds=median(each.update_seconds for each in measured),
             weight_seconds=weight,
+            input_seconds=of_inputs,
         )
 
     layers = tuple(map(layer, *(profile.layers for profile in profiles)))

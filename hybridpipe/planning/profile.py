@@ -62,8 +62,11 @@ class LayerProfile:
         update_seconds: the optimizer's step over the layer's parameters.
         gradient_bytes: what comes back over a cut after this layer; None: as much as goes forward.
             Tensors without a gradient, such as token numbers and masks, make it less.
-        weight_seconds: the part of `backward_seconds` that makes the weights' gradients; None: not measured.
-        accumulate_seconds: the part of `backward_seconds`, and of `weight_seconds`, that adds the weights'
+        weight_seconds: the half of a backward that makes the weights' gradients, where it is run in halves;
+            None: not measured.
+        input_seconds: the other half, with what the forward takes more for it; both take a little longer than
+            `backward_seconds`. None: what `weight_seconds` leaves of them.
+        accumulate_seconds: the part of `backward_seconds`, and of the weights' half, that adds the weights'
             gradients to those of the microbatches before; an update's first has none to add to.
         joined: how the weights' gradients of several microbatches are made at once; None: they are not.
     """
@@ -77,6 +80,7 @@ class LayerProfile:
     update_seconds: float = 0.0
     gradient_bytes: int | None = None
     weight_seconds: float | None = None
+    input_seconds: float | None = None
     accumulate_seconds: float = 0.0
     joined: JoinedProducts | None = None
 
@@ -87,20 +91,23 @@ class LayerProfile:
             non_negative_int(name, getattr(self, name))
         if self.gradient_bytes is not None:
             non_negative_int("gradient_bytes", self.gradient_bytes)
-        if self.weight_seconds is not None:
-            non_negative("weight_seconds", self.weight_seconds)
-        wholes = {"weight_seconds": "backward_seconds"}
-        wholes["accumulate_seconds"] = "backward_seconds" if self.weight_seconds is None else "weight_seconds"
-        for name, whole in wholes.items():
-            part, most = getattr(self, name), getattr(self, whole)
-            if part is not None and part > most:
-                raise ValueError(f"{name} must be <= {whole} = {most}, got {part}")
+        for name in ("weight_seconds", "input_seconds"):
+            if getattr(self, name) is not None:
+                non_negative(name, getattr(self, name))
+        parts = {"accumulate_seconds": self.accumulate_seconds}
+        if self.input_seconds is None:
+            parts["weight_seconds"] = self.weight_seconds or 0.0
+        for name, part in parts.items():
+            if part > self.backward_seconds:
+                raise ValueError(f"{name} must be <= backward_seconds = {self.backward_seconds}, got {part}")
 
     def backward(self, schedule: str, num_microbatches: int) -> float:
         """Seconds of a microbatch's backward under a schedule, the mean over those of one replica's update.
 
         Without the last of the `products`.
         """
+        if schedule == "zero-bubble":
+            return self.input_backward_seconds + self.weights_backward(num_microbatches)
         if self.joined is None or schedule not in JOINING:
             return self.backward_seconds - self.accumulate_seconds / num_microbatches
         last = self.joined.last(num_microbatches)
@@ -132,11 +139,18 @@ class LayerProfile:
         return self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
-    def weight_backward_seconds(self) -> float:
-        """The part of the backward that makes the weights' gradients; none without weights.
+    def input_backward_seconds(self) -> float:
+        """The half of a backward that makes the inputs' gradients."""
+        if self.input_seconds is None:
+            return self.backward_seconds - self.weight_backward_seconds
+        return self.input_seconds
 
-        Where it was not measured, half of it: the assumption that zero-bubble schedules are made under
-        (T_F = T_B = T_W; Qi et al., ICLR 2024, section 2), true of large matrix products.
+    @property
+    def weight_backward_seconds(self) -> float:
+        """The half of a backward that makes the weights' gradients; none without weights.
+
+        Where it was not measured, as long as the other: the assumption that zero-bubble schedules are made
+        under (T_F = T_B = T_W; Qi et al., ICLR 2024, section 2), true of large matrix products.
         """
         if not self.parameter_bytes:
             return 0.0
@@ -237,8 +251,7 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
         low, high = measured[left], measured[right]
         factor = samples / sizes[right]
         backward = seconds(low.backward_seconds, high.backward_seconds)
-        weight = joined = None
-        accumulate = seconds(low.accumulate_seconds, high.accumulate_seconds)
+        weight = of_inputs = joined = None
         if low.joined is not None and high.joined is not None and high.joined.microbatches > factor:
             joined = JoinedProducts(  # else one microbatch fills a product, and joins none
                 seconds(low.joined.backward_seconds, high.joined.backward_seconds),
@@ -248,13 +261,18 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
                 round(high.joined.kept_bytes * factor),
             )
         if low.weight_seconds is not None and high.weight_seconds is not None:
-            weight = min(seconds(low.weight_seconds, high.weight_seconds), backward)
+            weight = seconds(low.weight_seconds, high.weight_seconds)
+            if low.input_seconds is None or high.input_seconds is None:
+                weight = min(weight, backward)
+            else:
+                of_inputs = seconds(low.input_seconds, high.input_seconds)
         return replace(
             high,
             forward_seconds=seconds(low.forward_seconds, high.forward_seconds),
             backward_seconds=backward,
             weight_seconds=weight,
-            accumulate_seconds=min(accumulate, backward if weight is None else weight),
+            input_seconds=of_inputs,
+            accumulate_seconds=min(seconds(low.accumulate_seconds, high.accumulate_seconds), backward),
             joined=joined,
             output_bytes=round(high.output_bytes * factor),
             gradient_bytes=None if high.gradient_bytes is None else round(high.gradient_bytes * factor),

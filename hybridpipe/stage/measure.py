@@ -73,7 +73,10 @@ class Rehearsal:
         layers = layers_of(copy.deepcopy(model))
         self.names = list(layers)
         self.stages = [Stage([layer], i, self.device) for i, layer in enumerate(layers.values())]
-        self.stages[-1].loss = loss
+        self.halving = [
+            Stage([layer], i, self.device, split_backward=True) for i, layer in enumerate(layers.values())
+        ]
+        self.stages[-1].loss = self.halving[-1].loss = loss
         self.inputs, self.targets = (  # copies, as the first layer may work in place
             map_tensors(lambda tensor: tensor.to(self.device, copy=True), value)
             for value in (inputs, targets)
@@ -109,7 +112,9 @@ class Rehearsal:
         microbatches = [self._first(size) for size in sizes] or [self._first(None)]
         num_bytes = [_measure_bytes(stages, each) for each in microbatches]
         with closing(Stopwatch(self.device)) as watch:
-            seconds = _typical([partial(_passes, stages, each, watch) for each in microbatches], agree)
+            seconds = _typical(
+                [partial(_passes, stages, self.halving, each, watch) for each in microbatches], agree
+            )
             crossing: dict[int, list[bool]] = {}
             _pass(stages, microbatches[0], watch, crossing)  # which finds out what gets a gradient
             in_between = partial(_pass, stages, microbatches[0], watch, crossing)
@@ -177,17 +182,21 @@ def _layer_profile(
     parameter_bytes: int,
     num_bytes: _LayerBytes,
 ) -> LayerProfile:
-    backward = seconds["backward", i]
+    forward = seconds["forward", i]
+    of_inputs = None
+    if parameter_bytes:  # halves take a little more in the forward, too
+        of_inputs = max(0.0, seconds["inputs' half", i] + seconds["forward to halves", i] - forward)
     return LayerProfile(
         name=name,
-        forward_seconds=seconds["forward", i],
-        backward_seconds=backward,
+        forward_seconds=forward,
+        backward_seconds=seconds["backward", i],
         parameter_bytes=parameter_bytes,
         output_bytes=num_bytes.output,
         activation_bytes=num_bytes.activation,
         update_seconds=seconds.get(("update", i), 0.0),
         gradient_bytes=num_bytes.gradient,
-        weight_seconds=max(0.0, backward - seconds["backward to inputs", i]) if parameter_bytes else 0.0,
+        weight_seconds=seconds["weights' half", i] if parameter_bytes else 0.0,
+        input_seconds=of_inputs,
         accumulate_seconds=_accumulating(seconds, i) if parameter_bytes else 0.0,
         joined=_joined_products(joining, seconds, i),
     )
@@ -231,10 +240,13 @@ def _middle(samples: Sequence[Mapping[_Key, Took]], length: int) -> dict[_Key, f
     return {key: value * factor for key, value in medians.items()}
 
 
-def _passes(stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch) -> dict[tuple[str, int], Took]:
+def _passes(
+    stages: list[Stage], halving: list[Stage], microbatch: _Microbatch, watch: Stopwatch
+) -> dict[tuple[str, int], Took]:
     """What every layer takes in one forward and one backward; in the first backward of an update, whose
-    gradients are added to none; and in a backward to the inputs alone. Where a layer joins the products of
-    several microbatches, also in each of NUM_JOINED backwards, and a product of as many, or as many as join.
+    gradients are added to none; and in a backward in halves (by `halving`). Where a layer joins the products
+    of several microbatches, also in each of NUM_JOINED backwards, and a product of as many, or as many as
+    join.
 
     In turn, so that what else the machine does counts for all; the differences are what the weights'
     gradients take. Notes in the microbatch what was joined.
@@ -250,10 +262,11 @@ def _passes(stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch) -> d
     _clear_gradients(stages)
     first = backwards()
     took = _pass(stages, microbatch, watch, crossing)
-    with _frozen(stages):
-        without = backwards()
+    halved = _pass(halving, microbatch, watch, crossing)
     for i in range(len(stages)):
-        took["first backward", i], took["backward to inputs", i] = first[i], without[i]
+        took["first backward", i] = first[i]
+        took["forward to halves", i], took["inputs' half", i] = halved["forward", i], halved["backward", i]
+        took["weights' half", i] = halved["weights' half", i]
     joining = [(i, stage) for i, stage in enumerate(stages) if stage.can_join]
     if joining:
         _clear_gradients(stages)
@@ -274,8 +287,7 @@ def _passes(stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch) -> d
 
 def _accumulating(seconds: Mapping[tuple[str, int], float], layer: int) -> float:
     """What an update's first backward is spared."""
-    later, to_inputs = seconds["backward", layer], seconds["backward to inputs", layer]
-    return min(max(0.0, later - seconds["first backward", layer]), max(0.0, later - to_inputs))
+    return max(0.0, seconds["backward", layer] - seconds["first backward", layer])
 
 
 def _joined_products(
@@ -287,7 +299,7 @@ def _joined_products(
         return None
     leaving = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
     of_several = seconds["product", layer]
-    of_one = max(0.0, seconds["first backward", layer] - seconds["backward to inputs", layer])
+    of_one = max(0.0, seconds["weights' half", layer] - _accumulating(seconds, layer))
     a_microbatch = max(0.0, of_several - of_one) / (count - 1) if count > 1 else 0.0
     return JoinedProducts(
         backward_seconds=statistics.mean(leaving),
@@ -331,7 +343,7 @@ def _frozen(stages: list[Stage]) -> Iterator[None]:
 def _pass(
     stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch, crossing: dict[int, list[bool]]
 ) -> dict[tuple[str, int], Took]:
-    """What every layer takes in one forward and one backward.
+    """What every layer takes in one forward and one backward, or its first half and, apart, its second.
 
     Args:
         crossing: which of each layer's outputs get a gradient; filled in where it does not say.
@@ -349,8 +361,12 @@ def _pass(
     gradients: tuple[Tensor | None, ...] = ()
     for i, stage in reversed(list(enumerate(stages))):
         began = watch.now()
-        gradients = stage.backward(0, gradients)
+        gradients = (stage.backward_input if stage.split_backward else stage.backward)(0, gradients)
         took["backward", i] = watch.since(began)
+        if stage.split_backward:  # at once: it keeps less than after all the others' first
+            began = watch.now()
+            stage.backward_weight(0)
+            took["weights' half", i] = watch.since(began)
     return took
 
 

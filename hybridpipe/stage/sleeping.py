@@ -72,8 +72,7 @@ class SleepingLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.profile, self.pace, self.leads, self.ends = profile, pace, leads, ends
-        weight_seconds = profile.weight_backward_seconds if split else 0.0
-        self.backward_seconds = profile.backward_seconds - weight_seconds
+        self.backward_seconds = profile.input_backward_seconds if split else profile.backward_seconds
         with_gradient = profile.returned_bytes if cut else ITEM_BYTES
         self.output = torch.zeros(max(1, with_gradient // ITEM_BYTES))
         self.rest = torch.zeros(max(0, profile.output_bytes - self.output.nbytes) * cut, dtype=torch.uint8)
@@ -85,7 +84,7 @@ class SleepingLayer(nn.Module):
             self.gradient = torch.zeros_like(self.weight)
             if split:
                 self.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda _: pace.sleep(weight_seconds)
+                    lambda _: pace.sleep(profile.weight_backward_seconds)
                 )
 
     def forward(self, value: Value) -> Value:

@@ -105,6 +105,9 @@ class Reference:
         if sizes := self.products(one, n):
             before = sum(self.product_seconds(one, size) for size in sizes[:-1])
             return one.joined.backward_seconds + before / n
+        if self.schedule == "zero-bubble":
+            rest = one.backward_seconds - self.weights_half(one)
+            return (rest if one.input_seconds is None else one.input_seconds) + self.weight_seconds(one, n)
         return ((n - 1) * one.backward_seconds + one.backward_seconds - one.accumulate_seconds) / n
 
     def last_product(self, one, n):
@@ -185,9 +188,12 @@ class Reference:
                 total += 2 * latency + per_byte * sum(self.sizes(edge))
         return total + slowest
 
-    def weight_seconds(self, one, n):
+    def weights_half(self, one):
         half = one.backward_seconds / 2 if one.weight_seconds is None else one.weight_seconds
-        return max(0.0, half - one.accumulate_seconds / n) if one.parameter_bytes else 0.0
+        return half if one.parameter_bytes else 0.0
+
+    def weight_seconds(self, one, n):
+        return max(0.0, self.weights_half(one) - one.accumulate_seconds / n)
 
     def sizes(self, edge):
         one = self.profile.layers[edge - 1]
@@ -251,6 +257,7 @@ def random_layer(draw, figure, name):
         0.1 * figure(),
         draw.choice([None, None, draw.randint(0, 2 * 10**6)]),
         weight_seconds=weight,
+        input_seconds=None if weight is None else draw.choice([None, backward - draw.random() * weight]),
         accumulate_seconds=draw.choice([0.0, draw.random() * (backward if weight is None else weight)]),
         joined=draw.choice([None, joined]),
     )

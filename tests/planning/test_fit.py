@@ -217,4 +217,6 @@ def test_the_weights_part_of_a_backward_is_never_longer_than_the_backward():
     ]
     (found,) = fit.typical(ranks).layers
     assert found.backward_seconds == 2.0
-    assert found.weight_seconds == pytest.approx(1.6)
+    assert found.weight_seconds == 1.0
+    (other,) = fit.typical([ranks[0], *2 * [replace(ranks[2], layers=ranks[0].layers)]]).layers
+    assert other.weight_seconds == 4.0

@@ -110,9 +110,31 @@ def test_the_weights_part_lies_on_the_line_too_where_all_sizes_have_it():
     assert unknown.scaled_to(2).layers[0].weight_seconds is None
 
 
+def test_both_halves_lie_on_the_line_too_where_all_sizes_have_them():
+    small, large = (replace(layer(n, 2 * n, parameters=1), weight_seconds=n) for n in (1, 4))
+    halved = [replace(each, weight_seconds=1.5 * n, input_seconds=n) for n, each in ((1, small), (4, large))]
+
+    def between(first, second):
+        profile = ModelProfile((first,), 1, others=(Measurement(4, (second,)),))
+        (found,) = profile.scaled_to(2).layers
+        return found.weight_seconds, found.input_seconds
+
+    assert between(*halved) == (approx(3), approx(2))
+    assert between(small, halved[1]) == (approx(1 + 5 / 3), None)
+
+
 def test_the_weights_part_is_no_more_than_the_backward():
     with pytest.raises(ValueError, match=r"^weight_seconds must be <= backward_seconds = 2, got 3$"):
         replace(layer(1, 2), weight_seconds=3)
+
+
+def test_two_halves_take_longer_than_a_whole_under_zero_bubble_alone():
+    halved = replace(layer(1, 4, parameters=1), weight_seconds=3.0, input_seconds=2.5, accumulate_seconds=1.0)
+    assert halved.backward("1f1b", 2) == 3.5
+    assert (halved.input_backward_seconds, halved.weights_backward(2)) == (2.5, 2.5)
+    assert halved.backward("zero-bubble", 2) == 5
+    with pytest.raises(ValueError, match=r"^input_seconds must be a finite number >= 0, got -1$"):
+        replace(halved, input_seconds=-1)
 
 
 def test_only_schedules_that_flush_and_do_not_halve_their_backwards_join_products():
@@ -140,10 +162,9 @@ def test_the_first_microbatch_adds_its_gradients_to_none():
     assert [adding.weights_backward(n) for n in (1, 4)] == [1, 1.75]
 
 
-@pytest.mark.parametrize("weight, whole", [(3.0, "weight_seconds = 3.0"), (None, "backward_seconds = 4")])
-def test_adding_gradients_takes_no_longer_than_making_them(weight, whole):
-    with pytest.raises(ValueError, match=f"^accumulate_seconds must be <= {whole}, got 5.0$"):
-        replace(layer(1, 4), weight_seconds=weight, accumulate_seconds=5.0)
+def test_adding_gradients_takes_no_longer_than_making_them():
+    with pytest.raises(ValueError, match=r"^accumulate_seconds must be <= backward_seconds = 4, got 5.0$"):
+        replace(layer(1, 4), accumulate_seconds=5.0)
 
 
 def test_joined_products_lie_on_the_line_too_where_all_sizes_have_them():
