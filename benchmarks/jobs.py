@@ -1,4 +1,4 @@
-"""Jobs: what the benchmarks have in common: `hybridpipe` commands under mpirun, and plots."""
+"""Jobs: what the benchmarks have in common: `hybridpipe` commands under mpirun."""
 
 import json
 import os
@@ -59,13 +59,3 @@ def finished(
             process.wait()
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
-def svg_axes(**options):
-    """A figure that is written as SVG, and its axes."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(**options)

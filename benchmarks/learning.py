@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from jobs import ROOT, svg_axes, train
+import plots
+from jobs import ROOT, train
 from tabulate import tabulate
 
 from hybridpipe.config import TrainConfig, load_config
@@ -170,7 +171,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def plot(example: str, outcomes: Sequence[Outcome], path: Path) -> None:
     """The validation metric against training time, a line a round, a colour a way."""
     metric, wanted = target_of(example)
-    figure, axes = svg_axes(figsize=(6, 4))
+    figure, axes = plots.svg_axes(figsize=(6, 4))
     for i, way in enumerate(dict.fromkeys(o.way for o in outcomes)):
         for o in outcomes:
             if o.way == way:

@@ -19,9 +19,10 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-import jobs
 import peers
+import plots
 import programs
+from cuts import balanced
 from programs import Way
 from tabulate import tabulate
 
@@ -77,7 +78,7 @@ def made(model: str, name: str) -> tuple[Plan, ModelProfile]:
     replicas, schedule, count = PLANS[name]
     costs = profile(model, MINIBATCHES[model] // count)
     seconds = [layer.forward_seconds + layer.backward_seconds for layer in costs.layers]
-    edges = (0, *peers.balanced(seconds, len(replicas)), len(seconds))
+    edges = (0, *balanced(seconds, len(replicas)), len(seconds))
     stages = tuple(StageSpec(*edge, width) for edge, width in zip(pairwise(edges), replicas, strict=True))
     return Plan(stages, schedule, count), costs
 
@@ -137,7 +138,7 @@ def text_of(found: list[Held]) -> str:
 
 def plot(found: list[Held], path: Path) -> None:
     """Measured over predicted."""
-    figure, axes = jobs.svg_axes(figsize=(5, 5))
+    figure, axes = plots.svg_axes(figsize=(5, 5))
     for model in dict.fromkeys(held.model for held in found):
         points = [(held.predicted / 1e6, held.measured / 1e6) for held in found if held.model == model]
         axes.scatter(*zip(*points, strict=True), label=model)

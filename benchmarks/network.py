@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-import jobs
 import networks
+import plots
 import programs
 from networks import Network
 from programs import Way
@@ -139,7 +139,7 @@ def table(outcomes: Sequence[Outcome], group: str) -> str:
 
 def plot(outcomes: Sequence[Outcome], groups: Sequence[str], path: Path) -> None:
     """Times plain Horovod, on a logarithmic axis: a row a setup, a mark a plan, `auto` filled."""
-    figure, axes = jobs.svg_axes(figsize=(8, 1 + 0.4 * len(groups)))
+    figure, axes = plots.svg_axes(figsize=(8, 1 + 0.4 * len(groups)))
     names = list(dict.fromkeys(o.way for o in outcomes))
     for i, way in enumerate(names):
         points = [

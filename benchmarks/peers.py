@@ -18,16 +18,13 @@ DIR/peers.svg.
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
-from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import median
 
-import jobs
+import plots
 import programs
-import torch
+from cuts import cuts
 from programs import Way
 from rounds import (
     Outcome,
@@ -43,12 +40,7 @@ from rounds import (
 )
 from tabulate import tabulate
 
-from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.report import TRACED
-from hybridpipe.stage.measure import measure
-
-sys.path.insert(0, str(programs.FOLDER))
-from common import TASKS, Task
 
 MODELS = ("gpt", "vgg", "mlp")
 MICROBATCHES = 8
@@ -74,38 +66,6 @@ ASYNCHRONOUS = ("ours, pipedream",)
 WHOLE = (CEILING, *ASYNCHRONOUS)  # train whole minibatches, whose dense layers weigh less than eight times
 # Threads of Open MPI that wait leave their cores to those that compute.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-
-
-def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Where to cut layers that take so long, so that the longest stage is as short as can be."""
-
-    def longest(cuts: tuple[int, ...]) -> float:
-        return max(sum(seconds[a:b]) for a, b in pairwise((0, *cuts, len(seconds))))
-
-    return min(combinations(range(1, len(seconds)), num_stages - 1), key=longest)
-
-
-def profile(task: Task, num_microbatches: int = MICROBATCHES) -> ModelProfile:
-    """The model's, at that many microbatches a minibatch, in this process."""
-    torch.set_num_threads(1)
-    inputs, targets = task.samples(task.minibatch // num_microbatches).tensors
-    return measure(task.build(), inputs, targets, task.loss, task.optimizer)
-
-
-@cache
-def cuts(model: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """The best balanced, by our profile; the same in all rounds of a call."""
-    layers = _profile(model, num_microbatches).layers
-    seconds = [
-        num_microbatches * (layer.forward_seconds + layer.backward_seconds) + layer.update_seconds
-        for layer in layers
-    ]
-    return balanced(seconds, num_stages)
-
-
-@cache
-def _profile(model: str, num_microbatches: int) -> ModelProfile:
-    return profile(TASKS[model], num_microbatches)
 
 
 def run(model: str, ways: Sequence[Way], round_: int, minibatches: int, out: Path) -> Iterator[Outcome]:
@@ -165,7 +125,7 @@ def parts(outcomes: Sequence[Outcome], models: Sequence[str], out: Path) -> Iter
 
 def plot(outcomes: Sequence[Outcome], models: Sequence[str], path: Path) -> None:
     """Times one process: a group of bars a model, a line for the ceiling."""
-    figure, axes = jobs.svg_axes(figsize=(9, 4))
+    figure, axes = plots.svg_axes(figsize=(9, 4))
     shown = [way for way in WAYS if way.name not in (ONE, CEILING)]
     for i, way in enumerate(shown):
         heights = [times_as_fast(outcomes, model, way.name, ONE) or 0.0 for model in models]
@@ -201,7 +161,7 @@ def main() -> None:
                 print(line(outcome), flush=True)
                 outcomes.append(outcome)
                 write(out / "peers.json", outcomes)
-    measured = [name for name in TASKS if any(o.group == name for o in outcomes)]
+    measured = [name for name in MODELS if any(o.group == name for o in outcomes)]
     table = list(rows(outcomes, measured))
     lines = [tabulate(table, headers="keys", tablefmt="github", disable_numparse=True)]
     lines += [

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import jobs
 import networks
+import plots
 from tabulate import tabulate
 
 from hybridpipe.files import read_cluster, read_profile, write_json
@@ -196,7 +197,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
 
 def plot(outcomes: Sequence[Outcome], path: Path) -> None:
     """Predicted over measured, one mark a plan, on logarithmic axes."""
-    figure, axes = jobs.svg_axes(figsize=(5, 5))
+    figure, axes = plots.svg_axes(figsize=(5, 5))
     for setup in dict.fromkeys(outcome.setup for outcome in outcomes):
         of_setup = [outcome for outcome in outcomes if outcome.setup == setup]
         axes.loglog(

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jobs
+import plots
 from networks import Network, network
 from published import CLUSTERS, PROFILES, SAMPLES, TEN_GBIT, published
 from tabulate import tabulate
@@ -207,7 +208,7 @@ def report(found: list[Outcome]) -> str:
 
 def plot(found: list[Outcome], path: Path) -> None:
     """Milliseconds a minibatch, a pair of bars for each replay."""
-    figure, axes = jobs.svg_axes(figsize=(7, 0.3 * len(found) + 1))
+    figure, axes = plots.svg_axes(figsize=(7, 0.3 * len(found) + 1))
     places = range(len(found))
     axes.barh([p - 0.2 for p in places], [o.measured * 1e3 for o in found], 0.4, label="measured")
     axes.barh([p + 0.2 for p in places], [o.predicted * 1e3 for o in found], 0.4, label="simulated")

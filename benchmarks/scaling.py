@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jobs
+import plots
 from networks import network
 from published import PROFILES, SAMPLES, TEN_GBIT
 from replay import Run, rate_of, replay
@@ -93,7 +93,7 @@ def report(found: list[Point]) -> str:
 
 def plot(found: list[Point], path: Path) -> None:
     """Share of the ideal over the number of ranks: lines simulated, dots replayed."""
-    figure, axes = jobs.svg_axes(figsize=(6, 3.5))
+    figure, axes = plots.svg_axes(figsize=(6, 3.5))
     for kind in ("dp", "best"):
         of_kind = [point for point in found if point.kind == kind]
         (line,) = axes.semilogx(

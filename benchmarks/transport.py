@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jobs
+import plots
 from tabulate import tabulate
 
 from hybridpipe import launcher
@@ -166,7 +166,7 @@ def report(found: dict) -> str:
 
 def plot(found: dict, path: Path) -> None:
     """Bandwidth over size."""
-    figure, axes = jobs.svg_axes(figsize=(6, 4))
+    figure, axes = plots.svg_axes(figsize=(6, 4))
     for way in WAYS:
         bandwidths = [int(n) / seconds / 1e9 for n, seconds in found["seconds"][way].items()]
         axes.loglog(SIZES_BYTES, bandwidths, "o-", label=way)

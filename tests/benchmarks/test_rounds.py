@@ -1,6 +1,5 @@
 """Rounds: medians, ratios within a round, losses beside one process's, and what is kept between calls."""
 
-import pytest
 from rounds import (
     Outcome,
     median_seconds,
@@ -62,10 +61,3 @@ def test_rounds_of_earlier_calls_count_on(tmp_path):
     assert read(path) == OUTCOMES
     assert next_round(OUTCOMES, "mlp") == 2
     assert next_round(OUTCOMES, "vgg") == 0
-
-
-@pytest.mark.parametrize("seconds, num_stages, expected", [((1, 1, 1, 3), 2, (3,)), ((2, 1, 1, 2), 2, (2,))])
-def test_the_balanced_cut_has_the_shortest_longest_stage(seconds, num_stages, expected):
-    from peers import balanced
-
-    assert balanced(seconds, num_stages) == expected
