@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TypedDict, Unpack
 
 from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.contention import Machines
 from hybridpipe.planning.cost import compute_share, estimate, measured_speed, stage_costs, stage_speed
 from hybridpipe.planning.interleave import interleaved_plans
 from hybridpipe.planning.layer_costs import Form
@@ -42,7 +43,9 @@ MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for 
 # no queues, and of stages that take turns on a rank.
 NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 16, 6
 # But not one whose formula is so many times the best simulation yet: what the simulator sees besides seldom
-# makes a plan faster (ranks that share processors at times only, bursts), and then by little.
+# makes a plan faster (ranks that share processors at times only, bursts), and then by little. Where neither
+# can be, the formula of an asynchronous pipeline is how long its busiest rank or link is busy, and no
+# simulation is faster.
 HOPELESS = 1.25
 MAX_ADVISED = 10_000  # layers times ranks; what would help a larger problem takes minutes to find out
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
@@ -306,12 +309,20 @@ def _candidates(problem: _Problem) -> list[Candidate]:
     profile, cluster = problem.profile, problem.cluster
     found: list[Candidate] = []
     best = math.inf
+    hopeless = 1 + TIE if _is_bound(problem) else HOPELESS
     for plan, origin in origins.items():
-        if origin == "exact" and estimate(plan, profile, cluster) > HOPELESS * best:
+        if origin == "exact" and estimate(plan, profile, cluster) > hopeless * best:
             continue
         found.append(Candidate(origin, judged(plan, profile, cluster), profile.samples))
         best = min(best, found[-1].seconds)
     return found
+
+
+def _is_bound(problem: _Problem) -> bool:
+    """Whether no simulation is faster than the formula, but where a cut has fast and slow routes."""
+    cluster = problem.cluster
+    has_bursts = any(level.burst_bytes for level in cluster.levels)
+    return problem.schedule == "pipedream" and Machines(cluster).are_private and not has_bursts
 
 
 def _fitting(problem: _Problem) -> Iterator[tuple[str, Plan]]:

@@ -95,13 +95,28 @@ def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, monkeypatch):
         profile = convolutional(12, seed)
         for cluster in (Cluster.flat(8, 1.25e9, 2e-5), nodes_of_four(8, 1.25e8)):
             found = {}
-            for hopeless in (HOPELESS, math.inf):
-                monkeypatch.setattr("hybridpipe.planning.search.HOPELESS", hopeless)
-                found[hopeless] = search(profile, cluster, count, schedule=schedule)
+            found[HOPELESS] = search(profile, cluster, count, schedule=schedule)
+            with monkeypatch.context() as patch:
+                patch.setattr("hybridpipe.planning.search._is_bound", lambda problem: False)
+                patch.setattr("hybridpipe.planning.search.HOPELESS", math.inf)
+                found[math.inf] = search(profile, cluster, count, schedule=schedule)
             assert found[HOPELESS][0] == found[math.inf][0]
             num_simulated.append([len(candidates) for candidates in found.values()])
     some, every = map(sum, zip(*num_simulated, strict=True))
     assert some < every
+
+
+@pytest.mark.parametrize("cluster", [Cluster.flat(8, 1.25e8, 2e-5), nodes_of_four(8, 1.25e8)])
+def test_no_asynchronous_pipeline_is_faster_than_its_formula(cluster, monkeypatch):
+    """So where ranks have processors of their own, none is simulated whose formula says more than the best."""
+    every = []
+    monkeypatch.setattr("hybridpipe.planning.search._is_bound", lambda problem: False)
+    monkeypatch.setattr("hybridpipe.planning.search.HOPELESS", math.inf)
+    for seed in range(4):
+        profile = convolutional(12, seed)
+        found = search(profile, cluster, 1, schedule="pipedream")
+        every += [candidate.seconds / estimate(candidate.plan, profile, cluster) for candidate in found]
+    assert len(every) > 40 and min(every) > 1 - 1e-9
 
 
 def test_ranks_that_do_not_help_stay_unused():
