@@ -39,15 +39,20 @@ def probe(world: "MPI.Comm", work: Work | None = None, gradient_bytes: int = LAR
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
     """
+    from hybridpipe.runtime.mpi_transport import MpiTransport
+    from hybridpipe.runtime.single_copy import needs_no_thread
+
     if world.size == 1:
         return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # no link to measure, and none to use
     per_host = _ranks_per_host(world)
     per_machine = _equal_units(machine_leaders(world)) or per_host
     units = [("host", 1, per_host), ("network", per_host, world.size)]
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
-    measure_now = partial(measure_computing, world, per_machine, work or default_work())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    open_transport = partial(MpiTransport, unaided=needs_no_thread(world, device))
+    measure_now = partial(measure_computing, world, per_machine, work or default_work(), open_transport)
     computing = measure_now()
-    links = [measure_link(world, unit, per_machine) for unit in levels]
+    links = [measure_link(world, unit, per_machine, open_transport) for unit in levels]
     measure = partial(measure_allreduce, world, gradient_bytes=gradient_bytes, computing=computing)
     all_reduces = map(measure, levels, links)
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
@@ -72,7 +77,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, gradient_bytes: int = LAR
         compute_speeds=computing.speeds,
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
-        wakeup_seconds=measure_wakeups(world, computing.sharing, computing.speeds),
+        wakeup_seconds=measure_wakeups(world, computing.sharing, computing.speeds, open_transport),
         replicated_speed=replicated_speed[-1],
         overlap=overlap[-1],
     )

@@ -9,7 +9,7 @@ import torch
 
 from hybridpipe.planning import fit
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.probe.repetitions import COMPUTE_SECONDS, Work, rate, timed_call
+from hybridpipe.probe.repetitions import COMPUTE_SECONDS, OpenTransport, Work, rate, timed_call
 from hybridpipe.runtime.transport import Transport
 from hybridpipe.together import idle_barrier, largest, machine_cores
 
@@ -70,14 +70,14 @@ class Computing:
         return replace(self, done=most)
 
 
-def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Computing:
+def measure_computing(
+    world: "MPI.Comm", per_machine: int, work: Work, open_transport: OpenTransport
+) -> Computing:
     """How much work 1, 2, 4, ... and all ranks of a machine do at once; every machine at the same time.
 
     The others wait for a message, as they would for a stage that computes: looking whether it is there takes
     processor time, too.
     """
-    from hybridpipe.runtime.mpi_transport import MpiTransport
-
     counts = fit.doubling(1, per_machine)
     work()
     rounds = COMPUTING_ROUNDS if largest(world, timed_call(work)) < COMPUTE_SECONDS else 1
@@ -86,7 +86,7 @@ def measure_computing(world: "MPI.Comm", per_machine: int, work: Work) -> Comput
     machine = world.Split(world.rank // per_machine, world.rank)
     groups = {n: machine.Split(machine.rank < n, machine.rank) for n in counts}
     num_ranks, num_cores = machine_cores(world)
-    with MpiTransport(machine, num_ranks <= num_cores) as transport:
+    with open_transport(machine, num_ranks <= num_cores) as transport:
         for _ in range(rounds):
             for n in counts:
                 idle_barrier(world)

@@ -24,6 +24,7 @@ from hybridpipe.probe.repetitions import (
     MIN_REPEATS,
     ROUNDS,
     SIZES_BYTES,
+    OpenTransport,
     Unit,
     Work,
     by_size,
@@ -66,50 +67,47 @@ class Link:
     burst_bytes: float | None
 
 
-def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int) -> Link:
+def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int, open_transport: OpenTransport) -> Link:
     """Messages between the first ranks of two units of the level below, then between all their ranks.
 
     A network that limits a rate lets some hundred KiB pass at once, and a ping-pong gives it pauses; so the
     bandwidth is at most what a stream sustains.
     """
-    timings = in_group(world, (0, unit.inner), _ping_pong)
+    timings = in_group(world, (0, unit.inner), partial(_ping_pong, open_transport=open_transport))
     both_units = range(2 * unit.inner)
     streamed = fit.fit_line(timings).seconds_per_byte
-    one = in_group(world, both_units, partial(_stream, num_pairs=1, seconds_per_byte=streamed))
+    stream = partial(_stream, open_transport=open_transport)
+    one = in_group(world, both_units, partial(stream, num_pairs=1, seconds_per_byte=streamed))
     message = fit.fit_line(timings, 1 / one)
     shared = None
     if unit.inner > 1:  # else it is the port of one rank
         slower = unit.inner * message.seconds_per_byte
-        together = in_group(
-            world, both_units, partial(_stream, num_pairs=unit.inner, seconds_per_byte=slower)
-        )
+        together = in_group(world, both_units, partial(stream, num_pairs=unit.inner, seconds_per_byte=slower))
         shared = fit.shared_bandwidth(one, together, unit.inner)
     at_once = unit.inner / shared if shared else message.seconds_per_byte  # seconds, a byte of every pair
     sizes = _handled_bytes(at_once)
     busy = range(max(2 * unit.inner, per_machine))
-    handled = in_group(world, busy, partial(_handling, distance=unit.inner, sizes=sizes))
+    handling_of = partial(_handling, distance=unit.inner, sizes=sizes, open_transport=open_transport)
+    handled = in_group(world, busy, handling_of)
     per_byte = max(0.0, handled[-1] - handled[0]) / max(1, sizes[-1] - sizes[0])
     handling = max(0.0, handled[0] - sizes[0] * per_byte)
-    rested = in_group(world, (0, unit.inner), partial(_rested, message=message))
+    rested_link = partial(_rested, message=message, open_transport=open_transport)
+    rested = in_group(world, (0, unit.inner), rested_link)
     burst = fit.burst_bytes(rested, message)
     return Link(message, handling, per_byte, shared, burst)
 
 
-def _ping_pong(group: "MPI.Comm") -> list[tuple[int, float]]:
+def _ping_pong(group: "MPI.Comm", open_transport: OpenTransport) -> list[tuple[int, float]]:
     """(bytes, seconds one way): half of there and back."""
-    from hybridpipe.runtime.mpi_transport import MpiTransport
-
-    with MpiTransport(group) as transport:
+    with open_transport(group) as transport:
         prepare = partial(_there_and_back, group, transport)
         return [(each.num_bytes, each.seconds / 2) for each in by_size(group, SIZES_BYTES, prepare)]
 
 
-def _rested(group: "MPI.Comm", message: fit.Line) -> list[tuple[int, float]]:
+def _rested(group: "MPI.Comm", message: fit.Line, open_transport: OpenTransport) -> list[tuple[int, float]]:
     """Messages over a link that has rested, by size, until one is limited: (bytes, seconds one way)."""
-    from hybridpipe.runtime.mpi_transport import MpiTransport
-
     timed: list[tuple[int, float]] = []
-    with MpiTransport(group) as transport:
+    with open_transport(group) as transport:
         for num_bytes in SIZES_BYTES:
             limited_seconds = num_bytes * message.seconds_per_byte
             if limited_seconds < LIMITED_SECONDS and num_bytes < SIZES_BYTES[-1]:
@@ -141,14 +139,14 @@ def _there_and_back(
     return there_and_back
 
 
-def _stream(group: "MPI.Comm", num_pairs: int, seconds_per_byte: float) -> float:
+def _stream(
+    group: "MPI.Comm", num_pairs: int, seconds_per_byte: float, open_transport: OpenTransport
+) -> float:
     """Bytes per second that `num_pairs` ranks of the first half of the group send to those of the second.
 
     Args:
         seconds_per_byte: of each of them, about; decides how much is sent.
     """
-    from hybridpipe.runtime.mpi_transport import MpiTransport
-
     half = group.size // 2
     num_bytes = STREAM_SECONDS / seconds_per_byte
     count = min(MAX_STREAMED, math.ceil(num_bytes / SIZES_BYTES[-1]))
@@ -157,7 +155,7 @@ def _stream(group: "MPI.Comm", num_pairs: int, seconds_per_byte: float) -> float
         for _ in range(count)
     ]
     taken = []
-    with MpiTransport(group) as transport:
+    with open_transport(group) as transport:
         for _ in range(1 + ROUNDS):
             group.Barrier()
             began = time.perf_counter()
@@ -182,7 +180,9 @@ def _handled_bytes(seconds_per_byte: float) -> list[int]:
     return [HANDLED_BYTES, large] if large > 4 * HANDLED_BYTES else [HANDLED_BYTES]
 
 
-def _handling(group: "MPI.Comm", distance: int, sizes: Sequence[int]) -> list[float]:
+def _handling(
+    group: "MPI.Comm", distance: int, sizes: Sequence[int], open_transport: OpenTransport
+) -> list[float]:
     """Processor seconds that a message of each size takes, at either end, from ranks that compute in between.
 
     With all that `Boundary` does for it. A ping-pong's are fewer: its path stays in the caches, and its
@@ -191,13 +191,11 @@ def _handling(group: "MPI.Comm", distance: int, sizes: Sequence[int]) -> list[fl
     Args:
         distance: the first so many ranks exchange with the next so many, and so on; who has none, computes.
     """
-    from hybridpipe.runtime.mpi_transport import MpiTransport
-
     work = default_work()
     block, place = divmod(group.rank, distance)
     pair = [each * distance + place for each in (block & ~1, block | 1)]
     rounds: list[list[float]] = []
-    with MpiTransport(group) as transport:
+    with open_transport(group) as transport:
         boundary = _boundary(pair, block & 1, transport) if pair[1] < group.size else None
         for _ in range(1 + ROUNDS):
             taken = []
@@ -243,7 +241,9 @@ def _answer(boundary: Boundary, microbatch: int) -> None:
     boundary.send_gradient(microbatch, [tensor.detach() for tensor in received])
 
 
-def measure_wakeups(world: "MPI.Comm", sharing: int, speeds: Sequence[float]) -> tuple[float, ...]:
+def measure_wakeups(
+    world: "MPI.Comm", sharing: int, speeds: Sequence[float], open_transport: OpenTransport
+) -> tuple[float, ...]:
     """Processor time that a machine loses when a rank that has waited for a message goes on, by how many of
     its ranks compute then.
 
@@ -263,13 +263,14 @@ def measure_wakeups(world: "MPI.Comm", sharing: int, speeds: Sequence[float]) ->
     together = [n * speed for n, speed in enumerate(speeds, start=1)]  # n ranks, relative to one alone
     measured = {}
     for n in fit.doubling(max(1, round(together[-1])), sharing - 1):
-        lost = partial(_lost_by_waiting, slower=together[n] / together[n - 1])
+        slower = together[n] / together[n - 1]
+        lost = partial(_lost_by_waiting, slower=slower, open_transport=open_transport)
         seconds, waits = in_group(world, range(n + 1), lost)
         measured[n] = max(0.0, seconds) * together[n - 1] / waits if waits > TURNS / 2 else 0.0
     return fit.between(measured)
 
 
-def _lost_by_waiting(group: "MPI.Comm", slower: float) -> tuple[float, int]:
+def _lost_by_waiting(group: "MPI.Comm", slower: float, open_transport: OpenTransport) -> tuple[float, int]:
     """Seconds that turns take longer where all but one rank can have their message at once, and how many
     more messages are waited for; medians.
 
@@ -279,25 +280,25 @@ def _lost_by_waiting(group: "MPI.Comm", slower: float) -> tuple[float, int]:
     compute = computation(group, TURN_SECONDS)
     rounds = []
     for _ in range(WAKING_ROUNDS):
-        scarce, waits = _turns(group, compute, int(group.rank < group.size - 1))
-        plenty, others = _turns(group, compute, LONG_AHEAD)
+        scarce, waits = _turns(group, compute, int(group.rank < group.size - 1), open_transport)
+        plenty, others = _turns(group, compute, LONG_AHEAD, open_transport)
         rounds.append((scarce - slower * plenty, waits - others))
     seconds, num_waits = map(median, zip(*rounds, strict=True))
     return seconds, round(num_waits)
 
 
-def _turns(group: "MPI.Comm", compute: Callable[[], None], ahead: int) -> tuple[float, int]:
+def _turns(
+    group: "MPI.Comm", compute: Callable[[], None], ahead: int, open_transport: OpenTransport
+) -> tuple[float, int]:
     """Seconds of TURNS turns on all ranks, and the number of messages that were waited for.
 
     Args:
         ahead: so many turns a rank takes before it needs a message.
     """
-    from hybridpipe.runtime.mpi_transport import MpiTransport
-
     before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     message = torch.zeros(HANDLED_BYTES, dtype=torch.uint8)
     waits = 0
-    with MpiTransport(group) as transport:
+    with open_transport(group) as transport:
         idle_barrier(group)
         began = time.perf_counter()
         pending = [transport.receive(torch.empty_like(message), before, 0) for _ in range(TURNS)]

@@ -5,17 +5,20 @@ Invariant: all ranks that take part do equally many repetitions, and the others 
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hybridpipe.runtime.transport import Transport
 from hybridpipe.together import idle_barrier
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 Work = Callable[[], object]
+OpenTransport = Callable[..., AbstractContextManager[Transport]]  # `MpiTransport`, as training has it
 
 # Small ones for the latency, and more up to what large layers all-reduce, as time is lost there. None follows
 # one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB.

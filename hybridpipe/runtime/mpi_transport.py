@@ -2,8 +2,9 @@
 
 Whoever waits polls by itself; while nobody waits, the communication thread does. Without it a large
 nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
-(measured: 16 MB arrived 500 to 1100 ms late). A rank that waits for long sleeps between polls, which leaves
-the cores to whoever computes: a blocking MPI receive takes 87 % of one.
+(measured: 16 MB arrived 500 to 1100 ms late). With single copy who receives fetches a message by itself, and
+where no core is left for the thread there is none (`single_copy`). A rank that waits for long sleeps between
+polls, which leaves the cores to whoever computes: a blocking MPI receive takes 87 % of one.
 
 No receive is given to MPI before its message is there and known to have its size (matching probes): Open MPI
 writes a longer message past the buffer's end, and takes a shorter one without an error.
@@ -50,7 +51,8 @@ LONGEST_PAUSE_SECONDS = 20e-3
 LINGER_PAUSES = 12
 # A message of up to this size is on its way when `Isend` returns and needs no progress.
 SMALL_BYTES = 4096
-# Who waits tests its own request, and what else is under way once there is so much of it.
+# Who waits tests its own request, and what else is under way once there is so much of it; without a
+# communication thread whatever there is.
 MOST_ACTIVE = 8
 
 _Item = TypeVar("_Item")
@@ -114,11 +116,14 @@ class MpiTransport:
 
     Args:
         cores_to_spare: every rank of this machine has a core of its own, so that one that waits may use it.
+        unaided: messages arrive without their sender's help, and a communication thread would take a core
+            from who computes.
     """
 
-    def __init__(self, communicator: MPI.Comm, cores_to_spare: bool = False) -> None:
+    def __init__(self, communicator: MPI.Comm, cores_to_spare: bool = False, unaided: bool = False) -> None:
         self._communicator = communicator
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
+        self._most_active = 0 if unaided else MOST_ACTIVE
         self._active: list[_Request] = []  # requests of MPI
         # by (peer, tag), in order, while there are any
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
@@ -132,8 +137,11 @@ class MpiTransport:
         self._pause = PAUSE_SECONDS  # its next one
         self._closed = False
         self._num_waiting = 0
-        self.thread = threading.Thread(target=self._progress, name="hybridpipe-communication", daemon=True)
-        self.thread.start()
+        self.thread: threading.Thread | None = None
+        if not unaided:
+            name = "hybridpipe-communication"
+            self.thread = threading.Thread(target=self._progress, name=name, daemon=True)
+            self.thread.start()
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Start sending (`MPI_Isend`)."""
@@ -227,11 +235,16 @@ class MpiTransport:
                 self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
 
     def close(self) -> None:
-        """Wait for what is under way and end the communication thread."""
+        """Wait for what is under way and end the communication thread, if there is one."""
         with self._guard:
             self._closed = True
             self._wake.notify()
-        self.thread.join()
+        if self.thread is not None:
+            self.thread.join()
+        pauses = _pauses()
+        while self._is_under_way:
+            self._poll()
+            time.sleep(next(pauses))
 
     def __enter__(self) -> "MpiTransport":
         return self
@@ -239,12 +252,16 @@ class MpiTransport:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _is_under_way(self) -> bool:
+        return bool(self._active) or self._num_expected > 0
+
     def _progress(self) -> None:
         """The communication thread."""
         idle_pauses = 0
         while True:
             with self._guard:
-                under_way = bool(self._active) or self._num_expected > 0
+                under_way = self._is_under_way
                 if self._closed and not under_way:
                     return
                 idle_pauses = 0 if under_way else idle_pauses + 1
@@ -270,7 +287,7 @@ class MpiTransport:
                 with self._guard:
                     self._active.remove(pending)
                 pending.complete()
-        if len(self._active) > MOST_ACTIVE:
+        if len(self._active) > self._most_active:
             self._poll()
         return True
 

@@ -27,6 +27,7 @@ from hybridpipe.runtime.finite import Finite
 from hybridpipe.runtime.gradients import HorovodGradients, LocalGradients
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MpiTransport
+from hybridpipe.runtime.single_copy import needs_no_thread
 from hybridpipe.runtime.stream import Minibatch, Stream
 from hybridpipe.runtime.transport import Pending
 from hybridpipe.runtime.update import UpdateRule
@@ -81,7 +82,9 @@ class Worker:
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
-        self.transport = MpiTransport(self.communicators.peers, cores_to_spare(world))
+        self.transport = MpiTransport(
+            self.communicators.peers, cores_to_spare(world), unaided=needs_no_thread(world, device)
+        )
         self.executor: Executor | None = None
         self._left = False
         _broadcast_state(model, self.control)

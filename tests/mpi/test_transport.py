@@ -16,3 +16,31 @@ def test_a_large_message_does_not_wait_for_the_senders_computation(job, work):
 
 def test_messages_of_one_pair_keep_their_order_and_their_bits(job):
     job(2, "order.py")
+
+
+WITHOUT_SINGLE_COPY = {  # as in a container that may not read another process's memory
+    "OMPI_MCA_smsc": "^cma,xpmem,knem",
+    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+    "OMPI_MCA_btl_sm_single_copy_mechanism": "none",
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "env", [WITHOUT_SINGLE_COPY, {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}], ids=["copied", "tcp"]
+)
+def test_where_messages_wait_for_their_sender_there_is_a_thread(job, ranks, env):
+    assert told(job(ranks, "single_copy.py", "64", env=env)) == ["False"] * ranks
+
+
+def test_no_thread_where_messages_arrive_by_themselves_and_all_cores_compute(job):
+    """Whether they do hangs on the machine; all ranks say the same."""
+    assert len(set(told(job(3, "single_copy.py", "64")))) == 1
+
+
+def test_one_rank_sends_nothing(job):
+    assert told(job(1, "single_copy.py", "64")) == ["False"]
+
+
+def told(done):
+    return re.findall(r"needs no thread: (\w+)", done.stdout)

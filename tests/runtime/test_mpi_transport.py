@@ -14,10 +14,10 @@ from hybridpipe.runtime.mpi_transport import MOST_ACTIVE, MpiTransport
 from hybridpipe.runtime.transport import Buffers
 
 
-@pytest.fixture(params=[False, True], ids=["", "spinning"])
+@pytest.fixture(params=[{}, {"cores_to_spare": True}, {"unaided": True}], ids=["", "spinning", "no-thread"])
 def transport(request):
     communicator = MPI.COMM_SELF.Dup()
-    with MpiTransport(communicator, cores_to_spare=request.param) as transport:
+    with MpiTransport(communicator, **request.param) as transport:
         yield transport
     communicator.Free()
 
@@ -91,16 +91,17 @@ def test_a_collective_may_be_watched(transport):
     assert numbers.tolist() == [3.0]
 
 
-def test_close_waits_for_what_is_under_way():
+@pytest.mark.parametrize("unaided", [False, True])
+def test_close_waits_for_what_is_under_way(unaided):
     communicator = MPI.COMM_SELF.Dup()
-    transport = MpiTransport(communicator)
+    transport = MpiTransport(communicator, unaided=unaided)
     buffer = filled(1 << 22)
     receiving = transport.receive(buffer, 0, tag=0)
     transport.send(filled(1 << 22, 9), 0, tag=0)
     transport.close()
     receiving.wait()
     assert buffer.eq(9).all()
-    assert not transport.thread.is_alive()
+    assert transport.thread is None if unaided else not transport.thread.is_alive()
     communicator.Free()
 
 
@@ -122,6 +123,7 @@ def test_pauses_grow_while_nothing_comes():
     assert mpi_transport._longer(20e-3, only_expected=False) == 4e-3
 
 
+@pytest.mark.parametrize("transport", [{}, {"cores_to_spare": True}], indirect=True)
 @pytest.mark.parametrize("what", ["send", "receive"])
 def test_something_new_ends_a_long_pause(transport, what):
     """A posted receive had waited for so long that the thread looked every 20 ms only."""
