@@ -7,8 +7,8 @@ One process trains whole minibatches; `two independent halves` are the two stage
 side by side and whole, without a message: more than that two cores do not do. Data-parallel ways take half a
 minibatch each, synchronous pipelines 8 microbatches; each is cut where that balances. All have the same
 model, samples and optimizer, so all synchronous ways end with one process's loss; the output names those that
-do not. Every way is a small program in peer_programs/. A second table says where our ranks' minibatches go
-(`train --trace`).
+do not. `auto` may choose among synchronous schedules; `auto under pipedream` is told its schedule. Every way
+is a small program in peer_programs/. A second table says where our ranks' minibatches go (`train --trace`).
 
 Rounds are interleaved, each way a fresh job; figures are medians, ratios are taken within a round. Rounds of
 earlier calls with the same DIR count on. Writes DIR/peers.json, a table in DIR/peers.md and a plot in
@@ -61,8 +61,9 @@ WAYS = (
     Way("ours, 1f1b", "ours", "1f1b"),
     Way("ours, pipedream", "ours", "pipedream"),
     Way("ours, auto", "ours", "auto"),
+    Way("ours, auto under pipedream", "ours", "auto-pipedream"),
 )
-ASYNCHRONOUS = ("ours, pipedream",)
+ASYNCHRONOUS = ("ours, pipedream", "ours, auto under pipedream")
 WHOLE = (CEILING, *ASYNCHRONOUS)  # train whole minibatches, whose dense layers weigh less than eight times
 # Threads of Open MPI that wait leave their cores to those that compute.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}

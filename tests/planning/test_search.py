@@ -108,7 +108,7 @@ def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, monkeypatch):
 
 @pytest.mark.parametrize("cluster", [Cluster.flat(8, 1.25e8, 2e-5), nodes_of_four(8, 1.25e8)])
 def test_no_asynchronous_pipeline_is_faster_than_its_formula(cluster, monkeypatch):
-    """So where ranks have processors of their own, none is simulated whose formula says more than the best."""
+    """So none is simulated whose formula says more than the best, where processors are the ranks' own."""
     every = []
     monkeypatch.setattr("hybridpipe.planning.search._is_bound", lambda problem: False)
     monkeypatch.setattr("hybridpipe.planning.search.HOPELESS", math.inf)
