@@ -421,7 +421,7 @@ class Trainer:
         return self.recorder.summary(self.worker)
 
     def close(self) -> None:
-        """End the communication thread and give back the communicators; the model keeps its weights."""
+        """End what goes on in the background, give back the communicators; the model keeps its weights."""
         self.books.close()
         if self._worker is not None:
             self._worker.close()

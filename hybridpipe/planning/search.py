@@ -44,8 +44,7 @@ MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for 
 NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 16, 6
 # But not one whose formula is so many times the best simulation yet: what the simulator sees besides seldom
 # makes a plan faster (ranks that share processors at times only, bursts), and then by little. Where neither
-# can be, the formula of an asynchronous pipeline is how long its busiest rank or link is busy, and no
-# simulation is faster.
+# can be, the formula of an asynchronous pipeline is how long its busiest rank or link is busy: `_hopeless`.
 HOPELESS = 1.25
 MAX_ADVISED = 10_000  # layers times ranks; what would help a larger problem takes minutes to find out
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
@@ -309,7 +308,7 @@ def _candidates(problem: _Problem) -> list[Candidate]:
     profile, cluster = problem.profile, problem.cluster
     found: list[Candidate] = []
     best = math.inf
-    hopeless = 1 + TIE if _is_bound(problem) else HOPELESS
+    hopeless = _hopeless(problem)
     for plan, origin in origins.items():
         if origin == "exact" and estimate(plan, profile, cluster) > hopeless * best:
             continue
@@ -318,11 +317,16 @@ def _candidates(problem: _Problem) -> list[Candidate]:
     return found
 
 
-def _is_bound(problem: _Problem) -> bool:
-    """Whether no simulation is faster than the formula, but where a cut has fast and slow routes."""
+def _hopeless(problem: _Problem) -> float:
+    """How many times the best simulation a formula may be, for the plan to be simulated.
+
+    It is taken for a bound where processors are the ranks' own, though it says too much of a cut with fast
+    and slow routes (of 461 problems one had a better plan left out so, by 1.2 %).
+    """
     cluster = problem.cluster
     has_bursts = any(level.burst_bytes for level in cluster.levels)
-    return problem.schedule == "pipedream" and Machines(cluster).are_private and not has_bursts
+    is_bound = problem.schedule == "pipedream" and Machines(cluster).are_private and not has_bursts
+    return 1 + TIE if is_bound else HOPELESS
 
 
 def _fitting(problem: _Problem) -> Iterator[tuple[str, Plan]]:

@@ -185,7 +185,7 @@ def _handling(
 ) -> list[float]:
     """Processor seconds that a message of each size takes, at either end, from ranks that compute in between.
 
-    With all that `Boundary` does for it. A ping-pong's are fewer: its path stays in the caches, and its
+    With all that `Boundary` does for it. A ping-pong's are fewer: its path stays in the caches, and a
     communication thread asleep.
 
     Args:

@@ -1,4 +1,4 @@
-"""MPI transport: nonblocking sends and receives, and one thread that makes progress while others compute.
+"""MPI transport: nonblocking sends and receives, and a thread that makes progress while others compute.
 
 Whoever waits polls by itself; while nobody waits, the communication thread does. Without it a large
 nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
@@ -51,9 +51,11 @@ LONGEST_PAUSE_SECONDS = 20e-3
 LINGER_PAUSES = 12
 # A message of up to this size is on its way when `Isend` returns and needs no progress.
 SMALL_BYTES = 4096
-# Who waits tests its own request, and what else is under way once there is so much of it; without a
-# communication thread whatever there is.
+# Who waits tests its own request, and what else is under way once there is so much of it.
 MOST_ACTIVE = 8
+# Without a communication thread who waits tests all, and who sends does once there is so much: their buffers
+# are held. Not who goes on to compute: a test that finds nothing yields the core.
+MOST_SENT = 2
 
 _Item = TypeVar("_Item")
 
@@ -123,7 +125,6 @@ class MpiTransport:
     def __init__(self, communicator: MPI.Comm, cores_to_spare: bool = False, unaided: bool = False) -> None:
         self._communicator = communicator
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
-        self._most_active = 0 if unaided else MOST_ACTIVE
         self._active: list[_Request] = []  # requests of MPI
         # by (peer, tag), in order, while there are any
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
@@ -200,6 +201,8 @@ class MpiTransport:
                 self._look_within(PAUSE_URGENT_SECONDS, 8 * PAUSE_URGENT_SECONDS)
             else:
                 self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
+        if self.thread is None and len(self._active) > MOST_SENT:
+            self._poll()
         return pending
 
     def _look_within(self, next_pause: float, this_pause: float) -> None:
@@ -209,7 +212,7 @@ class MpiTransport:
             self._wake.notify()
 
     def wait_for(self, pending: _Request, doubt: Callable[[], None] | None = None) -> None:
-        """Poll until the request is complete; the communication thread rests meanwhile.
+        """Poll until the request is complete; a communication thread rests meanwhile.
 
         Args:
             doubt: called when it takes long; raises if it knows that there is nothing to wait for.
@@ -222,6 +225,8 @@ class MpiTransport:
         before = position.wait_for(pending.what)
         try:
             while not self._test(pending):
+                if self.thread is None:
+                    self._poll()
                 now = time.perf_counter()
                 if now >= began + self._spin_seconds:
                     time.sleep(next(pauses))
@@ -287,7 +292,7 @@ class MpiTransport:
                 with self._guard:
                     self._active.remove(pending)
                 pending.complete()
-        if len(self._active) > self._most_active:
+        if len(self._active) > MOST_ACTIVE:
             self._poll()
         return True
 

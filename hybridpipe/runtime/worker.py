@@ -331,7 +331,7 @@ class Worker:
         return state if self.control.rank == 0 else None
 
     def close(self) -> None:
-        """End the communication thread and give back the communicators. Collective.
+        """End what communicates in the background and give back the communicators. Collective.
 
         Not after `leave_stream`: what is under way would be waited for. The process is about to end then.
         """

@@ -38,6 +38,16 @@ def test_no_thread_where_messages_arrive_by_themselves_and_all_cores_compute(job
     assert len(set(told(job(3, "single_copy.py", "64")))) == 1
 
 
+@pytest.mark.parametrize(
+    "program, arguments, compared",
+    [("exactness.py", ["4", "2-1", "1-1-1"], 16), ("asynchronous.py", ["1-1-1", "2-1"], 12)],
+)
+def test_with_a_communication_thread_training_is_the_same(job, program, arguments, compared):
+    """Elsewhere ranks that fill this machine's cores have none."""
+    done = job(3, program, *arguments, env=WITHOUT_SINGLE_COPY)
+    assert done.stdout.count("parameters within") == compared
+
+
 def test_one_rank_sends_nothing(job):
     assert told(job(1, "single_copy.py", "64")) == ["False"]
 

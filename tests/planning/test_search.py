@@ -12,7 +12,6 @@ from hybridpipe.planning.cost import estimate
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import Measurement, ModelProfile
 from hybridpipe.planning.search import (
-    HOPELESS,
     Candidate,
     NoPlanFits,
     data_parallel,
@@ -95,12 +94,11 @@ def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, monkeypatch):
         profile = convolutional(12, seed)
         for cluster in (Cluster.flat(8, 1.25e9, 2e-5), nodes_of_four(8, 1.25e8)):
             found = {}
-            found[HOPELESS] = search(profile, cluster, count, schedule=schedule)
+            found["some"] = search(profile, cluster, count, schedule=schedule)
             with monkeypatch.context() as patch:
-                patch.setattr("hybridpipe.planning.search._is_bound", lambda problem: False)
-                patch.setattr("hybridpipe.planning.search.HOPELESS", math.inf)
-                found[math.inf] = search(profile, cluster, count, schedule=schedule)
-            assert found[HOPELESS][0] == found[math.inf][0]
+                patch.setattr("hybridpipe.planning.search._hopeless", lambda problem: math.inf)
+                found["all"] = search(profile, cluster, count, schedule=schedule)
+            assert found["some"][0] == found["all"][0]
             num_simulated.append([len(candidates) for candidates in found.values()])
     some, every = map(sum, zip(*num_simulated, strict=True))
     assert some < every
@@ -110,8 +108,7 @@ def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, monkeypatch):
 def test_no_asynchronous_pipeline_is_faster_than_its_formula(cluster, monkeypatch):
     """So none is simulated whose formula says more than the best, where processors are the ranks' own."""
     every = []
-    monkeypatch.setattr("hybridpipe.planning.search._is_bound", lambda problem: False)
-    monkeypatch.setattr("hybridpipe.planning.search.HOPELESS", math.inf)
+    monkeypatch.setattr("hybridpipe.planning.search._hopeless", lambda problem: math.inf)
     for seed in range(4):
         profile = convolutional(12, seed)
         found = search(profile, cluster, 1, schedule="pipedream")

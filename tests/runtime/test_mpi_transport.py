@@ -163,6 +163,19 @@ def test_sends_that_nobody_waits_for_are_let_go(transport):
     assert len(transport._active) <= MOST_ACTIVE + 1
 
 
+@pytest.mark.parametrize("transport", [{"unaided": True}], indirect=True)
+def test_without_a_thread_who_sends_lets_go_of_what_is_sent(transport):
+    """Under gpipe the first stage sends all microbatches without a wait; their buffers would all be held."""
+    receiving = [transport.receive(filled(1 << 16), 0, tag=0) for _ in range(50)]
+    most = 0
+    for _ in range(50):
+        transport.send(filled(1 << 16), 0, tag=0)
+        most = max(most, len(transport._active))
+    assert most < 10
+    for each in receiving:
+        each.wait()
+
+
 @pytest.mark.parametrize("sent, expected", [(128, 64), (64, 128), (1 << 22, 1 << 12), (1 << 12, 1 << 22)])
 @pytest.mark.parametrize("receive_first", [True, False])
 def test_a_message_of_another_size_is_not_taken(transport, sent, expected, receive_first):
