@@ -35,7 +35,7 @@ def test_where_messages_wait_for_their_sender_there_is_a_thread(job, ranks, env)
 
 def test_no_thread_where_messages_arrive_by_themselves_and_all_cores_compute(job):
     """Whether they do hangs on the machine; all ranks say the same."""
-    assert len(set(told(job(3, "single_copy.py", "64")))) == 1
+    assert told(job(3, "single_copy.py", "64")) in (["True"] * 3, ["False"] * 3)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,6 @@ def test_one_rank_sends_nothing(job):
 
 
 def told(done):
-    return re.findall(r"needs no thread: (\w+)", done.stdout)
+    """What each rank says."""
+    found = re.search(r"needs no thread: (.*)", done.stdout)
+    return found[1].split() if found else []

@@ -1,4 +1,4 @@
-"""Each rank prints whether it needs no communication thread, with so many compute threads as it is told."""
+"""Rank 0 prints whether each rank needs no communication thread, with so many compute threads."""
 
 import sys
 
@@ -8,4 +8,6 @@ from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.single_copy import needs_no_thread
 
 torch.set_num_threads(int(sys.argv[1]))
-print(f"needs no thread: {needs_no_thread(MPI.COMM_WORLD, torch.device('cpu'))}", flush=True)
+told = MPI.COMM_WORLD.gather(needs_no_thread(MPI.COMM_WORLD, torch.device("cpu")))
+if told is not None:
+    print("needs no thread:", *told, flush=True)
