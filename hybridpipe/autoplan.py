@@ -62,6 +62,7 @@ def autoplan(
     vertical_sync: bool = False,
     max_in_flight: int | None = None,
     compression: str = NO_COMPRESSION,
+    unaided: bool = False,
 ) -> Choice:
     """The plan that is meant, with its prediction, the same on every rank. Collective over `world`.
 
@@ -70,10 +71,11 @@ def autoplan(
         profile: the model's; that of rank 0 counts.
         schedule, recompute, vertical_sync, max_in_flight: of a plan that is searched for (`search.Asked`).
         compression: of gradients (`Cluster.compressing`).
+        unaided: of the transport that will train (`probe`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
     """
     gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
-    cluster = probe(world, work, gradient_bytes).compressing(compression, profile.dtype)
+    cluster = probe(world, work, gradient_bytes, unaided).compressing(compression, profile.dtype)
     choice: Choice | ValueError | None = None
     if world.rank == 0:
         try:

@@ -127,17 +127,21 @@ def _probe(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise UserError(f"probe --flat: {error}") from None
         return 0
+    import torch
+
     from hybridpipe.cluster_report import describe
     from hybridpipe.probe import probe
     from hybridpipe.runtime import failure
     from hybridpipe.runtime.communicators import this_host
     from hybridpipe.runtime.mpi import MPI
+    from hybridpipe.runtime.single_copy import needs_no_thread
     from hybridpipe.together import share_cores
 
     failure.install()
     share_cores(MPI.COMM_WORLD)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as training has it by default
     try:
-        cluster = probe(MPI.COMM_WORLD)
+        cluster = probe(MPI.COMM_WORLD, unaided=needs_no_thread(MPI.COMM_WORLD, torch.device(device)))
     except ValueError as error:
         failure.refuse(error)
     num_cores = this_host(MPI.COMM_WORLD).num_cores

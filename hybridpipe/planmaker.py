@@ -7,7 +7,7 @@ probed, rank 0 searches. A given one is checked at once, and measured only for a
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.runtime import failure
 from hybridpipe.runtime.communicators import default_num_threads, this_host
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.single_copy import needs_no_thread
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.measure import Rehearsal
@@ -88,6 +89,11 @@ class PlanMaker:
         """The plan, if it was given."""
         return self._given if isinstance(self._given, Plan) else None
 
+    @cached_property
+    def unaided(self) -> bool:
+        """Of `MpiTransport`; found out once, as what is probed is to be what will train. Collective."""
+        return needs_no_thread(self._world, self._device)
+
     def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
         """Run a checkpoint's plan, if that can be, where one is to be searched for; says what it will be.
 
@@ -123,6 +129,7 @@ class PlanMaker:
                 count,
                 work=work,
                 compression=self._rule.compression,
+                unaided=self.unaided,
                 **self._asked._asdict(),
             )
         except ValueError as error:  # the same on every rank

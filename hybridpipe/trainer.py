@@ -499,5 +499,7 @@ class Trainer:
     def _start(self, plan: Plan) -> None:
         self._watch()
         self.recorder.begin()
-        self._worker = Worker(self.model, plan, self.loss, self.rule, self.world, self.device, self.seed)
+        self._worker = Worker(
+            self.model, plan, self.loss, self.rule, self.world, self.device, self.seed, self._maker.unaided
+        )
         self.books.load(self._worker)

@@ -238,6 +238,11 @@ class Cluster:
             return self.compute_speeds[num_active - 1]
         return self.compute_speeds[-1] * known / num_active
 
+    @property
+    def are_processors_private(self) -> bool:
+        """Whether a rank's processor never has other work than the rank's computing, and is as fast alone."""
+        return self.node_ranks in (None, 1) and self.overlap == 1 and self.shared_speed(1) == 1
+
     def is_busy(self, num_active: int) -> bool:
         """Whether one more than `num_active` on a machine finds no free processor: it adds less than half."""
         if not num_active:

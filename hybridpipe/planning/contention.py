@@ -91,12 +91,6 @@ class Machines:
             self._nodes[node] = (Resource(self._speeds),)
         return self._nodes[node]
 
-    @property
-    def are_private(self) -> bool:
-        """Whether a rank's processor never has other work than the rank's computing, and is as fast alone."""
-        cluster = self.cluster
-        return cluster.node_ranks in (None, 1) and cluster.overlap == 1 and cluster.shared_speed(1) == 1
-
     def route(self, sender: int, receiver: int) -> Route:
         """What a message between two ranks crosses."""
         found = self._routes.get((sender, receiver))

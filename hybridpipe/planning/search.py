@@ -17,8 +17,14 @@ from itertools import islice
 from typing import TypedDict, Unpack
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.contention import Machines
-from hybridpipe.planning.cost import compute_share, estimate, measured_speed, stage_costs, stage_speed
+from hybridpipe.planning.cost import (
+    compute_share,
+    estimate,
+    measured_speed,
+    nearly_a_bound,
+    stage_costs,
+    stage_speed,
+)
 from hybridpipe.planning.interleave import interleaved_plans
 from hybridpipe.planning.layer_costs import Form
 from hybridpipe.planning.memory import peak_memory_bytes
@@ -43,8 +49,8 @@ MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for 
 # no queues, and of stages that take turns on a rank.
 NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 16, 6
 # But not one whose formula is so many times the best simulation yet: what the simulator sees besides seldom
-# makes a plan faster (ranks that share processors at times only, bursts), and then by little. Where neither
-# can be, the formula of an asynchronous pipeline is how long its busiest rank or link is busy: `_hopeless`.
+# makes a plan faster (ranks that share processors at times only, bursts), and then by little; hardly ever
+# where the formula is `nearly_a_bound`.
 HOPELESS = 1.25
 MAX_ADVISED = 10_000  # layers times ranks; what would help a larger problem takes minutes to find out
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
@@ -308,25 +314,13 @@ def _candidates(problem: _Problem) -> list[Candidate]:
     profile, cluster = problem.profile, problem.cluster
     found: list[Candidate] = []
     best = math.inf
-    hopeless = _hopeless(problem)
+    hopeless = 1 + TIE if nearly_a_bound(problem.schedule, cluster) else HOPELESS
     for plan, origin in origins.items():
         if origin == "exact" and estimate(plan, profile, cluster) > hopeless * best:
             continue
         found.append(Candidate(origin, judged(plan, profile, cluster), profile.samples))
         best = min(best, found[-1].seconds)
     return found
-
-
-def _hopeless(problem: _Problem) -> float:
-    """How many times the best simulation a formula may be, for the plan to be simulated.
-
-    It is taken for a bound where processors are the ranks' own, though it says too much of a cut with fast
-    and slow routes (of 461 problems one had a better plan left out so, by 1.2 %).
-    """
-    cluster = problem.cluster
-    has_bursts = any(level.burst_bytes for level in cluster.levels)
-    is_bound = problem.schedule == "pipedream" and Machines(cluster).are_private and not has_bursts
-    return 1 + TIE if is_bound else HOPELESS
 
 
 def _fitting(problem: _Problem) -> Iterator[tuple[str, Plan]]:

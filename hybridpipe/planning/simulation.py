@@ -130,7 +130,7 @@ class Simulation:
         self.cluster, self.synchronous, self.until = cluster, synchronous, until
         self.engine = Engine()
         self.machines = Machines(cluster)
-        self.are_private = self.machines.are_private
+        self.are_private = cluster.are_processors_private
         self.messages: dict[Key, _Message] = {}  # that not both sides are done with
         self.costs, self.numbers = costs, [stage.ranks for stage in plan.stages]
         self.ranks: list[_Rank] = []

@@ -28,19 +28,24 @@ if TYPE_CHECKING:
 _MEMORY = Path("/proc/meminfo")
 
 
-def probe(world: "MPI.Comm", work: Work | None = None, gradient_bytes: int = LARGE_BYTES[-1]) -> Cluster:
+def probe(
+    world: "MPI.Comm",
+    work: Work | None = None,
+    gradient_bytes: int = LARGE_BYTES[-1],
+    unaided: bool = False,
+) -> Cluster:
     """Measure the machines behind `world`. Collective; the same cluster on every rank.
 
     Args:
         work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
             product of matrices, which stays in the cache, and a sum, which does not.
         gradient_bytes: of the model; 64 MiB at most are all-reduced.
+        unaided: of the transport that will train (`single_copy.needs_no_thread`).
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
     """
     from hybridpipe.runtime.mpi_transport import MpiTransport
-    from hybridpipe.runtime.single_copy import needs_no_thread
 
     if world.size == 1:
         return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # no link to measure, and none to use
@@ -48,8 +53,7 @@ def probe(world: "MPI.Comm", work: Work | None = None, gradient_bytes: int = LAR
     per_machine = _equal_units(machine_leaders(world)) or per_host
     units = [("host", 1, per_host), ("network", per_host, world.size)]
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    open_transport = partial(MpiTransport, unaided=needs_no_thread(world, device))
+    open_transport = partial(MpiTransport, unaided=unaided)
     measure_now = partial(measure_computing, world, per_machine, work or default_work(), open_transport)
     computing = measure_now()
     links = [measure_link(world, unit, per_machine, open_transport) for unit in levels]

@@ -27,7 +27,6 @@ from hybridpipe.runtime.finite import Finite
 from hybridpipe.runtime.gradients import HorovodGradients, LocalGradients
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.mpi_transport import MpiTransport
-from hybridpipe.runtime.single_copy import needs_no_thread
 from hybridpipe.runtime.stream import Minibatch, Stream
 from hybridpipe.runtime.transport import Pending
 from hybridpipe.runtime.update import UpdateRule
@@ -66,6 +65,9 @@ class Worker:
     """One rank under a plan that fits model and world.
 
     Collective over `world`; the model's weights become those of rank 0.
+
+    Args:
+        unaided: of its transport.
     """
 
     def __init__(
@@ -77,14 +79,13 @@ class Worker:
         world: MPI.Comm,
         device: torch.device,
         seed: int,
+        unaided: bool,
     ) -> None:
         self.model, self.plan, self.device = model, plan, device
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
-        self.transport = MpiTransport(
-            self.communicators.peers, cores_to_spare(world), unaided=needs_no_thread(world, device)
-        )
+        self.transport = MpiTransport(self.communicators.peers, cores_to_spare(world), unaided)
         self.executor: Executor | None = None
         self._left = False
         _broadcast_state(model, self.control)

@@ -1,8 +1,13 @@
 """Bytes move while Python computes."""
 
 import re
+import subprocess
+import sys
+from subprocess import PIPE
 
 import pytest
+
+from hybridpipe.runtime.mpi import MPI
 
 
 @pytest.mark.parametrize("work", ["torch", "python"])
@@ -33,9 +38,28 @@ def test_where_messages_wait_for_their_sender_there_is_a_thread(job, ranks, env)
     assert told(job(ranks, "single_copy.py", "64", env=env)) == ["False"] * ranks
 
 
-def test_no_thread_where_messages_arrive_by_themselves_and_all_cores_compute(job):
-    """Whether they do hangs on the machine; all ranks say the same."""
-    assert told(job(3, "single_copy.py", "64")) in (["True"] * 3, ["False"] * 3)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_thread_where_messages_arrive_by_themselves_and_all_cores_compute(job, ranks):
+    """Three times at most: on a machine that is busy with others a receiver may come to run too late."""
+    if "Open MPI" not in MPI.Get_library_version() or not may_read_memory_of_others():
+        pytest.skip("no single copy between processes here")
+    assert any(told(job(ranks, "single_copy.py", "64")) == ["True"] * ranks for _ in range(3))
+
+
+def may_read_memory_of_others():
+    """Whether the kernel lets this process read a child's memory."""
+    program = (
+        "import ctypes, sys; kept = ctypes.c_int64(7); print(ctypes.addressof(kept), flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as child:
+        try:
+            with open(f"/proc/{child.pid}/mem", "rb", buffering=0) as memory:
+                memory.seek(int(child.stdout.readline()))
+                return int.from_bytes(memory.read(8), sys.byteorder) == 7
+        except OSError:
+            return False
+        finally:
+            child.stdin.write("\n")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, monkeypatch):
             found = {}
             found["some"] = search(profile, cluster, count, schedule=schedule)
             with monkeypatch.context() as patch:
-                patch.setattr("hybridpipe.planning.search._hopeless", lambda problem: math.inf)
+                patch.setattr("hybridpipe.planning.search.nearly_a_bound", lambda *_: False)
+                patch.setattr("hybridpipe.planning.search.HOPELESS", math.inf)
                 found["all"] = search(profile, cluster, count, schedule=schedule)
             assert found["some"][0] == found["all"][0]
             num_simulated.append([len(candidates) for candidates in found.values()])
@@ -108,7 +109,8 @@ def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, monkeypatch):
 def test_no_asynchronous_pipeline_is_faster_than_its_formula(cluster, monkeypatch):
     """So none is simulated whose formula says more than the best, where processors are the ranks' own."""
     every = []
-    monkeypatch.setattr("hybridpipe.planning.search._hopeless", lambda problem: math.inf)
+    monkeypatch.setattr("hybridpipe.planning.search.nearly_a_bound", lambda *_: False)
+    monkeypatch.setattr("hybridpipe.planning.search.HOPELESS", math.inf)
     for seed in range(4):
         profile = convolutional(12, seed)
         found = search(profile, cluster, 1, schedule="pipedream")

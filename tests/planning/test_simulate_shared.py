@@ -8,7 +8,6 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import AllReduce as AllReduceFigures
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.contention import Machines
 from hybridpipe.planning.cost import BUCKET_BYTES, GradientBucket, StageCost
 from hybridpipe.planning.instructions import (
     AllReduce,
@@ -51,8 +50,8 @@ def test_a_processor_of_ones_own_is_as_a_shared_one_that_nobody_else_uses(schedu
     layers = [layer(1, 3, parameters=300, output=20), layer(2, 5, parameters=100, output=10), layer(1, 2)]
     hybrid = plan([3, 2, 1], count, schedule)
     private, _ = predict(hybrid, model(*layers), Cluster.flat(6, 50.0, 0.1))
-    assert Machines(Cluster.flat(6, 50.0, 0.1)).are_private
-    monkeypatch.setattr(Machines, "are_private", False)
+    assert Cluster.flat(6, 50.0, 0.1).are_processors_private
+    monkeypatch.setattr(Cluster, "are_processors_private", False)
     shared, _ = predict(hybrid, model(*layers), Cluster.flat(6, 50.0, 0.1))
     for rank, events in shared.events.items():
         for event, other in zip(events, private.events[rank], strict=True):
@@ -66,7 +65,7 @@ def test_a_processor_of_ones_own_is_as_a_shared_one_that_nobody_else_uses(schedu
     ids=lambda shared: next(iter(shared)),
 )
 def test_what_makes_a_processor_not_ones_own(shared):
-    assert not Machines(replace(Cluster.flat(4, 50.0, 0.1), **shared)).are_private
+    assert not replace(Cluster.flat(4, 50.0, 0.1), **shared).are_processors_private
 
 
 def test_nodes_do_not_share():
