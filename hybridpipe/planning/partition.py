@@ -25,18 +25,16 @@ What is exact:
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost import compute_share, estimate
 from hybridpipe.planning.layer_costs import Form, LayerCosts
 from hybridpipe.planning.memory import peak_memory_bytes
 from hybridpipe.planning.placement import (
-    Floats,
     Ints,
     Layout,
     SlotGraph,
@@ -54,6 +52,7 @@ from hybridpipe.planning.placement import (
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import UNLIMITED
+from hybridpipe.planning.stage_program import SAME, Path, StageProgram, just_above
 
 # Microbatches that each rank behind a stage holds, tried until plans fit: at best none, then as they do; or,
 # where that takes too many slots, as in a straight pipeline and more, up to the most there can be.
@@ -69,7 +68,6 @@ IMPATIENCE = 1e-4  # longer by this part of the maximum
 WORTH_A_LOOK = 1.2  # the first plan of a placement may be so much worse than the best: the simulator decides
 SLACKS = (1.05, 1.2, 1.5)  # how much slower than the best an asynchronous plan with a shorter way may be
 TIE = 1e-13  # of the best estimate: what a rank costs, so that ties go to fewer ranks and not to rounding
-SAME = 1e-12
 
 
 def partition(
@@ -248,7 +246,7 @@ class _Search:
         return is_complete
 
     def add_path(
-        self, path: "_Path", layout: Layout, graph: SlotGraph, program: "_Program", line: tuple[int, ...]
+        self, path: Path, layout: Layout, graph: SlotGraph, program: StageProgram, line: tuple[int, ...]
     ) -> bool:
         slots = graph.slot[path.slots].tolist()
         starts = [len(line) - len(layout.left[slot]) for slot in slots]
@@ -256,7 +254,7 @@ class _Search:
         spans = tuple((a, a + len(own)) for a, own in zip(starts, ranks, strict=True))
         return self.add(program.costs.edges[path.edges].tolist(), ranks, path.seconds, line, spans)
 
-    def program(self, graph: SlotGraph) -> "_Program":
+    def program(self, graph: SlotGraph) -> StageProgram:
         """The program over the graph, with as many layers as `MAX_STEPS` allows."""
         bound = self.first_bound(graph)
         costs, n = self.costs, self.profile.num_layers
@@ -266,7 +264,7 @@ class _Search:
         if part < 1:
             costs = costs.merged(self.cheap_edges(int(n * part)))
             widths = costs.longest(graph.kinds, bound)
-        return _Program.of_stages(costs, graph, widths, bound, TIE * self.best_seconds)
+        return StageProgram.of_stages(costs, graph, widths, bound, TIE * self.best_seconds)
 
     def first_bound(self, graph: SlotGraph) -> float:
         """No maximum may reach it: what a first look is worth, less the least sum there can be."""
@@ -277,37 +275,45 @@ class _Search:
         least = 0.0 if self.form.is_asynchronous else max(0.0, float(least)) / fastest
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 
-    def walk(self, program: "_Program") -> Iterator[tuple["_Program", "_Path"]]:
+    def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """Plans along the front of sum and maximum, down to where none can be better than the best."""
         if self.form.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
         bound = program.bound
         for passes in count():
-            if not (paths := program.least_sum(bound)):
+            [path] = program.least_sums([bound])
+            if path is None:
                 return
-            yield program, paths[0]
-            skipped = max(0, passes - PATIENCE) * IMPATIENCE * paths[0].slowest
-            bound = min(paths[0].slowest - skipped, self.best_seconds - paths[0].total)
+            yield program, path
+            skipped = max(0, passes - PATIENCE) * IMPATIENCE * path.slowest
+            bound = min(path.slowest - skipped, self.best_seconds - path.total)
 
-    def walk_asynchronous(self, program: "_Program") -> Iterator[tuple["_Program", "_Path"]]:
+    def walk_asynchronous(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """The best, and the shortest ways through the pipeline that are nearly as good.
 
         The formula does not see the queues that form where everything is nearly busy, and a short way has
         fewer. The shortest fixes the cuts; the replicas are then the best for them, and as many as there are.
         """
-        paths = program.least_maximum()
-        yield from ((program, path) for path in paths)
-        if not paths or len(paths[0].slots) == 1:
-            return  # one stage has no queues, and in 2000 random problems none slower by the formula won
-        tried: list[_Path] = []
-        for slack in SLACKS:
-            for short in program.least_sum(slack * paths[0].slowest):
-                if short not in tried:
-                    tried.append(short)
-                    fixed = program.with_edges(np.array(short.edges))
-                    yield from ((fixed, path) for path in fixed.most_even(short.slowest))
-            if tried and len(tried[-1].slots) == 1:
+        fastest = program.least_maximum()
+        if not fastest:
+            return
+        # One stage has no queues, and in 2000 random problems none slower by the formula won.
+        slacks = SLACKS if len(fastest[0].slots) > 1 else ()
+        bounds = [just_above(fastest[0].slowest), *(slack * fastest[0].slowest for slack in slacks)]
+        short = program.least_sums(bounds, [0.0] + [1.0] * len(slacks))
+        yield from ((program, path) for path in (next(short), *fastest[1:]) if path)
+        cut: dict[tuple[int, ...], StageProgram] = {}
+        tried: list[Path] = []
+        for path in short:
+            if path is None or path in tried:
+                continue
+            tried.append(path)
+            edges = tuple(path.edges)
+            if edges not in cut:
+                cut[edges] = program.with_edges(np.array(edges))
+            yield from ((cut[edges], each) for each in cut[edges].most_even(path.slowest))
+            if len(path.slots) == 1:
                 return
 
     def cheap_edges(self, count: int) -> Ints:
@@ -323,161 +329,3 @@ class _Search:
         for low, high in zip(groups.tolist(), groups[1:].tolist(), strict=False):
             kept.add(low + int(np.argmin(self.costs.moved[low:high])))
         return np.array(sorted(kept))
-
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """A way through the program: slots and the edges between their layers, its sum, maximum and value."""
-
-    slots: list[int]
-    edges: list[int]
-    total: float
-    slowest: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """Sums and maxima of every stage on every kind of slot and of every cut.
-
-    Args:
-        stage_sums, stage_maxima: by kind, `[d, i]` of the stage of the d+1 layers from i on.
-        cut_sums, cut_maxima: `[cut, edge]`.
-        bound: no maximum may reach it.
-        tie: what a rank costs.
-    """
-
-    costs: LayerCosts
-    graph: SlotGraph
-    stage_sums: list[Floats]
-    stage_maxima: list[Floats]
-    cut_sums: Floats
-    cut_maxima: Floats
-    bound: float
-    tie: float
-
-    @classmethod
-    def of_stages(
-        cls, costs: LayerCosts, graph: SlotGraph, widths: Sequence[int], bound: float, tie: float
-    ) -> "_Program":
-        """The program over stages of so many layers at most, by kind."""
-        tables = costs.tables(graph.kinds, widths)
-        latency, per_byte, busy = graph.figures.T[:, :, None]
-        cut_maxima = busy * np.maximum(costs.output, costs.returned)
-        cut_maxima[:, [0, -1]] = math.inf
-        return cls(
-            costs,
-            graph,
-            stage_sums=[summed for summed, _ in tables],
-            stage_maxima=[slowest for _, slowest in tables],
-            cut_sums=2 * latency + per_byte * costs.moved,
-            cut_maxima=cut_maxima,
-            bound=bound,
-            tie=tie if math.isfinite(tie) else 0.0,
-        )
-
-    def with_edges(self, edges: Ints) -> "_Program":
-        """The same for plans that cut at these edges only."""
-        starts = edges[:-1]
-        lengths = np.array([np.roll(edges, -d - 1)[:-1] for d in range(len(starts))]) - starts
-
-        def of_merged(values: Floats) -> Floats:
-            inside = (lengths > 0) & (lengths <= len(values))
-            return np.where(inside, values[np.where(inside, lengths - 1, 0), starts], math.inf)
-
-        return replace(
-            self,
-            costs=self.costs.merged(edges),
-            stage_sums=list(map(of_merged, self.stage_sums)),
-            stage_maxima=list(map(of_merged, self.stage_maxima)),
-            cut_sums=self.cut_sums[:, edges],
-            cut_maxima=self.cut_maxima[:, edges],
-        )
-
-    def least_sum(self, bound: float, weight: float = 1.0) -> list[_Path]:
-        """The least sum of all plans whose every maximum is below the bound; none if there are none.
-
-        Args:
-            weight: of seconds; with 0 only ranks are counted.
-        """
-        a_rank = self.tie if weight else 1.0
-        stages = [
-            np.where(slowest < bound, weight * work + a_rank * (kind.replicas + 0.01), math.inf)
-            for kind, work, slowest in zip(self.graph.kinds, self.stage_sums, self.stage_maxima, strict=True)
-        ]
-        cuts = np.where(self.cut_maxima < bound, weight * self.cut_sums, math.inf)
-        return self.solve(stages, cuts, np.add, 1)
-
-    def most_even(self, slowest: float) -> list[_Path]:
-        """No stage or cut slower than that, and the least sum of what each takes: ranks are not spared."""
-        bound = slowest * (1 + SAME) + 5e-324
-        stages, cuts = (
-            [np.where(values < bound, values, math.inf) for values in each]
-            for each in (self.stage_maxima, self.cut_maxima)
-        )
-        return self.solve(stages, np.array(cuts), np.add, 1)
-
-    def least_maximum(self) -> list[_Path]:
-        """The least maximum, with the fewest ranks that have it, and the best of a few other first stages."""
-        paths = self.solve(self.stage_maxima, self.cut_maxima, np.maximum, MAX_PLANS // 4)
-        return paths and self.least_sum(paths[0].slowest * (1 + SAME) + 5e-324, weight=0.0) + paths[1:]
-
-    def solve(self, stages: Sequence[Floats], cuts: Floats, combine: np.ufunc, count: int) -> list[_Path]:
-        """The ways with the least combination of the values of stages and cuts, from `count` first slots."""
-        graph, n = self.graph, self.costs.num_layers
-        stages = [values[: _last_finite(values)] for values in stages]
-        width = max(1, *map(len, stages))
-        least = np.full((len(graph.slot), n + 1), math.inf)  # [slot, i]: of the layers from i on
-        rest = np.full((len(graph.slot), n + width), math.inf)  # [slot, j]: behind a stage that ends at j
-        rest[graph.can_end, n] = 0.0
-        behind = sliding_window_view(rest[:, 1:], n, axis=1)
-        for low, high in graph.batches:
-            first, last = graph.first[low], graph.first[high]
-            if first < last:
-                has_next = graph.first[low:high] < graph.first[low + 1 : high + 1]
-                values = combine(least[graph.behind[first:last]], cuts[graph.cut[first:last]])
-                runs = graph.first[low:high][has_next] - first
-                rest[low:high][has_next, :n] = np.minimum.reduceat(values, runs, axis=0)[:, :n]
-            for slot in range(low, high):
-                values = stages[graph.kind[slot]]
-                if len(values):
-                    combine(values, behind[slot, : len(values)]).min(axis=0, out=least[slot, :n])
-        values = least[graph.starts, 0]
-        chosen = np.argsort(values, kind="stable")[:count]
-        starts = graph.starts[chosen[np.isfinite(values[chosen])]].tolist()
-        return [self.trace(start, stages, cuts, combine, least, behind) for start in starts]
-
-    def trace(
-        self,
-        slot: int,
-        stages: Sequence[Floats],
-        cuts: Floats,
-        combine: np.ufunc,
-        least: Floats,
-        behind: Floats,
-    ) -> _Path:
-        """The choices that lead to the least value from this slot."""
-        graph, slots, edges, total, slowest = self.graph, [slot], [0], 0.0, 0.0
-        while True:
-            kind, start = graph.kind[slot], edges[-1]
-            values = stages[kind][:, start]
-            d = int(np.argmin(combine(values, behind[slot, : len(values), start])))
-            total += float(self.stage_sums[kind][d, start])
-            slowest = max(slowest, float(self.stage_maxima[kind][d, start]))
-            edges.append(start + d + 1)
-            if edges[-1] == self.costs.num_layers:
-                seconds = slowest + total * (not self.costs.form.is_asynchronous)
-                return _Path(slots, edges, total, slowest, seconds)
-            run, stop = slice(graph.first[slot], graph.first[slot + 1]), edges[-1]
-            options = combine(least[graph.behind[run], stop], cuts[graph.cut[run], stop])
-            chosen = graph.first[slot] + int(np.argmin(options))
-            cut, slot = graph.cut[chosen], int(graph.behind[chosen])
-            total += float(self.cut_sums[cut, stop])
-            slowest = max(slowest, float(self.cut_maxima[cut, stop]))
-            slots.append(slot)
-
-
-def _last_finite(values: Floats) -> int:
-    """How many rows there are up to the last one with a finite figure."""
-    rows = np.flatnonzero(np.isfinite(values).any(axis=1))
-    return int(rows[-1]) + 1 if rows.size else 0

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybridpipe.planning.instructions import (
@@ -122,9 +123,11 @@ class Timeline:
 
     def busy_seconds(self, rank: int, begin: float = 0.0, end: float = math.inf) -> float:
         """Time between `begin` and `end` that the rank spent computing: forwards, backwards, updates."""
+        events = self.events[rank]
+        first = bisect_right(events, begin, key=attrgetter("end_seconds"))
         return sum(
             max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
-            for event in self.events[rank]
+            for event in events[first:]
             if type(event.instruction) in COMPUTE
         )
 
