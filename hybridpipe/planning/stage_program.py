@@ -16,9 +16,9 @@ from hybridpipe.planning.layer_costs import LayerCosts
 from hybridpipe.planning.placement import Floats, Ints, SlotGraph
 
 MAX_STARTS = 4  # first stages of which the best plan is looked at, where only the maximum counts
-# Figures of a stage that a pass takes at once: for several bounds where there are few layers, as it is mostly
-# calls then (VGG-16: four bounds take 1.8 times as long as one); those of many would not stay in the cache.
-AT_ONCE = 2**14
+# Figures of stages that a pass takes at once: of several bounds where they are few, as it is then mostly
+# calls (VGG-16 on 16 ranks: four bounds take 1.8 times as long as one); more would not stay in the cache.
+AT_ONCE = 2**18
 SAME = 1e-12  # relative: figures that differ by less are equal
 
 
@@ -91,29 +91,33 @@ class StageProgram:
             cut_maxima=self.cut_maxima[:, edges],
         )
 
-    def least_sums(self, bounds: Sequence[float], weights: Sequence[float] = (1.0,)) -> Iterator[Path | None]:
+    def least_sums(
+        self, bounds: Sequence[float], weights: Sequence[float] | None = None
+    ) -> Iterator[Path | None]:
         """The least sum of all plans whose every maximum is below the bound, for each bound; None if none is.
 
         Args:
-            weights: of seconds; with 0 only ranks are counted.
+            weights: of seconds, for each bound; with 0 only ranks are counted. None: 1.
         """
-        at_once = max(1, AT_ONCE // self.costs.num_layers**2)
+        weights = [1.0] * len(bounds) if weights is None else weights
+        at_once = max(1, AT_ONCE // sum(values.size for values in self.stage_sums))
         for first in range(0, len(bounds), at_once):
             some = slice(first, first + at_once)
-            bound, weight = np.array(bounds[some]), np.array(weights[some])
-            a_rank = np.where(weight, self.tie, 1.0)
-            each = zip(self.graph.kinds, self.stage_sums, self.stage_maxima, strict=True)
-            stages = [
-                np.where(
-                    slowest[..., None] < bound,
-                    weight * work[..., None] + a_rank * (kind.replicas + 0.01),
-                    math.inf,
-                )
-                for kind, work, slowest in each
-            ]
-            cuts = np.where(self.cut_maxima[..., None] < bound, weight * self.cut_sums[..., None], math.inf)
-            for paths in self.solve(stages, cuts, np.add, 1):
-                yield paths[0] if paths else None
+            yield from self._least_sums(np.array(bounds[some]), np.array(weights[some]))
+
+    def _least_sums(self, bound: Floats, weight: Floats) -> list[Path | None]:
+        """`least_sums` in one pass."""
+        a_rank = np.where(weight, self.tie, 1.0)
+        stages = [
+            np.where(
+                slowest[..., None] < bound,
+                weight * work[..., None] + a_rank * (kind.replicas + 0.01),
+                math.inf,
+            )
+            for kind, work, slowest in zip(self.graph.kinds, self.stage_sums, self.stage_maxima, strict=True)
+        ]
+        cuts = np.where(self.cut_maxima[..., None] < bound, weight * self.cut_sums[..., None], math.inf)
+        return [paths[0] if paths else None for paths in self.solve(stages, cuts, np.add, 1)]
 
     def most_even(self, slowest: float) -> list[Path]:
         """No stage or cut slower than that, and the least sum of what each takes: ranks are not spared."""

@@ -108,7 +108,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The events of one minibatch for each rank, in order; time 0 is the minibatch's start.
+    """The events of one minibatch for each rank, in the order of their ends; time 0 is the minibatch's start.
 
     An asynchronous schedule's holds several minibatches from the first forward on; so does that of a run that
     was to be traced.
