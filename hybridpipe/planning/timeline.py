@@ -158,7 +158,8 @@ class Timeline:
             sum(each.message_seconds + each.copying_seconds for each in spent) / num_ranks,
             sum(each.allreduce_seconds for each in spent) / num_ranks,
         )
-        return Parts(*named, idle_seconds=self.seconds - sum(named))
+        idle = max(0.0, self.seconds - sum(named))  # where there is none, it can be -9e-19 by rounding
+        return Parts(*named, idle_seconds=idle)
 
     def spent(self, plan: Plan) -> dict[int, Spent]:
         """The time of each rank's events, by the rule of `parts`."""

@@ -54,6 +54,11 @@ def test_parts_by_hand():
     assert parts.seconds == approx(seen.seconds) == approx(12)
 
 
+def test_where_nothing_is_idle_rounding_makes_it_no_less():
+    """A summary told of -9e-19 s: 0.1 + (0.3 - 0.1) + (0.9 - 0.3) is more than 0.9."""
+    assert timeline(r0="F0:0-.1 B0:.1-.3 step:.3-.9").parts(plan([1], 1)).idle_seconds == 0
+
+
 def test_parts_of_an_all_reduce_begin_with_its_last_replica():
     """In each round; a gap between two events is idle."""
     seen = timeline(
