@@ -11,20 +11,17 @@ one takes less than a second, so that what else runs on the machine counts littl
 import argparse
 import json
 import random
-import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from published import PROFILES, SAMPLES
+from published import PROFILES, SAMPLES, planned
 from tabulate import tabulate
 
-from hybridpipe.files import read_pipedream_graph
+from hybridpipe.files import read_costs
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.linearise import narrow_order
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
-from hybridpipe.planning.search import search, short_name
+from hybridpipe.planning.search import short_name
 
 MICROBATCHES_A_RANK = 4
 CASES = [  # a published model or a number of layers, ranks, ranks of a node (0: one switch for all)
@@ -37,12 +34,6 @@ CASES = [  # a published model or a number of layers, ranks, ranks of a node (0:
     (1250, 1024, 0),
     (1250, 1024, 8),
 ]
-
-
-def published(name: str) -> ModelProfile:
-    """One of PipeDream's profiles."""
-    graph = read_pipedream_graph(PROFILES / name / "graph.txt")
-    return graph.profile(narrow_order(graph), SAMPLES[name], "published")
 
 
 def model(num_layers: int, seed: int = 0) -> ModelProfile:
@@ -81,22 +72,21 @@ def measure() -> Iterator[dict[str, object]]:
         if isinstance(which, str) and not PROFILES.exists():
             print(f"{which} left out: no {PROFILES}", file=sys.stderr)
             continue
-        profile = published(which) if isinstance(which, str) else model(which)
+        if isinstance(which, str):
+            profile = read_costs(PROFILES / which / "graph.txt", SAMPLES[which])
+        else:
+            profile = model(which)
         for schedule in ("1f1b", "pipedream"):
             count = 1 if schedule == "pipedream" else MICROBATCHES_A_RANK * num_ranks
-            taken: list[float] = []
-            while not taken or (taken[0] < 1 and len(taken) < 3):
-                began = time.process_time()
-                best = search(profile, cluster(num_ranks, node), count, schedule=schedule)[0]
-                taken.append(time.process_time() - began)
+            plan, seconds = planned(profile, cluster(num_ranks, node), count, schedule)
             yield {
                 "model": which if isinstance(which, str) else "made up",
                 "layers": profile.num_layers,
                 "ranks": num_ranks,
                 "a node": node or "flat",
                 "schedule": schedule,
-                "seconds": round(statistics.median(taken), 2),
-                "plan": short_name(best.plan),
+                "seconds": round(seconds, 2),
+                "plan": short_name(plan),
             }
 
 

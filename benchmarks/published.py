@@ -8,7 +8,7 @@ so that the pace of the slowest stage counts (SOSP 2019, section 3.1); "dp" then
 as many minibatches as there are ranks. Of a published choice only the replica counts are known; its cuts
 are those that the simulator likes best among the few of least `cost.estimate`, and of a straight pipeline
 the best that `search.straight` knows. "dp" and "straight" are taken for the choice on 4 ranks, too.
-"planned in" are processor seconds, the median of five.
+"planned in" are processor seconds, simulations included (`planned`).
 """
 
 import argparse
@@ -22,10 +22,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridpipe.files import read_pipedream_graph
+from hybridpipe.files import read_costs
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost import estimate
-from hybridpipe.planning.linearise import narrow_order
 from hybridpipe.planning.placement import dealt
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
@@ -35,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PROFILES = Path(os.environ.get("PROFILES", ROOT / "../shared/profiles"))
 SCHEDULE = "pipedream"
 NUM_SIMULATED = 8
-NUM_TIMED = 5
 
 TEN_GBIT = 1.25e9
 WITHIN_A_SERVER = Level("server", 4, 1e10, 1e-5)
@@ -86,17 +84,23 @@ class Row:
 def rows() -> Iterator[Row]:
     """Every profile on every cluster."""
     for model, samples in SAMPLES.items():
-        graph = read_pipedream_graph(PROFILES / model / "graph.txt")
-        profile = graph.profile(narrow_order(graph), samples, "published")
+        profile = read_costs(PROFILES / model / "graph.txt", samples)
         for name, cluster in CLUSTERS.items():
-            took = []
-            for _ in range(NUM_TIMED):
-                began = time.process_time()
-                ours = search(profile, cluster, 1, schedule=SCHEDULE)[0].plan
-                took.append(time.process_time() - began)
-            seconds = statistics.median(took)
+            ours, seconds = planned(profile, cluster, 1, SCHEDULE)
             on_all = data_parallel(profile, cluster, cluster.num_ranks, 1, SCHEDULE)
             yield Row(model, name, ours, published(model, profile, cluster), on_all, seconds)
+
+
+def planned(
+    profile: ModelProfile, cluster: Cluster, num_microbatches: int, schedule: str
+) -> tuple[Plan, float]:
+    """The best plan, and the processor seconds that `search` took: the median of three if under a second."""
+    taken: list[float] = []
+    while not taken or (taken[0] < 1 and len(taken) < 3):
+        began = time.process_time()
+        best = search(profile, cluster, num_microbatches, schedule=schedule)[0]
+        taken.append(time.process_time() - began)
+    return best.plan, statistics.median(taken)
 
 
 def published(model: str, profile: ModelProfile, cluster: Cluster) -> Plan | None:

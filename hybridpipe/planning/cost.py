@@ -38,7 +38,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import add
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -118,26 +117,22 @@ def _stage_cost(
 ) -> StageCost:
     """`rounds`: microbatches of an update, on one rank."""
     forward = sum(layer.forward_seconds for layer in layers) * load_speed
-    backwards = [layer.backward(schedule, rounds) for layer in layers]
-    products = [layer.products(schedule, rounds) for layer in layers]
+    backward = sum(layer.backward(schedule, rounds) for layer in layers) * load_speed
     return StageCost(
         forward_seconds=forward,
-        backward_seconds=sum(backwards) * load_speed + recompute * forward,
+        backward_seconds=backward + recompute * forward,
         update_seconds=sum(layer.update_seconds for layer in layers) * load_speed,
         output_bytes=layers[-1].output_bytes,
         gradient_bytes=layers[-1].returned_bytes,
-        buckets=_buckets(layers, list(map(add, backwards, products))),
+        buckets=_buckets(layers, schedule, rounds),
         weight_seconds=sum(layer.weights_backward(rounds) for layer in layers) * load_speed,
-        products_seconds=sum(products) * load_speed,
+        products_seconds=sum(layer.products(schedule, rounds) for layer in layers) * load_speed,
     )
 
 
-def _buckets(layers: Sequence[LayerProfile], seconds: Sequence[float]) -> tuple[GradientBucket, ...]:
-    """Layers from last to first, as the last backward visits them, gathered up to BUCKET_BYTES.
-
-    Args:
-        seconds: of each layer in it.
-    """
+def _buckets(layers: Sequence[LayerProfile], schedule: str, rounds: int) -> tuple[GradientBucket, ...]:
+    """Layers from last to first, as the last backward visits them, gathered up to BUCKET_BYTES."""
+    seconds = [layer.backward(schedule, rounds) + layer.products(schedule, rounds) for layer in layers]
     total = sum(seconds) or 1.0
     buckets, filled, done = [], 0, 0.0
     for layer, of_layer in zip(reversed(layers), reversed(seconds), strict=True):

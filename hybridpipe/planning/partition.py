@@ -7,9 +7,6 @@ sum: what is left beyond cannot be better, and the walk ends with the optimum. A
 no sum, and a program over maxima alone finds its optimum at once (as PipeDream's, SOSP 2019, section 3.1).
 Plans whose ranks hold several stages are another matter: `interleave`.
 
-The program runs over suffixes of the layers and over slots (`placement`): who holds the next stage, which
-ranks are left, how many microbatches are in flight. It does not know where slots come from.
-
 What is exact:
 - Clusters with few enough kinds of ranks (`placement.every_placement`): the optimum over all cuts and all
   sets of ranks, used or not, each stage's ranks in the order of `placement.dealt`.

@@ -353,14 +353,10 @@ def _counted(
     states: list[_State] = []
     states_of: dict[int, range] = {}
     held: list[int] = []  # by all replicas of a state
-    followers_of: dict[int, list[int]] = {}  # by identity: many slots have the same ones behind them
     for slot in slots:
         m = len(layout.ranks[slot])
         ranks_behind = len(layout.left[slot]) - m
-        if id(layout.behind[slot]) not in followers_of:
-            states_behind = chain.from_iterable(states_of.get(f, ()) for f in layout.behind[slot])
-            followers_of[id(layout.behind[slot])] = list(states_behind)
-        followers = followers_of[id(layout.behind[slot])]
+        followers = list(chain.from_iterable(states_of.get(f, ()) for f in layout.behind[slot]))
         can_end = not (layout.is_exact and ranks_behind)
         options: dict[int, list[int]] = {}
         last = may_hold(m, math.ceil((held_a_rank or 0.0) * ranks_behind))

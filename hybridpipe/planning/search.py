@@ -272,7 +272,7 @@ def short_name(plan: Plan) -> str:
 
 def fits(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
     """Whether every rank has the memory that it needs at its peak."""
-    return cluster.memory_bytes is None or _excess(plan, profile, cluster) <= 1
+    return _excess(plan, profile, cluster) <= 1
 
 
 def judged(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:

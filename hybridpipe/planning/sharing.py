@@ -37,12 +37,12 @@ def even(capacity: float) -> Shares:
 class Resource:
     """What jobs share."""
 
-    __slots__ = ("flows", "num_jobs", "num_settled", "share", "shares")
+    __slots__ = ("flows", "num_jobs", "share", "shares")
 
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
         self.share = shares[1]
-        self.num_jobs = self.num_settled = 0  # now; when `share` was last looked up
+        self.num_jobs = 0
         self.flows: dict[_Flow, None] = {}  # those with jobs: a set in the order of starting
 
 
@@ -155,11 +155,7 @@ class Engine:
             heappush(flow.jobs, (flow.served + work, self._turn, done))
             changed[flow] = None
         for resource in self._touched:
-            num_jobs = resource.num_jobs
-            if num_jobs == resource.num_settled:
-                continue  # one came for one that went, or it was here before
-            resource.num_settled = num_jobs
-            share = resource.shares[num_jobs or 1]
+            share = resource.shares[resource.num_jobs or 1]
             if share != resource.share:
                 before, resource.share = resource.share, share
                 for flow in resource.flows:

@@ -1,7 +1,8 @@
 """Stage program: the dynamic program over suffixes of the layers and slots that finds the cuts.
 
-Lives here: the least sum of stages and cuts under a bound on their maximum, and the least maximum. Not known
-here: what the figures of stages (`layer_costs`) and cuts (`routes`) are made of, where slots come from
+Lives here: the least sum of stages and cuts under a bound on their maximum, and the least maximum. A slot
+says who holds the next stage, which ranks are left, and how many microbatches are in flight. Not known here:
+what the figures of stages (`layer_costs`) and cuts (`routes`) are made of, where slots come from
 (`placement`), and in which order bounds are tried (`partition`).
 """
 

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybridpipe.planning.instructions import (
@@ -108,7 +107,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The events of one minibatch for each rank, in the order of their ends; time 0 is the minibatch's start.
+    """The events of one minibatch for each rank, in order; time 0 is the minibatch's start.
 
     An asynchronous schedule's holds several minibatches from the first forward on; so does that of a run that
     was to be traced.
@@ -123,11 +122,9 @@ class Timeline:
 
     def busy_seconds(self, rank: int, begin: float = 0.0, end: float = math.inf) -> float:
         """Time between `begin` and `end` that the rank spent computing: forwards, backwards, updates."""
-        events = self.events[rank]
-        first = bisect_right(events, begin, key=attrgetter("end_seconds"))
         return sum(
             max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
-            for event in events[first:]
+            for event in self.events[rank]
             if type(event.instruction) in COMPUTE
         )
 
