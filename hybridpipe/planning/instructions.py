@@ -209,7 +209,7 @@ def add_communication(
         stages: those that the rank holds, by chunk.
     """
     for instruction in program:
-        if isinstance(instruction, Forward):  # a `match` makes programs take 1.3 times as long
+        if isinstance(instruction, Forward):  # with a `match`, making programs takes 1.3 times as long
             m, chunk = instruction.microbatch, instruction.chunk
             if stages[chunk] > 0:
                 yield ReceiveActivation(m, chunk)

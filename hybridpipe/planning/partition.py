@@ -295,25 +295,25 @@ class _Search:
         fastest = program.least_maximum()
         if not fastest:
             return
-        # One stage has no queues, and in 2000 random problems none slower by the formula won: where one is
-        # among the fastest, no shorter way is looked for.
+        # One stage has no queues, and in 2000 random problems none slower by the formula won: where the
+        # fastest has one, or one stage on fewer ranks is as fast, no shorter way is looked for.
         slacks = SLACKS if len(fastest[0].slots) > 1 else ()
         bounds = [just_above(fastest[0].slowest), *(slack * fastest[0].slowest for slack in slacks)]
         short = program.least_sums(bounds, [0.0] + [1.0] * len(slacks))
-        fewest = next(short)
+        fewest = next(short)  # of ranks, as its weight is 0: stands for the fastest, and is as fast
         yield from ((program, path) for path in (fewest, *fastest[1:]) if path)
         if fewest is not None and len(fewest.slots) == 1:
             return
-        cut: dict[tuple[int, ...], StageProgram] = {}
+        programs: dict[tuple[int, ...], StageProgram] = {}
         tried: list[Path] = []
         for path in short:
             if path is None or path in tried:
                 continue
             tried.append(path)
             edges = tuple(path.edges)
-            if edges not in cut:
-                cut[edges] = program.with_edges(np.array(edges))
-            yield from ((cut[edges], each) for each in cut[edges].most_even(path.slowest))
+            if edges not in programs:
+                programs[edges] = program.with_edges(np.array(edges))
+            yield from ((programs[edges], each) for each in programs[edges].most_even(path.slowest))
             if len(path.slots) == 1:
                 return
 

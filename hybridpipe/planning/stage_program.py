@@ -1,9 +1,9 @@
 """Stage program: the dynamic program over suffixes of the layers and slots that finds the cuts.
 
-Lives here: the least sum of stages and cuts under a bound on their maximum, and the least maximum. A slot
-says who holds the next stage, which ranks are left, and how many microbatches are in flight. Not known here:
-what the figures of stages (`layer_costs`) and cuts (`routes`) are made of, where slots come from
-(`placement`), and in which order bounds are tried (`partition`).
+Lives here: the least sum of stages and cuts under a bound on their maximum, the least maximum, and under a
+maximum the most even plan. A slot says who holds the next stage, which ranks are left, and how many
+microbatches are in flight. Not known here: what the figures of stages (`layer_costs`) and routes (`routes`)
+are made of, where slots come from (`placement`), and in which order bounds are tried (`partition`).
 """
 
 import math
@@ -17,8 +17,8 @@ from hybridpipe.planning.layer_costs import LayerCosts
 from hybridpipe.planning.placement import Floats, Ints, SlotGraph
 
 MAX_STARTS = 4  # first stages of which the best plan is looked at, where only the maximum counts
-# Figures of stages that a pass takes at once: of several bounds where they are few, as it is then mostly
-# calls (VGG-16 on 16 ranks: four bounds take 1.8 times as long as one); more would not stay in the cache.
+# Figures of stages that a pass takes at once. A small pass is mostly calls, so several bounds share one
+# (VGG-16 on 16 ranks: four bounds take 1.8 times as long as one); more figures would not stay in the cache.
 AT_ONCE = 2**18
 SAME = 1e-12  # relative: figures that differ by less are equal
 

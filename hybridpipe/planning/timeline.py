@@ -155,7 +155,9 @@ class Timeline:
             sum(each.message_seconds + each.copying_seconds for each in spent) / num_ranks,
             sum(each.allreduce_seconds for each in spent) / num_ranks,
         )
-        idle = max(0.0, self.seconds - sum(named))  # where there is none, it can be -9e-19 by rounding
+        idle = self.seconds - sum(named)
+        if math.isclose(sum(named), self.seconds):
+            idle = 0.0  # what is left is rounding, and can be negative
         return Parts(*named, idle_seconds=idle)
 
     def spent(self, plan: Plan) -> dict[int, Spent]:

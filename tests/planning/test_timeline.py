@@ -54,8 +54,8 @@ def test_parts_by_hand():
     assert parts.seconds == approx(seen.seconds) == approx(12)
 
 
-def test_where_nothing_is_idle_rounding_makes_it_no_less():
-    """A summary told of -9e-19 s: 0.1 + (0.3 - 0.1) + (0.9 - 0.3) is more than 0.9."""
+def test_what_rounding_leaves_is_not_idle():
+    """A summary told of -9e-19 s; here 0.1 + (0.3 - 0.1) + (0.9 - 0.3) is more than 0.9."""
     assert timeline(r0="F0:0-.1 B0:.1-.3 step:.3-.9").parts(plan([1], 1)).idle_seconds == 0
 
 
