@@ -155,10 +155,9 @@ class Timeline:
             sum(each.message_seconds + each.copying_seconds for each in spent) / num_ranks,
             sum(each.allreduce_seconds for each in spent) / num_ranks,
         )
-        idle = self.seconds - sum(named)
-        if math.isclose(sum(named), self.seconds):
-            idle = 0.0  # what is left is rounding, and can be negative
-        return Parts(*named, idle_seconds=idle)
+        busy = sum(named)
+        is_busy = math.isclose(busy, self.seconds)  # what is left then is rounding, and can be negative
+        return Parts(*named, idle_seconds=0.0 if is_busy else self.seconds - busy)
 
     def spent(self, plan: Plan) -> dict[int, Spent]:
         """The time of each rank's events, by the rule of `parts`."""
