@@ -267,7 +267,11 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     Every rank of the plan is taken to compute all the time, so ranks that share a machine's processors get
     the speed they have while all of them are active.
     """
-    costs = stage_costs(profile, plan, measured_speed(profile, cluster))
+    return estimated(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster)
+
+
+def estimated(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
+    """`estimate`, given `stage_costs`."""
     terms = stage_terms(plan, costs, cluster)
     over_stages = _interleaved if plan.schedule == "interleaved-1f1b" else _straight
     fill, slowest = over_stages(plan, terms)
@@ -280,16 +284,6 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
         fill += 2 * cut.latency_seconds + cut.seconds_per_byte * moved
     slowest = max(slowest, *busy)
     return slowest if plan.is_asynchronous else fill + slowest
-
-
-def nearly_a_bound(schedule: str, cluster: Cluster) -> bool:
-    """Whether hardly any simulation is faster than `estimate`.
-
-    It then says too much only of a cut with fast and slow routes (of 461 problems the search lost one plan to
-    that, by 1.2 %); elsewhere where ranks share processors at times only, or links let bursts pass.
-    """
-    has_bursts = any(level.burst_bytes for level in cluster.levels)
-    return schedule == "pipedream" and cluster.are_processors_private and not has_bursts
 
 
 def _straight(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:

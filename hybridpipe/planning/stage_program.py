@@ -160,7 +160,8 @@ class StageProgram:
             for slot in range(low, high):
                 values = stages[graph.kind[slot]]
                 if len(values):
-                    combine(values, behind[slot, : len(values)]).min(axis=0, out=least[slot, :n])
+                    both = combine(values, behind[slot, : len(values)])
+                    np.minimum.reduce(both, axis=0, out=least[slot, :n])
         found = []
         for p in range(num_problems):
             values = least[graph.starts, 0, p]
