@@ -3,6 +3,7 @@
 Effects at the edge: all ranks probe, rank 0 decides, everyone gets the same answer.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -63,6 +64,7 @@ def autoplan(
     max_in_flight: int | None = None,
     compression: str = NO_COMPRESSION,
     unaided: bool = False,
+    cluster: Cluster | None = None,
 ) -> Choice:
     """The plan that is meant, with its prediction, the same on every rank. Collective over `world`.
 
@@ -73,9 +75,17 @@ def autoplan(
         compression: of gradients (`Cluster.compressing`).
         unaided: of the transport that will train (`probe`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
+        cluster: the machines as measured before, if that was with as many ranks; else they are measured now.
+            That of rank 0 counts.
     """
-    gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
-    cluster = probe(world, work, gradient_bytes, unaided).compressing(compression, profile.dtype)
+    cluster = world.bcast(cluster)
+    if cluster is None or cluster.num_ranks != world.size:
+        if cluster is not None and world.rank == 0:
+            what = f"the cluster given has {cluster.num_ranks} ranks, and there are {world.size}"
+            print(f"hybridpipe: {what}: the machines are measured now", file=sys.stderr)
+        gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
+        cluster = probe(world, work, gradient_bytes, unaided)
+    cluster = cluster.compressing(compression, profile.dtype)
     choice: Choice | ValueError | None = None
     if world.rank == 0:
         try:

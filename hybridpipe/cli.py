@@ -311,6 +311,11 @@ def _train(options: argparse.Namespace) -> int:
         from hybridpipe.files import read_plan
 
         read_plan(plan)  # a mistake in it is told now; the trainer reads it again
+    cluster = None
+    if options.cluster is not None:
+        from hybridpipe.files import read_cluster
+
+        cluster = read_cluster(options.cluster)
     if options.resume not in (None, "auto") and not Path(options.resume).exists():
         raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
     with preemption.listening():
@@ -321,7 +326,8 @@ def _train(options: argparse.Namespace) -> int:
 
             from hybridpipe.train import train
 
-        return train(config, plan, _out(options), options.trace, options.hang_timeout, options.resume)
+        asked = options.trace, options.hang_timeout, options.resume
+        return train(config, plan, _out(options), *asked, cluster)
 
 
 def _launch(options: argparse.Namespace) -> int:

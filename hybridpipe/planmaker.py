@@ -18,6 +18,7 @@ from hybridpipe.autoplan import Choice, autoplan, check_options
 from hybridpipe.batches import microbatch_size_of, parts_of
 from hybridpipe.config import AUTO, SOURCES
 from hybridpipe.files import read_plan
+from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules import ceil_div
@@ -70,11 +71,12 @@ class PlanMaker:
         device: torch.device,
         minibatch_size: int,
         microbatch_size: int | None,
+        cluster: Cluster | None = None,
     ) -> None:
         self._asked, self._model, self._loss, self._rule = asked, model, loss, rule
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
-        self._given, self._wanted_size = given, microbatch_size
+        self._given, self._wanted_size, self._cluster = given, microbatch_size, cluster
         if isinstance(given, Plan):
             options = {name: value for name, value in asked._asdict().items() if name != "schedule"}
             check_options(given, asked.schedule, options)
@@ -130,6 +132,7 @@ class PlanMaker:
                 work=work,
                 compression=self._rule.compression,
                 unaided=self.unaided,
+                cluster=self._cluster,
                 **self._asked._asdict(),
             )
         except ValueError as error:  # the same on every rank

@@ -25,6 +25,7 @@ from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.config import AUTO, Config
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json, write_text
+from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.simulate import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.profiling import build_model
@@ -70,11 +71,13 @@ def train(
     trace: bool = False,
     hang_timeout: float = DEFAULT_SECONDS,
     resume: str | None = None,
+    cluster: Cluster | None = None,
 ) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective.
 
     Args:
         resume: a path, or "auto": what is in OUT/checkpoints, if there is anything good.
+        cluster: as measured before (`Trainer`).
     """
     failure.install()
     check_launcher()
@@ -84,7 +87,7 @@ def train(
     except (OSError, ModuleNotFoundError) as error:  # data that is not there, told in one line
         failure.refuse(error)
     try:
-        trainer = _trainer(config, model, loss, plan, hang_timeout)
+        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout)
         told = _resume(trainer, resume, out)
         trainer.prepare(dataset)
     except (TypeError, ValueError) as error:
@@ -182,12 +185,15 @@ def _metrics(path: Path, step: int) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
-def _trainer(config: Config, model: nn.Module, loss: Loss, plan: str, hang_timeout: float) -> Trainer:
+def _trainer(
+    config: Config, model: nn.Module, loss: Loss, plan: str, cluster: Cluster | None, hang_timeout: float
+) -> Trainer:
     return Trainer(
         model,
         loss=loss,
         optimizer=config.optimizer.build,
         plan=plan,
+        cluster=cluster,
         minibatch_size=config.train.minibatch,
         microbatch_size=config.train.microbatch,
         schedule=config.plan.schedule,

@@ -26,7 +26,7 @@ from hybridpipe.judging import evaluated, reached, targets_wanted
 from hybridpipe.loading import loaded
 from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, read_given
 from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
-from hybridpipe.planning.cluster import NO_COMPRESSION
+from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
@@ -54,6 +54,7 @@ class Trainer:
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
         plan: a `Plan`, the path of a plan.json, or a name: "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" a pipeline with one rank a stage.
+        cluster: the machines as measured before with as many ranks; that then takes no seconds.
         minibatch_size: samples behind one update.
         microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank, and with
             "auto" to that, a half or a quarter of it, whichever is fastest by prediction (BatchNorm's
@@ -97,6 +98,7 @@ class Trainer:
         loss: Loss,
         optimizer: OptimizerFactory,
         plan: PlanLike = "auto",
+        cluster: Cluster | None = None,
         minibatch_size: int,
         microbatch_size: int | None = None,
         schedule: str = "1f1b",
@@ -162,6 +164,7 @@ class Trainer:
             self.device,
             minibatch_size,
             microbatch_size,
+            cluster,
         )
         if self._maker.plan is not None and not predict:
             self._start(self._maker.plan)

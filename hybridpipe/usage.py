@@ -128,6 +128,13 @@ def add_train(command: Command) -> None:
     train.add_argument(
         "--plan", type=plan_source, metavar="auto|dp|straight|FILE", help="default: the config's"
     )
+    train.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="the machines as `probe` or another training (DIR/cluster.json) has measured them with as many "
+        "ranks; default: measured now, in some seconds",
+    )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
     train.add_argument(
         "--resume",

@@ -53,6 +53,8 @@ train small.toml --plan best
     --plan: must be auto, dp, straight or a .json file, got 'best'
 train small.toml --plan none.json
     none.json: cannot be read
+train small.toml --cluster none.json
+    none.json: cannot be read
 train small.toml --plan broken.json
     broken.json: must be JSON
 train small.toml --plan gap.json
@@ -177,6 +179,20 @@ def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
         "predicted",
     }
     assert {"B0", "step"} <= {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0}
+
+
+def test_machines_measured_before_are_not_measured_again(job, folder):
+    """But where there are not as many ranks as then, as after a restart with fewer."""
+    assert hybridpipe("probe", "--flat", 2, "--out", "cluster.json", cwd=folder).returncode == 0
+    given, settings = str(folder / "cluster.json"), ["--set", "train.epochs=1", "--cluster"]
+    told = "the cluster given has 2 ranks, and there are 3: the machines are measured now\n"
+    for ranks, are_known in ((2, True), (3, False)):
+        out = folder / f"out{ranks}"
+        done = job(
+            ranks, "hybridpipe", "train", str(folder / "small.toml"), *settings, given, "--out", str(out)
+        )
+        assert (read_cluster(out / "cluster.json") == read_cluster(given)) is are_known
+        assert done.stdout.count(told) == (not are_known), done.stdout
 
 
 def test_what_zero_bubble_cannot_split_is_told_once(job, folder):
