@@ -8,10 +8,11 @@ of them arrives before all could have. So these take at least
     F + A + u                                   one round
     F + x + q w' + (q - 1) a' + y + B + e + u   h - r rounds
 
-in the symbols of `cost`, with bars for the second stage. The first: forward; all-reduce of a round before;
+with F, B, u a minibatch's forward, backward and update, e what they do not hide of the all-reduce A, and w'
+and a' its work and what follows that in the second stage. The first: forward; all-reduce of a round before;
 update. A starts with the round's activations at best, and has half of its ranks' ports while messages are on
 them: these, and where h = 2 the gradients that answer them, which only F and u keep clear of it. (Starting
-later costs more than it spares.)
+later spares no more than it costs, as A never has less than half.)
 
 The second is the way of the last minibatch of a round, after which its replica forwards the one h rounds
 later, h being what it holds (`schedules.in_flight`). x is the time until the receiver has its first
@@ -51,9 +52,10 @@ FASTER = 1.25
 def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[float]:
     """Seconds of a minibatch that hardly any simulation undercuts, one figure after the other.
 
-    The first is `estimate`, which says too much of a cut with fast and slow routes, as it takes all for slow:
-    of 461 problems a search lost one plan to that, by 1.2 %. The others: of 5599 random plans two were
-    simulated as faster, by 0.1 and 1 %, where the simulator took the pace of rounds that were still settling.
+    The first is `estimate`, which says too much of a cut with fast and slow routes, as it takes all for slow
+    (of 461 problems a search lost one plan to that, by 1.2 %), and of all-reduces behind the first stage that
+    hide behind the handling of messages, too. The others: of 19,000 random plans none was faster over 240
+    rounds; `simulate.predict`, which looks at fewer, said so of one in a hundred where latencies are long.
     """
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     seconds = estimated(plan, costs, cluster)
@@ -92,6 +94,7 @@ class _Rounds:
         self.ranks = np.array(plan.stages[0].ranks)
         behind = np.array(plan.stages[1].ranks)
         self.m, self.k = len(self.ranks), len(behind)
+        self.sent, self.returned = float(costs[0].output_bytes), float(costs[0].gradient_bytes)
         self.receivers = behind[np.arange(math.lcm(self.m, self.k)).reshape(-1, self.m) % self.k]
         self.levels = self.levels_between(self.ranks, self.receivers)
 
@@ -104,8 +107,9 @@ class _Rounds:
         bandwidth = self.cluster.levels[index].bandwidth
         each = [(self.levels[:, i :: self.k] == index).sum(axis=1) for i in range(min(self.k, self.m))]
         most = np.max(each, axis=0)  # for one receiver
-        there, back = most * cost.output_bytes / bandwidth, most * cost.gradient_bytes / bandwidth
-        in_the_way = there + np.maximum(back - rest, 0.0) * (self.held == 2)
+        in_the_way = most * self.sent / bandwidth
+        if self.held == 2:
+            in_the_way = in_the_way + np.maximum(most * self.returned / bandwidth - rest, 0.0)
 
         seconds_per_byte = self.cluster.ring(ranks).seconds_per_byte
         alone = seconds_per_byte * sum(bucket.num_bytes for bucket in cost.buckets)
@@ -120,10 +124,13 @@ class _Rounds:
         first, count = last % self.k, last // self.k + 1  # of those with the same receiver up to there
         levels = self.levels[:, first]
         together = (self.levels[:, first :: self.k] == levels[:, None]).sum(axis=1)
-        there = self.message_seconds(levels, together * self.costs[0].output_bytes)
+        there = self.message_seconds(levels, together * self.sent)
         home = self.levels_between(self.ranks[-1], self.receivers[:, last])
-        back = self.message_seconds(home, self.costs[0].gradient_bytes)
-        update = self.second.exposed_seconds + self.second.update_seconds
+        back = self.message_seconds(home, self.returned)
+        # The all-reduce behind the cut hides behind the sending of the gradient, too.
+        sending = self.cluster.message_seconds + self.returned * self.cluster.message_seconds_per_byte
+        speed = self.cluster.speed(int(self.ranks[0])) * self.cluster.replicated_speed
+        update = max(0.0, self.second.exposed_seconds - sending / speed) + self.second.update_seconds
         behind = count * self.second.work_seconds + (count - 1) * update
         seconds = self.own.work_seconds + self.own.after_seconds + behind + float(np.mean(there + back))
         return seconds / (self.held - ceil_div(ahead, self.m))

@@ -137,7 +137,7 @@ class _Search:
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
         self.is_one_line_enough = alike and form.schedule == "pipedream"  # see `walk_asynchronous`
-        self.reached = math.inf  # the least maximum on the lines so far
+        self.reached = self.beaten = math.inf  # least maximum of plans that fit, on all lines and on others
         self.too_few = 0  # how many of the counts of microbatches held let plans pass that do not fit
 
     @property
@@ -161,6 +161,7 @@ class _Search:
                 self.search_line(line)
 
     def search_line(self, line: tuple[int, ...]) -> None:
+        self.beaten = self.reached
         every = every_stage(len(line), self.max_replicas)
         few = coarse(self.cluster, len(line), self.profile.num_layers, self.max_replicas)
         held_a_rank = EXACTLY if every else ROUGHLY
@@ -227,7 +228,7 @@ class _Search:
         line: tuple[int, ...] = (),
     ) -> bool:
         """Walk along the front of one layout; whether no layer was merged."""
-        is_complete, reached = True, self.reached
+        is_complete = True
         for tried in range(self.too_few, len(counts_held)):
             self.too_few = tried
             graph = slot_graph(
@@ -242,7 +243,7 @@ class _Search:
             )
             program = self.program(graph)
             is_complete = program.costs.num_layers == self.profile.num_layers
-            walk = self.walk(program, reached)
+            walk = self.walk(program)
             if all(self.add_path(path, layout, graph, made, line) for made, path in walk):
                 break
         return is_complete
@@ -280,14 +281,10 @@ class _Search:
         least = 0.0 if self.form.is_asynchronous else max(0.0, float(least)) / fastest
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 
-    def walk(self, program: StageProgram, reached: float) -> Iterator[tuple[StageProgram, Path]]:
-        """Plans along the front of sum and maximum, down to where none can be better than the best.
-
-        Args:
-            reached: the least maximum on other lines.
-        """
+    def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
+        """Plans along the front of sum and maximum, down to where none can be better than the best."""
         if self.form.is_asynchronous:
-            yield from self.walk_asynchronous(program, reached)
+            yield from self.walk_asynchronous(program)
             return
         bound = program.bound
         for passes in count():
@@ -298,19 +295,21 @@ class _Search:
             skipped = max(0, passes - PATIENCE) * IMPATIENCE * path.slowest
             bound = min(path.slowest - skipped, self.best_seconds - path.total)
 
-    def walk_asynchronous(self, program: StageProgram, reached: float) -> Iterator[tuple[StageProgram, Path]]:
+    def walk_asynchronous(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """The best, and the shortest ways through the pipeline that are nearly as good.
 
         The formula does not see the queues that form where everything is nearly busy, and a short way has
         fewer. The shortest fixes the cuts; the replicas are then the best for them, and as many as there are.
 
-        On a line that is not faster than others only the best: on 120 clusters of equal ranks that saved 0.4
-        of the time and cost 0.2 % in the mean, 10 % at most. It cost 2 % where ranks differ and 1 % under
-        pipedream-2bw, where every line is looked at whole.
+        On a line that is not faster than those before it only the best: on 120 clusters of equal ranks that
+        saved 0.4 of the time and cost 0.2 % in the mean, 10 % at most. It cost 2 % where ranks differ and 1 %
+        under pipedream-2bw, where every line is looked at whole.
         """
         fastest = program.least_maximum()
-        if not fastest or fastest[0].slowest > reached * (1 - SAME):
-            yield from ((program, path) for path in fastest[:1])
+        if not fastest:
+            return
+        if fastest[0].slowest > self.beaten * (1 - SAME):
+            yield program, fastest[0]
             return
         # One stage has no queues, and in 2000 random problems none slower by the formula won: where the
         # fastest has one, or one stage on fewer ranks is as fast, no shorter way is looked for.

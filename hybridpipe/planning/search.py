@@ -40,7 +40,7 @@ MAX_LAYERS = 100_000
 MAX_PRODUCT = 2**23  # of layers and ranks: half a minute
 MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for one of 1024
 # Of partition's plans so many are simulated, but for those that cannot be the best (`bound`). Of asynchronous
-# pipelines the formula says less, as it sees no queues (with 16 instead of 32 plans of 240 problems were 3 %
+# pipelines the formula says less, as it sees no queues (with 16 instead of 32, plans of 240 problems were 3 %
 # slower in the mean, one by 89 %), and of stages that take turns on a rank.
 NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 32, 6
 MAX_ADVISED = 10_000  # layers times ranks; what would help a larger problem takes minutes to find out

@@ -1,4 +1,4 @@
-"""The bound: never above what the simulator says, and close to it where the formula alone is not."""
+"""The bound: hardly ever above what the simulator says, and close to it where the formula alone is not."""
 
 import random
 from dataclasses import replace
