@@ -311,11 +311,10 @@ def _train(options: argparse.Namespace) -> int:
         from hybridpipe.files import read_plan
 
         read_plan(plan)  # a mistake in it is told now; the trainer reads it again
-    cluster = None
     if options.cluster is not None:
         from hybridpipe.files import read_cluster
 
-        cluster = read_cluster(options.cluster)
+        read_cluster(options.cluster)  # likewise
     if options.resume not in (None, "auto") and not Path(options.resume).exists():
         raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
     with preemption.listening():
@@ -327,7 +326,7 @@ def _train(options: argparse.Namespace) -> int:
             from hybridpipe.train import train
 
         asked = options.trace, options.hang_timeout, options.resume
-        return train(config, plan, _out(options), *asked, cluster)
+        return train(config, plan, _out(options), *asked, options.cluster)
 
 
 def _launch(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 from hybridpipe.autoplan import Choice, autoplan, check_options
 from hybridpipe.batches import microbatch_size_of, parts_of
 from hybridpipe.config import AUTO, SOURCES
-from hybridpipe.files import read_plan
+from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -35,6 +35,7 @@ from hybridpipe.stage.values import tensors_of
 from hybridpipe.together import measure_together
 
 PlanLike = Plan | str | os.PathLike[str]
+ClusterLike = Cluster | str | os.PathLike[str]
 
 
 def read_given(plan: PlanLike) -> Plan | str:
@@ -71,12 +72,15 @@ class PlanMaker:
         device: torch.device,
         minibatch_size: int,
         microbatch_size: int | None,
-        cluster: Cluster | None = None,
+        cluster: ClusterLike | None = None,
     ) -> None:
         self._asked, self._model, self._loss, self._rule = asked, model, loss, rule
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
-        self._given, self._wanted_size, self._cluster = given, microbatch_size, cluster
+        self._given, self._wanted_size = given, microbatch_size
+        if isinstance(cluster, str | os.PathLike):
+            cluster = read_cluster(Path(cluster))
+        self._cluster = cluster
         if isinstance(given, Plan):
             options = {name: value for name, value in asked._asdict().items() if name != "schedule"}
             check_options(given, asked.schedule, options)

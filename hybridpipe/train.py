@@ -25,7 +25,6 @@ from hybridpipe.checkpointing import Checkpointing
 from hybridpipe.config import AUTO, Config
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json, write_text
-from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.simulate import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.profiling import build_model
@@ -71,13 +70,13 @@ def train(
     trace: bool = False,
     hang_timeout: float = DEFAULT_SECONDS,
     resume: str | None = None,
-    cluster: Cluster | None = None,
+    cluster: Path | None = None,
 ) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective.
 
     Args:
         resume: a path, or "auto": what is in OUT/checkpoints, if there is anything good.
-        cluster: as measured before (`Trainer`).
+        cluster: of the machines as measured before (`Trainer`).
     """
     failure.install()
     check_launcher()
@@ -186,7 +185,7 @@ def _metrics(path: Path, step: int) -> TextIO:
 
 
 def _trainer(
-    config: Config, model: nn.Module, loss: Loss, plan: str, cluster: Cluster | None, hang_timeout: float
+    config: Config, model: nn.Module, loss: Loss, plan: str, cluster: Path | None, hang_timeout: float
 ) -> Trainer:
     return Trainer(
         model,

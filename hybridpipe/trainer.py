@@ -24,9 +24,9 @@ from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
 from hybridpipe.judging import evaluated, reached, targets_wanted
 from hybridpipe.loading import loaded
-from hybridpipe.planmaker import Asked, PlanLike, PlanMaker, device_and_threads, read_given
+from hybridpipe.planmaker import Asked, ClusterLike, PlanLike, PlanMaker, device_and_threads, read_given
 from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
-from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
+from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
@@ -54,7 +54,7 @@ class Trainer:
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
         plan: a `Plan`, the path of a plan.json, or a name: "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" a pipeline with one rank a stage.
-        cluster: the machines as measured before with as many ranks; that then takes no seconds.
+        cluster: a `Cluster`, or the path of a cluster.json, of as many ranks: then none is measured.
         minibatch_size: samples behind one update.
         microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank, and with
             "auto" to that, a half or a quarter of it, whichever is fastest by prediction (BatchNorm's
@@ -98,7 +98,7 @@ class Trainer:
         loss: Loss,
         optimizer: OptimizerFactory,
         plan: PlanLike = "auto",
-        cluster: Cluster | None = None,
+        cluster: ClusterLike | None = None,
         minibatch_size: int,
         microbatch_size: int | None = None,
         schedule: str = "1f1b",

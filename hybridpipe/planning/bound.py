@@ -5,20 +5,23 @@ pause, and how long at least is known as well: an update ends in all of them at 
 one instant, and send their activations at one instant. Those for one receiver share its port evenly, and none
 of them arrives before all could have. So these take at least
 
-    F + A + u                                   one round
-    F + x + q w' + (q - 1) a' + y + B + e + u   h - r rounds
+    F + A + u                                     one round
+    (F + B) + x + q w' + (q - 1) a' + y + e + u   h - r rounds
 
-with F, B, u a minibatch's forward, backward and update, e what they do not hide of the all-reduce A, and w'
-and a' its work and what follows that in the second stage. The first: forward; all-reduce of a round before;
-update. A starts with the round's activations at best, and has half of its ranks' ports while messages are on
-them: these, and where h = 2 the gradients that answer them, which only F and u keep clear of it. (Starting
-later spares no more than it costs, as A never has less than half.)
+    F B u w'    seconds: a minibatch's forward, backward and update in the first stage; its work in the second
+    A e a'      the first stage's all-reduce; what is left of it after the backward; what follows the work on
+                a minibatch in the second stage
+    x y         the second stage's wait for its first activation of a round; a gradient's way back
+    h h' m k    minibatches that a replica of the first (second) stage holds (`schedules.in_flight`); replicas
 
-The second is the way of the last minibatch of a round, after which its replica forwards the one h rounds
-later, h being what it holds (`schedules.in_flight`). x is the time until the receiver has its first
-activation of a round, y that of the gradient. The receiver goes through q minibatches in between, in the
-order of 1F1B: the last backward of a round comes after a forward r = ceil(k (h' - 1) / m) rounds later, m and
-k replicas given.
+The first: forward; all-reduce of a round before; update. A starts with the round's activations at best, and
+has half of its ranks' ports while messages are on them: these, and where h = 2 the gradients that answer
+them, which only F and u keep clear of it. Its share never being less than a half, starting later spares no
+more than it costs.
+
+The second is the way of a round's last minibatch, after which its replica forwards the one h rounds later.
+The receiver goes through q minibatches of a round in between, in the order of 1F1B: its last backward of a
+round comes after a forward r = ceil(k (h' - 1) / m) rounds later.
 """
 
 import math
@@ -52,10 +55,10 @@ FASTER = 1.25
 def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[float]:
     """Seconds of a minibatch that hardly any simulation undercuts, one figure after the other.
 
-    The first is `estimate`, which says too much of a cut with fast and slow routes, as it takes all for slow
-    (of 461 problems a search lost one plan to that, by 1.2 %), and of all-reduces behind the first stage that
-    hide behind the handling of messages, too. The others: of 19,000 random plans none was faster over 240
-    rounds; `simulate.predict`, which looks at fewer, said so of one in a hundred where latencies are long.
+    The first is `estimate`, which says too much of a cut with fast and slow routes, as it takes all for slow:
+    of 461 problems a search lost one plan to that, by 1.2 %. The others: of 19,000 random plans none was
+    faster over 240 rounds; `simulate.predict`, which looks at fewer, said so of one in a hundred where
+    latencies are long.
     """
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     seconds = estimated(plan, costs, cluster)
@@ -66,73 +69,72 @@ def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterat
     yield seconds
     if _goes_in_rounds(plan, costs, cluster):
         rounds = _Rounds(plan, costs, cluster)
-        yield rounds.one() / plan.replicas[0]
-        yield rounds.way() / plan.replicas[0]
+        yield rounds.one_round() / plan.replicas[0]
+        yield rounds.way_of_last() / plan.replicas[0]
 
 
 def _goes_in_rounds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> bool:
-    """Whether the first stage's replicas start at the same instants, and so does all behind each of them.
+    """Whether the first stage's replicas start at the same instants, and the second's are equally fast.
 
-    Where the all-reduce can end before a backward does, they need not wait for each other.
+    Where the all-reduce can end before a backward does, replicas need not wait for each other.
     """
     if plan.num_stages == 1 or plan.replicas[0] == 1 or not costs[0].buckets:
         return False
-    speeds = {cluster.speed(rank) for stage in plan.stages[:2] for rank in stage.ranks}
-    return len(speeds) == 1 and math.isclose(costs[0].buckets[-1].fraction, 1.0)
+    is_even = all(len(set(map(cluster.speed, stage.ranks))) == 1 for stage in plan.stages[:2])
+    return is_even and math.isclose(costs[0].buckets[-1].fraction, 1.0)
 
 
 class _Rounds:
-    """Rounds of a plan's first stage, and the level that each activation crosses.
+    """Rounds of a plan's first stage, in the symbols of the header.
 
-    `levels[round, replica]`, until all repeats itself; so are the `receivers`.
+    `receivers[round, replica]` of their activations, and the `levels` that these cross, until all repeats
+    itself.
     """
 
     def __init__(self, plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> None:
-        self.plan, self.costs, self.cluster = plan, costs, cluster
+        self.plan, self.cost, self.cluster = plan, costs[0], cluster
         self.own, self.second = stage_terms(plan, costs, cluster)[:2]
         self.held, self.held_behind = until_backward(plan, UNLIMITED)[:2]
-        self.ranks = np.array(plan.stages[0].ranks)
-        behind = np.array(plan.stages[1].ranks)
+        self.ranks, behind = (np.array(stage.ranks) for stage in plan.stages[:2])
         self.m, self.k = len(self.ranks), len(behind)
-        self.sent, self.returned = float(costs[0].output_bytes), float(costs[0].gradient_bytes)
+        self.output_bytes, self.returned_bytes = map(
+            float, (self.cost.output_bytes, self.cost.gradient_bytes)
+        )
         self.receivers = behind[np.arange(math.lcm(self.m, self.k)).reshape(-1, self.m) % self.k]
         self.levels = self.levels_between(self.ranks, self.receivers)
 
-    def one(self) -> float:
+    def one_round(self) -> float:
         """F + A + u, the mean of all rounds."""
-        ranks, cost = self.plan.stages[0].ranks, self.costs[0]
+        ranks = self.plan.stages[0].ranks
         speed = stage_speed(self.cluster, ranks, compute_share(self.cluster, self.plan.ranks))
-        rest = cost.forward_seconds / speed + self.own.update_seconds
+        rest = self.cost.forward_seconds / speed + self.own.update_seconds
         index = self.cluster.level_index(min(ranks), max(ranks))  # where all-reduce and messages meet
         bandwidth = self.cluster.levels[index].bandwidth
-        each = [(self.levels[:, i :: self.k] == index).sum(axis=1) for i in range(min(self.k, self.m))]
-        most = np.max(each, axis=0)  # for one receiver
-        in_the_way = most * self.sent / bandwidth
+        counts = [(self.levels[:, i :: self.k] == index).sum(axis=1) for i in range(min(self.k, self.m))]
+        most_messages = np.max(counts, axis=0)  # for one receiver
+        in_the_way = most_messages * self.output_bytes / bandwidth
         if self.held == 2:
-            in_the_way = in_the_way + np.maximum(most * self.returned / bandwidth - rest, 0.0)
+            in_the_way += np.maximum(most_messages * self.returned_bytes / bandwidth - rest, 0.0)
 
         seconds_per_byte = self.cluster.ring(ranks).seconds_per_byte
-        alone = seconds_per_byte * sum(bucket.num_bytes for bucket in cost.buckets)
+        alone = seconds_per_byte * sum(bucket.num_bytes for bucket in self.cost.buckets)
         rate = min(2 * (self.m - 1) / self.m / seconds_per_byte, bandwidth)  # as `contention.Machines.ring`
-        part = min(1.0, bandwidth / 2 / rate)
-        return rest + float(np.mean(np.minimum(alone / part, alone + in_the_way * (1 - part))))
+        share = min(1.0, bandwidth / 2 / rate)
+        return rest + float(np.mean(np.minimum(alone / share, alone + in_the_way * (1 - share))))
 
-    def way(self) -> float:
+    def way_of_last(self) -> float:
         """The way of a round's last minibatch, the mean of all rounds, by the rounds that it may take."""
         ahead = self.k * (self.held_behind - 1)  # from it to the one that is forwarded before its backward
         last = (ahead - 1) % self.m  # whose replica this is
         first, count = last % self.k, last // self.k + 1  # of those with the same receiver up to there
         levels = self.levels[:, first]
         together = (self.levels[:, first :: self.k] == levels[:, None]).sum(axis=1)
-        there = self.message_seconds(levels, together * self.sent)
+        wait = self.message_seconds(levels, together * self.output_bytes)
         home = self.levels_between(self.ranks[-1], self.receivers[:, last])
-        back = self.message_seconds(home, self.returned)
-        # The all-reduce behind the cut hides behind the sending of the gradient, too.
-        sending = self.cluster.message_seconds + self.returned * self.cluster.message_seconds_per_byte
-        speed = self.cluster.speed(int(self.ranks[0])) * self.cluster.replicated_speed
-        update = max(0.0, self.second.exposed_seconds - sending / speed) + self.second.update_seconds
-        behind = count * self.second.work_seconds + (count - 1) * update
-        seconds = self.own.work_seconds + self.own.after_seconds + behind + float(np.mean(there + back))
+        back = self.message_seconds(home, self.returned_bytes)
+        update = self.second.exposed_seconds + self.second.update_seconds
+        at_second = count * self.second.work_seconds + (count - 1) * update
+        seconds = self.own.work_seconds + self.own.after_seconds + at_second + float(np.mean(wait + back))
         return seconds / (self.held - ceil_div(ahead, self.m))
 
     def levels_between(self, ranks: Ints, others: Ints) -> Ints:

@@ -8,10 +8,11 @@ Two users: the simulator takes a stage's pieces (`stage_costs`), the partitioner
       max over cuts   x after the first                  its busiest link
 
 with w = f + b + h the forward, backward and handling of messages of one microbatch; e the part of the
-all-reduce that the backward does not hide; u the optimizer's step, and what the last backward leaves to be
-made (`Plan.products_wait`; where the stage before waits for it, it is in the sum instead); c the way of one
-microbatch over the cut and back, with latency; x the time that the microbatches keep the busiest port or
-shared link of the cut occupied, in the direction that carries more, charged at both ends. With p equal stages
+all-reduce that neither the backward nor the handling of the gradient sent behind it hides; u the optimizer's
+step, and what the last backward leaves to be made (`Plan.products_wait`; where the stage before waits for it,
+it is in the sum instead); c the way of one microbatch over the cut and back, with latency; x the time that
+the microbatches keep the busiest port or shared link of the cut occupied, in the direction that carries more,
+charged at both ends. With p equal stages
 and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019); with one stage it is M/m
 microbatches and the all-reduce. Other synchronous schedules:
 
@@ -214,7 +215,7 @@ class StageTerms(NamedTuple):
     Args:
         work_seconds: a microbatch's forward, backward and handling of messages; `weight_seconds` of them make
             the weights' gradients.
-        allreduce_seconds: one all-reduce, alone; of it `exposed_seconds` are not hidden by the backward.
+        allreduce_seconds: one all-reduce, alone; of it `exposed_seconds` are not hidden.
         update_seconds: the optimizer's step.
         products_seconds: what the last backward leaves to be made; `held_up_seconds` of them before the
             gradient is sent that the stage before waits for.
@@ -242,8 +243,11 @@ def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tup
     for s, (cost, before, behind) in enumerate(zip(costs, [0.0, *over_cuts], [*over_cuts, 0.0], strict=True)):
         stage = plan.stages[s]
         speed = stage_speed(cluster, stage.ranks, share)
-        last = cost.weight_seconds if plan.schedule == "zero-bubble" else cost.backward_seconds
-        inline = 0.0 if plan.products_wait(s) else cost.products_seconds
+        last, inline = cost.backward_seconds, 0.0 if plan.products_wait(s) else cost.products_seconds
+        if plan.schedule == "zero-bubble":
+            last = cost.weight_seconds
+        elif s:
+            last += handling_seconds(cluster, costs[s - 1].gradient_bytes, 1)
         hidden = cluster.overlap * (last + inline) / speed
         weights = sum(bucket.num_bytes for bucket in cost.buckets)
         allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
@@ -335,6 +339,6 @@ def _interleaved(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]
     return filling + sum(term.held_up_seconds for term in terms), slowest
 
 
-def handling_seconds(cluster: Cluster, num_bytes: float) -> float:
-    """Processor time, at one side of a cut, of a microbatch's message there and the one back."""
-    return 2 * cluster.message_seconds + num_bytes * cluster.message_seconds_per_byte
+def handling_seconds(cluster: Cluster, num_bytes: float, num_messages: int = 2) -> float:
+    """Processor time, at one side of a cut, of a microbatch's messages: the one there and the one back."""
+    return num_messages * cluster.message_seconds + num_bytes * cluster.message_seconds_per_byte

@@ -178,7 +178,12 @@ class LayerCosts:
         cluster, form, speed = self.cluster, self.form, kind.speed
         rounds = form.per_update(kind.replicas)
         weight = self.between("weight", width, rounds) / speed
-        last = weight if form.schedule == "zero-bubble" else self.between("backward", width, rounds) / speed
+        if form.schedule == "zero-bubble":
+            last = weight
+        else:
+            sending = np.array([handling_seconds(cluster, sent, 1) for sent in self.returned.tolist()])
+            sending[0] = 0.0  # the gradient that the stage before waits for
+            last = (self.between("backward", width, rounds) + sending[:-1]) / speed
         products = self.between("products", width, rounds) / speed
         held_up = np.zeros_like(products)  # the stage before waits for these
         if kind.replicas > 1:

@@ -136,7 +136,7 @@ class _Search:
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
-        self.is_one_line_enough = alike and form.schedule == "pipedream"  # see `walk_asynchronous`
+        self.compares_lines = alike and form.schedule == "pipedream"  # see `walk_asynchronous`
         self.reached = self.beaten = math.inf  # least maximum of plans that fit, on all lines and on others
         self.too_few = 0  # how many of the counts of microbatches held let plans pass that do not fit
 
@@ -256,7 +256,7 @@ class _Search:
         ranks = [layout.ranks[slot].tolist() for slot in slots]
         spans = tuple((a, a + len(own)) for a, own in zip(starts, ranks, strict=True))
         fits = self.add(program.costs.edges[path.edges].tolist(), ranks, path.seconds, line, spans)
-        if fits and line and self.is_one_line_enough:
+        if fits and line and self.compares_lines:
             self.reached = min(self.reached, path.slowest)
         return fits
 

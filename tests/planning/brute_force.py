@@ -167,7 +167,12 @@ class Reference:
             )
             w = (forward + backward + handling) / speeds[s]
             g = sum(self.weight_seconds(one, n) for one in layers) * self.load / speeds[s]
-            hides = g if self.schedule == "zero-bubble" else backward / speeds[s] + last
+            hides = backward / speeds[s] + last
+            if self.schedule == "zero-bubble":
+                hides = g
+            elif s > 0:  # and the sending of the gradient
+                returned = self.sizes(cuts[s])[1] * self.cluster.message_seconds_per_byte
+                hides += (self.cluster.message_seconds + returned) / speeds[s]
             a = rings[s][0] + rings[s][1] * weights if weights else 0.0
             e = a - self.cluster.overlap * min(a, hides)
             u = sum(one.update_seconds for one in layers) * self.load / speeds[s]

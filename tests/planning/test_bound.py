@@ -67,7 +67,7 @@ def test_elsewhere_only_a_part_of_the_formula_is_sure(case):
     [
         (model(replace(FRONT, parameter_bytes=0), BEHIND), SWITCH),  # no all-reduce
         (model(layer(), replace(FRONT, parameter_bytes=2**21), BEHIND), Cluster.flat(3, 1e9, 0.0)),  # early
-        (TWO, replace(SWITCH, relative_speed=(1.0, 0.5, 1.0))),
+        (TWO, replace(SWITCH, relative_speed=(1.0, 0.5, 1.0))),  # in the first stage
     ],
     ids=["no weights", "first layers without weights", "uneven ranks"],
 )

@@ -16,6 +16,7 @@ from hybridpipe.planning.cost import (
 )
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import JoinedProducts
+from hybridpipe.planning.simulate import predict
 
 from .helpers import free, layer, model, plan
 
@@ -245,3 +246,13 @@ def test_the_stage_before_waits_for_products_of_a_stage_whose_all_reduce_begins_
     """Two microbatches a replica: products of 2 each, the second stage's in the way of the first."""
     profile = model(JOINING, JOINING)
     assert estimate(plan([2, 2], 4), profile, free(4)) == approx(2 * 3 + 2 + (3 + 2))
+
+
+def test_an_allreduce_hides_behind_the_sending_of_a_gradient_too():
+    """3-2 with messages of a second: the sum behind the cut, 1 s long, is done when the gradient is sent."""
+    front, behind = layer(0.01, 0.01, parameters=1), layer(0.01, 0.01, parameters=100)
+    cluster = Cluster((Level("switch", 5, 100.0, 0.0),), message_seconds=1.0)
+    two = plan([3, 2], 1, "pipedream")
+    assert estimate(two, model(front, behind), cluster) == approx((0.02 + 2) / 2)
+    simulated = predict(two, model(front, behind), cluster)[1].minibatch_seconds
+    assert estimate(two, model(front, behind), cluster) <= simulated
