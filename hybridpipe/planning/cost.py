@@ -12,9 +12,8 @@ all-reduce that neither the backward nor the handling of the gradient sent behin
 step, and what the last backward leaves to be made (`Plan.products_wait`; where the stage before waits for it,
 it is in the sum instead); c the way of one microbatch over the cut and back, with latency; x the time that
 the microbatches keep the busiest port or shared link of the cut occupied, in the direction that carries more,
-charged at both ends. With p equal stages
-and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019); with one stage it is M/m
-microbatches and the all-reduce. Other synchronous schedules:
+charged at both ends. With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et
+al. 2019); with one stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
 
     zero-bubble     the sum has w - 2g, if positive, and the stage in the maximum ceil(M/m) w less that: with
                     equal stages M(f + b) + (p - 1)(f + b - 2g), ZB-H1's count (Qi et al., ICLR 2024, section
