@@ -19,6 +19,7 @@ from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, p
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules import delay_of
+from hybridpipe.stage.fused import fused
 from hybridpipe.stage.measure import OptimizerFactory
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -154,7 +155,8 @@ class Update:
         if self.max_norm is not None:
             self._clip(self.max_norm)
         if self.optimizer is not None:
-            with _multiplied(self.optimizer, self.learning_rate.factor(self.num_minibatches)):
+            factor = self.learning_rate.factor(self.num_minibatches)
+            with _multiplied(self.optimizer, factor), fused(self.optimizer):
                 self.optimizer.step()
         self.leave_out(num_minibatches)
 

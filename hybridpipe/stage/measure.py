@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
+from hybridpipe.stage.fused import fused
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage, received
 from hybridpipe.stage.stopwatch import Stopwatch, Took
@@ -434,7 +435,8 @@ def _measure_updates(
         for i, over_layer in optimizers.items():
             began = watch.now()
             norms(gradients[i])  # which tell whether they are numbers
-            over_layer.step()
+            with fused(over_layer):
+                over_layer.step()
             took["update", i] = watch.since(began)
         return took
 
