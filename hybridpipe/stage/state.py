@@ -25,6 +25,7 @@ from hybridpipe.errors import UserError, shown
 from hybridpipe.stage.weights import Weights
 
 JSON = Any
+FORMS = ("foreach", "fused")  # options that say how a step is computed, and are not of what was trained
 _TENSOR, _TUPLE, _PAIRS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$pairs", "$counter", "$float"
 
 
@@ -224,14 +225,15 @@ def put_optimizer(
 ) -> None:
     """Let the optimizer go on with what was taken.
 
-    Not by its `load_state_dict`, which casts the state of a half-precision parameter to that precision.
+    Its options come from there, as a learning rate does, but for FORMS, which change no formula. Not by its
+    `load_state_dict`, which casts the state of a half-precision parameter to that precision.
     """
     optimizer.state.clear()
     for group in optimizer.param_groups:
         on_host = not (group.get("capturable") or group.get("fused"))
         for p in group["params"]:
             own = found[names[p]]
-            group.update(own.options)
+            group.update({name: value for name, value in own.options.items() if name not in FORMS})
             if own.state:
                 optimizer.state[p] = {
                     name: _to(value, torch.device("cpu") if name == "step" and on_host else p.device)

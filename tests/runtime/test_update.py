@@ -39,6 +39,14 @@ class Rateless(torch.optim.Optimizer):
                 p.data -= p.grad.sign()
 
 
+def test_a_step_is_fused_where_the_optimizer_leaves_that_open():
+    optimizer = sgd(parameters(1.0, 2.0))
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.param_groups[0]["fused"]))
+    Update(optimizer).step()
+    assert seen == [True] and optimizer.param_groups[0]["fused"] is None
+
+
 # --- the rate
 
 

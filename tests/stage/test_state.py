@@ -117,6 +117,17 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(name, scheduler, dtype)
     assert all(map(torch.equal, after, expected)) and all(p.isfinite().all() for p in after)
 
 
+def test_how_a_step_is_computed_is_the_new_optimizers():
+    """A checkpoint from before `fused = false` was asked for had made the steps fused again."""
+    layers = make_layers(torch.float32)
+    state = State()
+    take_optimizer(torch.optim.SGD(layers.parameters(), lr=0.3), names_of(layers).parameters(), state)
+    other = torch.optim.SGD(layers.parameters(), lr=0.1, fused=False)
+    put_optimizer(other, names_of(layers).parameters(), read_optimizer(through_text(state), "file"))
+    (group,) = other.param_groups
+    assert group["fused"] is False and group["lr"] == 0.3
+
+
 def test_values_come_back_with_their_types():
     value = {
         "numbers": [1, 2.5, float("inf"), -0.0, True, None, "text"],

@@ -1,0 +1,188 @@
+"""Choices: is the plan that `auto` takes the fastest? It and those that it left, trained by turns in one job.
+
+    python benchmarks/choices.py --out runs/choices          three models, two kinds of schedules; 15 minutes
+    python benchmarks/choices.py --models vgg --turns 9
+
+One and the same plan differs by a tenth and more from job to job, so that two jobs cannot tell 3 %. Here one
+job measures and chooses, among the synchronous schedules or under pipedream, and then trains its choice, the
+plans that it thought to be next best, data parallelism and the straight pipeline, each in a trainer of its
+own, turn by turn, every other turn from last to first. Two ranks of one thread each, models, samples and
+optimizer of benchmarks/peers.py. Times are of the slower rank, medians over the turns; ratios are taken
+within a turn.
+Writes DIR/choices.json, a table in DIR/choices.md and a plot in DIR/choices.svg.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jobs
+import plots
+from peers import ENVIRONMENT, MODELS
+from rounds import steady_seconds
+from tabulate import tabulate
+
+from hybridpipe import launcher
+from hybridpipe.files import write_json
+from hybridpipe.planning.search import Candidate
+
+SCHEDULES = ("auto", "pipedream")  # what `auto` may choose among: synchronous schedules, that one
+NEXT_BEST = 2
+ALWAYS = ("dp", "straight")  # wherever the prediction has them
+NUM_RANKS = 2
+TIMEOUT_SECONDS = 900
+
+
+def trained(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of all candidates, best first, those to train: the first is `auto`'s choice. Of each shape the best."""
+    shapes: dict[tuple[str, str, int], Candidate] = {}
+    for each in candidates:
+        plan = each.plan
+        shapes.setdefault((plan.name, plan.schedule, plan.num_microbatches), each)
+    best = list(shapes.values())
+    chosen = best[: 1 + NEXT_BEST]
+    for origin in ALWAYS:
+        first = next((each for each in best if each.origin == origin), None)
+        if first is not None and first not in chosen:
+            chosen.append(first)
+    return chosen
+
+
+def measure(model: str, schedule: str, turns: int, minibatches: int, out: Path) -> None:
+    """What each rank does; rank 0 writes what was found."""
+    sys.path.insert(0, str(Path(__file__).parent / "peer_programs"))
+    import torch
+    from common import SEED, TASKS
+
+    from hybridpipe.runtime.mpi import MPI
+    from hybridpipe.trainer import Trainer
+
+    torch.set_num_threads(1)
+    task, world = TASKS[model], MPI.COMM_WORLD
+    dataset = task.samples(task.minibatch * minibatches)
+
+    def train(plan, **options):
+        """A trainer that has trained, and what a minibatch took it."""
+        torch.manual_seed(SEED)
+        network, seconds = task.build(), []
+        trainer = Trainer(
+            network,
+            loss=task.loss,
+            optimizer=task.optimizer,
+            plan=plan,
+            minibatch_size=task.minibatch,
+            **options,
+        )
+        trainer.fit(dataset, shuffle=False, on_minibatch=lambda record: seconds.append(record.seconds))
+        trainer.close()
+        return trainer, max(world.allgather(steady_seconds(seconds)))
+
+    plans = trained(train("auto", schedule=schedule)[0].choice.candidates)
+    seconds = [[] for _ in plans]
+    for turn in range(turns):
+        for i in list(range(len(plans)))[:: -1 if turn % 2 else 1]:
+            seconds[i].append(train(plans[i].plan)[1])
+    if world.rank == 0:
+        found = [
+            {
+                "model": model,
+                "told": schedule,
+                "plan": f"{each.plan.name}, {each.plan.schedule}, {each.plan.num_microbatches}",
+                "predicted": each.seconds,
+                "seconds": of_plan,
+            }
+            for each, of_plan in zip(plans, seconds, strict=True)
+        ]
+        write_json(out / f"{model}-{schedule}.json", {"plans": found})
+
+
+def rows(found: Sequence[Sequence[dict]]) -> Iterator[dict[str, str]]:
+    """Of the table: for each job its plans, `auto`'s first."""
+    for of_job in found:
+        chosen = of_job[0]["seconds"]
+        for i, each in enumerate(of_job):
+            ratios = [own / other for own, other in zip(chosen, each["seconds"], strict=True)]
+            yield {
+                "model": each["model"],
+                "told": each["told"],
+                "plan": each["plan"] + " (auto)" * (i == 0),
+                "predicted, ms": f"{each['predicted'] * 1e3:.0f}",
+                "measured, ms": f"{statistics.median(each['seconds']) * 1e3:.0f}",
+                "× auto": f"{statistics.median(ratios):.2f}",
+                "by turn": ", ".join(f"{ratio:.2f}" for ratio in ratios) if i else "",
+            }
+
+
+def verdicts(found: Sequence[Sequence[dict]]) -> Iterator[str]:
+    """For each job: how fast `auto`'s choice is beside the best of its plans."""
+    for of_job in found:
+        chosen = of_job[0]["seconds"]
+        ratios = {
+            each["plan"]: statistics.median(
+                other / own for own, other in zip(chosen, each["seconds"], strict=True)
+            )
+            for each in of_job
+        }
+        best = min(ratios, key=ratios.__getitem__)
+        told = of_job[0]
+        yield f"{told['model']}, {told['told']}: auto is {ratios[best]:.2f} times as fast as the best, {best}"
+
+
+def plot(found: Sequence[Sequence[dict]], path: Path) -> None:
+    """Each plan's times beside `auto`'s choice: a point a turn."""
+    figure, axes = plots.svg_axes(figsize=(8, 5))
+    labels = []
+    for of_job in found:
+        chosen = of_job[0]["seconds"]
+        for each in of_job[1:]:
+            labels.append(f"{each['model']}: {each['plan']}")
+            ratios = [own / other for own, other in zip(chosen, each["seconds"], strict=True)]
+            axes.plot(ratios, [len(labels)] * len(ratios), ".", color="C0")
+            axes.plot(statistics.median(ratios), len(labels), "|", color="black", markersize=14)
+    axes.axvline(1.0, color="gray", linewidth=0.8)
+    axes.set_yticks(range(1, len(labels) + 1), labels, fontsize=7)
+    axes.set_xlabel("times as fast as auto's choice, by turn and in the median")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Command line; under mpirun, a rank."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/choices"))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--minibatches", type=int, default=16, help="of a training; three are warm-up")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    if launcher.promised_ranks() == NUM_RANKS:
+        measure(options.models, options.schedules, options.turns, options.minibatches, out)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for model in options.models.split(","):
+        for schedule in options.schedules.split(","):
+            command = [sys.executable, "-m", "hybridpipe.launcher", str(NUM_RANKS), "--", sys.executable]
+            command += [__file__, "--out", str(out), "--models", model, "--schedules", schedule]
+            command += ["--turns", str(options.turns), "--minibatches", str(options.minibatches)]
+            with (out / f"{model}-{schedule}.txt").open("w") as log:
+                done = jobs.finished(command, ENVIRONMENT, TIMEOUT_SECONDS, stdout=log, stderr=log)
+            if done.returncode:
+                raise SystemExit(f"exit code {done.returncode}; see {log.name}")
+            found.append(json.loads((out / f"{model}-{schedule}.json").read_text())["plans"])
+            print(next(verdicts(found[-1:])), flush=True)
+    write_json(out / "choices.json", {"jobs": found})
+    table = tabulate(list(rows(found)), headers="keys", tablefmt="github", disable_numparse=True)
+    text = "\n".join([table, "", *verdicts(found), "", f"{os.cpu_count()} cores"])
+    (out / "choices.md").write_text(text + "\n")
+    plot(found, out / "choices.svg")
+    print(f"\n{text}\n\nwritten to {out}")
+
+
+if __name__ == "__main__":
+    main()
