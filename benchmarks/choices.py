@@ -2,13 +2,14 @@
 
     python benchmarks/choices.py --out runs/choices          three models, two kinds of schedules; 15 minutes
     python benchmarks/choices.py --models vgg --turns 9
+    python benchmarks/choices.py --networks 100mbit,1gbit,10gbit    between four hosts (networks.py); ten minutes
 
 One and the same plan differs by a tenth and more from job to job, so that two jobs cannot tell 3 %. Here one
 job measures and chooses, among the synchronous schedules or under pipedream, and then trains its choice, the
-plans that it thought to be next best, data parallelism and the straight pipeline, each in a trainer of its
-own, turn by turn, every other turn from last to first. Two ranks of one thread each, models, samples and
-optimizer of benchmarks/peers.py. Times are of the slower rank, medians over the turns; ratios are taken
-within a turn.
+plans that it thought to be next best, data parallelism and the straight pipeline, unless they are predicted
+to take twice as long, each in a trainer of its own, turn by turn, every other turn from last to first. Ranks
+of one thread each, two on this machine or one a host; models, samples and optimizer of benchmarks/peers.py
+and network.py. Times are of the slowest rank, medians over the turns; ratios are taken within a turn.
 Writes DIR/choices.json, a table in DIR/choices.md and a plot in DIR/choices.svg.
 """
 
@@ -18,9 +19,11 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import jobs
+import networks
 import plots
 from peers import ENVIRONMENT, MODELS
 from rounds import steady_seconds
@@ -31,9 +34,11 @@ from hybridpipe.files import write_json
 from hybridpipe.planning.search import Candidate
 
 SCHEDULES = ("auto", "pipedream")  # what `auto` may choose among: synchronous schedules, that one
-NEXT_BEST = 2
-ALWAYS = ("dp", "straight")  # wherever the prediction has them
-NUM_RANKS = 2
+NEXT_BEST = 4
+ALWAYS = ("dp", "straight")  # wherever the prediction has them, up to:
+TOO_SLOW = 2.0  # times `auto`'s choice
+HERE, NUM_HOSTS = 2, 4  # ranks
+BETWEEN_HOSTS = ("vgg-digits",)
 TIMEOUT_SECONDS = 900
 
 
@@ -42,7 +47,8 @@ def trained(candidates: Sequence[Candidate]) -> list[Candidate]:
     shapes: dict[tuple[str, str, int], Candidate] = {}
     for each in candidates:
         plan = each.plan
-        shapes.setdefault((plan.name, plan.schedule, plan.num_microbatches), each)
+        if each.seconds <= TOO_SLOW * candidates[0].seconds:
+            shapes.setdefault((plan.name, plan.schedule, plan.num_microbatches), each)
     best = list(shapes.values())
     chosen = best[: 1 + NEXT_BEST]
     for origin in ALWAYS:
@@ -52,7 +58,7 @@ def trained(candidates: Sequence[Candidate]) -> list[Candidate]:
     return chosen
 
 
-def measure(model: str, schedule: str, turns: int, minibatches: int, out: Path) -> None:
+def measure(model: str, schedule: str, network: str, turns: int, minibatches: int, file: Path) -> None:
     """What each rank does; rank 0 writes what was found."""
     sys.path.insert(0, str(Path(__file__).parent / "peer_programs"))
     import torch
@@ -90,6 +96,7 @@ def measure(model: str, schedule: str, turns: int, minibatches: int, out: Path) 
         found = [
             {
                 "model": model,
+                "network": network,
                 "told": schedule,
                 "plan": f"{each.plan.name}, {each.plan.schedule}, {each.plan.num_microbatches}",
                 "predicted": each.seconds,
@@ -97,7 +104,7 @@ def measure(model: str, schedule: str, turns: int, minibatches: int, out: Path) 
             }
             for each, of_plan in zip(plans, seconds, strict=True)
         ]
-        write_json(out / f"{model}-{schedule}.json", {"plans": found})
+        write_json(file, {"plans": found})
 
 
 def rows(found: Sequence[Sequence[dict]]) -> Iterator[dict[str, str]]:
@@ -108,6 +115,7 @@ def rows(found: Sequence[Sequence[dict]]) -> Iterator[dict[str, str]]:
             ratios = [own / other for own, other in zip(chosen, each["seconds"], strict=True)]
             yield {
                 "model": each["model"],
+                "network": each["network"],
                 "told": each["told"],
                 "plan": each["plan"] + " (auto)" * (i == 0),
                 "predicted, ms": f"{each['predicted'] * 1e3:.0f}",
@@ -129,7 +137,8 @@ def verdicts(found: Sequence[Sequence[dict]]) -> Iterator[str]:
         }
         best = min(ratios, key=ratios.__getitem__)
         told = of_job[0]
-        yield f"{told['model']}, {told['told']}: auto is {ratios[best]:.2f} times as fast as the best, {best}"
+        where = f"{told['model']}, {told['network']}, {told['told']}"
+        yield f"{where}: auto is {ratios[best]:.2f} times as fast as the best, {best}"
 
 
 def plot(found: Sequence[Sequence[dict]], path: Path) -> None:
@@ -139,7 +148,7 @@ def plot(found: Sequence[Sequence[dict]], path: Path) -> None:
     for of_job in found:
         chosen = of_job[0]["seconds"]
         for each in of_job[1:]:
-            labels.append(f"{each['model']}: {each['plan']}")
+            labels.append(f"{each['model']}, {each['network']}: {each['plan']}")
             ratios = [own / other for own, other in zip(chosen, each["seconds"], strict=True)]
             axes.plot(ratios, [len(labels)] * len(ratios), ".", color="C0")
             axes.plot(statistics.median(ratios), len(labels), "|", color="black", markersize=14)
@@ -150,32 +159,51 @@ def plot(found: Sequence[Sequence[dict]], path: Path) -> None:
     figure.savefig(path)
 
 
+def jobs_of(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """(network, model, schedule) of each."""
+    for network in options.networks.split(","):
+        models = options.models.split(",") if options.models else BETWEEN_HOSTS
+        if network == networks.LOOPBACK and not options.models:
+            models = MODELS
+        yield from product([network], models, options.schedules.split(","))
+
+
+def run(network: str, model: str, schedule: str, options: argparse.Namespace, out: Path) -> list[dict]:
+    """One job."""
+    ranks = HERE if network == networks.LOOPBACK else NUM_HOSTS
+    file = out / f"{network}-{model}-{schedule}.json"
+    with networks.network(network, NUM_HOSTS) as hosts, file.with_suffix(".txt").open("w") as log:
+        command = [*hosts.prefix, sys.executable, "-m", "hybridpipe.launcher", str(ranks), "--"]
+        command += [sys.executable, __file__, "--out", str(file), "--networks", network, "--models", model]
+        command += ["--schedules", schedule, "--turns", str(options.turns)]
+        command += ["--minibatches", str(options.minibatches)]
+        environment = {**ENVIRONMENT, **hosts.environment}
+        done = jobs.finished(command, environment, TIMEOUT_SECONDS, stdout=log, stderr=log)
+    if done.returncode:
+        raise SystemExit(f"exit code {done.returncode}; see {log.name}")
+    return json.loads(file.read_text())["plans"]
+
+
 def main() -> None:
     """Command line; under mpirun, a rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/choices"))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--networks", default=networks.LOOPBACK)
+    parser.add_argument("--models", default="")
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--minibatches", type=int, default=16, help="of a training; three are warm-up")
     options = parser.parse_args()
     out = options.out.resolve()
-    if launcher.promised_ranks() == NUM_RANKS:
-        measure(options.models, options.schedules, options.turns, options.minibatches, out)
+    if (launcher.promised_ranks() or 1) > 1:
+        (network, model, schedule), *_ = jobs_of(options)
+        measure(model, schedule, network, options.turns, options.minibatches, out)
         return
     out.mkdir(parents=True, exist_ok=True)
     found = []
-    for model in options.models.split(","):
-        for schedule in options.schedules.split(","):
-            command = [sys.executable, "-m", "hybridpipe.launcher", str(NUM_RANKS), "--", sys.executable]
-            command += [__file__, "--out", str(out), "--models", model, "--schedules", schedule]
-            command += ["--turns", str(options.turns), "--minibatches", str(options.minibatches)]
-            with (out / f"{model}-{schedule}.txt").open("w") as log:
-                done = jobs.finished(command, ENVIRONMENT, TIMEOUT_SECONDS, stdout=log, stderr=log)
-            if done.returncode:
-                raise SystemExit(f"exit code {done.returncode}; see {log.name}")
-            found.append(json.loads((out / f"{model}-{schedule}.json").read_text())["plans"])
-            print(next(verdicts(found[-1:])), flush=True)
+    for network, model, schedule in jobs_of(options):
+        found.append(run(network, model, schedule, options, out))
+        print(next(verdicts(found[-1:])), flush=True)
     write_json(out / "choices.json", {"jobs": found})
     table = tabulate(list(rows(found)), headers="keys", tablefmt="github", disable_numparse=True)
     text = "\n".join([table, "", *verdicts(found), "", f"{os.cpu_count()} cores"])
