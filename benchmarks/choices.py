@@ -1,8 +1,8 @@
 """Choices: is the plan that `auto` takes the fastest? It and those that it left, trained by turns in one job.
 
-    python benchmarks/choices.py --out runs/choices          three models, two kinds of schedules; 15 minutes
+    python benchmarks/choices.py --out runs/choices       three models, two kinds of schedules; 15 minutes
     python benchmarks/choices.py --models vgg --turns 9
-    python benchmarks/choices.py --networks 100mbit,1gbit,10gbit    between four hosts (networks.py); ten minutes
+    python benchmarks/choices.py --networks 100mbit,1gbit,10gbit   four hosts (networks.py), ten minutes
 
 One and the same plan differs by a tenth and more from job to job, so that two jobs cannot tell 3 %. Here one
 job measures and chooses, among the synchronous schedules or under pipedream, and then trains its choice, the
@@ -25,40 +25,21 @@ from pathlib import Path
 import jobs
 import networks
 import plots
+import turns
 from peers import ENVIRONMENT, MODELS
 from rounds import steady_seconds
 from tabulate import tabulate
 
 from hybridpipe import launcher
 from hybridpipe.files import write_json
-from hybridpipe.planning.search import Candidate
 
 SCHEDULES = ("auto", "pipedream")  # what `auto` may choose among: synchronous schedules, that one
-NEXT_BEST = 4
-ALWAYS = ("dp", "straight")  # wherever the prediction has them, up to:
-TOO_SLOW = 2.0  # times `auto`'s choice
 HERE, NUM_HOSTS = 2, 4  # ranks
 BETWEEN_HOSTS = ("vgg-digits",)
 TIMEOUT_SECONDS = 900
 
 
-def trained(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of all candidates, best first, those to train: the first is `auto`'s choice. Of each shape the best."""
-    shapes: dict[tuple[str, str, int], Candidate] = {}
-    for each in candidates:
-        plan = each.plan
-        if each.seconds <= TOO_SLOW * candidates[0].seconds:
-            shapes.setdefault((plan.name, plan.schedule, plan.num_microbatches), each)
-    best = list(shapes.values())
-    chosen = best[: 1 + NEXT_BEST]
-    for origin in ALWAYS:
-        first = next((each for each in best if each.origin == origin), None)
-        if first is not None and first not in chosen:
-            chosen.append(first)
-    return chosen
-
-
-def measure(model: str, schedule: str, network: str, turns: int, minibatches: int, file: Path) -> None:
+def measure(model: str, schedule: str, network: str, num_turns: int, minibatches: int, file: Path) -> None:
     """What each rank does; rank 0 writes what was found."""
     sys.path.insert(0, str(Path(__file__).parent / "peer_programs"))
     import torch
@@ -87,9 +68,9 @@ def measure(model: str, schedule: str, network: str, turns: int, minibatches: in
         trainer.close()
         return trainer, max(world.allgather(steady_seconds(seconds)))
 
-    plans = trained(train("auto", schedule=schedule)[0].choice.candidates)
+    plans = turns.trained(train("auto", schedule=schedule)[0].choice.candidates)
     seconds = [[] for _ in plans]
-    for turn in range(turns):
+    for turn in range(num_turns):
         for i in list(range(len(plans)))[:: -1 if turn % 2 else 1]:
             seconds[i].append(train(plans[i].plan)[1])
     if world.rank == 0:
@@ -107,51 +88,15 @@ def measure(model: str, schedule: str, network: str, turns: int, minibatches: in
         write_json(file, {"plans": found})
 
 
-def rows(found: Sequence[Sequence[dict]]) -> Iterator[dict[str, str]]:
-    """Of the table: for each job its plans, `auto`'s first."""
-    for of_job in found:
-        chosen = of_job[0]["seconds"]
-        for i, each in enumerate(of_job):
-            ratios = [own / other for own, other in zip(chosen, each["seconds"], strict=True)]
-            yield {
-                "model": each["model"],
-                "network": each["network"],
-                "told": each["told"],
-                "plan": each["plan"] + " (auto)" * (i == 0),
-                "predicted, ms": f"{each['predicted'] * 1e3:.0f}",
-                "measured, ms": f"{statistics.median(each['seconds']) * 1e3:.0f}",
-                "× auto": f"{statistics.median(ratios):.2f}",
-                "by turn": ", ".join(f"{ratio:.2f}" for ratio in ratios) if i else "",
-            }
-
-
-def verdicts(found: Sequence[Sequence[dict]]) -> Iterator[str]:
-    """For each job: how fast `auto`'s choice is beside the best of its plans."""
-    for of_job in found:
-        chosen = of_job[0]["seconds"]
-        ratios = {
-            each["plan"]: statistics.median(
-                other / own for own, other in zip(chosen, each["seconds"], strict=True)
-            )
-            for each in of_job
-        }
-        best = min(ratios, key=ratios.__getitem__)
-        told = of_job[0]
-        where = f"{told['model']}, {told['network']}, {told['told']}"
-        yield f"{where}: auto is {ratios[best]:.2f} times as fast as the best, {best}"
-
-
 def plot(found: Sequence[Sequence[dict]], path: Path) -> None:
     """Each plan's times beside `auto`'s choice: a point a turn."""
     figure, axes = plots.svg_axes(figsize=(8, 5))
     labels = []
     for of_job in found:
-        chosen = of_job[0]["seconds"]
-        for each in of_job[1:]:
+        for each, by_turn in list(zip(of_job, turns.ratios(of_job), strict=True))[1:]:
             labels.append(f"{each['model']}, {each['network']}: {each['plan']}")
-            ratios = [own / other for own, other in zip(chosen, each["seconds"], strict=True)]
-            axes.plot(ratios, [len(labels)] * len(ratios), ".", color="C0")
-            axes.plot(statistics.median(ratios), len(labels), "|", color="black", markersize=14)
+            axes.plot(by_turn, [len(labels)] * len(by_turn), ".", color="C0")
+            axes.plot(statistics.median(by_turn), len(labels), "|", color="black", markersize=14)
     axes.axvline(1.0, color="gray", linewidth=0.8)
     axes.set_yticks(range(1, len(labels) + 1), labels, fontsize=7)
     axes.set_xlabel("times as fast as auto's choice, by turn and in the median")
@@ -203,10 +148,10 @@ def main() -> None:
     found = []
     for network, model, schedule in jobs_of(options):
         found.append(run(network, model, schedule, options, out))
-        print(next(verdicts(found[-1:])), flush=True)
+        print(turns.verdict(found[-1]), flush=True)
     write_json(out / "choices.json", {"jobs": found})
-    table = tabulate(list(rows(found)), headers="keys", tablefmt="github", disable_numparse=True)
-    text = "\n".join([table, "", *verdicts(found), "", f"{os.cpu_count()} cores"])
+    table = tabulate(list(turns.rows(found)), headers="keys", tablefmt="github", disable_numparse=True)
+    text = "\n".join([table, "", *map(turns.verdict, found), "", f"{os.cpu_count()} cores"])
     (out / "choices.md").write_text(text + "\n")
     plot(found, out / "choices.svg")
     print(f"\n{text}\n\nwritten to {out}")
