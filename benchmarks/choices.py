@@ -1,4 +1,4 @@
-"""Choices: is the plan that `auto` takes the fastest? It and those that it left, trained by turns in one job.
+"""Choices: is the plan that `auto` takes the fastest? It and the next best, trained by turns in one job.
 
     python benchmarks/choices.py --out runs/choices       three models, two kinds of schedules; 15 minutes
     python benchmarks/choices.py --models vgg --turns 9
@@ -6,7 +6,7 @@
 
 One and the same plan differs by a tenth and more from job to job, so that two jobs cannot tell 3 %. Here one
 job measures and chooses, among the synchronous schedules or under pipedream, and then trains its choice, the
-plans that it thought to be next best, data parallelism and the straight pipeline, unless they are predicted
+plans predicted next best, data parallelism and the straight pipeline, unless they are predicted
 to take twice as long, each in a trainer of its own, turn by turn, every other turn from last to first. Ranks
 of one thread each, two on this machine or one a host; models, samples and optimizer of benchmarks/peers.py
 and network.py. Times are of the slowest rank, medians over the turns; ratios are taken within a turn.
@@ -34,7 +34,7 @@ from hybridpipe import launcher
 from hybridpipe.files import write_json
 
 SCHEDULES = ("auto", "pipedream")  # what `auto` may choose among: synchronous schedules, that one
-HERE, NUM_HOSTS = 2, 4  # ranks
+RANKS_HERE, NUM_HOSTS = 2, 4
 BETWEEN_HOSTS = ("vgg-digits",)
 TIMEOUT_SECONDS = 900
 
@@ -115,7 +115,7 @@ def jobs_of(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 def run(network: str, model: str, schedule: str, options: argparse.Namespace, out: Path) -> list[dict]:
     """One job."""
-    ranks = HERE if network == networks.LOOPBACK else NUM_HOSTS
+    ranks = RANKS_HERE if network == networks.LOOPBACK else NUM_HOSTS
     file = out / f"{network}-{model}-{schedule}.json"
     with networks.network(network, NUM_HOSTS) as hosts, file.with_suffix(".txt").open("w") as log:
         command = [*hosts.prefix, sys.executable, "-m", "hybridpipe.launcher", str(ranks), "--"]
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=16, help="of a training; three are warm-up")
     options = parser.parse_args()
     out = options.out.resolve()
-    if (launcher.promised_ranks() or 1) > 1:
+    if (launcher.promised_ranks() or 1) > 1:  # a rank, whose --out is the file to write
         (network, model, schedule), *_ = jobs_of(options)
         measure(model, schedule, network, options.turns, options.minibatches, out)
         return

@@ -1,14 +1,16 @@
 """Peers: how fast do two ranks of one thread train, by every way there is, beside the ceiling of the machine?
 
-    python benchmarks/peers.py --out runs/peers                    three models, one round; about six minutes
+    python benchmarks/peers.py --out runs/peers                    three models, one round; some eight minutes
     python benchmarks/peers.py --models mlp --ways ours --rounds 3
 
 One process trains whole minibatches; `two independent halves` are the two stages of the pipelines, trained
-side by side and whole, without a message: more than that two cores do not do. Data-parallel ways take half a
-minibatch each, synchronous pipelines 8 microbatches; each is cut where that balances. All have the same
-model, samples and optimizer, so all synchronous ways end with one process's loss; the output names those that
-do not. `auto` may choose among synchronous schedules; `auto under pipedream` is told its schedule. Every way
-is a small program in peer_programs/. A second table says where our ranks' minibatches go (`train --trace`).
+side by side and whole, without a message: more than that two cores do not do. `tuned` ways have a fused step
+and keep freed memory, as ours do by themselves; others are as their documentation has them. Data-parallel
+ways take half a minibatch each, synchronous pipelines 8 microbatches; each is cut where that balances. All
+have the same model, samples and optimizer, so all synchronous ways end with one process's loss; the output
+names those that do not. `auto` may choose among synchronous schedules; `auto under pipedream` is told its
+schedule. Every way is a small program in peer_programs/. A second table says where our ranks' minibatches go
+(`train --trace`).
 
 Rounds are interleaved, each way a fresh job; figures are medians, ratios are taken within a round. Rounds of
 earlier calls with the same DIR count on. Writes DIR/peers.json, a table in DIR/peers.md and a plot in
@@ -44,14 +46,18 @@ from hybridpipe.report import TRACED
 
 MODELS = ("gpt", "vgg", "mlp")
 MICROBATCHES = 8
-ONE, CEILING = "one process", "two independent halves"
+ONE, CEILING, TUNED_CEILING = "one process", "two independent halves", "two independent halves, tuned"
+CEILINGS = {CEILING: "solid", TUNED_CEILING: "dashed"}  # how they are drawn
 INTERLEAVED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")  # two stages a rank
 WAYS = (
     Way(ONE, "one_process", ranks=1),
     Way(f"one process, {MICROBATCHES} microbatches", "one_process", "micro", ranks=1),
     Way(CEILING, "halves"),
+    Way(TUNED_CEILING, "halves", "tuned"),
     Way("torch DDP", "ddp"),
+    Way("torch DDP, tuned", "ddp", "tuned"),
     Way("plain Horovod", "plain_horovod"),
+    Way("plain Horovod, tuned", "plain_horovod", "tuned"),
     *(
         Way(f"torch pipelining, {name}", "torch_pipelining", name)
         for name in ("Schedule1F1B", "ScheduleGPipe", *INTERLEAVED)
@@ -64,7 +70,7 @@ WAYS = (
     Way("ours, auto under pipedream", "ours", "auto-pipedream"),
 )
 ASYNCHRONOUS = ("ours, pipedream", "ours, auto under pipedream")
-WHOLE = (CEILING, *ASYNCHRONOUS)  # train whole minibatches, whose dense layers weigh less than eight times
+WHOLE = (*CEILINGS, *ASYNCHRONOUS)  # train whole minibatches, whose dense layers weigh less than eight times
 # Threads of Open MPI that wait leave their cores to those that compute.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
@@ -85,22 +91,21 @@ def _folder(out: Path, model: str, way: str, round_: int) -> Path:
 
 
 def rows(outcomes: Sequence[Outcome], models: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Of the table: for each model, milliseconds, times one process, of the ceiling, and the loss."""
+    """Of the table: for each model, milliseconds, times one process, of the ceilings, and the loss."""
     for model in models:
-        ceiling = times_as_fast(outcomes, model, CEILING, ONE)
         for way in WAYS:
             found = of(outcomes, model, way.name)
             if not found:
                 continue
             seconds = median_seconds(outcomes, model, way.name)
             faster = times_as_fast(outcomes, model, way.name, ONE)
-            to_ceiling = times_as_fast(outcomes, model, way.name, CEILING)
             yield {
                 "model": model,
                 "way": way.name + (f" ({found[-1].plan})" if found[-1].plan else ""),
                 "ms a minibatch": number(seconds and seconds * 1e3, digits=0),
                 "× one process": number(faster) if seconds else f"did not run: {found[-1].error}",
-                "of the ceiling": number(to_ceiling if ceiling else None),
+                "of the ceiling": number(times_as_fast(outcomes, model, way.name, CEILING)),
+                "of the tuned": number(times_as_fast(outcomes, model, way.name, TUNED_CEILING)),
                 "loss": number(found[-1].loss, digits=5),
                 "rounds": str(len(found)),
             }
@@ -125,17 +130,19 @@ def parts(outcomes: Sequence[Outcome], models: Sequence[str], out: Path) -> Iter
 
 
 def plot(outcomes: Sequence[Outcome], models: Sequence[str], path: Path) -> None:
-    """Times one process: a group of bars a model, a line for the ceiling."""
+    """Times one process: a group of bars a model, a line for each ceiling."""
     figure, axes = plots.svg_axes(figsize=(9, 4))
-    shown = [way for way in WAYS if way.name not in (ONE, CEILING)]
+    shown = [way for way in WAYS if way.name not in (ONE, *CEILINGS)]
     for i, way in enumerate(shown):
         heights = [times_as_fast(outcomes, model, way.name, ONE) or 0.0 for model in models]
         places = [m + 0.8 * (i / len(shown) - 0.5) for m in range(len(models))]
         axes.bar(places, heights, width=0.8 / len(shown), color=f"C{i % 10}", label=way.name, align="edge")
     for m, model in enumerate(models):
-        ceiling = times_as_fast(outcomes, model, CEILING, ONE)
-        if ceiling:
-            axes.hlines(ceiling, m - 0.4, m + 0.4, color="black", label=CEILING if m == 0 else None)
+        for name, style in CEILINGS.items():
+            height = times_as_fast(outcomes, model, name, ONE)
+            if height:
+                label = name if m == 0 else None
+                axes.hlines(height, m - 0.4, m + 0.4, color="black", linestyle=style, label=label)
     axes.set_xticks(range(len(models)), models)
     axes.set_ylabel("times one process")
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -154,7 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     models, out = options.models.split(","), options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    ways = [way for way in WAYS if way.name in (ONE, CEILING) or way.name.startswith(options.ways)]
+    ways = [way for way in WAYS if way.name in (ONE, *CEILINGS) or way.name.startswith(options.ways)]
     outcomes = read(out / "peers.json")
     for _ in range(options.rounds):
         for model in models:

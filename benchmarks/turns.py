@@ -10,25 +10,27 @@ from collections.abc import Iterator, Sequence
 
 from hybridpipe.planning.search import Candidate
 
+Shape = tuple[str, str, int]  # where the layers are cut is left out: plans that differ in that only are alike
 NEXT_BEST = 4
-ALWAYS = ("dp", "straight")  # wherever the prediction has them, up to:
-TOO_SLOW = 2.0  # times `auto`'s choice
+ALWAYS = ("dp", "straight")  # the best of each is trained, whatever its place among the candidates
+TOO_SLOW = 2.0  # times `auto`'s choice, by prediction: what takes longer is not trained
 
 
 def trained(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Of all candidates, best first, those to train: the first is `auto`'s choice. Of each shape the best."""
-    shapes: dict[tuple[str, str, int], Candidate] = {}
-    for each in candidates:
-        plan = each.plan
-        if each.seconds <= TOO_SLOW * candidates[0].seconds:
-            shapes.setdefault((plan.name, plan.schedule, plan.num_microbatches), each)
-    best = list(shapes.values())
-    chosen = best[: 1 + NEXT_BEST]
+    fast = [each for each in candidates if each.seconds <= TOO_SLOW * candidates[0].seconds]
+    best: dict[Shape, Candidate] = {}
+    for each in fast:
+        best.setdefault(_shape(each), each)
+    chosen = list(best)[: 1 + NEXT_BEST]
     for origin in ALWAYS:
-        first = next((each for each in best if each.origin == origin), None)
-        if first is not None and first not in chosen:
-            chosen.append(first)
-    return chosen
+        chosen += [_shape(each) for each in fast if each.origin == origin][:1]
+    return [best[shape] for shape in dict.fromkeys(chosen)]
+
+
+def _shape(candidate: Candidate) -> Shape:
+    plan = candidate.plan
+    return plan.name, plan.schedule, plan.num_microbatches
 
 
 def ratios(of_job: Sequence[dict]) -> list[list[float]]:

@@ -9,7 +9,7 @@ def main() -> None:
     job = load_job()
     dist.init_process_group("gloo", rank=job.rank, world_size=job.ranks)
     model = DistributedDataParallel(job.model())
-    optimizer = job.task.optimizer(model.parameters())
+    optimizer = job.optimizer(model.parameters())
     job.train_on_shares(model, optimizer)
     job.report()
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ def main() -> None:
     job = load_job()
     stages = job.stages(job.model())
     stage, is_last = stages[job.rank], job.rank == len(stages) - 1
-    optimizer = job.task.optimizer(stage.parameters())
+    optimizer = job.optimizer(stage.parameters())
     received = job.dataset().tensors[0][: job.minibatch]
     with torch.no_grad():
         for before in stages[: job.rank]:

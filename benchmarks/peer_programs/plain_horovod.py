@@ -9,7 +9,7 @@ def main() -> None:
     hvd.init()
     model = job.model()
     optimizer = hvd.DistributedOptimizer(
-        job.task.optimizer(model.parameters()), named_parameters=model.named_parameters()
+        job.optimizer(model.parameters()), named_parameters=model.named_parameters()
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     job.train_on_shares(model, optimizer)

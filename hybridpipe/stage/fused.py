@@ -26,11 +26,14 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     groups: list[dict[str, Any]] = []
+    changed: list[Tensor] = []
 
     def choose(*_: object) -> None:
         groups.extend(each for each in optimizer.param_groups if _can_be(each, optimizer.state))
         for group in groups:
             group["fused"] = True
+            # Now, as a hook behind the step may drop the gradients.
+            changed.extend(p for p in group["params"] if p.grad is not None)
 
     hook = optimizer.register_step_pre_hook(choose)  # runs after the user's, which may change gradients
     try:
@@ -39,10 +42,9 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         hook.remove()
         for group in groups:
             group["fused"] = None
-            # The kernels do not count the change, by which autograd tells that a graph is out of date.
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    torch.autograd.graph.increment_version(parameter)
+        # The kernels do not count the change, by which autograd tells that a graph is out of date.
+        for parameter in changed:
+            torch.autograd.graph.increment_version(parameter)
 
 
 def _can_be(group: Mapping[str, Any], states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
@@ -56,8 +58,15 @@ def _is_left_open(group: Mapping[str, Any]) -> bool:
     asked_for = group["fused"] is not None or group["foreach"] is not None
     other = group["differentiable"] or group.get("capturable")
     flags = all(type(group.get(flag, False)) is bool for flag in FLAGS)
-    options = (each for option in group.values() for each in (option if type(option) is tuple else (option,)))
-    return flags and not asked_for and not other and not any(isinstance(each, Tensor) for each in options)
+    options = (option for name, option in group.items() if name != "params")
+    return flags and not asked_for and not other and all(map(_is_plain, options))
+
+
+def _is_plain(option: object) -> bool:
+    """Not a tensor or an array, which the kernels do not take, or not as the loop does."""
+    if type(option) is tuple:
+        return all(map(_is_plain, option))
+    return option is None or isinstance(option, int | float | str)
 
 
 def _suits(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> bool:

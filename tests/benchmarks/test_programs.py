@@ -26,6 +26,7 @@ def outcome(way: Way, folder) -> Outcome:
     [
         ("ddp", ""),
         ("plain_horovod", ""),
+        ("plain_horovod", "tuned"),
         ("torch_pipelining", "Schedule1F1B"),
         ("ours", "dp"),
         ("ours", "1f1b"),

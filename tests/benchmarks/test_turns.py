@@ -30,6 +30,14 @@ def test_the_choice_is_first_and_each_shape_is_there_once():
     assert trained(candidates) == kept
 
 
+def test_the_straight_pipeline_may_have_been_found_by_another_way():
+    """Not the one called straight then, but the best of its shape is trained, although it is the sixth."""
+    others = [candidate("exact", 1.0 + i / 10, 1, 1, count=2 + i) for i in range(5)]
+    exact, straight = candidate("exact", 1.6, 1, 1, 1, cut=2), candidate("straight", 1.7, 1, 1, 1)
+    assert trained([*others, exact, straight]) == [*others, exact]
+    assert trained([*others, exact]) == others
+
+
 def test_data_parallelism_that_is_twice_as_slow_is_left_out():
     best, dp = candidate("exact", 1.0, 1, 1), candidate("dp", 2.5, 4)
     assert trained([best, dp]) == [best]

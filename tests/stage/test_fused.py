@@ -3,6 +3,7 @@
 from contextlib import nullcontext, suppress
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,6 +94,9 @@ def test_autograd_sees_that_the_weights_were_changed():
     graph = (parameter * parameter).sum()
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_post_hook(
+        lambda *_: optimizer.zero_grad()
+    )  # so that nothing tells what was trained
     with fused(optimizer):
         optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -128,6 +132,7 @@ def test_an_error_in_a_step_leaves_the_options_as_they_were():
         {"foreach": True},
         {"differentiable": True},
         {"lr": torch.tensor(0.1)},
+        {"lr": np.array(0.1)},  # the kernels' own error: not a double
     ],
     ids=str,
 )
