@@ -1,18 +1,15 @@
 """Cuts: where the peers' models are cut into stages, by our profile."""
 
+import subprocess
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
+from pathlib import Path
 
+import jobs
 import programs
-import torch
 
-from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.stage.measure import measure
-
-sys.path.insert(0, str(programs.FOLDER))
-from common import TASKS
+from hybridpipe.files import read_profile
 
 
 def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -24,21 +21,28 @@ def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return min(combinations(range(1, len(seconds)), num_stages - 1), key=longest)
 
 
-@cache
-def cuts(model: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """The best balanced, by our profile; the same in all rounds of a call."""
-    layers = _profile(model, num_microbatches).layers
+def cuts(
+    model: str, num_stages: int, num_microbatches: int, environment: Mapping[str, str], out: Path
+) -> tuple[int, ...]:
+    """The best balanced by the profile in `out`, measured when first asked for: the same in all rounds."""
+    folder = out / f"{num_microbatches} microbatches"
+    if not (folder / "profile.json").is_file():
+        _measure(model, num_microbatches, environment, folder)
     seconds = [
         num_microbatches * (layer.forward_seconds + layer.backward_seconds) + layer.update_seconds
-        for layer in layers
+        for layer in read_profile(folder / "profile.json").layers
     ]
     return balanced(seconds, num_stages)
 
 
-@cache
-def _profile(model: str, num_microbatches: int) -> ModelProfile:
-    """At that many microbatches a minibatch, in this process."""
-    torch.set_num_threads(1)
-    task = TASKS[model]
-    inputs, targets = task.samples(task.minibatch // num_microbatches).tensors
-    return measure(task.build(), inputs, targets, task.loss, task.optimizer)
+def _measure(model: str, num_microbatches: int, environment: Mapping[str, str], folder: Path) -> None:
+    """In a job of its own, as the ways have: memory is not slower there than where layers are trained."""
+    command = [sys.executable, "-m", "hybridpipe.launcher", "1", "--", sys.executable]
+    command += [str(programs.FOLDER / "profile_layers.py"), model, "--microbatches", str(num_microbatches)]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log.txt").open("w") as log:
+        command += ["--out", str(folder)]
+        timeout = programs.TIMEOUT_SECONDS
+        done = jobs.finished(command, environment, timeout, stdout=log, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise SystemExit(f"exit code {done.returncode}; see {log.name}")

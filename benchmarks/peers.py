@@ -4,7 +4,7 @@
     python benchmarks/peers.py --models mlp --ways ours --rounds 3
 
 One process trains whole minibatches; `two independent halves` are the two stages of the pipelines, trained
-side by side and whole, without a message: more than that two cores do not do. `tuned` ways have a fused step
+side by side and whole, without a message: with that cut two cores do no more. `tuned` ways have a fused step
 and keep freed memory, as ours do by themselves; others are as their documentation has them. Data-parallel
 ways take half a minibatch each, synchronous pipelines 8 microbatches; each is cut where that balances. All
 have the same model, samples and optimizer, so all synchronous ways end with one process's loss; the output
@@ -79,7 +79,8 @@ def run(model: str, ways: Sequence[Way], round_: int, minibatches: int, out: Pat
     """One round of a model."""
     for way in ways:
         count = 1 if way.name in WHOLE else MICROBATCHES
-        where = cuts(model, 4 if way.variant in INTERLEAVED else 2, count)
+        stages = 4 if way.variant in INTERLEAVED else 2
+        where = cuts(model, stages, count, ENVIRONMENT, out / model / "profile")
         arguments = ["--minibatches", str(minibatches), "--microbatches", str(MICROBATCHES)]
         arguments += ["--cuts", ",".join(map(str, where))]
         folder = _folder(out, model, way.name, round_)
@@ -105,7 +106,7 @@ def rows(outcomes: Sequence[Outcome], models: Sequence[str]) -> Iterator[dict[st
                 "ms a minibatch": number(seconds and seconds * 1e3, digits=0),
                 "× one process": number(faster) if seconds else f"did not run: {found[-1].error}",
                 "of the ceiling": number(times_as_fast(outcomes, model, way.name, CEILING)),
-                "of the tuned": number(times_as_fast(outcomes, model, way.name, TUNED_CEILING)),
+                "of the tuned ceiling": number(times_as_fast(outcomes, model, way.name, TUNED_CEILING)),
                 "loss": number(found[-1].loss, digits=5),
                 "rounds": str(len(found)),
             }
@@ -132,11 +133,12 @@ def parts(outcomes: Sequence[Outcome], models: Sequence[str], out: Path) -> Iter
 def plot(outcomes: Sequence[Outcome], models: Sequence[str], path: Path) -> None:
     """Times one process: a group of bars a model, a line for each ceiling."""
     figure, axes = plots.svg_axes(figsize=(9, 4))
-    shown = [way for way in WAYS if way.name not in (ONE, *CEILINGS)]
+    ran = {outcome.way for outcome in outcomes if outcome.seconds}
+    shown = [way for way in WAYS if way.name in ran - {ONE, *CEILINGS}]
     for i, way in enumerate(shown):
         heights = [times_as_fast(outcomes, model, way.name, ONE) or 0.0 for model in models]
         places = [m + 0.8 * (i / len(shown) - 0.5) for m in range(len(models))]
-        axes.bar(places, heights, width=0.8 / len(shown), color=f"C{i % 10}", label=way.name, align="edge")
+        axes.bar(places, heights, width=0.8 / len(shown), color=plots.COLORS[i], label=way.name, align="edge")
     for m, model in enumerate(models):
         for name, style in CEILINGS.items():
             height = times_as_fast(outcomes, model, name, ONE)

@@ -8,6 +8,8 @@ except ModuleNotFoundError:
 matplotlib.use("svg")
 from matplotlib import pyplot
 
+COLORS = matplotlib.colormaps["tab20"].colors  # where ten do not do
+
 
 def svg_axes(**options):
     """A figure that is written as SVG, and its axes."""

@@ -96,7 +96,7 @@ class Job:
         return self.task.build()
 
     def optimizer(self, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        """As who writes a training loop has it, or (variant `tuned`) with torch's fused kernels, as ours."""
+        """As a plain training loop makes it; `tuned`: with the fused kernels that ours have."""
         return self.task.optimizer(parameters, fused=True if self.variant == TUNED else None)
 
     def dataset(self) -> TensorDataset:

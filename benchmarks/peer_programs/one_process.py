@@ -6,7 +6,7 @@ from common import load_job
 def main() -> None:
     job = load_job()
     model = job.model()
-    optimizer = job.optimizer(model.parameters())
+    optimizer = job.task.optimizer(model.parameters())
     num_parts = job.num_microbatches if job.variant == "micro" else 1
     for inputs, targets in job.minibatches():
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ rounded elsewhere, so that a float32 may differ in its last bits.
 Invariant: the options of a group are the user's; what is made of them holds during the step only.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     changed: list[Tensor] = []
 
     def choose(*_: object) -> None:
-        groups.extend(each for each in optimizer.param_groups if _can_be(each, optimizer.state))
+        groups.extend(each for each in optimizer.param_groups if _can_be(each, optimizer))
         for group in groups:
             group["fused"] = True
             # Now, as a hook behind the step may drop the gradients.
@@ -47,24 +47,23 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             torch.autograd.graph.increment_version(parameter)
 
 
-def _can_be(group: Mapping[str, Any], states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-    trained = [(p, p.grad, states.get(p, {})) for p in group["params"] if p.grad is not None]
+def _can_be(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    trained = [(p, p.grad, optimizer.state.get(p, {})) for p in group["params"] if p.grad is not None]
     # SGD has a first step for all parameters or for none (torch 2.13, `_fused_sgd`).
     alike = len({frozenset(state) for *_, state in trained}) <= 1
-    return alike and _is_left_open(group) and all(_suits(*each) for each in trained)
+    return alike and _is_left_open(group, optimizer.defaults) and all(_suits(*each) for each in trained)
 
 
-def _is_left_open(group: Mapping[str, Any]) -> bool:
+def _is_left_open(group: Mapping[str, Any], names: Iterable[str]) -> bool:
     asked_for = group["fused"] is not None or group["foreach"] is not None
     other = group["differentiable"] or group.get("capturable")
     flags = all(type(group.get(flag, False)) is bool for flag in FLAGS)
-    options = (option for name, option in group.items() if name != "params")
-    return flags and not asked_for and not other and all(map(_is_plain, options))
+    return flags and not asked_for and not other and all(_is_plain(group[name]) for name in names)
 
 
 def _is_plain(option: object) -> bool:
-    """Not a tensor or an array, which the kernels do not take, or not as the loop does."""
-    if type(option) is tuple:
+    """A number or the like: tensors and arrays the kernels refuse, or compute with in another way."""
+    if isinstance(option, tuple | list):
         return all(map(_is_plain, option))
     return option is None or isinstance(option, int | float | str)
 

@@ -1,9 +1,17 @@
 """The programs of the peers: each trains a tiny model, and all synchronous ones end with one loss."""
 
+import sys
+
 import programs
 import pytest
+from cuts import cuts
 from programs import Way, merged, reason
 from rounds import Outcome
+
+from hybridpipe.files import read_profile
+
+sys.path.insert(0, str(programs.FOLDER))
+import common
 
 ARGUMENTS = ("--cuts", "3", "--minibatches", "4", "--microbatches", "4")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -26,7 +34,6 @@ def outcome(way: Way, folder) -> Outcome:
     [
         ("ddp", ""),
         ("plain_horovod", ""),
-        ("plain_horovod", "tuned"),
         ("torch_pipelining", "Schedule1F1B"),
         ("ours", "dp"),
         ("ours", "1f1b"),
@@ -38,9 +45,29 @@ def test_two_ranks_end_with_the_loss_of_one_process(program, variant, one_proces
     assert done.seconds > 0
 
 
-def test_the_ceiling_has_no_loss(tmp_path):
-    done = outcome(Way("halves", "halves"), tmp_path)
+@pytest.mark.parametrize("variant", ["", "tuned"])
+def test_the_ceiling_has_no_loss(variant, tmp_path):
+    done = outcome(Way("halves", "halves", variant), tmp_path)
     assert done.loss is None and done.seconds > 0
+
+
+@pytest.mark.parametrize("variant, fused, times", [("", None, 0), ("tuned", True, 1)])
+def test_a_tuned_way_has_our_step_and_our_allocator(variant, fused, times, monkeypatch):
+    kept = []
+    monkeypatch.setattr(common, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setattr(common.torch, "set_num_threads", lambda _: None)  # of this process
+    monkeypatch.setattr("sys.argv", ["way", "tiny", "--variant", variant, "--out", "nowhere"])
+    job = common.load_job()
+    assert job.optimizer(job.model().parameters()).param_groups[0]["fused"] is fused
+    assert len(kept) == times
+
+
+def test_the_cut_is_measured_once(tmp_path):
+    found = cuts("tiny", 2, 4, ENVIRONMENT, tmp_path)
+    profile = tmp_path / "4 microbatches" / "profile.json"
+    assert 1 <= found[0] < read_profile(profile).num_layers
+    written = profile.stat().st_mtime_ns
+    assert cuts("tiny", 2, 4, ENVIRONMENT, tmp_path) == found and profile.stat().st_mtime_ns == written
 
 
 def test_a_program_that_fails_is_an_outcome_with_its_reason(tmp_path):

@@ -146,6 +146,15 @@ def test_what_the_user_has_said_holds(used, options):
     assert optimizer.param_groups[0]["fused"] is options.get("fused")
 
 
+def test_a_config_has_lists_and_groups_may_have_names(used):
+    trained = parameters()
+    give_gradients(trained, 0)
+    optimizer = torch.optim.Adam([{"params": trained, "tags": {"all"}}], betas=[0.8, 0.95])
+    with fused(optimizer):
+        optimizer.step()
+    assert used == {"_fused_adam_": 1}
+
+
 def test_a_subclass_is_left_alone(used):
     class Own(torch.optim.SGD):
         pass
