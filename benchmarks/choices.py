@@ -6,8 +6,8 @@
 
 One and the same plan differs by a tenth and more from job to job, so that two jobs cannot tell 3 %. Here one
 job measures and chooses, among the synchronous schedules or under pipedream, and then trains its choice, the
-plans predicted next best, data parallelism and the straight pipeline, unless they are predicted to take three
-times as long, each in a trainer of its own, turn by turn, every other turn from last to first. Ranks of one
+plans predicted next best, data parallelism and the straight pipeline, unless they are predicted to take
+twice as long, each in a trainer of its own, turn by turn, every other turn from last to first. Ranks of one
 thread each, two on this machine or one a host; models, samples and optimizer of benchmarks/peers.py and
 network.py. Times are of the slowest rank, medians over the turns; ratios are taken within a turn.
 Writes DIR/choices.json, a table in DIR/choices.md and a plot in DIR/choices.svg.

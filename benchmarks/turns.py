@@ -13,7 +13,7 @@ from hybridpipe.planning.search import Candidate
 Shape = tuple[str, str, int]  # where the layers are cut is left out: plans that differ in that only are alike
 NEXT_BEST = 4
 ALWAYS = ("dp", "straight")  # the best of each is trained, whatever its place among the candidates
-TOO_SLOW = 3.0  # times `auto`'s choice, by prediction: what takes longer is not trained
+TOO_SLOW = 2.0  # times `auto`'s choice, by prediction: what takes longer is not trained
 
 
 def trained(candidates: Sequence[Candidate]) -> list[Candidate]:
