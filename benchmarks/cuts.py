@@ -24,8 +24,8 @@ def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def cuts(
     model: str, num_stages: int, num_microbatches: int, environment: Mapping[str, str], out: Path
 ) -> tuple[int, ...]:
-    """The best balanced by the profile in `out`, measured when first asked for: the same in all rounds."""
-    folder = out / f"{num_microbatches} microbatches"
+    """The best balanced by the profile in `out`, measured when first asked for: the same in later calls."""
+    folder = out / f"{num_microbatches}-microbatches"
     if not (folder / "profile.json").is_file():
         _measure(model, num_microbatches, environment, folder)
     seconds = [
@@ -36,13 +36,13 @@ def cuts(
 
 
 def _measure(model: str, num_microbatches: int, environment: Mapping[str, str], folder: Path) -> None:
-    """In a job of its own, as the ways have: memory is not slower there than where layers are trained."""
-    command = [sys.executable, "-m", "hybridpipe.launcher", "1", "--", sys.executable]
-    command += [str(programs.FOLDER / "profile_layers.py"), model, "--microbatches", str(num_microbatches)]
+    """In a job of its own, as the ways have, so that memory is as fast: huge pages, the same allocator."""
+    program = str(programs.FOLDER / "profile_layers.py")
+    command = [sys.executable, "-m", "hybridpipe.launcher", "1", "--", sys.executable, program, model]
+    command += ["--microbatches", str(num_microbatches), "--out", str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("w") as log:
-        command += ["--out", str(folder)]
-        timeout = programs.TIMEOUT_SECONDS
-        done = jobs.finished(command, environment, timeout, stdout=log, stderr=subprocess.STDOUT)
+        streams = {"stdout": log, "stderr": subprocess.STDOUT}
+        done = jobs.finished(command, environment, programs.TIMEOUT_SECONDS, **streams)
     if done.returncode:
         raise SystemExit(f"exit code {done.returncode}; see {log.name}")

@@ -4,17 +4,16 @@
     python benchmarks/peers.py --models mlp --ways ours --rounds 3
 
 One process trains whole minibatches; `two independent halves` are the two stages of the pipelines, trained
-side by side and whole, without a message: with that cut two cores do no more. `tuned` ways have a fused step
-and keep freed memory, as ours do by themselves; others are as their documentation has them. Data-parallel
-ways take half a minibatch each, synchronous pipelines 8 microbatches; each is cut where that balances. All
-have the same model, samples and optimizer, so all synchronous ways end with one process's loss; the output
-names those that do not. `auto` may choose among synchronous schedules; `auto under pipedream` is told its
-schedule. Every way is a small program in peer_programs/. A second table says where our ranks' minibatches go
-(`train --trace`).
+side by side and whole, without a message: the ceiling. `tuned` ways have a fused step and keep freed memory,
+as ours do by themselves; others are as their documentation has them. Data-parallel ways take half a minibatch
+each, synchronous pipelines 8 microbatches; each is cut where that balances. All have the same model, samples
+and optimizer, so all synchronous ways end with one process's loss; the output names those that do not. `auto`
+may choose among synchronous schedules; `auto under pipedream` is told its schedule. Every way is a small
+program in peer_programs/. A second table says where our ranks' minibatches go (`train --trace`).
 
 Rounds are interleaved, each way a fresh job; figures are medians, ratios are taken within a round. Rounds of
-earlier calls with the same DIR count on. Writes DIR/peers.json, a table in DIR/peers.md and a plot in
-DIR/peers.svg.
+earlier calls with the same DIR count on, and have the same cuts. Writes DIR/peers.json, a table in
+DIR/peers.md and a plot in DIR/peers.svg.
 """
 
 import argparse

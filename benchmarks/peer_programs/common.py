@@ -67,7 +67,7 @@ TASKS = {
     "gpt": Task(partial(models.gpt, width=256, num_layers=4), 16, ()),
     "vgg": Task(partial(models.vgg11, dropout=0.0), 16, (3, 32, 32), 0.001),
     "mlp": Task(partial(models.mlp, width=2048, depth=5), 128, (1, 8, 8)),
-    # Of slow networks: the quick start's VGG-style net with wider dense layers, 21 MB of parameters.
+    # Of slow networks: the quick start's VGG-style net with wider dense layers, 19 MB of parameters.
     "vgg-digits": Task(partial(models.vgg_digits, width=2048, dropout=0.0), 64, (1, 8, 8)),
     # Of the tests.
     "tiny": Task(partial(models.mlp, width=16, depth=4), 16, (1, 8, 8)),

@@ -1,4 +1,4 @@
-"""No way to train: what each layer takes, measured as a training would, DIR/profile.json."""
+"""No way to train: measures what each layer takes in training; writes DIR/profile.json."""
 
 from common import load_job
 

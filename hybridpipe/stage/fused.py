@@ -65,7 +65,7 @@ def _is_plain(option: object) -> bool:
     """A number or the like: tensors and arrays the kernels refuse, or compute with in another way."""
     if isinstance(option, tuple | list):
         return all(map(_is_plain, option))
-    return option is None or isinstance(option, int | float | str)
+    return option is None or isinstance(option, int | float)
 
 
 def _suits(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> bool:

@@ -34,6 +34,7 @@ def outcome(way: Way, folder) -> Outcome:
     [
         ("ddp", ""),
         ("plain_horovod", ""),
+        ("plain_horovod", "tuned"),
         ("torch_pipelining", "Schedule1F1B"),
         ("ours", "dp"),
         ("ours", "1f1b"),
@@ -64,7 +65,7 @@ def test_a_tuned_way_has_our_step_and_our_allocator(variant, fused, times, monke
 
 def test_the_cut_is_measured_once(tmp_path):
     found = cuts("tiny", 2, 4, ENVIRONMENT, tmp_path)
-    profile = tmp_path / "4 microbatches" / "profile.json"
+    profile = tmp_path / "4-microbatches" / "profile.json"
     assert 1 <= found[0] < read_profile(profile).num_layers
     written = profile.stat().st_mtime_ns
     assert cuts("tiny", 2, 4, ENVIRONMENT, tmp_path) == found and profile.stat().st_mtime_ns == written

@@ -94,9 +94,8 @@ def test_autograd_sees_that_the_weights_were_changed():
     graph = (parameter * parameter).sum()
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    optimizer.register_step_post_hook(
-        lambda *_: optimizer.zero_grad()
-    )  # so that nothing tells what was trained
+    # A user's, behind the step: now nothing tells what was trained.
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     with fused(optimizer):
         optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
