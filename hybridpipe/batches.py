@@ -5,25 +5,21 @@ and makes the others alike: of a sample that is cropped at random, the rank of t
 inputs and that of the last stage the targets. When a microbatch is loaded, and by whom, is `loading`'s.
 """
 
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 from hybridpipe.planning.plan import Plan, microbatch_sizes
 from hybridpipe.planning.schedules import ceil_div
 from hybridpipe.runtime.stream import Minibatch
+from hybridpipe.samples import check_dataset, drawn, stacked
 from hybridpipe.stage.randomness import random_key
 from hybridpipe.stage.values import Value, map_tensors, tensors_of
 
 Loaded = tuple[Value, Value]  # inputs and targets of a microbatch
-A_SAMPLE = -1  # in the place of a layer's number
 
 
 class Microbatches:
@@ -44,8 +40,7 @@ class Microbatches:
         epoch: int = 0,
         shuffle: bool = False,
     ) -> None:
-        if not len(dataset):
-            raise ValueError("dataset must hold at least one sample, got none")
+        check_dataset("dataset", dataset)
         self.dataset, self.seed, self.epoch = dataset, seed, epoch
         self.minibatch_size, self.microbatch_size = minibatch_size, microbatch_size
         self.order = _order(len(dataset), seed, epoch, shuffle)
@@ -71,14 +66,8 @@ class Microbatches:
     def _load(self, samples: Sequence[int]) -> Loaded:
         if type(self.dataset) is TensorDataset:  # one indexing for all of them; a subclass may do more
             inputs, targets = (tensor[list(samples)] for tensor in self.dataset.tensors)
-        else:
-            with _drawing_anew() as seeded:
-                inputs, targets = default_collate([self._sample(i, seeded) for i in samples])
-        return _as_value(inputs), _as_value(targets)
-
-    def _sample(self, index: int, seeded: Callable[[int], None]) -> Any:
-        seeded(random_key(self.seed, self.epoch, index, A_SAMPLE))
-        return self.dataset[index]
+            return inputs, targets
+        return stacked(drawn(self.dataset, self.seed, self.epoch, samples), samples)
 
 
 def minibatches(
@@ -157,26 +146,3 @@ def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     generator = torch.Generator().manual_seed(random_key(seed, epoch, 0, 0))
     order: list[int] = torch.randperm(length, generator=generator).tolist()
     return order
-
-
-@contextmanager
-def _drawing_anew() -> Iterator[Callable[[int], None]]:
-    """Gives what seeds the generators that a data set may draw from; afterwards they are as they were."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-    def seeded(key: int) -> None:
-        torch.default_generator.manual_seed(key)
-        random.seed(key)
-        np.random.seed(key % 2**32)
-
-    try:
-        yield seeded
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
-
-
-def _as_value(collated: Tensor | Sequence[Tensor]) -> Value:
-    """`default_collate` turns tuples into lists."""
-    return collated if isinstance(collated, Tensor) else tuple(collated)

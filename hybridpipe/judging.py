@@ -37,14 +37,15 @@ def evaluated(
     worker.average_statistics()
     totals = np.zeros(3)
     previous: Sums | None = None
-    for minibatch in batches:
-        faults.at("evaluate", step=step)
-        current = worker.infer(minibatch, partial(judge, loss), width=3)
-        if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
-            totals += previous.wait().sum(axis=0)
-            if may_stop and previous.ask_to_stop():
-                return None
-        previous = current
+    with worker.evaluating():
+        for number, minibatch in enumerate(batches):
+            faults.at("evaluate", step=step)
+            current = worker.infer(minibatch, partial(judge, loss), width=3, number=number)
+            if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
+                totals += previous.wait().sum(axis=0)
+                if may_stop and previous.ask_to_stop():
+                    return None
+            previous = current
     if previous is not None:
         totals += previous.wait().sum(axis=0)
     summed, correct, judged = totals

@@ -7,11 +7,13 @@ other for ever. Facts are short texts under a name, in an order; the first that 
 import hashlib
 import os
 import platform
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,12 +23,20 @@ from hybridpipe.runtime.gradients import CYCLE_TIME
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.stage import Loss
+from hybridpipe.stage.values import Value, raw_bytes, tensors_of
 
 _NOTHING = "nothing"
 
 
-def check_alike(world: MPI.Comm, facts: Mapping[str, str]) -> None:
-    """Collective. Raises ValueError, on all ranks alike, naming the ranks and what differs."""
+def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> None:
+    """Compare this rank's facts with rank 0's. Collective.
+
+    Args:
+        remedy: added to the message.
+
+    Raises:
+        ValueError: on all ranks alike, naming the ranks and the first fact that differs.
+    """
     if world.size == 1:
         return
     first: Mapping[str, str] = world.bcast(facts)
@@ -37,7 +47,30 @@ def check_alike(world: MPI.Comm, facts: Mapping[str, str]) -> None:
     name, here, there = told
     ranks = [rank for rank, each in enumerate(found) if each == told]
     who = f"ranks {', '.join(map(str, ranks))} have" if len(ranks) > 1 else f"rank {ranks[0]} has"
-    raise ValueError(f"{name} must be the same on all ranks: rank 0 has {here}, {who} {there}")
+    what = f"{name} must be the same on all ranks: rank 0 has {here}, {who} {there}"
+    raise ValueError(f"{what}; {remedy}" if remedy else what)
+
+
+def check_same_minibatch(world: MPI.Comm, value: Value) -> None:
+    """Compare the shapes, and the first and last sample, of a minibatch that is in memory. Collective.
+
+    Raises:
+        ValueError: on all ranks alike, if they differ.
+    """
+    if world.size == 1:
+        return
+    digest = 0
+    for tensor in tensors_of(value):
+        digest = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest)
+        for sample in (tensor[:1], tensor[-1:]):
+            digest = zlib.crc32(raw_bytes(sample), digest)
+    extremes = np.array([digest, -digest])
+    world.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MIN)
+    if extremes[0] != -extremes[1]:
+        raise ValueError(
+            "train_step: inputs and targets must be the same on all ranks, and are not: every rank passes "
+            "the whole minibatch, of which hybridpipe takes each rank's part itself"
+        )
 
 
 def _difference(first: Mapping[str, str], own: Mapping[str, str]) -> tuple[str, str, str] | None:

@@ -78,6 +78,10 @@ class Boundary:
         self._specs: dict[_Size, Spec] = {}
         self.bytes_sent = 0
 
+    def forget(self) -> None:
+        """Drop what is known of messages. Call it on both sides of a cut, with nothing under way."""
+        self._specs.clear()
+
     def begin(self, program: Program, sizes: Sequence[int], step: int, training: bool) -> None:
         """Get ready for a program over microbatches of these sizes."""
         self._sizes, self._step, self._training = sizes, step, training
@@ -108,11 +112,17 @@ class Boundary:
     def send_gradient(
         self, microbatch: int, gradients: Sequence[Tensor | None], fault: str | None = None
     ) -> None:
-        """Start sending the gradients of a stage's input to the stage before."""
+        """Start sending the gradients of a stage's input to the stage before.
+
+        Args:
+            gradients: one for each tensor of the input; None where it requires none, or nothing has used it.
+        """
         size = self._size(microbatch, self._stage - 1)
-        spec = self._specs[size].gradients
-        tensors = [gradient for gradient in gradients if gradient is not None]
-        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec, tensors, fault)
+        spec = self._specs[size]
+        wanted = [g for g, tensor in zip(gradients, spec.tensors, strict=True) if tensor.requires_grad]
+        present = torch.tensor([gradient is not None for gradient in wanted], dtype=torch.uint8)
+        tensors = [present, *wanted]
+        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec.gradients, tensors, fault)
 
     def receive_activation(self, microbatch: int) -> Value:
         """Wait for a stage's input: leaves of this stage's graph."""
@@ -127,9 +137,13 @@ class Boundary:
         return received(tensors[0] if spec.single else tensors, [t.requires_grad for t in spec.tensors])
 
     def receive_gradient(self, microbatch: int) -> list[Tensor | None]:
-        """Wait for the gradients of a stage's output: one for each tensor, None where it requires none."""
+        """Wait for the gradients of a stage's output: one for each tensor, None where there is none.
+
+        None stays None across the cut, so that the optimizer passes by what nothing has used.
+        """
         spec = self._specs[self._size(microbatch, self._stage + 1)]
-        gradients = iter(self._receive(ReceiveGradient(microbatch, self._chunk)))
+        present, *sent = self._receive(ReceiveGradient(microbatch, self._chunk))
+        gradients = iter([g if there else None for g, there in zip(sent, present.tolist(), strict=True)])
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
 
     def _send(
@@ -139,7 +153,7 @@ class Boundary:
         cut: int,
         peer: int,
         spec: Spec,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
         fault: str | None,
     ) -> None:
         if spec.num_bytes > LARGEST_MESSAGE_BYTES:

@@ -6,7 +6,7 @@ program, which weights a microbatch sees and who the peers are in the plan, how 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from hybridpipe.runtime.position import position
 from hybridpipe.runtime.seen import Newest, Seen, Stashed
 from hybridpipe.runtime.stream import Minibatch, Stream
 from hybridpipe.runtime.update import Update
+from hybridpipe.stage.randomness import preserved_state
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.values import Value, map_tensors
 
@@ -116,20 +117,20 @@ class Executor:
         Args:
             done: so many minibatches of the stream are in the weights already, and not in `program`.
         """
-        for stage, boundary in zip(self.stages, self.boundaries, strict=True):
-            stage.module.train()
+        for boundary in self.boundaries:
             boundary.begin(program, stream.sizes, stream.step, training=True)
         run = _Run(self, stream, done)
         finals = final_backwards(program)
-        for i, instruction in enumerate(program):
-            position.at(self._stage_of(instruction), run.step, instruction)
-            run.do(instruction, is_final=i in finals)
-            run.note(instruction)
-            if isinstance(instruction, Step):
-                position.outside()
+        for part in _until_steps(program):
+            with self._generators_preserved():
+                for i in part:
+                    position.at(self._stage_of(program[i]), run.step, program[i])
+                    run.do(program[i], is_final=i in finals)
+                    run.note(program[i])
+            position.outside()
+            if isinstance(program[part[-1]], Step):
                 yield run.take()
                 run.now = self.clock()
-        position.outside()
         for stage in self.stages:
             stage.complete_gradients()
         self.seen.end()
@@ -137,26 +138,35 @@ class Executor:
             yield run.take()
 
     def infer(
-        self, program: Program, minibatch: Minibatch, judge: Callable[[int, Value, Value], None]
+        self, program: Program, minibatch: Minibatch, judge: Callable[[int, Value, Value], None], number: int
     ) -> None:
-        """Run the forwards of `program` in evaluation; the last stage hands its outputs to `judge`."""
-        for stage, boundary in zip(self.stages, self.boundaries, strict=True):
-            stage.module.eval()
+        """Run the forwards of `program` without a graph; the last stage hands its outputs to `judge`.
+
+        Args:
+            number: of the minibatch in the evaluation; random draws follow from it.
+        """
+        for boundary in self.boundaries:
             boundary.begin(program, minibatch.sizes, step=0, training=False)
         values: dict[tuple[int, int], Value] = {}
-        for instruction in program:
-            position.at(self._stage_of(instruction), None, instruction)
-            match instruction:
-                case ReceiveActivation(m, c):
-                    values[m, c] = self.boundaries[c].receive_activation(m)
-                case Forward(m, c):
-                    inputs = values.pop((m, c)) if self.held[c] else self.to_device(minibatch.inputs(m))
-                    values[m, c] = self.stages[c].infer(inputs)
-                    if self.stages[c].loss is not None:
-                        judge(m, values.pop((m, c)), self.to_device(minibatch.targets(m)))
-                case SendActivation(m, c):
-                    self.boundaries[c].send_activation(m, values.pop((m, c)))
+        with self._generators_preserved():
+            for instruction in program:
+                position.at(self._stage_of(instruction), None, instruction)
+                match instruction:
+                    case ReceiveActivation(m, c):
+                        values[m, c] = self.boundaries[c].receive_activation(m)
+                    case Forward(m, c):
+                        inputs = values.pop((m, c)) if self.held[c] else self.to_device(minibatch.inputs(m))
+                        values[m, c] = self.stages[c].infer(m, inputs, step=-1 - number)
+                        if self.stages[c].loss is not None:
+                            judge(m, values.pop((m, c)), self.to_device(minibatch.targets(m)))
+                    case SendActivation(m, c):
+                        self.boundaries[c].send_activation(m, values.pop((m, c)))
         position.outside()
+
+    def _generators_preserved(self) -> AbstractContextManager[None]:
+        """Around what runs layers, which seed the process's generators."""
+        python_too = any(stage.draws_from_python for stage in self.stages)
+        return preserved_state(self.stages[0].device, python_too)
 
     def to_device(self, value: Value) -> Value:
         """Where this rank computes."""
@@ -251,9 +261,13 @@ class _Run:
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
         else:
-            self.losses[m] = self.unchecked[m] = stage.forward_loss(
-                at.microbatch, inputs, targets, at.share, at.step, weights, slot=m
-            )
+            loss = stage.forward_loss(at.microbatch, inputs, targets, at.share, at.step, weights, slot=m)
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the loss depends on nothing that is trained: the outputs were detached or made under "
+                    "torch.no_grad(), or the loss is a constant"
+                )
+            self.losses[m] = self.unchecked[m] = loss.detach()
         executor.seen.ran(m)
 
     def backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
@@ -307,6 +321,15 @@ class _Run:
         """What goes into the next update."""
         plan, stage, count = self.executor.plan, self.executor.place.stage, len(self.stream.minibatches)
         return minibatches_in_update(plan, stage, self.num_updates, count)
+
+
+def _until_steps(program: Program) -> Iterator[range]:
+    """The indices of a program's instructions, in parts that end with a step or with the program."""
+    start = 0
+    for i, instruction in enumerate(program):
+        if isinstance(instruction, Step) or i + 1 == len(program):
+            yield range(start, i + 1)
+            start = i + 1
 
 
 def _not_numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,8 +63,9 @@ class Spec:
 
     @cached_property
     def gradients(self) -> "Spec":
-        """What comes back: a gradient for each tensor that requires one."""
-        return Spec(tuple(tensor for tensor in self.tensors if tensor.requires_grad))
+        """The message that comes back: a byte for each gradient, 0 where there is none, then they."""
+        wanted = tuple(tensor for tensor in self.tensors if tensor.requires_grad)
+        return Spec((TensorSpec((len(wanted),), torch.uint8, False), *wanted))
 
 
 def spec_of(tensors: Sequence[Tensor], single: bool = False) -> Spec:
@@ -100,11 +101,12 @@ def decode_spec(buffer: Tensor) -> Spec:
     return Spec(tuple(tensors), fields["single"])
 
 
-def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor], header: Sequence[int]) -> None:
-    """Write header and tensors into `buffer`, from any device and memory layout."""
+def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor | None], header: Sequence[int]) -> None:
+    """Write header and tensors into `buffer`, from any device and memory layout; for None nothing."""
     _HEADER.pack_into(buffer.numpy().data, 0, MAGIC, spec.num_bytes, *header, *[0] * (6 - len(header)))
     for view, tensor in zip(views(buffer, spec), tensors, strict=True):
-        view.copy_(tensor.detach())
+        if tensor is not None:
+            view.copy_(tensor.detach())
 
 
 def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Sequence[str]) -> None:

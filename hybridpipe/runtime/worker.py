@@ -258,8 +258,26 @@ class Worker:
                 f"{self.plan.schedule}: minibatches are under way between them"
             ) from cause
 
-    def infer(self, minibatch: Minibatch, judge: Callable[[Value, Value], list[float]], width: int) -> Sums:
-        """Evaluate on one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """This rank's layers in evaluation mode; afterwards each is in the mode that it was in."""
+        stages = [] if self.executor is None else self.executor.stages
+        modes = [(module, module.training) for stage in stages for module in stage.module.modules()]
+        for stage in stages:
+            stage.module.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def infer(
+        self, minibatch: Minibatch, judge: Callable[[Value, Value], list[float]], width: int, number: int
+    ) -> Sums:
+        """Run one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.
+
+        Args:
+            number: of the minibatch in the evaluation.
 
         Returns:
             shape (num_microbatches, width), on their way to all ranks.
@@ -271,7 +289,7 @@ class Worker:
 
         with failure.guard():
             if self.executor is not None:
-                self.executor.infer(self.forward_program(len(minibatch.sizes)), minibatch, note)
+                self.executor.infer(self.forward_program(len(minibatch.sizes)), minibatch, note, number)
             return self.share(numbers)
 
     def share(self, numbers: np.ndarray) -> Sums:

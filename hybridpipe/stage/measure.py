@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.fused import fused
+from hybridpipe.stage.randomness import preserved_state
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage, received
 from hybridpipe.stage.stopwatch import Stopwatch, Took
@@ -73,11 +74,14 @@ class Rehearsal:
         self.device = device or torch.device("cpu")
         layers = layers_of(copy.deepcopy(model))
         self.names = list(layers)
-        self.stages = [Stage([layer], i, self.device) for i, layer in enumerate(layers.values())]
-        self.halving = [
-            Stage([layer], i, self.device, split_backward=True) for i, layer in enumerate(layers.values())
-        ]
-        self.stages[-1].loss = self.halving[-1].loss = loss
+        losses = [*[None] * (len(layers) - 1), loss]
+        self.stages, self.halving = (
+            [
+                Stage([layer], i, self.device, loss=own, split_backward=halves)
+                for i, (layer, own) in enumerate(zip(layers.values(), losses, strict=True))
+            ]
+            for halves in (False, True)
+        )
         self.inputs, self.targets = (  # copies, as the first layer may work in place
             map_tensors(lambda tensor: tensor.to(self.device, copy=True), value)
             for value in (inputs, targets)
@@ -85,8 +89,14 @@ class Rehearsal:
 
     def run(self) -> None:
         """One forward and one backward of the microbatch."""
-        with closing(Stopwatch(self.device)) as watch:
+        with self._at_work() as watch:
             _pass(self.stages, _Microbatch(self.inputs, self.targets), watch, {})
+
+    @contextmanager
+    def _at_work(self) -> Iterator[Stopwatch]:
+        """Around what runs the layers, which seed the process's generators."""
+        with preserved_state(self.device, python_too=True), closing(Stopwatch(self.device)) as watch:
+            yield watch
 
     def _first(self, size: int | None) -> "_Microbatch":
         """So many samples; None: all."""
@@ -111,8 +121,8 @@ class Rehearsal:
         """
         stages = self.stages
         microbatches = [self._first(size) for size in sizes] or [self._first(None)]
-        num_bytes = [_measure_bytes(stages, each) for each in microbatches]
-        with closing(Stopwatch(self.device)) as watch:
+        with self._at_work() as watch:
+            num_bytes = [_measure_bytes(stages, each) for each in microbatches]
             seconds = _typical(
                 [partial(_passes, stages, self.halving, each, watch) for each in microbatches], agree
             )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hybridpipe.stage.deferred import Deferring
 from hybridpipe.stage.halved import WeightHalf
 from hybridpipe.stage.products import MicrobatchRows, WeightProducts
-from hybridpipe.stage.randomness import preserved_state, random_key, seed_generators
+from hybridpipe.stage.randomness import may_draw_from_python, random_key, seed_generators
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.values import Value, map_tensors, rebuild, tensors_of
 from hybridpipe.stage.weights import Substitution, Weights, check_no_other_weights, trained_parameters
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class _Call(NamedTuple):
-    """What a microbatch's forward is given."""
+    """The arguments of a microbatch's forward."""
 
     slot: int  # of the stash
     microbatch: int
@@ -84,8 +84,19 @@ class Stage:
         self._substitution = Substitution(self.module)
         self._products = WeightProducts(self.module)
         self._deferring = Deferring(self.module) if split_backward else self._products.deferring
-        self._buffers = ChangingBuffers(self.module)
         self._weights_checked = False
+        self.renew()
+
+    def renew(self) -> None:
+        """Take up what users change in layers between two runs: modes, hooks, what is trained."""
+        self._buffers = ChangingBuffers(self.module)
+        of_loss = self.loss is not None and may_draw_from_python(self.loss)
+        self._draws_from_python = [*map(may_draw_from_python, self.module), of_loss]
+
+    @property
+    def draws_from_python(self) -> bool:
+        """Whether Python's or NumPy's generators are seeded for any layer, or for the loss."""
+        return any(self._draws_from_python)
 
     @property
     def num_stashed(self) -> int:
@@ -144,18 +155,17 @@ class Stage:
             weights, slot: as in `forward`.
 
         Returns:
-            the share of the loss, detached.
+            the share of the loss; it requires grad where it depends on anything that does.
         """
         call = _Call(_slot(slot, microbatch), microbatch, step, inputs, weights, targets, share)
         loss = self._forward(call)
         assert isinstance(loss, Tensor)
-        return loss.detach()
+        return loss.detach().requires_grad_(loss.requires_grad)
 
-    def infer(self, inputs: Value) -> Value:
-        """Run the layers in evaluation: no graph, nothing stashed."""
+    def infer(self, microbatch: int, inputs: Value, step: int) -> Value:
+        """Run the layers without a graph; nothing is stashed."""
         with torch.no_grad():
-            value: Value = self.module(inputs)
-        return value
+            return self._layers(inputs, step, microbatch)
 
     def backward(
         self, slot: int, gradients: Sequence[Tensor | None] = (), is_final: bool = False
@@ -163,12 +173,12 @@ class Stage:
         """Run the microbatch's backward; parameter gradients add up in `.grad`.
 
         Args:
-            gradients: one for each output tensor, None where it has none; empty behind the loss.
+            gradients: one for each output tensor, None where nothing behind used it; empty behind the loss.
             is_final: no backward follows before the gradients are used. Until then those of large linear
                 layers may be kept back; see `products` and `complete_gradients`.
 
         Returns:
-            the gradient of each input tensor, None where it requires none.
+            the gradient of each input tensor, None where it requires none or was not used.
         """
         of_inputs, later = self._backward(slot, gradients, is_final)
         if later is not None:
@@ -232,16 +242,17 @@ class Stage:
         call, graph, buffers = self._stash.pop(slot)
         outputs, later = graph or self._graph(call, buffers)
         tensors = tensors_of(outputs)
+        behind_loss = call.share is not None
         roots = [
             (output, gradient)
             for output, gradient in zip(tensors, gradients or [None] * len(tensors), strict=True)
-            if output.requires_grad
+            if output.requires_grad and (behind_loss or gradient is not None)
         ]
         with nullcontext() if later is None else later.collected(is_final):
             if roots:
                 ends, of_ends = zip(*roots, strict=True)
                 self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
-        return tuple(_gradient(t) if t.requires_grad else None for t in tensors_of(call.inputs)), later
+        return tuple(tensor.grad for tensor in tensors_of(call.inputs)), later
 
     def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
         later: _Later | None = None
@@ -270,23 +281,26 @@ class Stage:
             return self._substitution.run(function, later.weights, buffers)
 
     def _run(self, call: _Call) -> Value:
-        value = map_tensors(_enter, call.inputs)
-        with preserved_state(self.device):
-            for i, layer in enumerate(self.module):
-                seed_generators(self._key(call, i), self.device)
-                value = layer(value)
-            if call.share is None:
-                return value
-            assert self.loss is not None
-            seed_generators(self._key(call, len(self.module)), self.device)
-            mean = self.loss(value, call.targets)
+        value = self._layers(map_tensors(_enter, call.inputs), call.step, call.microbatch)
+        if call.share is None:
+            return value
+        assert self.loss is not None
+        self._seed(call.step, call.microbatch, len(self.module))
+        mean = self.loss(value, call.targets)
         if not isinstance(mean, Tensor) or mean.numel() != 1:
             got = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
             raise ValueError(f"loss must return a tensor of one number, the mean over the samples, got {got}")
         return mean * call.share
 
-    def _key(self, call: _Call, layer: int) -> int:
-        return random_key(self.seed, call.step, call.microbatch, self.first_layer + layer)
+    def _layers(self, value: Value, step: int, microbatch: int) -> Value:
+        for i, layer in enumerate(self.module):
+            self._seed(step, microbatch, i)
+            value = layer(value)
+        return value
+
+    def _seed(self, step: int, microbatch: int, layer: int) -> None:
+        key = random_key(self.seed, step, microbatch, self.first_layer + layer)
+        seed_generators(key, self.device, self._draws_from_python[layer])
 
 
 def _slot(slot: int | None, microbatch: int) -> int:
@@ -299,11 +313,6 @@ def received(value: Value, requires_grad: Sequence[bool]) -> Value:
     for tensor, needs in zip(tensors, requires_grad, strict=True):
         tensor.requires_grad_(needs)
     return rebuild(tensors, value)
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    """Zeros where the stage did not use the input, as the stage before must still run its backward."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 class _Enter(torch.autograd.Function):

@@ -41,3 +41,12 @@ def dense(gradient: Tensor) -> Tensor:
 def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Of each: what is looked at before an update."""
     return list(torch._foreach_norm([dense(gradient) for gradient in gradients])) if gradients else []
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """The numbers of a tensor of any device, layout and dtype, in C order."""
+    here = tensor.detach().cpu()
+    if here.layout != torch.strided:
+        here = here.to_dense()
+    here = here.resolve_conj().resolve_neg().contiguous()
+    return here.reshape(-1).view(torch.uint8).numpy().tobytes()  # as bytes, since NumPy knows no bfloat16

@@ -1,10 +1,12 @@
 """The executor under many plans, in threads, against one process in float64."""
 
 import queue
+import random
 import threading
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -56,6 +58,33 @@ def with_unused() -> nn.Sequential:
     for i in (0, 4):
         model[i].register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
     return model
+
+
+def branches() -> nn.Sequential:
+    """Of two tensors that cross every cut behind the first layer one is never used."""
+    return nn.Sequential(
+        Both(FEATURES, 6),
+        OnFirst(nn.Tanh()),
+        OnFirst(nn.Linear(6, 5)),
+        Call(lambda v: v[0]),
+        nn.Linear(5, CLASSES),
+    ).double()
+
+
+class Both(nn.Module):
+    def __init__(self, features: int, width: int):
+        super().__init__()
+        self.used, self.unused = nn.Linear(features, width), nn.Linear(features, width)
+
+    def forward(self, x):
+        return self.used(x), self.unused(x)
+
+
+def detached() -> nn.Sequential:
+    """Nothing comes back over a cut before the third layer."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 6), nn.Tanh(), Call(torch.Tensor.detach), nn.Linear(6, CLASSES)
+    ).double()
 
 
 class OnPositive(nn.Module):
@@ -114,6 +143,45 @@ def test_models_that_are_no_plain_chain(make_model, name):
     model, data = make_model(), minibatches(8, 8, 3)
     result = in_threads(make_plan(name, len(model), 4), model, data, 2, cross_entropy, momentum)
     assert_same(result, one_process(model, data, cross_entropy, momentum))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["stashed", "recomputed"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("name", ["1-1", "2-1", "1-3", "1-1-1"])
+@pytest.mark.parametrize("make_model", [branches, detached])
+def test_what_nothing_behind_a_cut_uses_has_no_gradient(make_model, name, schedule, recompute):
+    """The stage behind sent zeros once, so that weight decay and momentum moved what one process leaves."""
+    model, data = make_model(), minibatches(8, 8, 3)
+    plan = make_plan(name, len(model), 4, schedule, recompute=recompute)
+    result = in_threads(plan, model, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+    assert None in result.gradients[0]
+
+
+def test_a_loss_that_depends_on_nothing_trained_is_refused():
+    model = nn.Sequential(nn.Linear(FEATURES, CLASSES), Call(torch.Tensor.detach)).double()
+    with pytest.raises(ValueError, match="the loss depends on nothing that is trained"):
+        in_threads(make_plan("1", 2, 4), model, minibatches(8), 2, cross_entropy, momentum)
+
+
+class Drawing(nn.Module):
+    """Scales by numbers of all three generators."""
+
+    def forward(self, x):
+        return x * (torch.rand(()) + random.random() + np.random.random())
+
+
+def test_a_recomputed_layer_draws_the_same_numbers_and_the_process_none():
+    """Draws from `random` and NumPy were not keyed: the gradient was of another forward than the loss."""
+    layers = nn.Linear(FEATURES, 6), Drawing(), nn.Linear(6, CLASSES), Drawing()
+    model, data = nn.Sequential(*layers).double(), minibatches(4, 4)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    stashed, recomputed = (
+        in_threads(make_plan("1", 4, 2, recompute=again), model, data, 2, cross_entropy, momentum)
+        for again in (False, True)
+    )
+    assert_same(recomputed, stashed)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
 @pytest.mark.parametrize("edges", [1, 2, 3, 4, 5])

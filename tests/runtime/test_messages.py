@@ -143,4 +143,6 @@ def test_what_cannot_be_described_is_refused():
 
 def test_gradients_come_back_for_what_requires_one():
     a, b, c = torch.ones(2, requires_grad=True), torch.ones(3), torch.ones(4, requires_grad=True)
-    assert [t.shape for t in spec_of([a, b, c]).gradients.tensors] == [(2,), (4,)]
+    there, *gradients = spec_of([a, b, c]).gradients.tensors
+    assert (there.shape, there.dtype) == ((2,), torch.uint8)
+    assert [t.shape for t in gradients] == [(2,), (4,)]

@@ -6,9 +6,11 @@ stages on each rank, 1-1x2.
 """
 
 import copy
+import random
 import sys
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,11 +28,18 @@ OPTIMIZERS = {
 }
 
 
+class NoisyTanh(nn.Module):
+    """Draws from Python's and NumPy's generators, as stochastic depth often does."""
+
+    def forward(self, x):
+        return torch.tanh(x) * (0.5 + random.random()) + 0.1 * np.random.standard_normal()
+
+
 def make_model() -> nn.Sequential:
     torch.manual_seed(1)
     layers = [
         nn.Linear(5, 9),
-        nn.Tanh(),
+        NoisyTanh(),
         nn.Dropout(0.3),
         nn.Linear(9, 9),
         nn.ReLU(inplace=True),
@@ -56,7 +65,8 @@ def reference(optimizer_factory, epochs):
             for m, first in enumerate(range(0, len(inputs), MICROBATCH)):
                 x, y = inputs[first : first + MICROBATCH], targets[first : first + MICROBATCH]
                 for i, layer in enumerate(model):
-                    torch.manual_seed(random_key(SEED, step, m, i))
+                    key = random_key(SEED, step, m, i)
+                    torch.manual_seed(key), random.seed(key), np.random.seed(key % 2**32)
                     x = layer(x)
                 loss = nn.functional.cross_entropy(x, y) * (len(y) / len(targets))
                 loss.backward()
