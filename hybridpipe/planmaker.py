@@ -17,6 +17,7 @@ from torch import nn
 from hybridpipe.autoplan import Choice, autoplan, check_options
 from hybridpipe.batches import microbatch_size_of, parts_of
 from hybridpipe.config import AUTO, SOURCES
+from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
@@ -29,7 +30,7 @@ from hybridpipe.runtime.single_copy import needs_no_thread
 from hybridpipe.runtime.stream import Minibatch
 from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.measure import Rehearsal
-from hybridpipe.stage.split import check_plan
+from hybridpipe.stage.split import check_plan, copied
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import tensors_of
 from hybridpipe.together import measure_together
@@ -42,7 +43,15 @@ def read_given(plan: PlanLike) -> Plan | str:
     """A plan, or the name of one that is to be made; UserError if it is neither."""
     if isinstance(plan, Plan):
         return plan
-    return str(plan) if plan in SOURCES else read_plan(Path(plan))
+    if not isinstance(plan, str | os.PathLike):
+        raise TypeError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {plan!r}")
+    path = Path(plan)
+    if plan in SOURCES:
+        return str(plan)
+    if isinstance(plan, str) and not path.suffix and not path.exists():
+        hint = suggest(plan, SOURCES)
+        raise UserError(f"plan must be a Plan, the path of a plan.json or a name, got {plan!r}{hint}")
+    return read_plan(path)
 
 
 class Asked(NamedTuple):
@@ -124,8 +133,9 @@ class PlanMaker:
     def make(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
         """The plan and, unless it was given and cannot be predicted, why it is the one. Collective."""
         self._rule.try_out([p for p in self._model.parameters() if p.requires_grad][:1])
+        copy = copied(self._model)
         with failure.guard():  # ranks that can be measured would wait for one that cannot
-            profile, work = self._measured(minibatch)
+            profile, work = self._measured(copy, minibatch)
         count = ceil_div(self._minibatch_size, self.microbatch_size)
         try:
             choice = autoplan(
@@ -166,11 +176,11 @@ class PlanMaker:
         plan.check_world(self._world.size)
         return size
 
-    def _measured(self, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
+    def _measured(self, copy: nn.Module, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
         """The model's profile on a microbatch, and on smaller ones; and work of the model's."""
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         try:
-            rehearsal = Rehearsal(self._model, inputs, targets, self._loss, self._device)
+            rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device)
             samples = len(tensors_of(inputs)[0])  # the data may hold no more
             sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
             measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
@@ -182,10 +192,12 @@ class PlanMaker:
 def device_and_threads(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:
     """This rank's device, and its compute threads (None: the user has set them)."""
     host = this_host(world)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        device = f"cuda:{host.local_rank % gpus}" if gpus else "cpu"
+        device = "cuda" if gpus else "cpu"
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", host.local_rank % gpus)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
     return device, default_num_threads(host)

@@ -5,7 +5,7 @@ Invariant: the process's generators stand afterwards where they stood before.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,10 +98,14 @@ def fingerprint(name: str, dataset: Any, seed: int) -> dict[str, str]:
     return facts
 
 
-def changing_target(facts: Mapping[str, str]) -> str | None:
-    """The first target in a fingerprint that is another one whenever its sample is loaded."""
-    names = (name for name, text in facts.items() if text == DRAWN_ANEW and name.startswith(_PARTS[1]))
-    return next(names, None)
+def drawn_anew(facts: Mapping[str, str]) -> set[str]:
+    """Which of "inputs" and "target" are others whenever a sample is loaded, by its fingerprint."""
+    return {name.split()[0] for name, text in facts.items() if text == DRAWN_ANEW}
+
+
+def comparable(facts: Mapping[str, str], anew: Collection[str]) -> dict[str, str]:
+    """A fingerprint that says nothing of the parts that are drawn anew; some may be alike by chance."""
+    return {name: DRAWN_ANEW if name.split()[0] in anew else text for name, text in facts.items()}
 
 
 def _check_sample(where: str, sample: Any) -> None:

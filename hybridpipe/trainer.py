@@ -4,6 +4,7 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -25,13 +26,20 @@ from hybridpipe.errors import UserError
 from hybridpipe.judging import evaluated, reached, targets_wanted
 from hybridpipe.loading import loaded
 from hybridpipe.planmaker import Asked, ClusterLike, PlanLike, PlanMaker, device_and_threads, read_given
-from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
+from hybridpipe.planning.checks import non_negative, plain
 from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.runtime import failure, preemption
-from hybridpipe.runtime.agreement import check_alike, facts
+from hybridpipe.runtime.agreement import (
+    check_alike,
+    check_data_alike,
+    check_repeatable,
+    check_same_minibatch,
+    facts,
+    structure,
+)
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Nothing, load_plain
@@ -40,9 +48,22 @@ from hybridpipe.runtime.update import SchedulerFactory, UpdateRule
 from hybridpipe.runtime.watchdog import DEFAULT_SECONDS, Watchdog, watch
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.measure import OptimizerFactory
-from hybridpipe.stage.split import layers_of
+from hybridpipe.stage.split import check_plan, layers_of
 from hybridpipe.stage.stage import Loss
-from hybridpipe.stage.values import Value
+from hybridpipe.stage.values import Value, tensors_of
+from hybridpipe.validation import (
+    check_device,
+    check_factory,
+    check_loss,
+    check_model,
+    check_model_now,
+    check_sizes,
+    check_surroundings,
+    check_trains,
+    integer,
+)
+
+_FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
 
 
 class Trainer:
@@ -121,26 +142,32 @@ class Trainer:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
         layers_of(model)
-        positive_int("minibatch_size", minibatch_size)
+        check_model(model)
+        check_loss(loss, model)
+        check_factory("optimizer", optimizer, "parameters", "partial(torch.optim.SGD, lr=0.1)")
+        if lr_scheduler is not None:
+            example = "partial(torch.optim.lr_scheduler.StepLR, step_size=100)"
+            check_factory("lr_scheduler", lr_scheduler, "the optimizer", example)
+        minibatch_size = integer("minibatch_size", minibatch_size, least=1)
         if microbatch_size is not None:
-            positive_int("microbatch_size", microbatch_size)
+            microbatch_size = integer("microbatch_size", microbatch_size, least=1)
+        check_sizes(minibatch_size, microbatch_size)
         non_negative("hang_timeout", hang_timeout)
-        non_negative_int("num_workers", num_workers)
-        self.model, self.loss, self.seed = model, loss, seed
+        seed, num_workers = integer("seed", seed), integer("num_workers", num_workers, least=0)
+        self.model, self.loss, self.seed, self.minibatch_size = model, loss, seed, minibatch_size
         self.rule = UpdateRule(
             optimizer,
             lr_scheduler,
             clip_grad_norm,
             scale_learning_rate,
-            delay_warm_up,
+            integer("delay_warm_up", delay_warm_up, least=0),
             compression,
             on_nonfinite,
         )
         self._updates, self._in_fit = True, False
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
-        self.minibatch_size = minibatch_size
         keep_freed_memory()
-        self.device, num_threads = device_and_threads(self.world, device)
+        self.device, num_threads = device_and_threads(self.world, check_device(device))
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._hang_timeout, self._num_workers = hang_timeout, num_workers
@@ -153,7 +180,8 @@ class Trainer:
         sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
         alike = {"seed": seed, "schedule": schedule, "hang_timeout": hang_timeout, **sizes}
         check_alike(self.world, facts(model, loss, self.rule, given, **alike))
-        asked = Asked(schedule, vertical_sync, max_in_flight, recompute)
+        self._watch()
+        asked = Asked(schedule, vertical_sync, plain(max_in_flight), recompute)
         self._maker = PlanMaker(
             given,
             asked,
@@ -168,6 +196,11 @@ class Trainer:
         )
         if self._maker.plan is not None and not predict:
             self._start(self._maker.plan)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and hasattr(self, name):
+            raise AttributeError(f"{name} of a Trainer cannot be changed: make a new Trainer")
+        super().__setattr__(name, value)
 
     @property
     def microbatch_size(self) -> int:
@@ -216,8 +249,13 @@ class Trainer:
             ValueError: the schedule is an asynchronous one, which wants the next minibatch before the end.
         """
         began = time.perf_counter()
+        self._check_now("train_step")
+        check_same_minibatch(self.world, (*tensors_of(inputs), *tensors_of(targets)))
         if self._worker is None:
             self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
+        self.worker.renew()
+        if not self._accumulated:
+            self.worker.forget_gradients()
         if self.plan.is_asynchronous:
             raise ValueError(
                 f"train_step makes no sense under {self.plan.schedule}, whose minibatches follow each other "
@@ -292,11 +330,20 @@ class Trainer:
             ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
                 are no classes.
         """
-        self._check_nothing_under_way("fit")
-        if not self._updates:
-            raise ValueError("fit makes no sense inside no_sync, where nothing is learnt; use train_step")
+        self._check_now("fit")
+        if not self._updates or self._accumulated:
+            raise ValueError("fit makes no sense inside no_sync, or before the update that is to follow it")
+        epochs = integer("epochs", epochs, least=0)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
+        of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted}
+        check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
         self.prepare(dataset)
+        if validation is not None:
+            check_data_alike(self.world, "validation", validation, self.seed)
+        if self.world.rank == 0 and not any(module.training for module in self.model.modules()):
+            what = "all of the model is in evaluation mode, and is trained so; model.train() changes that"
+            print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
+        self.worker.forget_gradients()
         keeper = None
         if checkpoint is not None:
             keeper = self.books.keeper(self.worker, checkpoint, self.microbatch_size)
@@ -381,14 +428,14 @@ class Trainer:
         Raises:
             RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
         """
-        self._check_nothing_under_way("evaluate")
+        self._check_now("evaluate")
+        self.prepare(dataset)
         metrics = self._evaluate(dataset)
         assert metrics is not None
         return metrics
 
     def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
         """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
-        self.prepare(dataset)
         loads = self.worker.loads_to_infer
         batches = loaded(self._microbatches(dataset), loads, self._num_workers)
         return evaluated(self.worker, batches, self.loss, len(dataset), self.step, may_stop)
@@ -407,9 +454,28 @@ class Trainer:
         return self.worker.full_state_dict()
 
     def prepare(self, dataset: Any) -> None:
-        """Make the plan now, from the data set's first minibatch, if there is none yet; else `fit` does."""
+        """Check data set and model, and make the plan if there is none yet, from the first minibatch.
+
+        `fit` and `evaluate` do so first.
+
+        Raises:
+            TypeError, ValueError: the data set is not the same on all ranks, or cannot be trained on; or the
+                model has changed in a way that cannot be taken up.
+        """
+        facts = check_data_alike(self.world, "dataset", dataset, self.seed)
+        check_alike(self.world, structure(self.model))
         if self._worker is None:
             self._make_plan(next(minibatches(self._microbatches(dataset))))
+        self.worker.renew()
+        check_repeatable(self.plan, facts)
+
+    def _check_now(self, method: str) -> None:
+        """Refuse what users may have changed, or put around the call, since the last one."""
+        self._check_nothing_under_way(method)
+        check_surroundings(method)
+        check_model_now(self.model)
+        if method != "evaluate":
+            check_trains(self.model)
 
     def timeline(self) -> Timeline | None:
         """On rank 0 what every rank did in a typical full minibatch; None elsewhere."""
@@ -490,7 +556,6 @@ class Trainer:
             )
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        self._watch()
         plan, self.choice = self._maker.make(minibatch)
         self._start(plan)
 
@@ -500,7 +565,7 @@ class Trainer:
             self._watchdog = watch(self.world, self._hang_timeout)
 
     def _start(self, plan: Plan) -> None:
-        self._watch()
+        check_plan(self.model, plan)
         self.recorder.begin()
         self._worker = Worker(
             self.model, plan, self.loss, self.rule, self.world, self.device, self.seed, self._maker.unaided

@@ -2,11 +2,19 @@
 
 import math
 from collections.abc import Collection
+from typing import Any
+
+import numpy as np
 
 # Beyond these, of seconds and factors and of what is divided by, products and quotients may overflow.
 LARGEST, SMALLEST = 1e30, 1e-30
 # What may be done about a loss or a gradient that is no finite number; `Trainer` tells what each means.
 ON_NONFINITE = ("stop", "skip", "ignore")
+
+
+def plain(value: Any) -> Any:
+    """Python's own integer for one of NumPy's; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def positive_int(name: str, value: int) -> None:

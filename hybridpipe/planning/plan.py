@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.planning.checks import non_negative_int, positive_int
+from hybridpipe.planning.checks import non_negative_int, plain, positive_int
 
 PLAN_FORMAT = "hybridpipe-plan/1"
 SYNCHRONOUS = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble")  # one update a minibatch, after a flush
@@ -42,7 +42,9 @@ class StageSpec:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "ranks", tuple(map(plain, self.ranks)))
+        for name in ("start", "stop", "replicas"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         non_negative_int("start", self.start)
         positive_int("replicas", self.replicas)
         if self.replicas > MAX_REPLICAS:
@@ -109,6 +111,8 @@ class Plan:
             raise ValueError("stages must hold at least one stage, got none")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        for name in ("num_microbatches", "num_layers", "chunks", "max_in_flight"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         positive_int("num_microbatches", self.num_microbatches)
         positive_int("chunks", self.chunks)
         object.__setattr__(self, "stages", _with_ranks(tuple(self.stages), self.chunks))

@@ -15,17 +15,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hybridpipe
 from hybridpipe.planning.plan import Plan
 from hybridpipe.runtime.gradients import CYCLE_TIME
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.position import position
 from hybridpipe.runtime.update import UpdateRule
+from hybridpipe.samples import check_dataset, comparable, drawn_anew, fingerprint
 from hybridpipe.stage.stage import Loss
-from hybridpipe.stage.values import Value, raw_bytes, tensors_of
+from hybridpipe.stage.values import Value, expanded_dimensions, raw_bytes, tensors_of
 
 _NOTHING = "nothing"
+COMPARED = "what must be the same on all ranks"  # is being compared; for reports
 
 
 def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> None:
@@ -39,8 +42,9 @@ def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> 
     """
     if world.size == 1:
         return
-    first: Mapping[str, str] = world.bcast(facts)
-    found = world.allgather(_difference(first, facts))
+    with position.waiting(COMPARED, range(world.size)):
+        first: Mapping[str, str] = world.bcast(facts)
+        found = world.allgather(_difference(first, facts))
     told = next((each for each in found if each is not None), None)
     if told is None:
         return
@@ -49,6 +53,34 @@ def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> 
     who = f"ranks {', '.join(map(str, ranks))} have" if len(ranks) > 1 else f"rank {ranks[0]} has"
     what = f"{name} must be the same on all ranks: rank 0 has {here}, {who} {there}"
     raise ValueError(f"{what}; {remedy}" if remedy else what)
+
+
+def check_data_alike(world: MPI.Comm, name: str, dataset: Any, seed: int) -> dict[str, str]:
+    """Compare the length of a data set and a few of its samples. Collective.
+
+    Returns:
+        the facts that are the same.
+
+    Raises:
+        TypeError, ValueError: the ranks pass different data sets, or one that cannot be trained on.
+    """
+    check_dataset(name, dataset)
+    own = fingerprint(name, dataset, seed)
+    with position.waiting(COMPARED, range(world.size)):
+        anew = set().union(*world.allgather(drawn_anew(own)))
+    alike = comparable(own, anew)
+    whole = "every rank passes the whole data set, of which hybridpipe loads each rank's part itself"
+    check_alike(world, alike, remedy=whole)
+    return alike
+
+
+def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str]) -> None:
+    """Raises ValueError if several ranks load a sample, and would not find the same target in it."""
+    if "target" in drawn_anew(facts_of_data) and plan.num_stages > 1:
+        raise ValueError(
+            "a sample's target is another one each time it is loaded, so that inputs and targets, which "
+            "different ranks load, would not belong together: draw from torch, random or numpy.random only"
+        )
 
 
 def check_same_minibatch(world: MPI.Comm, value: Value) -> None:
@@ -65,7 +97,8 @@ def check_same_minibatch(world: MPI.Comm, value: Value) -> None:
         for sample in (tensor[:1], tensor[-1:]):
             digest = zlib.crc32(raw_bytes(sample), digest)
     extremes = np.array([digest, -digest])
-    world.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MIN)
+    with position.waiting(COMPARED, range(world.size)):
+        world.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MIN)
     if extremes[0] != -extremes[1]:
         raise ValueError(
             "train_step: inputs and targets must be the same on all ranks, and are not: every rank passes "
@@ -99,13 +132,23 @@ def facts(
 
 
 def structure(model: nn.Module) -> dict[str, str]:
-    """Names, shapes and types of what a model trains and keeps, and what its layers are."""
+    """Names, shapes and types of what a model trains and keeps, what its layers are and their modes."""
     layers = {f"layer {name} of the model": type(layer).__name__ for name, layer in model.named_children()}
-    tensors = {
-        f"{name} of the model": f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in model.state_dict().items()
+    modes = {
+        f"the mode of {name or 'the model'}": "training" if module.training else "evaluation"
+        for name, module in model.named_modules()
     }
-    return layers | tensors
+    tensors = {
+        f"{name} of the model": _described(tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    return layers | tensors | modes
+
+
+def _described(tensor: Tensor) -> str:
+    form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    expanded = f" expanded along {expanded_dimensions(tensor)}" if expanded_dimensions(tensor) else ""
+    return f"{form}{expanded}{', trained' if tensor.requires_grad else ''}"
 
 
 def plan_text(plan: Plan) -> str:

@@ -101,6 +101,14 @@ class Executor:
         if plan.is_asynchronous:
             self.seen = Stashed(plan, place, stages[0].module, stages[0].device)
 
+    def renew(self) -> None:
+        """Take up what has changed in the layers since the last run. Collective over the stage's replicas."""
+        for stage, boundary in zip(self.stages, self.boundaries, strict=True):
+            stage.renew()
+            boundary.forget()
+        self.gradients.renew()
+        self.seen.renew()
+
     @property
     def num_skipped(self) -> int:
         """Updates left out so far, because a number was not finite."""

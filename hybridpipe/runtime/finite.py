@@ -46,7 +46,7 @@ class Finite:
         self._rank, self._num_ranks = plan.stages[place.stage].ranks[place.replica], max(plan.ranks) + 1
         behind = min(self._last - max(self._held), MOST_STAGGERS)
         self._stagger_seconds = STAGGER_SECONDS * (behind + 0.5 * (place.replica > 0))
-        self._parameters = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
+        self._parameters = [p for stage in stages for p in stage.module.parameters()]
         self.num_skipped = 0
 
     def allows(self, losses: Mapping[int, Tensor], stream: Stream, step: int) -> bool:

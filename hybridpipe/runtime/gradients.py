@@ -8,7 +8,7 @@ and Horovod's tensor fusion joins the bucket's tensors. A stage with one replica
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +35,9 @@ class Gradients(Protocol):
 
     bytes_reduced: int
 
+    def renew(self) -> None:
+        """Take up which parameters are trained now. Collective over the replicas, with nothing under way."""
+
     def arm(self) -> None:
         """The next backward is the last of its stage: its gradients are final as they arrive."""
 
@@ -49,6 +52,9 @@ class LocalGradients:
     """A stage with one replica: its gradients are the sum already."""
 
     bytes_reduced = 0
+
+    def renew(self) -> None:
+        """Nothing depends on it."""
 
     def arm(self) -> None:
         """Nothing to start."""
@@ -75,23 +81,40 @@ class HorovodGradients:
 
     A replica that had no gradient for a parameter adds zeros, as one that got no microbatch does; where no
     replica had one, `.grad` is None afterwards, as in one process, so that the optimizer passes it by.
+    Horovod starts with the first parameter that is trained.
 
     Args:
+        parameters: of the stage, those that are not trained, too.
+        sparse: those whose gradients may be sparse. They travel as dense tensors with a count for each row,
+            and are sparse again afterwards: the optimizer passes by the same rows as in one process.
         compression: "fp16": float32 gradients travel, and are added up, as float16, as with Horovod's
             `Compression.fp16`.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], replicas: "MPI.Comm", compression: str = NO_COMPRESSION
+        self,
+        parameters: Iterable[Tensor],
+        replicas: "MPI.Comm",
+        compression: str = NO_COMPRESSION,
+        sparse: Collection[Tensor] = (),
     ) -> None:
+        self._parameters, self._replicas, self._sparse = list(parameters), replicas, frozenset(sparse)
         self._ranks = getattr(replicas, "ranks", ())  # in the world, for reports
-        with position.waiting("Horovod's start", self._ranks):
-            self._hvd = horovod(replicas)
         self._halves = COMPRESSIONS[compression] == 0.5
-        self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._armed = False
         self.overlaps = True  # False: nothing is reduced before `finish`, to see what overlapping gives
         self.bytes_reduced = 0
+        self._hvd: Any = None
+        self._hooks: list[Any] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Fill buckets anew with the parameters that require grad now."""
+        self._unhook()
+        self._buckets = _buckets([p for p in self._parameters if p.requires_grad])
+        if self._buckets and self._hvd is None:
+            with position.waiting("Horovod's start", self._ranks):
+                self._hvd = horovod(self._replicas)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -119,9 +142,13 @@ class HorovodGradients:
 
     def close(self) -> None:
         """Take the hooks off the parameters and end the stage's Horovod world. Collective over its ranks."""
+        self._unhook()
+        if self._hvd is not None:
+            self._hvd.shutdown()
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hvd.shutdown()
 
     def _hook(self, bucket: _Bucket) -> Any:
         def arrived(parameter: Tensor) -> None:
@@ -141,34 +168,70 @@ class HorovodGradients:
 
     def _start(self, bucket: _Bucket) -> None:
         present = torch.tensor([float(p.grad is not None) for p in bucket.parameters])
-        bucket.tensors = [_reducible(p, self._halves) for p in bucket.parameters]
+        rows = [_rows(p) for p in bucket.parameters if p in self._sparse]
+        bucket.tensors = [*(_reducible(p, self._halves) for p in bucket.parameters), *rows]
         self.bytes_reduced += sum(tensor.nbytes for tensor in bucket.tensors)
         bucket.tensors.append(present)
         bucket.handle = self._hvd.grouped_allreduce_async_(bucket.tensors, name=bucket.name, op=self._hvd.Sum)
 
     def _finish(self, bucket: _Bucket) -> None:
         wait_for(self._hvd, bucket.handle)
-        *reduced, present = bucket.tensors
-        for parameter, tensor, count in zip(bucket.parameters, reduced, present.tolist(), strict=True):
+        *tensors, present = bucket.tensors
+        rows = iter(tensors[len(bucket.parameters) :])
+        for parameter, tensor, count in zip(bucket.parameters, tensors, present.tolist()):
+            rows_of = next(rows) if parameter in self._sparse else None
             if not count:
                 parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = tensor.to(parameter.dtype)
-            elif tensor is not parameter.grad:
-                parameter.grad.copy_(tensor)
+            elif rows_of is not None and not rows_of[-1]:
+                parameter.grad = _sparse(tensor.to(parameter.dtype), rows_of[:-1])
+            else:
+                _put(parameter, tensor)
         bucket.missing, bucket.tensors, bucket.handle = set(bucket.parameters), [], None
 
 
 def _reducible(parameter: Tensor, halve: bool) -> Tensor:
-    """The gradient as Horovod takes it: in memory of its own, fp32 for bf16, zeros where there is none."""
+    """The gradient as Horovod takes it.
+
+    In memory of its own, dense, complex numbers as pairs, fp32 for bf16, zeros where there is none.
+    """
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
     if halve and gradient.dtype == torch.float32:
         return gradient.half()
     if gradient.dtype == torch.bfloat16:
         return gradient.float()
-    if _shares_memory(gradient):
+    if gradient is parameter.grad and _shares_memory(gradient):
         gradient = parameter.grad = gradient.clone()
-    return gradient
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def _put(parameter: Tensor, reduced: Tensor) -> None:
+    """Let a parameter's gradient be what `_reducible` has become."""
+    if parameter.is_complex():
+        reduced = torch.view_as_complex(reduced)
+    if parameter.grad is None or parameter.grad.layout != torch.strided:
+        parameter.grad = reduced.to(parameter.dtype)
+    elif reduced is not parameter.grad:
+        parameter.grad.copy_(reduced)
+
+
+def _rows(parameter: Tensor) -> Tensor:
+    """A count for each row that a sparse gradient has; the last is of gradients that are dense."""
+    counts = torch.zeros(len(parameter) + 1)
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        counts[parameter.grad.coalesce().indices()[0]] = 1
+    elif parameter.grad is not None:
+        counts[-1] = 1
+    return counts
+
+
+def _sparse(dense: Tensor, counts: Tensor) -> Tensor:
+    """The rows of a tensor that have a count."""
+    rows = counts.nonzero().t().to(dense.device)
+    return torch.sparse_coo_tensor(
+        rows, dense[rows[0]], dense.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _shares_memory(gradient: Tensor) -> bool:
@@ -178,8 +241,6 @@ def _shares_memory(gradient: Tensor) -> bool:
     what the backward goes on with would be the sum of all replicas. Torch has no public way to ask; its CUDA
     graph trees ask in this one.
     """
-    if gradient.layout != torch.strided:
-        return False
     storage = gradient.untyped_storage()  # which is one use more
     return torch._C._storage_Use_Count(storage._cdata) > 2
 

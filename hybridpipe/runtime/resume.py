@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from hybridpipe.checkpoint import directory
@@ -42,6 +41,7 @@ from hybridpipe.stage.state import (
     under,
     unpack,
 )
+from hybridpipe.stage.values import overwrite
 
 _Result = TypeVar("_Result")
 
@@ -105,9 +105,8 @@ def load_plain(world: MPI.Comm, model: nn.Module, source: Path) -> None:
         return tensors
 
     tensors = _agreed(world, read)
-    with torch.no_grad():
-        for key, tensor in model.state_dict().items():
-            tensor.copy_(tensors[key])
+    for key, tensor in model.state_dict().items():
+        overwrite(tensor, tensors[key])
 
 
 def check_model(found: Found, model: nn.Module) -> None:
@@ -258,16 +257,15 @@ class _Reading:
                 "resume under the checkpoint's plan"
             )
         for number, version in result.versions.items():
-            if version.keys() != set(names.values()):
+            if version.keys() != set(_trained(self.names).values()):
                 raise UserError(f"{where}: version {number}: must be of the stage's trained parameters")
 
 
 def _put(worker: Worker, read: _Read) -> None:
     names = names_of(worker)
-    with torch.no_grad():
-        for of_stage in names.values():
-            for key, tensor in of_stage.tensors().items():
-                tensor.copy_(read.model[key])
+    for of_stage in names.values():
+        for key, tensor in of_stage.tensors().items():
+            overwrite(tensor, read.model[key])
     executor = worker.executor
     if executor is not None:
         update = executor.update
@@ -277,7 +275,7 @@ def _put(worker: Worker, read: _Read) -> None:
         if update.scheduler is not None and read.scheduler is not None:
             update.scheduler.load_state_dict(read.scheduler.state)
         if isinstance(executor.seen, Stashed):
-            own = _parameters(names)
+            own = _trained(names)
             device = worker.device
             older = {
                 number: {p: version[key].to(device) for p, key in own.items()}
@@ -290,6 +288,10 @@ def _put(worker: Worker, read: _Read) -> None:
 
 def _parameters(names: dict[int, Names]) -> dict[Tensor, str]:
     return {p: key for of_stage in names.values() for p, key in of_stage.parameters().items()}
+
+
+def _trained(names: dict[int, Names]) -> dict[Tensor, str]:
+    return {p: key for p, key in _parameters(names).items() if p.requires_grad}
 
 
 def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:

@@ -36,6 +36,9 @@ class Seen(Protocol):
 
     notes_flight: bool
 
+    def renew(self) -> None:
+        """Take up which parameters are trained now, with no microbatch under way."""
+
     def begin(self, num_updates: int = 0) -> None:
         """A stream begins, or goes on after so many updates: what is numbered counts from its beginning."""
 
@@ -63,6 +66,9 @@ class Newest:
     """One version at a time."""
 
     notes_flight = False
+
+    def renew(self) -> None:
+        """Nothing depends on it."""
 
     def begin(self, num_updates: int = 0) -> None:
         """Nothing to count."""
@@ -102,6 +108,7 @@ class Stashed:
 
     def __init__(self, plan: Plan, place: Place, layers: nn.Sequential, device: torch.device) -> None:
         self.versions = WeightVersions(layers)
+        self._layers = layers
         self._number = versions(plan, place.stage)
         self._replicas = plan.replicas[place.stage]
         self._device = device
@@ -109,6 +116,11 @@ class Stashed:
         self._of: dict[int, Weights] = {}
         self._before: dict[int, Before] = {}
         self._first = 0
+
+    def renew(self) -> None:
+        """Versions hold what is trained, and buffers what forwards change, as modes let them."""
+        self.versions.renew(self._layers)
+        self._buffers = ChangingBuffers(self._layers)
 
     def begin(self, num_updates: int = 0) -> None:
         """The newest weights are the stream's first, or those after `num_updates`."""

@@ -103,10 +103,14 @@ class UpdateRule:
     def build(
         self, parameters: Sequence[Tensor], plan: Plan, stage: int, add_up: Callable[[float], float]
     ) -> "Update":
-        """For a rank that trains `parameters`, those of `stage` or, with chunks, of all that it holds."""
+        """For a rank with `parameters`, those of `stage` or, with chunks, of all that it holds.
+
+        The optimizer gets those that are not trained, too: they may be later on, and without a gradient it
+        passes them by.
+        """
         scaled = plan.schedule == "pipedream" and self.scale_learning_rate
         return Update(
-            self.optimizer(parameters) if parameters else None,
+            self._optimizer(parameters),
             self.lr_scheduler,
             LearningRate(
                 plan.replicas[stage] / plan.replicas[0] if scaled else 1.0,
@@ -115,7 +119,19 @@ class UpdateRule:
             ),
             self.clip_grad_norm,
             add_up,
+            parameters,
         )
+
+    def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+        """None where there is nothing for it, perhaps because it takes only what is trained."""
+        if not parameters:
+            return None
+        try:
+            return self.optimizer(parameters)
+        except ValueError as error:
+            if "empty parameter list" in str(error) and not any(p.requires_grad for p in parameters):
+                return None
+            raise
 
 
 class Update:
@@ -126,6 +142,7 @@ class Update:
         scheduler: makes a learning-rate scheduler, which counts minibatches.
         max_norm: gradients are scaled down to this global norm.
         add_up: the sum of a number over all stages, given this rank's; collective. Needed with `max_norm`.
+        parameters: whose gradients an update uses up; by default the optimizer's.
 
     Raises:
         ValueError: optimizer or scheduler want to be told more at a step than there is to tell.
@@ -138,6 +155,7 @@ class Update:
         learning_rate: LearningRate | None = None,
         max_norm: float | None = None,
         add_up: Callable[[float], float] = float,
+        parameters: Sequence[Tensor] | None = None,
     ) -> None:
         self.optimizer, self.scheduler = optimizer, None
         self.learning_rate = learning_rate or LearningRate()
@@ -148,6 +166,8 @@ class Update:
             self.scheduler = scheduler(optimizer)
             _check_step("lr_scheduler", self.scheduler, "it is called after each update, with nothing")
         self.max_norm, self.add_up = max_norm, add_up
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._parameters = parameters or [p for group in groups for p in group["params"]]
         self.num_minibatches = 0
 
     def step(self, num_minibatches: int = 1) -> None:
@@ -162,12 +182,16 @@ class Update:
 
     def leave_out(self, num_minibatches: int) -> None:
         """Forget the gradients. Whoever counts minibatches, such as a scheduler, counts these."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        self.forget_gradients()
         self.num_minibatches += num_minibatches
         if self.scheduler is not None:
             for _ in range(num_minibatches):
                 self.scheduler.step()
+
+    def forget_gradients(self) -> None:
+        """Drop what is in `.grad`, as zero_grad() does, of parameters that no optimizer has, too."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def spoil(self) -> None:
         """For `faults`: one gradient is not a number any more."""

@@ -33,7 +33,9 @@ from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage
 from hybridpipe.stage.state import statistics
-from hybridpipe.stage.values import Value
+from hybridpipe.stage.structure import Structure
+from hybridpipe.stage.values import Value, overwrite
+from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.together import cores_to_spare
 
 # MPI counts in 32 bits: larger tensors move in parts.
@@ -91,6 +93,8 @@ class Worker:
         _broadcast_state(model, self.control)
         if self.place is not None:
             self.executor = self._executor(loss, rule, seed)
+        self._structure = Structure(model)
+        self._settings = self._structure.settings()
         self.program = lru_cache(maxsize=8)(self._program)
         self.forward_program = lru_cache(maxsize=8)(self._forward_program)
 
@@ -112,20 +116,36 @@ class Worker:
             )
             for s in held
         ]
-        trained = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
+        parameters = [parameter for stage in stages for parameter in stage.module.parameters()]
+        sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
         return Executor(
             plan,
             self.place,
             stages,
             [Boundary(plan, s, self.transport, self.device) for s in held],
             (
-                HorovodGradients(trained, replicas, rule.compression)
-                if replicas.size > 1 and trained
+                HorovodGradients(parameters, replicas, rule.compression, sparse)
+                if replicas.size > 1
                 else LocalGradients()
             ),
-            rule.build(trained, plan, self.place.stage, self._add_up),
+            rule.build(parameters, plan, self.place.stage, self._add_up),
             Finite(rule.on_nonfinite, plan, self.place, stages, self._largest),
         )
+
+    def renew(self) -> None:
+        """Take up what users have changed in the model since it was last used. Collective.
+
+        Modes, hooks, and which parameters require grad; every rank has changed the same.
+
+        Raises:
+            ValueError: a module or a parameter was replaced.
+        """
+        self._structure.check()
+        settings, before = self._structure.settings(), self._settings
+        self._settings = settings
+        if settings == before or self.executor is None:
+            return
+        self.executor.renew()
 
     def _program(self, num_microbatches: int) -> Program:
         assert self.place is not None
@@ -152,6 +172,11 @@ class Worker:
         request = together.Iallreduce(MPI.IN_PLACE, found, op=MPI.MAX)
         self.transport.watch(request, found, "whether to update", together.ranks).wait()
         return int(found[0])
+
+    def forget_gradients(self) -> None:
+        """Drop what is in `.grad`, as the zero_grad() before a minibatch of any loop does."""
+        if self.executor is not None:
+            self.executor.update.forget_gradients()
 
     def train(self, minibatch: Minibatch, step: int, update: bool = True) -> tuple[Sums, list[Event]]:
         """Train on one minibatch, and flush.
@@ -363,13 +388,15 @@ class Worker:
 
 
 def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
-    """Every rank starts from rank 0's weights, whatever each rank's model was initialised with."""
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            values = tensor.detach().cpu().contiguous()
-            for part in _parts(values):
-                control.Bcast([part, MPI.BYTE], 0)
-            tensor.copy_(values)
+    """Every rank starts from rank 0's weights and buffers, whatever each rank's model was initialised with.
+
+    All buffers, those that no state_dict has, too.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        for part in _parts(values):
+            control.Bcast([part, MPI.BYTE], 0)
+        overwrite(tensor, values)
 
 
 def _parts(tensor: Tensor) -> list[np.ndarray]:

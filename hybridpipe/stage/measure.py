@@ -6,7 +6,6 @@ layer's figure is what it typically takes over many repetitions. What it costs t
 that measure at once, each its own copy, do equally many repetitions; how they agree is not known here.
 """
 
-import copy
 import math
 import platform
 import statistics
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.fused import fused
 from hybridpipe.stage.randomness import preserved_state
-from hybridpipe.stage.split import layers_of
+from hybridpipe.stage.split import copied, layers_of
 from hybridpipe.stage.stage import Loss, Stage, received
 from hybridpipe.stage.stopwatch import Stopwatch, Took
 from hybridpipe.stage.values import Value, map_tensors, norms, tensors_of
@@ -52,13 +51,14 @@ def measure(
     sizes: Sequence[int] = (),
 ) -> ModelProfile:
     """Measure every layer on one microbatch; see `Rehearsal`."""
-    return Rehearsal(model, inputs, targets, loss, device).measure(optimizer, agree, sizes)
+    return Rehearsal(copied(model), inputs, targets, loss, device).measure(optimizer, agree, sizes)
 
 
 class Rehearsal:
-    """A copy of the model, and of one microbatch to run through it.
+    """A model's layers and a copy of one microbatch to run through them.
 
     Args:
+        model: a copy (`copied`), as running it changes its buffers.
         inputs, targets: one microbatch, samples in the first dimension.
         loss: counted with the last layer.
     """
@@ -72,12 +72,12 @@ class Rehearsal:
         device: torch.device | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        layers = layers_of(copy.deepcopy(model))
+        layers = layers_of(model)
         self.names = list(layers)
         losses = [*[None] * (len(layers) - 1), loss]
         self.stages, self.halving = (
             [
-                Stage([layer], i, self.device, loss=own, split_backward=halves)
+                Stage([layer], i, self.device, loss=own, split_backward=halves, check_loss=False)
                 for i, (layer, own) in enumerate(zip(layers.values(), losses, strict=True))
             ]
             for halves in (False, True)

@@ -18,7 +18,13 @@ from hybridpipe.stage.products import MicrobatchRows, WeightProducts
 from hybridpipe.stage.randomness import may_draw_from_python, random_key, seed_generators
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.values import Value, map_tensors, rebuild, tensors_of
-from hybridpipe.stage.weights import Substitution, Weights, check_no_other_weights, trained_parameters
+from hybridpipe.stage.weights import (
+    Substitution,
+    Weights,
+    check_no_foreign_weights,
+    check_no_other_weights,
+    trained_parameters,
+)
 
 Loss = Callable[[Any, Any], Tensor]
 _Result = TypeVar("_Result")
@@ -63,6 +69,8 @@ class Stage:
         recompute: stash a microbatch's inputs only, and run its forward again for its backward.
         join_products: make the weight gradients of several microbatches at once where that pays; see
             `hybridpipe.stage.products`. Not where microbatches see different weights.
+        check_loss: refuse a loss that uses parameters of other stages. Not for a copy of layers, as the loss
+            may use the model's own.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class Stage:
         split_backward: bool = False,
         recompute: bool = False,
         join_products: bool = False,
+        check_loss: bool = True,
     ) -> None:
         self.module = nn.Sequential(*layers).to(device)
         self.first_layer, self.device, self.seed, self.loss = first_layer, device, seed, loss
@@ -84,7 +93,7 @@ class Stage:
         self._substitution = Substitution(self.module)
         self._products = WeightProducts(self.module)
         self._deferring = Deferring(self.module) if split_backward else self._products.deferring
-        self._weights_checked = False
+        self._weights_checked, self._loss_checked = False, not check_loss
         self.renew()
 
     def renew(self) -> None:
@@ -290,6 +299,9 @@ class Stage:
         if not isinstance(mean, Tensor) or mean.numel() != 1:
             got = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
             raise ValueError(f"loss must return a tensor of one number, the mean over the samples, got {got}")
+        if not self._loss_checked:
+            check_no_foreign_weights(mean, value, self.module)
+            self._loss_checked = True
         return mean * call.share
 
     def _layers(self, value: Value, step: int, microbatch: int) -> Value:

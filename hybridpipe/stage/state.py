@@ -129,16 +129,15 @@ class Names:
         return {k: t for k, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
 
     def parameters(self) -> dict[Tensor, str]:
-        """The trained parameters; a tied one goes by its first key."""
+        """All parameters; a tied one goes by its first key."""
         found: dict[Tensor, str] = {}
         for path, parameter in self.module.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                found.setdefault(parameter, self.of(path))
+            found.setdefault(parameter, self.of(path))
         return found
 
     def weights(self, weights: Weights) -> dict[str, Tensor]:
         """A version's leaves, by the keys of the parameters in whose place they are."""
-        wanted = set(self.parameters().values())
+        wanted = {key for parameter, key in self.parameters().items() if parameter.requires_grad}
         named = {
             f"{self._layers[i]}.{name}": leaf
             for i, layer in enumerate(weights)
@@ -210,6 +209,8 @@ def check_optimizer(
         first: OfParameter | None = None
         for p in group["params"]:
             key = names[p]
+            if key not in found and not p.requires_grad:
+                continue  # older checkpoints have trained parameters only
             if key not in found:
                 raise UserError(f"{where}: has no optimizer state of {key}, which is trained now")
             first = first or found[key]
@@ -232,7 +233,9 @@ def put_optimizer(
     for group in optimizer.param_groups:
         on_host = not (group.get("capturable") or group.get("fused"))
         for p in group["params"]:
-            own = found[names[p]]
+            own = found.get(names[p])
+            if own is None:
+                continue
             group.update({name: value for name, value in own.options.items() if name not in FORMS})
             if own.state:
                 optimizer.state[p] = {

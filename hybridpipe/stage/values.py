@@ -50,3 +50,24 @@ def raw_bytes(tensor: Tensor) -> bytes:
         here = here.to_dense()
     here = here.resolve_conj().resolve_neg().contiguous()
     return here.reshape(-1).view(torch.uint8).numpy().tobytes()  # as bytes, since NumPy knows no bfloat16
+
+
+@torch.no_grad()
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Copy numbers into a tensor in place, even one that `expand` has made.
+
+    Raises:
+        ValueError: along a dimension where it holds each number once the values differ.
+    """
+    for dim in expanded_dimensions(tensor):
+        first = values.narrow(dim, 0, 1)
+        if not torch.equal(first.expand_as(values), values):
+            raise ValueError(f"values must be alike along dimension {dim} of an expanded tensor, and differ")
+        tensor, values = tensor.narrow(dim, 0, 1), first
+    tensor.copy_(values)
+
+
+def expanded_dimensions(tensor: Tensor) -> list[int]:
+    """The dimensions along which a tensor holds each number once, as `expand` makes them."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return [dim for dim, (size, stride) in enumerate(sizes) if size > 1 and stride == 0]

@@ -30,6 +30,12 @@ def trained_parameters(layers: Iterable[nn.Module]) -> list[dict[str, Tensor]]:
     ]
 
 
+def sparse_parameters(layers: nn.Module) -> set[Tensor]:
+    """The parameters whose gradients are sparse: the rows that a microbatch has looked up."""
+    embeddings = (module for module in layers.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return {module.weight for module in embeddings if module.sparse}
+
+
 def hand_over(gradients: list[Tensor], leaves: Sequence[Tensor]) -> None:
     """Let each gradient arrive on its leaf, as a backward does: it adds up there, and hooks run.
 
@@ -123,21 +129,42 @@ def check_no_other_weights(outputs: Value, layers: nn.Sequential) -> None:
     """
     named = layers.named_parameters()
     names: dict[Tensor, str] = {parameter: name for name, parameter in named if parameter.requires_grad}
-    todo = [tensor.grad_fn for tensor in tensors_of(outputs)]
-    seen = set()
+    for leaf in _leaves(tensors_of(outputs)):
+        if leaf in names:
+            layer, name = _split_off_layer(names[leaf])
+            raise ValueError(
+                f"{type(layers[layer]).__name__} uses its parameter {name} from another place than the "
+                "module that it is registered with, so it cannot be called with older weights; asynchronous "
+                "schedules need that"
+            )
+
+
+def check_no_foreign_weights(loss: Tensor, outputs: Value, layers: nn.Sequential) -> None:
+    """Raises ValueError if a loss uses a parameter that is not in its stage: no one would train it.
+
+    Args:
+        outputs: of the layers; what they were made from is not looked at.
+    """
+    own = set(layers.parameters())
+    for leaf in _leaves([loss], behind=tensors_of(outputs)):
+        if isinstance(leaf, nn.Parameter) and leaf not in own:
+            raise ValueError(
+                f"the loss uses a parameter of shape {tuple(leaf.shape)} that is not in the last stage and "
+                "would get no gradient: put what uses it into the model's layers"
+            )
+
+
+def _leaves(tensors: Sequence[Tensor], behind: Sequence[Tensor] = ()) -> Iterator[Tensor]:
+    """The tensors at which a graph ends, but for those that are reached through `behind`."""
+    todo, seen = [tensor.grad_fn for tensor in tensors], {tensor.grad_fn for tensor in behind}
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)  # of a leaf's node
-        if isinstance(variable, Tensor) and variable in names:
-            layer, name = _split_off_layer(names[variable])
-            raise ValueError(
-                f"{type(layers[layer]).__name__} uses its parameter {name} from another place than the "
-                "module that it is registered with, so it cannot be called with older weights; asynchronous "
-                "schedules need that"
-            )
+        if isinstance(variable, Tensor):
+            yield variable
         todo.extend(before for before, _ in node.next_functions)
 
 
@@ -151,12 +178,29 @@ class WeightVersions:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._own = trained_parameters(layers)
-        self._parameters = list(dict.fromkeys(p for layer in self._own for p in layer.values()))
         self._newest = 0
         self._oldest: int | None = None  # that may still be asked for; None: the newest
         self._held: dict[int, Weights] = {}  # only the newest, and what may still be asked for
         self._leaves: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._parameters: list[Tensor] = []
+        self.renew(layers)
+
+    def renew(self, layers: Iterable[nn.Module]) -> None:
+        """Hold versions of the parameters that require grad now.
+
+        Raises:
+            ValueError: they are others than before, and versions of those may still be asked for.
+        """
+        self._own = trained_parameters(layers)
+        parameters = list(dict.fromkeys(p for layer in self._own for p in layer.values()))
+        if list(map(id, parameters)) != list(map(id, self._parameters)):
+            if any(number != self._newest for number in self._held):
+                raise ValueError(
+                    "requires_grad must not change in the middle of an epoch that an asynchronous schedule "
+                    "goes on with: older versions of the weights are in use"
+                )
+            self._held, self._leaves = {}, {}
+        self._parameters = parameters
 
     @property
     def newest(self) -> int:

@@ -55,6 +55,11 @@ def make_data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=generator))
 
 
+def seed_all(step: int, microbatch: int, layer: int) -> None:
+    key = random_key(SEED, step, microbatch, layer)
+    torch.manual_seed(key), random.seed(key), np.random.seed(key % 2**32)
+
+
 def reference(optimizer_factory, epochs):
     model, data = make_model(), make_data()
     optimizer, losses, step = optimizer_factory(model.parameters()), [], 0
@@ -65,8 +70,7 @@ def reference(optimizer_factory, epochs):
             for m, first in enumerate(range(0, len(inputs), MICROBATCH)):
                 x, y = inputs[first : first + MICROBATCH], targets[first : first + MICROBATCH]
                 for i, layer in enumerate(model):
-                    key = random_key(SEED, step, m, i)
-                    torch.manual_seed(key), random.seed(key), np.random.seed(key % 2**32)
+                    seed_all(step, m, i)
                     x = layer(x)
                 loss = nn.functional.cross_entropy(x, y) * (len(y) / len(targets))
                 loss.backward()

@@ -8,11 +8,10 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from exactness import MICROBATCH, MINIBATCH, OPTIMIZERS, SEED, make_data, make_model, make_plan
+from exactness import MICROBATCH, MINIBATCH, OPTIMIZERS, SEED, make_data, make_model, make_plan, seed_all
 from torch import nn
 
 from hybridpipe import Trainer
-from hybridpipe.stage.randomness import random_key
 
 MAX_NORM, ACCUMULATED, NUM_MINIBATCHES = 0.4, 3, 9
 SCHEDULERS = {
@@ -40,7 +39,7 @@ def reference(optimizer_factory, scheduler_factory, accumulated):
         for m, first in enumerate(range(0, len(inputs), MICROBATCH)):
             x, y = inputs[first : first + MICROBATCH], targets[first : first + MICROBATCH]
             for i, layer in enumerate(model):
-                torch.manual_seed(random_key(SEED, step, m, i))
+                seed_all(step, m, i)
                 x = layer(x)
             (nn.functional.cross_entropy(x, y) * (len(y) / len(targets))).backward()
         if updates_after(step, accumulated):

@@ -1,0 +1,184 @@
+"""Validation: arguments of `Trainer` and models that cannot be trained as they are, refused in one line.
+
+Knows torch, no ranks and no plan. Every function returns what it was given in the form that the rest works
+with, or raises TypeError or ValueError that says what is accepted. Data sets are `samples`' affair.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from types import CellType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hybridpipe.planning.checks import plain
+
+# What users hang on a module, and `nn.Sequential.forward` between stages would never call.
+_ROOT_HOOKS = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_state_dict_hooks": "state_dict hooks",
+    "_state_dict_pre_hooks": "state_dict hooks",
+    "_load_state_dict_pre_hooks": "load_state_dict hooks",
+    "_load_state_dict_post_hooks": "load_state_dict hooks",
+}
+
+
+def integer(name: str, value: Any, least: int = -(2**63)) -> int:
+    """A Python integer of at most 64 bits, from that or from NumPy's."""
+    what = "a 64-bit integer" if least < 0 else f"an integer >= {least}"
+    if isinstance(value, bool) or not isinstance(plain(value), int) or not least <= value < 2**63:
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+    return int(value)
+
+
+def check_sizes(minibatch_size: int, microbatch_size: int | None) -> None:
+    """A microbatch is a slice of the minibatch."""
+    if microbatch_size is not None and microbatch_size > minibatch_size:
+        raise ValueError(
+            f"microbatch_size must be <= minibatch_size = {minibatch_size}, got {microbatch_size}"
+        )
+
+
+def check_factory(name: str, factory: Any, called_with: str, example: str) -> None:
+    """An optimizer or a scheduler is made by each stage, for its own parameters."""
+    wanted = f"{name} must be a callable that is given {called_with} and makes one, such as {example}"
+    if not callable(factory):
+        made = f"the {type(factory).__name__} object itself" if hasattr(factory, "step") else repr(factory)
+        raise TypeError(f"{wanted}, got {made}")
+
+
+def check_loss(loss: Any, model: nn.Module) -> None:
+    """A function of outputs and targets, with nothing to train that is not the model's."""
+    wanted = "loss must be a function loss(outputs, targets), such as torch.nn.functional.cross_entropy"
+    if isinstance(loss, type):
+        raise TypeError(f"{wanted}, got the class {loss.__name__}: pass an object, {loss.__name__}()")
+    if not callable(loss):
+        raise TypeError(f"{wanted}, got {loss!r}")
+    of_model = set(map(id, model.parameters()))
+    for module in _modules_in(loss):
+        named = module.named_parameters()
+        trained = [name for name, p in named if p.requires_grad and id(p) not in of_model]
+        if trained:
+            raise ValueError(
+                f"loss must have no parameters of its own, as no stage would train them, got "
+                f"{type(module).__name__} with {', '.join(trained)}: make it the model's last layer, or set "
+                "requires_grad = False"
+            )
+
+
+def _modules_in(function: Any) -> Iterator[nn.Module]:
+    """The modules that a callable holds: itself, the arguments of a partial, its object, its closure."""
+    held: list[Any] = []
+    if isinstance(function, nn.Module):
+        yield function
+    elif isinstance(function, partial):
+        held = [function.func, *function.args, *function.keywords.values()]
+    elif isinstance(getattr(function, "__self__", None), nn.Module):
+        yield function.__self__
+    else:
+        cells = getattr(function, "__closure__", None) or ()
+        held = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty one has none
+        held += vars(function).values() if hasattr(function, "__dict__") else []
+    for each in held:
+        if isinstance(each, nn.Module | partial):
+            yield from _modules_in(each)
+
+
+def check_device(device: torch.device | str | None) -> torch.device | None:
+    """A CPU, or a GPU that is there; "cuda" without a number is this rank's own."""
+    if device is None:
+        return None
+    accepted = f"device must be 'cpu', 'cuda' or 'cuda:N', got {str(device)!r}"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(accepted) from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(accepted)
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise ValueError(f"{accepted}: no GPU is seen here (torch.cuda.is_available() is False)")
+        if (found.index or 0) >= count:
+            raise ValueError(f"{accepted}: this rank sees {count} GPUs, 0 to {count - 1}")
+    return found
+
+
+def check_model(model: nn.Module) -> None:
+    """Its state consists of dense tensors with numbers in them, each a parameter or a buffer by its name."""
+    own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for key, tensor in own:
+        problem = _problem(tensor)
+        if problem is not None:
+            raise ValueError(f"{key} of the model {problem}")
+    known = {id(tensor) for _, tensor in own}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in known:
+            raise ValueError(
+                f"{key} in model.state_dict() must be a parameter or a buffer of the model, got "
+                f"{type(value).__name__}: extra state (get_extra_state) and tensors that a state_dict hook "
+                "makes are neither sent to other ranks nor saved; keep it as a buffer"
+            )
+
+
+def _problem(tensor: Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "has no shape yet, as in LazyLinear: run a few samples through the model first"
+    if tensor.is_meta:
+        return "has no numbers, being on the meta device: initialise the model on the CPU first"
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = (
+            str(tensor.layout).removeprefix("torch.")
+            if tensor.layout != torch.strided
+            else "nested or quantized"
+        )
+        return f"must be a dense tensor, got {kind}: make it dense, or build it in the layer's forward"
+    if _overlaps(tensor):
+        return "must not overlap itself in memory in this way: register a clone() of it"
+    return None
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements share memory, other than along a dimension that `expand` has made."""
+    steps = sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1 and stride
+    )
+    reach = 1
+    for stride, size in steps:
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def check_model_now(model: nn.Module) -> None:
+    """Called before each training and evaluation, as users add hooks in between."""
+    for attribute, words in _ROOT_HOOKS.items():
+        if getattr(model, attribute):
+            raise ValueError(
+                f"the model itself must have no hooks, as each rank calls its own layers only, got {words}: "
+                "register them on layers, or make it one layer, nn.Sequential(model)"
+            )
+
+
+def check_surroundings(method: str) -> None:
+    """Refuse what is in force around a call and would silently train something else."""
+    for device_type in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            raise RuntimeError(
+                f"{method} must not be called inside torch.autocast({device_type!r}), which keeps the "
+                "weights that it has cast once: enter it in the forward of layers"
+            )
+    if method != "evaluate" and not torch.is_grad_enabled():
+        raise RuntimeError(f"{method} must not be called under torch.no_grad() or inference_mode()")
+
+
+def check_trains(model: nn.Module) -> None:
+    """Some parameter is to be trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("the model has nothing to train: no parameter has requires_grad = True")
