@@ -19,7 +19,8 @@ from hybridpipe.planning.schedules import ceil_div, cuts_every, losses_late
 from hybridpipe.runtime import checkpoint, failure
 from hybridpipe.runtime.checkpoint import Saver, Snapshot
 from hybridpipe.runtime.worker import Worker
-from hybridpipe.stage.state import pack, statistics
+from hybridpipe.stage.state import pack
+from hybridpipe.stage.statistics import statistics
 from hybridpipe.standing import SoFar
 
 JSON = Any

@@ -337,9 +337,7 @@ class Trainer:
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted}
         check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
-        self.prepare(dataset)
-        if validation is not None:
-            check_data_alike(self.world, "validation", validation, self.seed)
+        self.prepare(dataset, validation)
         if self.world.rank == 0 and not any(module.training for module in self.model.modules()):
             what = "all of the model is in evaluation mode, and is trained so; model.train() changes that"
             print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
@@ -453,8 +451,8 @@ class Trainer:
         self._check_nothing_under_way("full_state_dict")
         return self.worker.full_state_dict()
 
-    def prepare(self, dataset: Any) -> None:
-        """Check data set and model, and make the plan if there is none yet, from the first minibatch.
+    def prepare(self, dataset: Any, validation: Any = None) -> None:
+        """Check data sets and model, and make the plan if there is none yet, from the first minibatch.
 
         `fit` and `evaluate` do so first.
 
@@ -463,6 +461,8 @@ class Trainer:
                 model has changed in a way that cannot be taken up.
         """
         facts = check_data_alike(self.world, "dataset", dataset, self.seed)
+        if validation is not None:
+            check_data_alike(self.world, "validation", validation, self.seed)
         check_alike(self.world, structure(self.model))
         if self._worker is None:
             self._make_plan(next(minibatches(self._microbatches(dataset))))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.planning.schedules import losses_late
 from hybridpipe.runtime import seen
-from hybridpipe.stage.state import Generators
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
@@ -127,10 +125,11 @@ def test_what_is_saved_is_the_state_right_behind_the_update(make, data, tmp_path
 
 
 def test_only_who_saves_notes_what_is_in_flight(make, data, tmp_path, monkeypatch):
-    """It costs a microbatch 54 µs or more."""
+    """It copies the buffers that a forward changes."""
     trainer, noted = make(plan=Plan((StageSpec(0, 4),), "pipedream", num_microbatches=1)), []
-    now = Generators.now
-    monkeypatch.setattr(seen, "Generators", SimpleNamespace(now=lambda at: noted.append(at) or now(at)))
+    before = seen.ChangingBuffers.before
+    note = lambda buffers: noted.append(buffers) or before(buffers)  # noqa: E731
+    monkeypatch.setattr(seen.ChangingBuffers, "before", note)
     trainer.fit(data)
     assert not noted
     trainer.fit(data, checkpoint=Checkpointing(tmp_path))

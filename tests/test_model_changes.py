@@ -4,8 +4,10 @@ tests/mpi/programs/as_it_is.py tells the same stories on two. Each was silent on
 """
 
 import copy
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -227,3 +229,18 @@ def test_fit_between_no_sync_and_its_update_is_refused(make):
         trainer.train_step(*data()[:8])
     with pytest.raises(ValueError, match="before the update that is to follow"):
         trainer.fit(data())
+
+
+class Drawing(nn.Module):
+    def forward(self, x):
+        return x * (torch.rand(()) + random.random() + np.random.random())
+
+
+def test_evaluation_draws_the_same_numbers_each_time(make):
+    """It drew from wherever the process's generators stood, and moved them."""
+    trainer = make(nn.Sequential(nn.Linear(4, 3), Drawing(), Drawing()).double())
+    before = random.getstate(), torch.get_rng_state().tolist()
+    first = trainer.evaluate(data())
+    assert before == (random.getstate(), torch.get_rng_state().tolist())
+    random.random(), torch.rand(3), np.random.random()
+    assert trainer.evaluate(data()) == first

@@ -19,7 +19,10 @@ from hybridpipe.checkpoint.manifest import MANIFEST
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.shard import read_plain, read_shard, write_plain
 from hybridpipe.errors import UserError, shown
-from hybridpipe.stage.state import mean, under
+from hybridpipe.files import parse
+from hybridpipe.planning.plan import Plan
+from hybridpipe.stage.state import batches_agreed, samples_seen, under
+from hybridpipe.stage.statistics import Replica, agreed
 
 
 def export(source: Path, out: Path) -> list[str]:
@@ -47,18 +50,23 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
         UserError: one of them is damaged, or they contradict each other.
     """
     state: dict[str, Tensor] = {}
-    replicas: dict[str, list[Tensor]] = {}
+    of_ranks: dict[int, Replica] = {}
+    batches: dict[str, int] = {}
     manifest = directory.read_manifest(checkpoint)
+    plan = parse(Plan, manifest.plan, f"{checkpoint / MANIFEST}: plan")
     statistics = manifest.run.get("statistics")  # each replica has seen its own samples
     if not isinstance(statistics, list):
         raise UserError(f"{checkpoint / MANIFEST}: run.statistics: must be a list, got {shown(statistics)}")
     for entry in manifest.files:
         path = checkpoint / entry.name
-        of_stage = entry.name.startswith("stage-")
-        for key, tensor in under("model", read_shard(path, entry)[0]).items():
-            if not of_stage:
-                replicas.setdefault(key, []).append(tensor)
-            elif key in state and not _same(state[key], tensor):
+        tensors, meta = read_shard(path, entry)
+        own = under("model", tensors)
+        if not entry.name.startswith("stage-"):
+            of_ranks[int(entry.name[5:9])] = Replica(own, samples_seen(meta, str(path)))
+            continue
+        batches |= batches_agreed(meta, str(path))
+        for key, tensor in own.items():
+            if key in state and not _same(state[key], tensor):
                 raise UserError(
                     f"{path}: tensor {shown(key)}: must be as in another stage, which holds it, too"
                 )
@@ -66,9 +74,10 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
                 state[key] = tensor
     if not state:
         raise UserError(f"{checkpoint}: must hold the tensors of a model, got none named model.…")
-    for key in state.keys() & replicas.keys():
-        if key in statistics:
-            state[key] = mean([state[key], *replicas[key]])
+    for ranks in dict.fromkeys(stage.ranks for stage in plan.stages):
+        replicas = [of_ranks[rank] for rank in ranks if rank in of_ranks]
+        if len(replicas) > 1:
+            state |= agreed(statistics, [replicas[0]._replace(tensors=state), *replicas[1:]], batches)
     return state
 
 

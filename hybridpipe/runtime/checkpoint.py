@@ -36,6 +36,8 @@ from hybridpipe.runtime.seen import Before, Stashed
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.state import (
+    BATCHES_AGREED,
+    SAMPLES_SEEN,
     Generators,
     Names,
     State,
@@ -122,7 +124,9 @@ def referred(worker: Worker, cut: Cut) -> dict[str, State]:
             else:
                 own.tensors |= prefixed("model", buffers)
                 _put_versions(worker, names, _own_versions(worker.plan, worker.place, cut), own)
-    random = (Generators.now(worker.device) if before is None else before.random).state()
+        seen = worker.executor.statistics.num_samples if before is None else before.num_samples
+        own.meta[SAMPLES_SEEN] = seen
+    random = Generators.now(worker.device).state()
     own.tensors |= random.tensors
     own.meta |= random.meta
     return files | {rank_file(worker.control.rank): own}
@@ -133,6 +137,8 @@ def _of_stage(worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.
     update = worker.executor.update
     state = State(prefixed("model", {**names.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
+    batches = worker.executor.statistics.num_batches[worker.executor.held.index(s)]
+    state.meta[BATCHES_AGREED] = {names.of(path): number for path, number in batches.items()}
     if update.optimizer is not None:
         take_optimizer(update.optimizer, names.parameters(), state)
     if update.scheduler is not None:

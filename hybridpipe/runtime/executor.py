@@ -42,6 +42,7 @@ from hybridpipe.runtime.stream import Minibatch, Stream
 from hybridpipe.runtime.update import Update
 from hybridpipe.stage.randomness import preserved_state
 from hybridpipe.stage.stage import Stage
+from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.values import Value, map_tensors
 
 Gradient = Sequence[torch.Tensor | None]
@@ -97,9 +98,10 @@ class Executor:
         self.stages, self.boundaries = stages, boundaries
         self.gradients, self.update, self.finite = gradients, update, finite
         self.products_wait = [plan.products_wait(s) for s in self.held]
+        self.statistics = RunningStatistics(stage.module for stage in stages)
         self.seen: Seen = Newest()
         if plan.is_asynchronous:
-            self.seen = Stashed(plan, place, stages[0].module, stages[0].device)
+            self.seen = Stashed(plan, place, stages[0].module, self.statistics)
 
     def renew(self) -> None:
         """Take up what has changed in the layers since the last run. Collective over the stage's replicas."""
@@ -277,6 +279,8 @@ class _Run:
                 )
             self.losses[m] = self.unchecked[m] = loss.detach()
         executor.seen.ran(m)
+        if not c:  # each of a rank's stages sees the same
+            executor.statistics.num_samples += self.stream.sizes[m]
 
     def backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
         executor, m, factor = self.executor, instruction.microbatch, 1 / self.minibatches_due

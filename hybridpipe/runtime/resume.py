@@ -30,17 +30,18 @@ from hybridpipe.stage.state import (
     Names,
     OfParameter,
     State,
+    batches_agreed,
     check_fits,
     check_optimizer,
     described,
-    mean,
     name_of,
     put_optimizer,
     read_optimizer,
-    statistics,
+    samples_seen,
     under,
     unpack,
 )
+from hybridpipe.stage.statistics import Replica, agreed, statistics
 from hybridpipe.stage.values import overwrite
 
 _Result = TypeVar("_Result")
@@ -141,6 +142,8 @@ class _Read:
     newest: int = 0
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random: Generators | None = None
+    samples_seen: int = 0
+    batches_agreed: dict[str, int] = field(default_factory=dict)
 
 
 class _Scheduler(NamedTuple):
@@ -160,6 +163,7 @@ class _Reading:
         self.names = names_of(worker)
         self.wanted = {key: t for names in self.names.values() for key, t in names.tensors().items()}
         self.result = _Read()
+        self.batches: dict[str, int] = {}
 
     def all(self) -> _Read:
         """Raises UserError for what does not fit."""
@@ -167,7 +171,7 @@ class _Reading:
             self.of_stage(s)
         if self.exact:
             self.of_rank()
-        elif self.statistics():
+        else:
             self.average()
         self.check()
         return self.result
@@ -193,6 +197,7 @@ class _Reading:
     def of_stage(self, s: int) -> None:
         where, state = str(self.found.path / stage_file(s)), self.read(stage_file(s))
         result = self.result
+        self.batches |= batches_agreed(state.meta, where)
         result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
         mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.wanted}
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
@@ -218,19 +223,24 @@ class _Reading:
         state = self.read(name)
         self.result.model |= under("model", state.tensors)
         self.versions(state)
+        self.result.samples_seen = samples_seen(state.meta, name)
+        self.result.batches_agreed = self.batches
         self.result.random = Generators.of(state, str(self.found.path / name))
 
-    def statistics(self) -> set[str]:
-        """The keys of running statistics, whose mean over the replicas counts."""
-        return {names.of(path) for names in self.names.values() for path in statistics(names.module)}
-
     def average(self) -> None:
-        """Each once, though under an interleaved plan a rank's file has the buffers of several stages."""
-        ranks = {rank for s in self.stages() for rank in self.found.plan.stages[s].ranks[1:]}
-        others = [under("model", self.read(rank_file(rank)).tensors) for rank in sorted(ranks)]
-        for key in self.statistics() & self.result.model.keys():
-            each = [tensors[key] for tensors in others if key in tensors]
-            self.result.model[key] = mean([self.result.model[key], *each])
+        """Let the replicas of each stage of the checkpoint agree on their statistics."""
+        wanted = {names.of(path) for names in self.names.values() for path in statistics(names.module)}
+        # each once, though under an interleaved plan the same ranks hold several stages
+        for ranks in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
+            if wanted and len(ranks) > 1:
+                replicas = [self.replica(rank) for rank in ranks]
+                replicas[0] = replicas[0]._replace(tensors=self.result.model)
+                self.result.model |= agreed(wanted, replicas, self.batches)
+
+    def replica(self, rank: int) -> Replica:
+        """What a rank of the checkpoint's had of its own."""
+        state = self.read(rank_file(rank))
+        return Replica(under("model", state.tensors), samples_seen(state.meta, rank_file(rank)))
 
     def check(self) -> None:
         """Everything that `_put` relies on."""
@@ -268,6 +278,13 @@ def _put(worker: Worker, read: _Read) -> None:
             overwrite(tensor, read.model[key])
     executor = worker.executor
     if executor is not None:
+        executor.statistics.begin_anew()
+        if read.batches_agreed:
+            executor.statistics.num_samples = read.samples_seen
+            executor.statistics.num_batches = [
+                {path: read.batches_agreed[of_stage.of(path)] for path in before}
+                for of_stage, before in zip(names.values(), executor.statistics.num_batches, strict=True)
+            ]
         update = executor.update
         update.num_minibatches = read.num_minibatches
         if update.optimizer is not None:

@@ -8,23 +8,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules import versions
 from hybridpipe.stage.recompute import ChangingBuffers
-from hybridpipe.stage.state import Generators
+from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.weights import Weights, WeightVersions
 
 
 class Before(NamedTuple):
-    """What a microbatch's forward found and changed: what it takes to run it again.
+    """The state that a microbatch's forward found and changed: all that it takes to run it again.
 
-    `buffers` by their path in the stage.
+    Args:
+        num_samples: that the stage's statistics had seen.
+        buffers: by their path in the stage.
     """
 
-    random: Generators
+    num_samples: int
     buffers: Mapping[str, Tensor]
 
 
@@ -99,19 +100,19 @@ class Newest:
 class Stashed:
     """The versions that an asynchronous plan names, of the stage at `place`.
 
-    For each microbatch in flight it keeps, too, what it takes to run the forward again, as a run that resumes
-    from a checkpoint has to: its buffers and where the generators stood, which take 54 µs a microbatch, or
-    232 µs where all cores are busy. `notes_flight = False` leaves that out.
+    For each microbatch in flight it keeps, too, the buffers that its forward has changed, as a run that
+    resumes from a checkpoint runs the forward again. `notes_flight = False` leaves that out.
     """
 
     notes_flight = True
 
-    def __init__(self, plan: Plan, place: Place, layers: nn.Sequential, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, place: Place, layers: nn.Sequential, statistics: RunningStatistics
+    ) -> None:
         self.versions = WeightVersions(layers)
-        self._layers = layers
+        self._layers, self._statistics = layers, statistics
         self._number = versions(plan, place.stage)
         self._replicas = plan.replicas[place.stage]
-        self._device = device
         self._buffers = ChangingBuffers(layers)
         self._of: dict[int, Weights] = {}
         self._before: dict[int, Before] = {}
@@ -131,7 +132,7 @@ class Stashed:
     def of(self, microbatch: int) -> Weights:
         """The version it is due. Older than the next microbatch's: kept by those in flight only."""
         if self.notes_flight:
-            self._random, self._unchanged = Generators.now(self._device), self._buffers.before()
+            self._num_samples, self._unchanged = self._statistics.num_samples, self._buffers.before()
         weights = self._of[microbatch] = self.versions.version(self._first + self._number(microbatch))
         self.versions.keep_from(self._first + self._number(microbatch + self._replicas))
         return weights
@@ -139,7 +140,7 @@ class Stashed:
     def ran(self, microbatch: int) -> None:
         """What it has changed is known."""
         if self.notes_flight:
-            self._before[microbatch] = Before(self._random, self._buffers.after(self._unchanged))
+            self._before[microbatch] = Before(self._num_samples, self._buffers.after(self._unchanged))
 
     def final(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
         """One by one, where there are replicas to sum them with; all at once is cheaper."""
@@ -175,6 +176,6 @@ class Stashed:
         self.versions.restore(newest, older)
 
     def before_flight(self) -> Before | None:
-        """What the first microbatch in flight found; None if there is none."""
+        """The state that the first microbatch in flight found; None if there is none."""
         assert self.notes_flight or not self._of, "it was not noted"
         return self._before[min(self._before)] if self._before else None

@@ -32,7 +32,6 @@ from hybridpipe.runtime.transport import Pending
 from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage
-from hybridpipe.stage.state import statistics
 from hybridpipe.stage.structure import Structure
 from hybridpipe.stage.values import Value, overwrite
 from hybridpipe.stage.weights import sparse_parameters
@@ -324,18 +323,25 @@ class Worker:
         return Sums(carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses"))
 
     def average_statistics(self) -> None:
-        """Let the replicas of a stage agree on the mean of their normalisation layers' running statistics.
+        """Let the replicas of a stage agree on their normalisation layers' statistics.
 
         In training each replica sees its own microbatches only.
         """
         replicas = self.communicators.replicas
         if self.executor is None or replicas is None or replicas.size == 1:
             return
-        buffers = [buffer for stage in self.executor.stages for buffer in statistics(stage.module).values()]
-        for buffer in {id(buffer): buffer for buffer in buffers}.values():
-            mean = buffer.detach().to("cpu", torch.float64).numpy()
-            replicas.Allreduce(MPI.IN_PLACE, mean, op=MPI.SUM)
-            buffer.copy_(torch.from_numpy(mean / replicas.size))
+
+        def add_up(tensor: Tensor) -> Tensor:
+            total = tensor.clone()
+            replicas.Allreduce(MPI.IN_PLACE, total.numpy(), op=MPI.SUM)
+            return total
+
+        def of_first(tensor: Tensor) -> Tensor:
+            sent = tensor.clone()
+            replicas.Bcast(sent.numpy(), 0)
+            return sent
+
+        self.executor.statistics.agree(add_up, of_first)
 
     def not_split(self) -> list[str] | None:
         """The trained modules whose backward is whole under zero-bubble; None on other ranks than 0.

@@ -13,7 +13,7 @@ neither tensor nor JSON is refused, never pickled.
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from hybridpipe.stage.weights import Weights
 
 JSON = Any
 FORMS = ("foreach", "fused")  # options that say how a step is computed, and are not of what was trained
+SAMPLES_SEEN, BATCHES_AGREED = "statistics_samples", "statistics_batches"  # of `stage.statistics`, as JSON
 _TENSOR, _TUPLE, _PAIRS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$pairs", "$counter", "$float"
 
 
@@ -321,6 +322,23 @@ class Generators(NamedTuple):
         random.setstate(self.python)
 
 
+def samples_seen(meta: JSON, where: str) -> int:
+    """The samples that a rank's statistics have seen; where no one says, all ranks count alike."""
+    found = meta.get(SAMPLES_SEEN, 1) if isinstance(meta, dict) else 1
+    if type(found) is not int or found < 0:
+        raise UserError(f"{where}: {SAMPLES_SEEN}: must be an integer >= 0, got {shown(found)}")
+    return found
+
+
+def batches_agreed(meta: JSON, where: str) -> dict[str, int]:
+    """The numbers of batches that a stage's replicas last agreed on, by key."""
+    match meta.get(BATCHES_AGREED, {}) if isinstance(meta, dict) else {}:
+        case dict() as found if all(type(number) is int for number in found.values()):
+            return found
+        case found:
+            raise UserError(f"{where}: {BATCHES_AGREED}: must hold integers, got {shown(found)}")
+
+
 def described(tensors: Mapping[str, Tensor]) -> dict[str, JSON]:
     """Their types and shapes: "float32[3, 4]"."""
     return {key: _described(tensor) for key, tensor in tensors.items()}
@@ -352,24 +370,3 @@ def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse: those of a prefix, without it."""
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-
-
-def statistics(module: nn.Module) -> dict[str, Tensor]:
-    """Normalisation layers' running statistics, by name; of these the mean over the replicas counts."""
-    return {
-        f"{path}.{name}" if path else name: getattr(each, name)
-        for path, each in module.named_modules(remove_duplicate=False)
-        if isinstance(each, nn.modules.batchnorm._NormBase)
-        for name in ("running_mean", "running_var")
-        if getattr(each, name) is not None
-    }
-
-
-def mean(tensors: Iterable[Tensor]) -> Tensor:
-    """In float64, as replicas' running statistics are averaged."""
-    each: Iterator[Tensor] = iter(tensors)
-    first = next(each)
-    total, count = first.double(), 1
-    for tensor in each:
-        total, count = total + tensor.double(), count + 1
-    return (total / count).to(first.dtype)

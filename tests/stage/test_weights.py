@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.stage.weights import WeightVersions, hand_over
+from hybridpipe.stage.weights import WeightVersions, check_no_foreign_weights, hand_over
 
-from .helpers import Tied, double
+from .helpers import Tied, batch, double
 from .parts import CASES, case, check_same, frozen, gradients_like, stage_of, tensor, train
 
 OPTIONS = [{}, {"split_backward": True}, {"recompute": True}, {"split_backward": True, "recompute": True}]
@@ -332,3 +332,13 @@ def test_scripted_layers_take_other_weights():
     assert torch.equal(outputs, expected)
     stage.backward(1, [torch.ones(4, 2)])
     assert weights[0]["weight"].grad is not None and stage.module[0].weight.grad is None
+
+
+def test_a_loss_with_a_parameter_of_another_stage_is_refused():
+    """It got no gradient from there, where one process has one."""
+    first, last = double(nn.Linear(3, 4)), double(nn.Linear(4, 2))
+    outputs = last(first(batch(2, 3)).detach())
+    own = outputs.sum() + last[0].weight.sum()
+    check_no_foreign_weights(own, outputs, last)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(4, 3\) that is not in the last stage"):
+        check_no_foreign_weights(own + first[0].weight.sum(), outputs, last)

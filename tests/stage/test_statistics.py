@@ -1,0 +1,104 @@
+"""How replicas agree on normalisation layers' statistics, against the formula in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.stage.statistics import Replica, RunningStatistics, agreed, statistics
+
+from .helpers import double
+
+
+def net(**options) -> nn.Sequential:
+    torch.manual_seed(0)
+    return double(nn.Linear(3, 4), nn.BatchNorm1d(4, **options), nn.Sequential(nn.InstanceNorm1d(2)))
+
+
+def trained(sizes: list[int], **options) -> tuple[nn.Sequential, RunningStatistics]:
+    """A replica that has seen microbatches of these sizes."""
+    module = net(**options)
+    counted = RunningStatistics([module])
+    generator = torch.Generator().manual_seed(sum(sizes))
+    for size in sizes:
+        module[1](torch.randn(size, 4, dtype=torch.float64, generator=generator))
+        counted.num_samples += size
+    return module, counted
+
+
+def agree(replicas: list[tuple[nn.Sequential, RunningStatistics]]) -> None:
+    """All of them, one after the other: what the others give is known beforehand."""
+    before = [module.state_dict() for module, _ in replicas]
+    before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
+    samples = [counted.num_samples for _, counted in replicas]
+    tracked = [counted.num_batches[0] for _, counted in replicas]
+    averaged = [key for key in statistics(replicas[0][0]) if "running" in key]
+
+    for _, counted in replicas:
+        sums = iter(
+            [
+                torch.tensor(sum(samples)),
+                *(sum(b[key] - t[key] for b, t in zip(before, tracked, strict=True)) for key in tracked[0]),
+                *(
+                    sum(n * (b[key] - before[0][key]) for n, b in zip(samples, before, strict=True))
+                    for key in averaged
+                ),
+            ]
+        )
+        firsts = iter([before[0][key] for key in averaged])
+        counted.agree(lambda _, sums=sums: next(sums), lambda _, firsts=firsts: next(firsts))
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["momentum", "cumulative"])
+@pytest.mark.parametrize("sizes", [[[4, 4], [4]], [[6], [2, 2, 2], [3]], [[5], []], [[], [2, 7]]])
+def test_the_mean_over_the_samples_and_the_sum_of_the_batches(sizes, options):
+    """A replica with a short last microbatch, or with none, counted as much as any other."""
+    replicas = [trained(own, **options) for own in sizes]
+    numbers = [sum(own) for own in sizes]
+    expected = {
+        name: sum(n * getattr(module[1], name) for n, (module, _) in zip(numbers, replicas, strict=True))
+        / sum(numbers)
+        for name in ("running_mean", "running_var")
+    }
+    each = [Replica({**statistics(module)}, counted.num_samples) for module, counted in replicas]
+    saved = agreed(statistics(replicas[0][0]), each, {"1.num_batches_tracked": 0})
+    saved = {key: tensor.clone() for key, tensor in saved.items()}
+    agree(replicas)
+    for module, counted in replicas:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(getattr(module[1], name), tensor, rtol=0, atol=1e-14)
+            assert torch.equal(saved[f"1.{name}"], getattr(module[1], name)), "a checkpoint says the same"
+        assert module[1].num_batches_tracked == saved["1.num_batches_tracked"] == sum(map(len, sizes))
+        assert counted.num_samples == 0 and counted.num_batches == [
+            {"1.num_batches_tracked": sum(map(len, sizes))}
+        ]
+
+
+def test_the_next_agreement_counts_from_the_last_one():
+    replicas = [trained([4]), trained([4, 4])]
+    agree(replicas)
+    for (module, counted), sizes in zip(replicas, ([2, 2], [2]), strict=True):
+        for size in sizes:
+            module[1](torch.randn(size, 4, dtype=torch.float64))
+            counted.num_samples += size
+    agree(replicas)
+    assert [module[1].num_batches_tracked.item() for module, _ in replicas] == [6, 6]
+
+
+def test_what_all_have_alike_stays_to_the_bit():
+    """Frozen statistics, and those of replicas that saw nothing since: thirds do not add up to one."""
+    for samples in (0, 1):
+        replicas = [trained([5]) for _ in range(3)]
+        before = replicas[0][0].state_dict()["1.running_var"].clone()
+        for _, counted in replicas:
+            counted.begin_anew()
+            counted.num_samples = samples
+        agree(replicas)
+        assert all(torch.equal(module[1].running_var, before) for module, _ in replicas)
+
+
+def test_an_older_checkpoint_counts_all_replicas_alike():
+    tensors = [
+        {"0.running_mean": torch.tensor([x]), "0.num_batches_tracked": torch.tensor(3)} for x in (1.0, 3.0)
+    ]
+    found = agreed(tensors[0], [Replica(each, 1) for each in tensors], {})
+    assert found == {"0.running_mean": torch.tensor([2.0])}
