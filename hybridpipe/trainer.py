@@ -6,10 +6,11 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.epoch import Epoch, total
 from hybridpipe.errors import UserError
-from hybridpipe.judging import evaluated, reached, targets_wanted
+from hybridpipe.judging import Judge, Metric, evaluated, reached, targets_wanted
 from hybridpipe.loading import loaded
 from hybridpipe.planmaker import Asked, ClusterLike, PlanLike, PlanMaker, device_and_threads, read_given
 from hybridpipe.planning.checks import non_negative, plain
@@ -33,6 +34,7 @@ from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
 from hybridpipe.runtime import failure, preemption
 from hybridpipe.runtime.agreement import (
+    callable_text,
     check_alike,
     check_data_alike,
     check_repeatable,
@@ -105,6 +107,9 @@ class Trainer:
         on_nonfinite: where a loss or a gradient is NaN or infinite: "stop" ends the job with one line that
             names it; "skip" leaves the update out on all ranks (under asynchronous schedules, where no two
             stages update together, on all replicas of the stage); "ignore" does not look.
+        metrics: functions by name, called with (outputs, targets) of a microbatch in evaluation; each returns
+            (sum, count). `evaluate` tells sum over count of the whole data set. One called "accuracy" takes
+            the place of the one that is counted where targets are classes.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
@@ -138,12 +143,14 @@ class Trainer:
         world: MPI.Comm | None = None,
         hang_timeout: float = DEFAULT_SECONDS,
         on_nonfinite: str = "stop",
+        metrics: Mapping[str, Metric] = MappingProxyType({}),
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
         layers_of(model)
         check_model(model)
         check_loss(loss, model)
+        self._judge = Judge(loss, metrics)
         check_factory("optimizer", optimizer, "parameters", "partial(torch.optim.SGD, lr=0.1)")
         if lr_scheduler is not None:
             example = "partial(torch.optim.lr_scheduler.StepLR, step_size=100)"
@@ -178,7 +185,8 @@ class Trainer:
         self._worker: Worker | None = None
         given = read_given(plan)
         sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
-        alike = {"seed": seed, "schedule": schedule, "hang_timeout": hang_timeout, **sizes}
+        judged = {name: callable_text(metric) for name, metric in metrics.items()}
+        alike = {"seed": seed, "schedule": schedule, "hang_timeout": hang_timeout, "metrics": judged, **sizes}
         check_alike(self.world, facts(model, loss, self.rule, given, **alike))
         self._watch()
         asked = Asked(schedule, vertical_sync, plain(max_in_flight), recompute)
@@ -421,7 +429,9 @@ class Trainer:
         return told
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Mean loss over a data set, and the accuracy where targets are classes; the same on every rank.
+        """Mean loss and metrics over a data set, the same on every rank.
+
+        An accuracy is among them where all targets are classes, those that the loss ignores left out.
 
         Raises:
             RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
@@ -436,7 +446,7 @@ class Trainer:
         """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
         loads = self.worker.loads_to_infer
         batches = loaded(self._microbatches(dataset), loads, self._num_workers)
-        return evaluated(self.worker, batches, self.loss, len(dataset), self.step, may_stop)
+        return evaluated(self.worker, batches, self._judge, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
         """The modules whose backward is whole, though the schedule splits it; None on other ranks than 0."""

@@ -7,3 +7,4 @@ def test_two_ranks_train_what_the_user_means_or_refuse(job):
     assert done.stdout.count("as one process") == 2 * 6 + 1
     assert done.stdout.count("refused") == 7
     assert "expanded ones: rank 0's" in done.stdout
+    assert "metrics: over the whole data set, on every rank" in done.stdout

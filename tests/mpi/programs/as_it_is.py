@@ -171,6 +171,32 @@ def check_buffers() -> None:
         print("buffers that no state_dict has, and expanded ones: rank 0's", flush=True)
 
 
+def check_metrics() -> None:
+    def within(outputs, targets):
+        return (outputs.topk(2, dim=1).indices == targets[:, None]).any(1).sum(), len(targets)
+
+    found = []
+    for name in ("1-1", "2"):
+        trainer = Trainer(
+            mlp(),
+            loss=F.cross_entropy,
+            optimizer=decaying,
+            plan=plan(name, 3),
+            minibatch_size=MINIBATCH,
+            metrics={"top2": within},
+        )
+        found += MPI.COMM_WORLD.allgather(trainer.evaluate(data()))
+        trainer.close()
+    inputs, targets = data().tensors
+    best = mlp()(inputs).topk(2, dim=1).indices
+    assert all(each.keys() == found[0].keys() for each in found)
+    for each in found:
+        assert abs(each["top2"] - (best == targets[:, None]).any(1).double().mean().item()) < 1e-12
+        assert abs(each["accuracy"] - (best[:, 0] == targets).double().mean().item()) < 1e-12
+    if RANK == 0:
+        print("metrics: over the whole data set, on every rank", flush=True)
+
+
 def check_refused(story: str, told: str, work: Callable[[Trainer], object]) -> None:
     trainer = Trainer(
         mlp(), loss=F.cross_entropy, optimizer=decaying, plan=plan("1-1", 3), minibatch_size=MINIBATCH
@@ -216,6 +242,7 @@ def main() -> None:
         check("complex parameters", with_complex, name)
     check("rows that are not looked up", looking_up(True), "2", optimizer=lazily, dataset=tokens())
     check_buffers()
+    check_metrics()
     one_more = data(29 + RANK)
     check_refused("a shard for each rank", "of dataset[", lambda trainer: trainer.fit(shard()))
     check_refused("another number of samples", "len(dataset)", lambda trainer: trainer.fit(one_more))
