@@ -45,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome.tell(error.exit_code, str(error), step=error.step)
         _tell(f"hybridpipe: {error}")
         return error.exit_code
+    except Exception as error:
+        if sys.excepthook is sys.__excepthook__:  # MPI has not started: nobody else tells the supervisor
+            what = f"{type(error).__name__}: {error}"
+            outcome.tell(1, f"rank {launched_rank()}, before training: {what}", what)
+        raise
     return code
 
 

@@ -37,6 +37,11 @@ class Outcome:
     time: float
 
 
+def is_asked_for() -> bool:
+    """Whether somebody above wants to be told."""
+    return _directory() is not None
+
+
 def up() -> None:
     """From now on this rank does with signals what it is to do."""
     if directory := _directory():

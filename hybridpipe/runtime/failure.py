@@ -2,7 +2,8 @@
 
 mpi4py alone leaves the other ranks waiting for ever when one raises. `install` sees uncaught exceptions of
 the main thread, of any other thread, and `sys.exit` with an error; `guard` sees what leaves a step. Each
-prints a report and calls MPI_Abort, which ends every rank.
+prints a report and calls MPI_Abort, which ends every rank. A world of one rank ends as Python does by itself,
+once it has left word where somebody above asked for that (`outcome`).
 """
 
 import atexit
@@ -43,11 +44,13 @@ _exit_stack: list[str] = []  # where it was called: at exit, the exception does 
 
 
 def install() -> None:
-    """Let an error on this rank end the job. Does nothing in a world of one rank, or when called again."""
-    if MPI.COMM_WORLD.size == 1 or sys.excepthook is _excepthook:
+    """Let an error on this rank end the job, or be told where nobody else is in it. Twice is once."""
+    alone = MPI.COMM_WORLD.size == 1
+    if sys.excepthook is _excepthook or (alone and not outcome.is_asked_for()):
         return
     sys.excepthook = _excepthook
-    threading.excepthook = lambda args: _excepthook(args.exc_type, args.exc_value, args.exc_traceback)
+    if not alone:
+        threading.excepthook = lambda args: _excepthook(args.exc_type, args.exc_value, args.exc_traceback)
     # SystemExit passes an excepthook by; raised without these three, it stays unseen
     sys.exit = builtins.exit = builtins.quit = _exit  # type: ignore[assignment]
     look_first_at_exit()
@@ -79,7 +82,12 @@ def guard() -> Iterator[None]:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    _abort((error or kind()).with_traceback(trace))
+    found = (error or kind()).with_traceback(trace)
+    if MPI.COMM_WORLD.size > 1:
+        _abort(found)
+    if not isinstance(found, KeyboardInterrupt):
+        _tell(found)
+    sys.__excepthook__(kind, found, trace)
 
 
 def _exit(code: Any = None) -> None:
@@ -89,8 +97,20 @@ def _exit(code: Any = None) -> None:
 
 
 def _at_exit() -> None:
-    if _exit_code not in (None, 0):
+    if _exit_code in (None, 0):
+        return
+    if MPI.COMM_WORLD.size > 1:
         _abort(SystemExit(_exit_code), _exit_stack)
+    _tell(SystemExit(_exit_code))
+
+
+def _tell(error: BaseException) -> tuple[int, str]:
+    """Leave word of what has happened. Returns the exit code and the report's line."""
+    what = traceback.format_exception_only(error)[-1].strip()
+    where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    outcome.tell(code, f"{where}: {what}", what, position.step)
+    return code, f"{where}: {what}"
 
 
 def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
@@ -103,13 +123,10 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
         threading.Event().wait()
     heading = ["Traceback (most recent call last):\n", *stack] if stack else []
     lines = "".join([*heading, *traceback.format_exception(error)])
-    what = traceback.format_exception_only(error)[-1].strip()
-    where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    outcome.tell(code, f"{where}: {what}", what, position.step)
+    code, told = _tell(error)
     time.sleep(getattr(error, "stagger_seconds", STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3)))
     sys.stdout.flush()
-    print(f"{lines}hybridpipe: {where}: {what}; ending the job", file=sys.stderr, flush=True)
+    print(f"{lines}hybridpipe: {told}; ending the job", file=sys.stderr, flush=True)
     end_job(code)
 
 

@@ -1,6 +1,7 @@
 """`hybridpipe launch` above a real training: asked to stop it saves and says 75, and goes on where it was."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -44,3 +45,38 @@ def test_a_training_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
     assert f"resuming from {saved}: step {step}" in done.stdout
     records = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert records == list(range(500)), "every minibatch once"
+
+
+def launched(tmp_path, *words: str, restarts: int = 0, fault: str = "") -> "subprocess.CompletedProcess[str]":
+    """A training on one rank."""
+    launch = [sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun", "--ranks", "1"]
+    train = ["--max-restarts", str(restarts), "--", "train", str(CONFIG), "--out", str(tmp_path / "out")]
+    env = {**os.environ, "HYBRIDPIPE_FAULT": fault}
+    return subprocess.run([*launch, *train, *words], capture_output=True, text=True, timeout=90, env=env)
+
+
+def test_a_single_rank_tells_why_it_has_failed(tmp_path):
+    """A world of one rank was not listened to: "no rank told why", and each restart did the same again."""
+    fault = "rank=0,step=3,point=forward,kind=raise"
+    done = launched(tmp_path, "--plan", "dp", restarts=3, fault=f"{fault};{fault},attempt=1")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "after 2 attempts (the same error came at step 3 twice in a row): rank 0 on host" in last
+    assert "step 3, microbatch 0" in last and "InjectedFault" in last
+    assert done.stderr.count("Traceback (most recent call last)") == 2, "Python's own, once an attempt"
+
+
+def test_a_single_rank_tells_with_what_it_has_left(tmp_path):
+    done = launched(tmp_path, "--plan", "dp", fault="rank=0,step=3,point=forward,kind=exit")
+    assert done.returncode == 3 and "SystemExit: 3" in done.stderr.splitlines()[-1]
+
+
+def test_an_error_before_mpi_starts_is_told_too(tmp_path):
+    (tmp_path / "broken.py").write_text("raise RuntimeError('not today')\n")
+    config = tmp_path / "broken.toml"
+    config.write_text(CONFIG.read_text().replace("soak_parts:model", "broken:model"))
+    launch = [sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun", "--ranks", "1"]
+    train = ["--", "train", str(config), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*launch, *train], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "rank 0, before training: RuntimeError: not today" in done.stderr.splitlines()[-1]
