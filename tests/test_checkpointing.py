@@ -1,6 +1,7 @@
 """Saving and resuming with the trainer in a world of one rank; tests/mpi/test_resuming.py has the others."""
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -325,6 +326,45 @@ def test_a_failed_write_ends_fit_in_one_line_and_the_one_before_stays(make, data
     assert (told.value.exit_code, told.value.step) == (1, 10)  # no mistake: `launch` may start it again
     assert make().resume(tmp_path)[0].startswith(f"resuming from {tmp_path}/step-00000005: ")
     assert not [*tmp_path.glob(".step*")]
+
+
+@pytest.mark.parametrize(
+    "optimizer, loss, told",
+    [
+        (
+            partial(torch.optim.SGD, lr=math.inf),
+            nn.functional.cross_entropy,
+            r"0\.weight is not finite: \d+ NaN",
+        ),
+        (
+            partial(torch.optim.Adam, lr=0.1),
+            lambda outputs, _: 1e200 * outputs.sum(),
+            r"optimizer\.0\.weight\.exp_avg_sq is not finite: 0 NaN and \d+ infinite of 24;",
+        ),
+    ],
+    ids=["weights", "the optimizer's state"],
+)
+@pytest.mark.parametrize("schedule, on_nonfinite", [("1f1b", "stop"), ("pipedream", "ignore")])
+def test_what_the_last_update_has_spoilt_is_not_saved(
+    make, data, tmp_path, optimizer, loss, told, schedule, on_nonfinite
+):
+    """Losses and gradients are looked at before an update; nobody looked at what the last one made."""
+    plan = Plan((StageSpec(0, 4),), schedule, num_microbatches=4 if schedule == "1f1b" else 1)
+    trainer = make(optimizer=optimizer, loss=loss, plan=plan, on_nonfinite=on_nonfinite)
+    with pytest.raises(NotSaved, match=f"^after step 1 {told}") as refused:
+        trainer.fit(TensorDataset(*data[:8]), checkpoint=Checkpointing(tmp_path))
+    assert refused.value.exit_code == 1
+    assert not [*tmp_path.glob("*step*"), *tmp_path.glob(".step*")], "neither a checkpoint nor a part of one"
+    with pytest.raises(NotSaved, match=told):
+        trainer.save(tmp_path)
+
+
+def test_infinity_where_no_training_put_it_is_saved(make, data, tmp_path):
+    model = net()
+    model[1].register_buffer("mask", torch.full((3,), -math.inf))
+    model[3].register_parameter("bound", nn.Parameter(torch.full((3,), math.inf), requires_grad=False))
+    make(model).fit(data, checkpoint=Checkpointing(tmp_path))
+    assert make(model).resume(tmp_path)[0].startswith("resuming from")
 
 
 class Odd(torch.optim.SGD):

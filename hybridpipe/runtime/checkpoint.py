@@ -47,6 +47,7 @@ from hybridpipe.stage.state import (
     prefixed,
     take_optimizer,
 )
+from hybridpipe.stage.statistics import statistics
 
 PAUSE_SECONDS = 2e-3  # between two looks for a message
 # A rank that cannot write removes the directory before it tells. What others miss there is not the first
@@ -58,10 +59,35 @@ JSON = Any
 
 
 class Snapshot(NamedTuple):
-    """This rank's files of a checkpoint, before they are written."""
+    """This rank's files of a checkpoint, before they are written.
+
+    Args:
+        learnt: the keys of what training makes of the model: trained parameters and running statistics.
+    """
 
     step: int
     files: dict[str, State]
+    learnt: frozenset[str] = frozenset()
+
+    def check_finite(self) -> None:
+        """Look at what training has made, and the optimizer keeps; at speed of memory.
+
+        Other buffers, and frozen parameters, may well hold infinity, as masks do.
+
+        Raises:
+            NotSaved: with the first tensor that holds NaN or infinity.
+        """
+        for file in self.files.values():
+            for name, tensor in file.tensors.items():
+                kind, _, key = name.partition(".")
+                wanted = kind in ("optimizer", "version") or (kind == "model" and key in self.learnt)
+                if wanted and tensor.is_floating_point() and not tensor.isfinite().all():
+                    nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+                    raise NotSaved(
+                        f"after step {self.step} {name.removeprefix('model.')} is not finite: {nan} NaN and "
+                        f"{infinite} infinite of {tensor.numel()}; the checkpoint before stays the last one",
+                        self.step,
+                    )
 
 
 def stage_file(stage: int) -> str:
@@ -102,7 +128,17 @@ def take(worker: Worker, step: int, cut: Cut) -> Snapshot:
         UserError: optimizer or scheduler hold what a checkpoint cannot.
     """
     faults.at("save-snapshot", step=step)
-    return Snapshot(step, {name: state.copied() for name, state in referred(worker, cut).items()})
+    files = {name: state.copied() for name, state in referred(worker, cut).items()}
+    return Snapshot(step, files, _learnt(worker))
+
+
+def _learnt(worker: Worker) -> frozenset[str]:
+    """The keys of this rank's trained parameters, and of running statistics."""
+    found = set()
+    for names in names_of(worker).values():
+        found |= {key for parameter, key in names.parameters().items() if parameter.requires_grad}
+        found |= {names.of(path) for path in statistics(names.module)}
+    return frozenset(found)
 
 
 def referred(worker: Worker, cut: Cut) -> dict[str, State]:
@@ -249,8 +285,9 @@ class Saver:
         except BaseException as error:
             # Of a full disk or a lost mount one line says enough; but a mistake would not be tried again.
             failed = NotSaved(str(error), snapshot.step) if isinstance(error, UserError) else error
-            if self._communicator.size == 1:
+            if self._communicator.size == 1 or isinstance(failed, NotSaved):
                 directory.abandon(root, snapshot.step)
+            if self._communicator.size == 1:
                 self._error = failed  # told by the training thread
                 return
             if isinstance(failed, NotSaved):
@@ -285,6 +322,8 @@ def _written(folder: Path, snapshot: Snapshot) -> list[FileEntry]:
             f"{folder}: is not seen on host {socket.gethostname()}: "
             "checkpoints go to a folder that all ranks share"
         ) from FileNotFoundError(folder)
+    with position.in_saving("looks whether all that was learnt is finite"):
+        snapshot.check_finite()
     entries = []
     for name, state in snapshot.files.items():
         with position.in_saving(f"writes {name}"):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridpipe import launcher
+
 CONFIG = Path(__file__).parents[2] / "benchmarks" / "soak.toml"
 
 
@@ -80,3 +82,16 @@ def test_an_error_before_mpi_starts_is_told_too(tmp_path):
     done = subprocess.run([*launch, *train], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "rank 0, before training: RuntimeError: not today" in done.stderr.splitlines()[-1]
+
+
+def test_weights_that_the_last_update_has_spoilt_are_not_saved(tmp_path):
+    """They reached model.safetensors and the last checkpoint, with exit code 0."""
+    out, program = tmp_path / "out", [sys.executable, "-m", "hybridpipe", "train", str(CONFIG)]
+    sets = ["optimizer.factory=torch.optim:SGD", "optimizer.args={ lr = 1e300 }", "data.args.samples=8"]
+    words = [word for each in [*sets, "train.epochs=1"] for word in ("--set", each)]
+    command = [*program, "--plan", "straight", "--out", str(out), *words]
+    done = launcher.run(2, command, timeout_seconds=60, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    (told,) = [line for line in done.stderr.splitlines() if line.startswith("hybridpipe: ")]
+    assert "after step 1 " in told and "is not finite: " in told, done.stderr
+    assert not (out / "model.safetensors").exists() and not list(out.glob("checkpoints/*step*"))
