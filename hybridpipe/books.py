@@ -5,6 +5,9 @@ One for each rank, kept by `Trainer`. Invariant: what is loaded is what was desc
 """
 
 import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,8 +24,18 @@ from hybridpipe.runtime import preemption
 from hybridpipe.runtime.checkpoint import Saver
 from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.resume import Found, Nothing, check_model, find, is_exact, load
+from hybridpipe.runtime.resume import (
+    Found,
+    Nothing,
+    changed_line,
+    check_model,
+    find,
+    is_exact,
+    load,
+    refuse_changed,
+)
 from hybridpipe.runtime.worker import Worker
+from hybridpipe.samples import DRAWN_ANEW
 from hybridpipe.standing import SoFar, Standing, read_so_far
 
 
@@ -37,14 +50,19 @@ class Books:
     """Where a training stands and what it has seen.
 
     Args:
+        settings: what else is trained by, as text by name; a checkpoint's training had the same, or what has
+            changed is asked for (`find`).
         history: an entry for each epoch, of the runs before a checkpoint, too.
     """
 
-    def __init__(self, sizes: Sizes, world: MPI.Comm) -> None:
-        self.sizes, self.world = sizes, world
+    def __init__(self, sizes: Sizes, world: MPI.Comm, settings: Callable[[], Mapping[str, str]]) -> None:
+        self.sizes, self.world, self._settings = sizes, world, settings
+        self._data: Mapping[str, str] = {}  # the fingerprint of what was trained on last
+        self._allow_changed = False
         self.standing, self.recorder = Standing(), Recorder()
         self.history: list[dict[str, Any]] = []
         self._found: Found | None = None  # to be loaded when there is a worker
+        self._found_data: Found | None = None  # whose data set is to be compared
         self._came_from: Path | None = None
         self._saver: Saver | None = None
 
@@ -107,6 +125,8 @@ class Books:
                 "microbatch_size": microbatch_size,
                 "ranks": self.world.size,
                 "past": asdict(self.recorder.past()),
+                "settings": dict(self._settings()),
+                "data": dict(self._data),
                 "history": self.history,
             }
             return described(worker, self.standing.epoch, so_far, run)
@@ -114,8 +134,11 @@ class Books:
         saved = None if anew else self._step_in(asked.folder)
         return Keeper(asked, self._saver, worker, self.standing.step, saved, describe)
 
-    def find(self, source: Path, model: nn.Module) -> Found | Nothing:
+    def find(self, source: Path, model: nn.Module, allow_changed: bool) -> Found | Nothing:
         """A checkpoint that can be gone on with; `load` will. Collective.
+
+        Args:
+            allow_changed: settings may be others than the checkpoint's training had; the new ones count.
 
         Raises:
             UserError: it is damaged, or of another training.
@@ -131,15 +154,45 @@ class Books:
                 raise UserError(f"{where}: {name}: the training has {value}, the checkpoint {got}")
         read_so_far(found.run.get("so_far"), where)
         _past(found)
-        self._found = found
+        self._allow_changed = allow_changed
+        self._compare(found, _settings_of(found), self._settings())
+        self._found = self._found_data = found
         return found
+
+    def check_data(self, facts: Mapping[str, str]) -> None:
+        """Compare the first data set after `find` with the one that the checkpoint's training had.
+
+        Args:
+            facts: its fingerprint, the same on every rank.
+        """
+        found, self._found_data, self._data = self._found_data, None, facts
+        then = None if found is None else found.run.get("data")
+        if found is not None and isinstance(then, dict):
+            self._compare(found, then, facts)
+
+    def _compare(self, found: Found, then: Mapping[str, object], now: Mapping[str, str]) -> None:
+        """Refuse, or tell, what has changed of what both say; older checkpoints do not say what they had.
+
+        One of step 0 is an imported one: nothing was trained by its settings.
+        """
+        for name, before in then.items() if found.manifest.step else ():
+            if name in now and before != now[name] and DRAWN_ANEW not in (before, now[name]):
+                line = changed_line(name, now[name], before)
+                if not self._allow_changed:
+                    refuse_changed(str(found.path), line)
+                self._tell_changed(line)
+
+    def _tell_changed(self, line: str) -> None:
+        if self.world.rank == 0:
+            print(f"hybridpipe: resuming with changed settings: {line}", file=sys.stderr, flush=True)
 
     def load(self, worker: Worker) -> None:
         """Go on with what was found, if anything was. Collective. Raises UserError if it does not fit."""
         found, self._found = self._found, None
         if found is None:
             return
-        load(worker, found)
+        for line in load(worker, found, self._allow_changed):
+            self._tell_changed(line)
         so_far = read_so_far(found.run["so_far"], str(found.path))
         if not is_exact(found, worker.plan):  # another pipeline fills from here
             so_far.stream_start = so_far.position
@@ -161,6 +214,15 @@ class Books:
         if came is None or came.parent.resolve() != Path(folder).resolve():
             return None
         return step_of(came)
+
+
+def _settings_of(found: Found) -> dict[str, object]:
+    """As the checkpoint has them, but for a loss of another version of Python, which compiles differently."""
+    settings = found.run.get("settings")
+    python = str(found.manifest.versions.get("python")).split(".")[:2]
+    left_out = () if python == list(platform.python_version_tuple()[:2]) else ("loss",)
+    found_ones = settings if isinstance(settings, dict) else {}
+    return {name: value for name, value in found_ones.items() if name not in left_out}
 
 
 def _past(found: Found) -> Past:

@@ -322,6 +322,8 @@ def _train(options: argparse.Namespace) -> int:
         read_cluster(options.cluster)  # likewise
     if options.resume not in (None, "auto") and not Path(options.resume).exists():
         raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
+    if options.resume_changed and options.resume is None:
+        raise UserError("train: --resume-changed goes with --resume auto or --resume PATH")
     with preemption.listening():
         outcome.up()
         with _loading():
@@ -331,7 +333,7 @@ def _train(options: argparse.Namespace) -> int:
             from hybridpipe.train import train
 
         asked = options.trace, options.hang_timeout, options.resume
-        return train(config, plan, _out(options), *asked, options.cluster)
+        return train(config, plan, _out(options), *asked, options.cluster, options.resume_changed)
 
 
 def _launch(options: argparse.Namespace) -> int:

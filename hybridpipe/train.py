@@ -71,12 +71,14 @@ def train(
     hang_timeout: float = DEFAULT_SECONDS,
     resume: str | None = None,
     cluster: Path | None = None,
+    resume_changed: bool = False,
 ) -> int:
     """Run the training that `config` describes under `plan` (a name or a path). Collective.
 
     Args:
         resume: a path, or "auto": what is in OUT/checkpoints, if there is anything good.
         cluster: of the machines as measured before (`Trainer`).
+        resume_changed: settings may be others than the checkpoint's (`Trainer.resume`).
     """
     failure.install()
     check_launcher()
@@ -87,8 +89,8 @@ def train(
         failure.refuse(error)
     try:
         trainer = _trainer(config, model, loss, plan, cluster, hang_timeout)
-        told = _resume(trainer, resume, out)
-        trainer.prepare(dataset)
+        told = _resume(trainer, resume, out, resume_changed)
+        trainer.prepare(dataset, validation)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
     not_split = trainer.not_split()
@@ -108,7 +110,7 @@ def train(
     watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})", _is_own(out, resume))
     trainer.fit(
         dataset,
-        0 if trainer.recorder.has_reached_target else config.train.epochs - trainer.epoch,
+        0 if trainer.recorder.has_reached_target else max(0, config.train.epochs - trainer.epoch),
         validation=validation,
         shuffle=config.train.shuffle,
         on_minibatch=watcher.note,
@@ -122,12 +124,12 @@ def train(
     return 0
 
 
-def _resume(trainer: Trainer, source: str | None, out: Path) -> list[str]:
+def _resume(trainer: Trainer, source: str | None, out: Path, allow_changed: bool = False) -> list[str]:
     """Go on from there, if anywhere; what there is to tell."""
     folder = out / CHECKPOINTS
     if source == AUTO:
-        return trainer.resume(folder, or_anew=True)
-    return [] if source is None else trainer.resume(source)
+        return trainer.resume(folder, or_anew=True, allow_changed=allow_changed)
+    return [] if source is None else trainer.resume(source, allow_changed=allow_changed)
 
 
 def _is_own(out: Path, source: str | None) -> bool:

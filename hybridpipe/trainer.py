@@ -40,6 +40,7 @@ from hybridpipe.runtime.agreement import (
     check_repeatable,
     check_same_minibatch,
     facts,
+    settings,
     structure,
 )
 from hybridpipe.runtime.allocator import keep_freed_memory
@@ -179,7 +180,9 @@ class Trainer:
             torch.set_num_threads(num_threads)
         self._hang_timeout, self._num_workers = hang_timeout, num_workers
         self._watchdog: Watchdog | None = None
-        self.books = Books(Sizes(seed, minibatch_size), self.world)
+        self.books = Books(
+            Sizes(seed, minibatch_size), self.world, lambda: settings(self.model, self.loss, self.rule)
+        )
         self.stopped = False
         self.choice: Choice | None = None
         self._worker: Worker | None = None
@@ -396,7 +399,9 @@ class Trainer:
         keeper.finish(self.step, *self.books.so_far())
         return Path(root) / name_of(self.step)
 
-    def resume(self, source: str | os.PathLike[str], or_anew: bool = False) -> list[str]:
+    def resume(
+        self, source: str | os.PathLike[str], or_anew: bool = False, allow_changed: bool = False
+    ) -> list[str]:
         """Go on from a checkpoint, from the last good one in a folder, or with a safetensors file's weights.
 
         Under the checkpoint's own plan, which "auto" prefers where it fits, training goes on bit for bit.
@@ -404,19 +409,23 @@ class Trainer:
 
         Args:
             or_anew: a folder may hold none; training then starts anew.
+            allow_changed: optimizer options, scheduler, clipping, loss, data set and what is frozen may be
+                others than the checkpoint's training had. The new ones count, and are told; a scheduler
+                stands where it would by now. An optimizer of another class has no state to go on with.
 
         Returns:
             what there is to tell, in lines.
 
         Raises:
-            UserError: it is damaged, or of another model, optimizer, seed or minibatch; nothing has changed.
+            UserError: it is damaged, or of another model, optimizer, seed or minibatch, or of other settings
+                that were not allowed; nothing has changed. Of another data set: raised by `fit`.
         """
         self._check_nothing_under_way("resume")
         path = Path(source)
         if path.suffix == ".safetensors":
             load_plain(self.world, self.model, path)
             return [f"weights of {path}; all else starts anew"]
-        found = self.books.find(path, self.model)
+        found = self.books.find(path, self.model, allow_changed)
         if isinstance(found, Nothing):
             if not or_anew:
                 raise UserError("; ".join([f"{path}: holds no checkpoint to resume from", *found.notes]))
@@ -437,7 +446,7 @@ class Trainer:
             RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
         """
         self._check_now("evaluate")
-        self.prepare(dataset)
+        self._make_ready(dataset)
         metrics = self._evaluate(dataset)
         assert metrics is not None
         return metrics
@@ -464,20 +473,25 @@ class Trainer:
     def prepare(self, dataset: Any, validation: Any = None) -> None:
         """Check data sets and model, and make the plan if there is none yet, from the first minibatch.
 
-        `fit` and `evaluate` do so first.
+        `fit` does so first.
 
         Raises:
             TypeError, ValueError: the data set is not the same on all ranks, or cannot be trained on; or the
                 model has changed in a way that cannot be taken up.
         """
-        facts = check_data_alike(self.world, "dataset", dataset, self.seed)
         if validation is not None:
             check_data_alike(self.world, "validation", validation, self.seed)
+        self.books.check_data(self._make_ready(dataset))
+
+    def _make_ready(self, dataset: Any) -> dict[str, str]:
+        """For a data set to train or to evaluate on. Returns its fingerprint."""
+        facts = check_data_alike(self.world, "dataset", dataset, self.seed)
         check_alike(self.world, structure(self.model))
         if self._worker is None:
             self._make_plan(next(minibatches(self._microbatches(dataset))))
         self.worker.renew()
         check_repeatable(self.plan, facts)
+        return facts
 
     def _check_now(self, method: str) -> None:
         """Refuse what users may have changed, or put around the call, since the last one."""

@@ -143,6 +143,12 @@ def add_train(command: Command) -> None:
         "a folder of them, or a safetensors file of weights",
     )
     train.add_argument(
+        "--resume-changed",
+        action="store_true",
+        help="with --resume: settings may be others than the checkpoint's (a learning rate, a scheduler, a "
+        "loss, the data); the new ones count, and are listed",
+    )
+    train.add_argument(
         "--trace",
         action="store_true",
         help="print where each rank's time goes; trace.json holds the last minibatches, not a typical one",

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from types import CellType, CodeType
 from typing import Any
 
 import numpy as np
@@ -153,21 +154,66 @@ def _described(tensor: Tensor) -> str:
 
 def plan_text(plan: Plan) -> str:
     """Short enough for a line; what a plan predicts does not count."""
-    digest = hashlib.sha256(repr(replace(plan, predicted=None)).encode()).hexdigest()[:8]
+    digest = _digest(repr(replace(plan, predicted=None)).encode())
     return f"{plan.name} under {plan.schedule} ({digest})"
 
 
+def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
+    """What a training is by, beside optimizer, scheduler and data: what a resumed one has to have alike."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return {
+        "loss": callable_text(loss),
+        "clip_grad_norm": repr(rule.clip_grad_norm),
+        "scale_learning_rate": repr(rule.scale_learning_rate),
+        "delay_warm_up": repr(rule.delay_warm_up),
+        "compression": repr(rule.compression),
+        "frozen parameters": ", ".join(frozen) or "none",
+    }
+
+
 def callable_text(function: Callable[..., Any]) -> str:
-    """What is the same in all processes of what a callable is: no addresses."""
+    """What is the same in all processes of what a callable is: names, options and code, no addresses."""
     if isinstance(function, partial):
         given = [*map(_text, function.args), *(f"{k}={_text(v)}" for k, v in function.keywords.items())]
         return f"{callable_text(function.func)}({', '.join(given)})"
-    return str(getattr(function, "__qualname__", type(function).__name__))
+    if isinstance(function, nn.Module):
+        options = {
+            name: value for name, value in vars(function).items() if name[0] != "_" and name != "training"
+        }
+        shown = [f"{name}={_text(value)}" for name, value in options.items()]
+        shown += [f"{name}={_digest(raw_bytes(tensor))}" for name, tensor in function.state_dict().items()]
+        return f"{type(function).__name__}({', '.join(shown)})"
+    name = str(getattr(function, "__qualname__", type(function).__name__))
+    code = getattr(function, "__code__", None)
+    if code is None or str(getattr(function, "__module__", "")).startswith("torch."):
+        return name
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return (
+        f"{name} ({_digest(_code_bytes(code) + repr([each for each in cells if _is_plain(each)]).encode())})"
+    )
+
+
+def _code_bytes(code: CodeType) -> bytes:
+    """What a function does, wherever in a file it stands."""
+    inner = [
+        _code_bytes(each) if isinstance(each, CodeType) else repr(each).encode() for each in code.co_consts
+    ]
+    return code.co_code + repr((code.co_names, inner)).encode()
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def _text(value: object) -> str:
-    if isinstance(value, str | int | float | None):
+    if _is_plain(value):
         return repr(value)
+    if isinstance(value, Tensor):
+        return _digest(raw_bytes(value))
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     return callable_text(value) if callable(value) else type(value).__name__

@@ -176,10 +176,11 @@ def _of_stage(worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.
     batches = worker.executor.statistics.num_batches[worker.executor.held.index(s)]
     state.meta[BATCHES_AGREED] = {names.of(path): number for path, number in batches.items()}
     if update.optimizer is not None:
-        take_optimizer(update.optimizer, names.parameters(), state)
+        take_optimizer(update.optimizer, names.parameters(), state, update.given.options)
     if update.scheduler is not None:
         held = pack(update.scheduler.state_dict(), "lr_scheduler", state.tensors)
-        state.meta["lr_scheduler"] = {"class": name_of(update.scheduler), "state": held}
+        given = pack(update.given.scheduler, "lr_scheduler.given", state.tensors)
+        state.meta["lr_scheduler"] = {"class": name_of(update.scheduler), "state": held, "given": given}
     _put_versions(worker, names, versions_in_use(worker.plan, worker.place, cut), state)
     if worker.plan.is_asynchronous:
         state.meta["newest"] = num_updates(worker.plan, worker.place.stage, cut)

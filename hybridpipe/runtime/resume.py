@@ -6,10 +6,10 @@ over the replicas, as `Worker.average_statistics` makes it) and optimizer state 
 asynchronous stream starts anew from the newest weights. Invariant: all ranks change or none does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,12 +18,13 @@ from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.plain import read_weights
 from hybridpipe.checkpoint.shard import read_shard
-from hybridpipe.errors import UserError
+from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.planning.plan import Plan
 from hybridpipe.runtime.checkpoint import names_of, plan_json, rank_file, stage_file
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.seen import Stashed
+from hybridpipe.runtime.update import Update
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.state import (
     Generators,
@@ -34,6 +35,7 @@ from hybridpipe.stage.state import (
     check_fits,
     check_optimizer,
     described,
+    differing,
     name_of,
     put_optimizer,
     read_optimizer,
@@ -45,6 +47,7 @@ from hybridpipe.stage.statistics import Replica, agreed, statistics
 from hybridpipe.stage.values import overwrite
 
 _Result = TypeVar("_Result")
+OF_RATES = ("base_lrs", "_last_lr")  # of a scheduler's state
 
 
 class Found(NamedTuple):
@@ -120,14 +123,33 @@ def is_exact(found: Found, plan: Plan) -> bool:
     return plan_json(plan) == plan_json(found.plan)
 
 
-def load(worker: Worker, found: Found) -> None:
+def load(worker: Worker, found: Found, allow_changed: bool = False) -> list[str]:
     """Let this rank's state be the checkpoint's. Collective.
+
+    Args:
+        allow_changed: options of the optimizer, or a scheduler, may be others than the checkpoint's training
+            was given; then the new ones count.
+
+    Returns:
+        what has changed, in lines, the same on every rank.
 
     Raises:
         UserError: a part of it does not fit, on every rank; nothing has changed then.
     """
-    read = _agreed(worker.control, lambda: _Reading(worker, found).all())
+    read = _agreed(worker.control, lambda: _Reading(worker, found, allow_changed).all())
+    told = [line for lines in worker.control.allgather(read.changed) for line in lines]
     _put(worker, read)
+    return list(dict.fromkeys(told))
+
+
+def changed_line(name: str, now: object, then: object) -> str:
+    """A setting that is another one than the checkpoint's training had."""
+    return f"{name}: the training has {shown(now)}, the checkpoint {shown(then)}"
+
+
+def refuse_changed(where: str, line: str) -> NoReturn:
+    """Raises UserError for a setting that has changed, with the way round."""
+    raise UserError(f"{where}: {line}; --resume-changed (allow_changed=True) takes the training's")
 
 
 @dataclass
@@ -143,6 +165,8 @@ class _Read:
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random: Generators | None = None
     samples_seen: int = 0
+    changed: list[str] = field(default_factory=list)
+    is_fresh: bool = False  # options and schedule are those that the training was given
     batches_agreed: dict[str, int] = field(default_factory=dict)
 
 
@@ -152,13 +176,14 @@ class _Scheduler(NamedTuple):
     name: str
     state: dict[str, Any]
     num_groups: int | None
+    given: dict[str, Any] | None
 
 
 class _Reading:
     """One rank's reading of a checkpoint; changes nothing."""
 
-    def __init__(self, worker: Worker, found: Found) -> None:
-        self.worker, self.found = worker, found
+    def __init__(self, worker: Worker, found: Found, allow_changed: bool) -> None:
+        self.worker, self.found, self.allow_changed = worker, found, allow_changed
         self.exact = is_exact(found, worker.plan)
         self.names = names_of(worker)
         self.wanted = {key: t for names in self.names.values() for key, t in names.tensors().items()}
@@ -205,8 +230,10 @@ class _Reading:
             result.parameters |= mine
             result.optimizers.add(str(state.meta.get("optimizer")))
             match state.meta.get("lr_scheduler"):
-                case {"class": str(name), "state": held}:
-                    found = _Scheduler(name, unpack(held, state.tensors, where), state.meta.get("num_groups"))
+                case {"class": str(name), "state": held, **more}:
+                    given = unpack(more.get("given"), state.tensors, where)
+                    held = unpack(held, state.tensors, where)
+                    found = _Scheduler(name, held, state.meta.get("num_groups"), given)
                     result.scheduler = result.scheduler or found
         if self.exact:
             result.newest = int(state.meta.get("newest", 0))
@@ -254,14 +281,14 @@ class _Reading:
         for other in result.optimizers - {now}:
             raise UserError(f"{where}: optimizer: the checkpoint has {other}, the training {now}")
         check_optimizer(update.optimizer, names, result.parameters, where)
-        was = None if result.scheduler is None else result.scheduler.name
-        is_now = None if update.scheduler is None else name_of(update.scheduler)
-        if was != is_now:
-            raise UserError(
-                f"{where}: lr_scheduler: the checkpoint has {was or 'none'}, the training {is_now or 'none'}"
-            )
+        result.changed = list(dict.fromkeys(self.differences(update, names)))
+        result.is_fresh = bool(result.changed)
+        if not self.found.manifest.step:  # an imported one: nothing was trained by its settings
+            result.changed = []
+        if result.changed and not self.allow_changed:
+            refuse_changed(where, result.changed[0])
         had, has = result.scheduler and result.scheduler.num_groups, len(update.optimizer.param_groups)
-        if had not in (None, has):
+        if had not in (None, has) and not result.is_fresh:
             raise UserError(
                 f"{where}: lr_scheduler: is of {had} parameter groups, this rank's optimizer has {has}: "
                 "resume under the checkpoint's plan"
@@ -269,6 +296,25 @@ class _Reading:
         for number, version in result.versions.items():
             if version.keys() != set(_trained(self.names).values()):
                 raise UserError(f"{where}: version {number}: must be of the stage's trained parameters")
+
+    def differences(self, update: Update, names: Mapping[Tensor, str]) -> Iterator[str]:
+        """What optimizer and scheduler were given then, and are given now."""
+        assert update.optimizer is not None
+        for group, given in zip(update.optimizer.param_groups, update.given.options, strict=True):
+            for parameter in group["params"]:
+                then = self.result.parameters.get(names[parameter])
+                if then is not None and then.given is not None:
+                    for name, *values in differing(given, then.given):
+                        yield changed_line(f"optimizer: {name}", *values)
+        before = self.result.scheduler
+        was = None if before is None else before.name
+        is_now = None if update.scheduler is None else name_of(update.scheduler)
+        if was != is_now:
+            yield changed_line("lr_scheduler", is_now or "none", was or "none")
+        elif before is not None and before.given is not None:
+            for name, *values in differing(update.given.scheduler or {}, before.given):
+                if name not in OF_RATES:  # those follow from the optimizer's options
+                    yield changed_line(f"lr_scheduler: {name}", *values)
 
 
 def _put(worker: Worker, read: _Read) -> None:
@@ -288,8 +334,11 @@ def _put(worker: Worker, read: _Read) -> None:
         update = executor.update
         update.num_minibatches = read.num_minibatches
         if update.optimizer is not None:
-            put_optimizer(update.optimizer, _parameters(names), read.parameters)
-        if update.scheduler is not None and read.scheduler is not None:
+            put_optimizer(update.optimizer, _parameters(names), read.parameters, not read.is_fresh)
+        if read.is_fresh:  # the new schedule, as far as it would have got by now
+            update.num_minibatches = 0
+            update.catch_up(read.num_minibatches)
+        elif update.scheduler is not None and read.scheduler is not None:
             update.scheduler.load_state_dict(read.scheduler.state)
         if isinstance(executor.seen, Stashed):
             own = _trained(names)

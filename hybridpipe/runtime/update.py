@@ -5,12 +5,14 @@ Invariant: the learning rates that a scheduler sees are the user's; what the pip
 during the update only.
 """
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,6 +136,24 @@ class UpdateRule:
             raise
 
 
+class Given(NamedTuple):
+    """What optimizer and scheduler were made with, before they changed any of it.
+
+    Args:
+        options: of each parameter group.
+        scheduler: its state; None without one.
+    """
+
+    options: Sequence[Mapping[str, Any]] = ()
+    scheduler: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer | None) -> "Given":
+        """Of an optimizer that is new."""
+        groups = [] if optimizer is None else optimizer.param_groups
+        return cls([{name: value for name, value in group.items() if name != "params"} for group in groups])
+
+
 class Update:
     """The optimizer of all stages that a rank holds, and what goes with it.
 
@@ -158,12 +178,14 @@ class Update:
         parameters: Sequence[Tensor] | None = None,
     ) -> None:
         self.optimizer, self.scheduler = optimizer, None
+        self.given = Given.of(optimizer)
         self.learning_rate = learning_rate or LearningRate()
         if optimizer is not None:
             _check_step("optimizer", optimizer, "the pipeline computes the loss once for each minibatch")
             _check_rates(optimizer, self.learning_rate)
         if optimizer is not None and scheduler is not None:
             self.scheduler = scheduler(optimizer)
+            self.given = self.given._replace(scheduler=copy.deepcopy(self.scheduler.state_dict()))
             _check_step("lr_scheduler", self.scheduler, "it is called after each update, with nothing")
         self.max_norm, self.add_up = max_norm, add_up
         groups = [] if optimizer is None else optimizer.param_groups
@@ -192,6 +214,12 @@ class Update:
         """Drop what is in `.grad`, as zero_grad() does, of parameters that no optimizer has, too."""
         for parameter in self._parameters:
             parameter.grad = None
+
+    def catch_up(self, num_minibatches: int) -> None:
+        """Let a scheduler that is new stand where it would stand after so many minibatches."""
+        with warnings.catch_warnings():  # the optimizer's steps were another one's
+            warnings.simplefilter("ignore", UserWarning)
+            self.leave_out(num_minibatches)
 
     def spoil(self) -> None:
         """For `faults`: one gradient is not a number any more."""

@@ -152,10 +152,18 @@ def name_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def take_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], into: State) -> None:
+def take_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, str],
+    into: State,
+    given: Sequence[Mapping[str, Any]] = (),
+) -> None:
     """What an optimizer keeps for the parameters that `names` has.
 
     By parameter, its group's options included: another plan groups parameters by other ranks.
+
+    Args:
+        given: the options of each group as it was made with.
 
     Raises:
         UserError: a part of it is neither tensor nor JSON, or belongs to no parameter.
@@ -165,14 +173,16 @@ def take_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
         raise UserError(f"{name_of(optimizer)} keeps state of no parameter: {shown(foreign[0])}")
     into.meta["optimizer"] = name_of(optimizer)
     into.meta["num_groups"] = len(optimizer.param_groups)  # those without parameters of this stage, too
-    into.meta["groups"], into.meta["parameters"] = [], {}
-    for group in optimizer.param_groups:
+    into.meta["groups"], into.meta["given"], into.meta["parameters"] = [], [], {}
+    for i, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         mine = [p for p in group["params"] if p in names]
         if not mine:
             continue
         at = len(into.meta["groups"])
         into.meta["groups"].append(pack(options, f"group.{at}", into.tensors))
+        if given:
+            into.meta["given"].append(pack(dict(given[i]), f"given.{at}", into.tensors))
         for p in mine:
             state = pack(dict(optimizer.state.get(p, {})), f"optimizer.{names[p]}", into.tensors)
             into.meta["parameters"][names[p]] = {"group": at, "state": state}
@@ -180,20 +190,28 @@ def take_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 
 @dataclass(frozen=True)
 class OfParameter:
-    """What an optimizer had for one parameter: its group's options, its own state."""
+    """What an optimizer had for one parameter: its group's options, its own state.
+
+    Args:
+        given: the options that the group was made with; None in older checkpoints.
+    """
 
     options: dict[str, Any]
     state: dict[str, Any]
+    given: dict[str, Any] | None = None
 
 
 def read_optimizer(state: State, where: str) -> dict[str, OfParameter]:
     """What `take_optimizer` took, by the parameters' keys; UserError if it never took that."""
     groups = [unpack(group, state.tensors, where) for group in state.meta.get("groups", [])]
+    given = [unpack(group, state.tensors, where) for group in state.meta.get("given", [])]
     found = {}
     for key, entry in state.meta.get("parameters", {}).items():
         match entry:
             case {"group": int(at), "state": dict(own)} if 0 <= at < len(groups):
-                found[key] = OfParameter(groups[at], unpack(own, state.tensors, where))
+                found[key] = OfParameter(
+                    groups[at], unpack(own, state.tensors, where), given[at] if given else None
+                )
             case _:
                 raise UserError(f"{where}: parameter {key}: cannot be understood: {shown(entry)}")
     return found
@@ -222,13 +240,25 @@ def check_optimizer(
                 )
 
 
+def differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The names under which two mappings hold other values, with both; None where there is none."""
+    names = [name for name in {**now, **then} if name not in FORMS]
+    return [(n, now.get(n), then.get(n)) for n in names if not _equal(now.get(n), then.get(n))]
+
+
 def put_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], found: Mapping[str, OfParameter]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, str],
+    found: Mapping[str, OfParameter],
+    options_too: bool = True,
 ) -> None:
     """Let the optimizer go on with what was taken.
 
-    Its options come from there, as a learning rate does, but for FORMS, which change no formula. Not by its
-    `load_state_dict`, which casts the state of a half-precision parameter to that precision.
+    Not by its `load_state_dict`, which casts the state of a half-precision parameter to that precision.
+
+    Args:
+        options_too: its options come from there, as a learning rate does, but for FORMS, which change no
+            formula. Else they stay as they are.
     """
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -237,7 +267,8 @@ def put_optimizer(
             own = found.get(names[p])
             if own is None:
                 continue
-            group.update({name: value for name, value in own.options.items() if name not in FORMS})
+            if options_too:
+                group.update({name: value for name, value in own.options.items() if name not in FORMS})
             if own.state:
                 optimizer.state[p] = {
                     name: _to(value, torch.device("cpu") if name == "step" and on_host else p.device)

@@ -65,6 +65,8 @@ train small.toml --plan schedule.json
     schedule.json: schedule: must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream,
 train small.toml --plan huge.json
     huge.json: stages[0].replicas: must be an integer <= 1048576
+train small.toml --resume-changed
+    --resume-changed goes with --resume auto or --resume PATH
 train small.toml --set train.minibatch=0
     train.minibatch: must be an integer >= 1, got 0
 train small.toml --set train.minibatch=2

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.batches import A_SAMPLE
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.samples import A_SAMPLE
 from hybridpipe.stage.randomness import random_key
 
 SAMPLES, MINIBATCH, MICROBATCH, SEED, EPOCHS = 29, 8, 2, 5, 2
