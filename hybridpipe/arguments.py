@@ -4,12 +4,23 @@ import argparse
 import math
 from collections.abc import Callable
 
+from hybridpipe.errors import shown
+from hybridpipe.planning.checks import MAX_RANKS
 
-def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
+MOST = 2**53  # of a number that is counted: beyond it a float is not exact any more
+
+
+def positive(text: str, most: int = MOST) -> int:
+    value = int(text[:20]) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be an integer <= {most}, got {shown(text)}")
     return value
+
+
+def ranks(text: str) -> int:
+    return positive(text, MAX_RANKS)
 
 
 def factor(text: str) -> float:
@@ -74,7 +85,7 @@ def names(text: str) -> list[str]:
 def count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text!r}")
-    return int(text)
+    return positive(text) if text.strip("0") else 0
 
 
 def hosts(text: str) -> dict[str, int]:
@@ -82,7 +93,10 @@ def hosts(text: str) -> dict[str, int]:
     found = {}
     for each in names(text):
         name, _, slots = each.partition(":")
-        if not name or name in found or not (slots or "1").isdecimal() or int(slots or 1) < 1:
+        if not name or name in found:
             raise argparse.ArgumentTypeError(f"must be hosts and ranks such as h1:4,h2:4, got {text!r}")
-        found[name] = int(slots or 1)
+        try:
+            found[name] = ranks(slots or "1")
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"ranks of {name} {error}") from None
     return found

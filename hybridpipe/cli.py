@@ -26,6 +26,7 @@ from hybridpipe.runtime import preemption
 from hybridpipe.usage import COMMANDS
 
 if TYPE_CHECKING:
+    from hybridpipe.config import Config
     from hybridpipe.planning.search import Asked
 
 RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
@@ -310,20 +311,7 @@ def _print_prediction(plan: Plan, before: Plan | None, as_json: bool) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    config = _load(options)
-    plan = options.plan or config.plan.source
-    if plan.endswith(".json"):
-        from hybridpipe.files import read_plan
-
-        read_plan(plan)  # a mistake in it is told now; the trainer reads it again
-    if options.cluster is not None:
-        from hybridpipe.files import read_cluster
-
-        read_cluster(options.cluster)  # likewise
-    if options.resume not in (None, "auto") and not Path(options.resume).exists():
-        raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
-    if options.resume_changed and options.resume is None:
-        raise UserError("train: --resume-changed goes with --resume auto or --resume PATH")
+    config, plan = _checked(options)
     with preemption.listening():
         outcome.up()
         with _loading():
@@ -336,9 +324,27 @@ def _train(options: argparse.Namespace) -> int:
         return train(config, plan, _out(options), *asked, options.cluster, options.resume_changed)
 
 
+def _checked(options: argparse.Namespace) -> "tuple[Config, str]":
+    """The config and the plan's source of a training, once all that can be seen without torch is right."""
+    from hybridpipe.files import read_cluster, read_plan
+
+    config: Config = _load(options)
+    plan: str = options.plan or config.plan.source
+    if plan.endswith(".json"):
+        read_plan(plan)  # the trainer reads it again
+    if options.cluster is not None:
+        read_cluster(options.cluster)  # likewise
+    if options.resume not in (None, "auto") and not Path(options.resume).exists():
+        raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
+    if options.resume_changed and options.resume is None:
+        raise UserError("train: --resume-changed goes with --resume auto or --resume PATH")
+    return config, plan
+
+
 def _launch(options: argparse.Namespace) -> int:
     """The mistakes that can be seen are told here, before any rank is started."""
     from hybridpipe import supervisor
+    from hybridpipe.files import read_plan
 
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
     if words[:1] != ["train"]:
@@ -346,9 +352,14 @@ def _launch(options: argparse.Namespace) -> int:
             f"launch: must be followed by -- train CONFIG ..., got {' '.join(words) or 'nothing'}"
         )
     training = _parser().parse_args(words)
-    plan = training.plan or _load(training).plan.source
+    plan = _checked(training)[1]
     kind = options.launcher or ("srun" if "SLURM_JOB_ID" in os.environ else "mpirun")
     ranks, slots = supervisor.places(options.ranks, options.hosts)
+    if plan.endswith(".json"):
+        try:
+            read_plan(plan).check_world(ranks)
+        except ValueError as error:
+            raise UserError(f"{plan}: {error}") from None
     return supervisor.supervise(
         supervisor.Asked(
             words=tuple(words),

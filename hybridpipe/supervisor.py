@@ -85,7 +85,10 @@ def places(
 ) -> tuple[int, Mapping[str, int]]:
     """The number of ranks, and how many each host can take: as asked for, else the Slurm allocation's."""
     if "SLURM_JOB_ID" in env and not hosts:
-        ranks = ranks or int(env.get("SLURM_NTASKS", "1"))
+        try:
+            ranks = ranks or launcher.count_of("SLURM_NTASKS", env)
+        except RuntimeError as error:
+            raise UserError(f"launch: {error}") from None
         names = _hosts_of_slurm(env)
         hosts = {name: -(-ranks // len(names)) for name in names}
     ranks = ranks or sum(hosts.values())
@@ -173,12 +176,19 @@ def _asked_to_stop() -> Iterator[Stop]:
 
 def _attempt(asked: Asked, number: int, stop: Stop) -> restarts.Attempt:
     """Start the job, see it to its end and leave no process behind."""
-    told_in = Path(tempfile.mkdtemp(prefix=".launch-", dir=asked.out)).resolve()
+    try:
+        told_in = Path(tempfile.mkdtemp(prefix=".launch-", dir=asked.out)).resolve()
+    except OSError as error:
+        raise UserError(f"{asked.out}: cannot be written: {error.strerror}") from None
     env = {**os.environ, outcome.DIRECTORY: str(told_in), outcome.ATTEMPT: str(number)}
     if sys.stderr.isatty():
         env["HYBRIDPIPE_TERMINAL"] = "1"
-    argv, env = _command(asked, [*asked.program, *asked.words], env)
-    job = launcher.start(argv, env)
+    try:
+        argv, env = _command(asked, [*asked.program, *asked.words], env)
+        job = launcher.start(argv, env)
+    except UserError:
+        told_in.rmdir()
+        raise
     try:
         ended_because = _wait(job, asked, told_in, stop)
         job.end()

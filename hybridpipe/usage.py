@@ -14,6 +14,7 @@ from hybridpipe.arguments import (
     plan_source,
     plan_sources,
     positive,
+    ranks,
     seconds,
     sizes,
 )
@@ -52,7 +53,7 @@ def add_probe(command: Command) -> None:
     probe = command("probe", "measure the links between ranks, under mpirun")
     probe.add_argument("--out", type=Path, default=Path("cluster.json"))
     probe.add_argument(
-        "--flat", type=positive, metavar="RANKS", help="measure nothing: equal ranks behind one switch"
+        "--flat", type=ranks, metavar="RANKS", help="measure nothing: equal ranks behind one switch"
     )
     probe.add_argument(
         "--bandwidth", type=bandwidth, default=1.25e9, help="with --flat: bytes per second, or 10Gbit"
@@ -64,7 +65,7 @@ def add_plan(command: Command) -> None:
     plan = command("plan", "choose stages and replicas from a profile and a cluster")
     plan.add_argument("--profile", type=Path, required=True)
     plan.add_argument("--cluster", type=Path, required=True)
-    plan.add_argument("--ranks", type=positive, help="use at most so many ranks")
+    plan.add_argument("--ranks", type=ranks, help="use at most so many ranks")
     plan.add_argument(
         "--schedule",
         choices=("auto", *SCHEDULES),
@@ -113,9 +114,7 @@ def add_simulate(command: Command) -> None:
     simulate.add_argument("--trace", type=Path, help="write a Chrome trace, for Perfetto")
     simulate.add_argument("--plot", type=Path, help="write an SVG")
     simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
-    simulate.add_argument(
-        "--ranks", type=positive, help="what if: so many ranks, with a plan chosen for them"
-    )
+    simulate.add_argument("--ranks", type=ranks, help="what if: so many ranks, with a plan chosen for them")
     simulate.add_argument(
         "--bandwidth", type=bandwidth, help="what if: of the outermost level, such as 100Gbit"
     )
@@ -165,7 +164,7 @@ def add_train(command: Command) -> None:
 
 def add_launch(command: Command) -> None:
     launch = command("launch", "train on several ranks: starts mpirun or srun, and again after a failure")
-    launch.add_argument("--ranks", type=positive, help="default: those of the Slurm allocation")
+    launch.add_argument("--ranks", type=ranks, help="default: those of the Slurm allocation")
     launch.add_argument(
         "--hosts", type=hosts, default={}, metavar="h1:4,h2:4", help="and how many ranks each can take"
     )
@@ -178,7 +177,7 @@ def add_launch(command: Command) -> None:
         help="start again so often, from the last good checkpoint",
     )
     launch.add_argument(
-        "--min-ranks", type=positive, metavar="N", help="with hosts gone, go on with so many; default: all"
+        "--min-ranks", type=ranks, metavar="N", help="with hosts gone, go on with so many; default: all"
     )
     launch.add_argument(
         "--deadline",
@@ -206,7 +205,7 @@ def add_replay(command: Command) -> None:
 def add_compare(command: Command) -> None:
     compare = command("compare", "train under several plans and baselines in turn; starts mpirun itself")
     _add_config(compare)
-    compare.add_argument("--ranks", type=positive, required=True)
+    compare.add_argument("--ranks", type=ranks, required=True)
     compare.add_argument("--plans", type=plan_sources, default=["auto", "dp", "straight"])
     compare.add_argument(
         "--baselines", type=names, default=[], help="runs baseline_NAME.py beside CONFIG: horovod,ddp"

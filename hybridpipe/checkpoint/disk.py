@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from hybridpipe.checkpoint.manifest import FileEntry
 from hybridpipe.errors import UserError
+from hybridpipe.files import check_replaceable
 from hybridpipe.runtime.position import position
 
 CHUNK_BYTES = 1 << 22  # hashed and written at once: large enough for the disk, small enough for the cache
@@ -81,6 +82,7 @@ class NewFile:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Under what name to write a file that takes the place of another when the context ends well."""
+    check_replaceable(path)
     unfinished = path.with_name(f".{path.name}.tmp")
     with writing(path):
         unfinished.unlink(missing_ok=True)

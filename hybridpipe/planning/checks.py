@@ -8,6 +8,7 @@ import numpy as np
 
 # Beyond these, of seconds and factors and of what is divided by, products and quotients may overflow.
 LARGEST, SMALLEST = 1e30, 1e-30
+MAX_RANKS = 2**20  # beyond any machine; a slip in a file must not fill the memory with ranks
 # What may be done about a loss or a gradient that is no finite number; `Trainer` tells what each means.
 ON_NONFINITE = ("stop", "skip", "ignore")
 

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from hybridpipe.planning.checks import factor, non_negative, non_negative_int, positive, positive_int
+from hybridpipe.planning.checks import (
+    MAX_RANKS,
+    factor,
+    non_negative,
+    non_negative_int,
+    positive,
+    positive_int,
+)
 
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
 NO_COMPRESSION = "none"
@@ -71,6 +78,8 @@ class Level:
 
     def __post_init__(self) -> None:
         positive_int("ranks", self.ranks)
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"ranks must be an integer <= {MAX_RANKS}, got {self.ranks:.6g}")
         positive("bandwidth", self.bandwidth)
         non_negative("latency_seconds", self.latency_seconds)
         if self.shared_bandwidth is not None:

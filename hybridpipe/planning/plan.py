@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.planning.checks import non_negative_int, plain, positive_int
+from hybridpipe.planning.checks import MAX_RANKS, non_negative_int, plain, positive_int
 
 PLAN_FORMAT = "hybridpipe-plan/1"
 SYNCHRONOUS = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble")  # one update a minibatch, after a flush
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # no flush
 SCHEDULES = SYNCHRONOUS + ASYNCHRONOUS
-MAX_REPLICAS = 2**20  # beyond any machine; a slip in a file must not fill the memory with ranks
 
 
 class Place(NamedTuple):
@@ -47,8 +46,8 @@ class StageSpec:
             object.__setattr__(self, name, plain(getattr(self, name)))
         non_negative_int("start", self.start)
         positive_int("replicas", self.replicas)
-        if self.replicas > MAX_REPLICAS:
-            raise ValueError(f"replicas must be an integer <= {MAX_REPLICAS}, got {self.replicas}")
+        if self.replicas > MAX_RANKS:
+            raise ValueError(f"replicas must be an integer <= {MAX_RANKS}, got {self.replicas}")
         positive_int("stop", self.stop)
         if self.stop <= self.start:
             raise ValueError(

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from hybridpipe.planning.checks import positive_int
+from hybridpipe.planning.checks import MAX_RANKS, positive_int
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.plan import MAX_REPLICAS, Plan
+from hybridpipe.planning.plan import Plan
 
 FIGURES = ("plan", "ranks used", "microbatches", "minibatch", "samples/s", "bubble", "most memory")
 T = TypeVar("T")
@@ -108,8 +108,8 @@ def with_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
         ValueError: the cluster is one machine whose ranks share its processors: no network is known.
     """
     positive_int("ranks", num_ranks)
-    if num_ranks > MAX_REPLICAS:
-        raise ValueError(f"ranks must be an integer <= {MAX_REPLICAS}, got {num_ranks}")
+    if num_ranks > MAX_RANKS:
+        raise ValueError(f"ranks must be an integer <= {MAX_RANKS}, got {num_ranks}")
     if num_ranks > cluster.num_ranks <= (cluster.node_ranks or 0):
         raise ValueError(
             f"ranks must be at most {cluster.num_ranks}, got {num_ranks}: the cluster is one machine, and a "

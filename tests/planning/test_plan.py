@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from hybridpipe.planning.plan import MAX_REPLICAS, Place, Plan, StageSpec, microbatch_sizes
+from hybridpipe.planning.checks import MAX_RANKS
+from hybridpipe.planning.plan import Place, Plan, StageSpec, microbatch_sizes
 
 from .helpers import plan
 
@@ -154,5 +155,5 @@ def test_microbatch_sizes(num_samples, size, expected):
 def test_a_plan_of_a_million_ranks_is_checked_at_once():
     """Counting each rank among all took 0.8 s for ten thousand, hours for the number that is allowed."""
     began = time.perf_counter()
-    assert Plan((StageSpec(0, 1, MAX_REPLICAS),)).num_ranks == MAX_REPLICAS
+    assert Plan((StageSpec(0, 1, MAX_RANKS),)).num_ranks == MAX_RANKS
     assert time.perf_counter() - began < 20  # generous: a limit against hanging
