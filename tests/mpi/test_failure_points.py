@@ -37,7 +37,7 @@ def test_the_job_is_over_and_tells_why(case):
             "1-1",
             1,
             "forward",
-            r"rank 0 .* instruction rg0; waits for: receive from rank 1, tag \d+, 192 bytes",
+            r"rank 0 .* instruction rg0; waits for: receive from rank 1, tag \d+, 256 bytes",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint import disk
 
+torch.manual_seed(0)  # every rank has the same data
 folder, num_slow, then = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 trainer = Trainer(
     nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)),
