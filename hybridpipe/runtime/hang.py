@@ -10,7 +10,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from hybridpipe.runtime.position import CHECKPOINT
+from hybridpipe.runtime.position import CHECKPOINT, OUTSIDE
+
+# For a rank that others wait for while it is in no method.
+COLLECTIVE = "methods of Trainer are collective: every rank has to call them, in the same order"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int],
         return saving, f"{first.saving}, and its disk has taken nothing for {first.still_seconds:.0f} s"
     busy = [rank for rank in ranks if not _state(states, rank).wait]
     if busy:
-        return busy, f"is alive and waits for nobody: {_state(states, busy[0])}"
+        first = _state(states, busy[0])
+        hint = f"; {COLLECTIVE}" if first.position.startswith(OUTSIDE) else ""
+        return busy, f"is alive and waits for nobody: {first}{hint}"
     missing = sorted(rank for rank, state in states.items() if state is None)
     if missing:
         return missing, "gives no answer"

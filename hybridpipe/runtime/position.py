@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from hybridpipe.planning.instructions import Instruction
 
+OUTSIDE = "outside a step"
 CHECKPOINT = "checkpoint"  # what a rank waits for until one is published
 
 
@@ -90,7 +91,7 @@ class _Position:
 
     def __str__(self) -> str:
         if self.instruction is None:
-            return "outside a step" if self.step is None else f"outside a step, after step {self.step}"
+            return OUTSIDE if self.step is None else f"{OUTSIDE}, after step {self.step}"
         microbatch = getattr(self.instruction, "microbatch", None)
         return (
             f"stage {self.stage}, step {'none (evaluation)' if self.step is None else self.step}, "

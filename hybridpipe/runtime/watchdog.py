@@ -180,7 +180,11 @@ class Watchdog:
             state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return "its process is gone"
-        return _STATES.get(state, "its process is alive, held up outside Python, or its link is cut")
+        return _STATES.get(
+            state,
+            "its process is alive, held up outside Python, or its link is cut, or it has come to the end of "
+            f"its script ({hang.COLLECTIVE})",
+        )
 
 
 def _this_process() -> _Process:

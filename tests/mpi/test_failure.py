@@ -89,6 +89,13 @@ def test_a_thread_can_end_the_job_though_mpi_abort_hangs(job, where):
     assert re.search(r"exited\s+on\s+signal 14", done.stdout), done.stdout
 
 
+@pytest.mark.parametrize("way", ["sleeps", "has ended"])
+def test_a_method_that_only_one_rank_calls_is_told_to_be_collective(job, way):
+    done = job(2, "alone.py", way, fails=True)
+    (report,) = re.findall(r"hybridpipe: rank 1 on host .*ending the job", done.stdout)
+    assert "methods of Trainer are collective: every rank has to call them, in the same order" in report
+
+
 def test_a_disk_may_be_slow_as_long_as_it_moves(job, tmp_path):
     """Both ranks wait for the checkpoint for longer than the timeout; a disk that stops ends that."""
     told = job(2, "slowdisk.py", str(tmp_path), "9", "0").stdout

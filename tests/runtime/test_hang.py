@@ -22,6 +22,13 @@ def test_who_waits_for_nobody_keeps_the_others_waiting():
     assert what.startswith("is alive and waits for nobody: stage 1, step 3, microbatch 2, instruction F2")
 
 
+def test_who_is_in_no_method_is_told_that_they_are_collective():
+    """As where rank 0 alone evaluates."""
+    ranks, what = cause({0: waits(1), 1: computes("outside a step, after step 9")}, 0)
+    assert ranks == [1] and what.endswith("every rank has to call them, in the same order")
+    assert "collective" not in cause({0: waits(1), 1: computes()}, 0)[1]
+
+
 def test_who_is_in_nobodys_way_is_not_blamed():
     states = {0: waits(1), 1: computes(), 2: computes("outside a step, after step 9"), 3: None}
     assert cause(states, 0)[0] == [1]
