@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,14 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybridpipe import validation as valid
 from hybridpipe.autoplan import Choice
 from hybridpipe.batches import Microbatches, minibatches, slice_minibatch
 from hybridpipe.books import Books, Sizes
 from hybridpipe.checkpoint.names import name_of
-from hybridpipe.checkpointing import Checkpointing, Keeper
-from hybridpipe.epoch import Epoch, total
+from hybridpipe.checkpointing import Checkpointing
+from hybridpipe.epoch import total
 from hybridpipe.errors import UserError
-from hybridpipe.judging import Judge, Metric, evaluated, reached, targets_wanted
+from hybridpipe.fitting import Fitting
+from hybridpipe.judging import Judge, Metric, evaluated, targets_wanted
 from hybridpipe.loading import loaded
 from hybridpipe.planmaker import Asked, ClusterLike, PlanLike, PlanMaker, device_and_threads, read_given
 from hybridpipe.planning.checks import non_negative, plain
@@ -32,17 +34,7 @@ from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.recorder import MinibatchRecord, Recorder, Traced
-from hybridpipe.runtime import failure, preemption
-from hybridpipe.runtime.agreement import (
-    callable_text,
-    check_alike,
-    check_data_alike,
-    check_repeatable,
-    check_same_minibatch,
-    facts,
-    settings,
-    structure,
-)
+from hybridpipe.runtime import agreement, failure, preemption
 from hybridpipe.runtime.allocator import keep_freed_memory
 from hybridpipe.runtime.mpi import MPI
 from hybridpipe.runtime.resume import Nothing, load_plain
@@ -54,17 +46,7 @@ from hybridpipe.stage.measure import OptimizerFactory
 from hybridpipe.stage.split import check_plan, layers_of
 from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.values import Value, tensors_of
-from hybridpipe.validation import (
-    check_device,
-    check_factory,
-    check_loss,
-    check_model,
-    check_model_now,
-    check_sizes,
-    check_surroundings,
-    check_trains,
-    integer,
-)
+from hybridpipe.validation import integer
 
 _FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
 
@@ -149,62 +131,42 @@ class Trainer:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
         layers_of(model)
-        check_model(model)
-        check_loss(loss, model)
+        valid.check_model(model)
+        valid.check_loss(loss, model)
+        valid.check_factories(optimizer, lr_scheduler)
         self._judge = Judge(loss, metrics)
-        check_factory("optimizer", optimizer, "parameters", "partial(torch.optim.SGD, lr=0.1)")
-        if lr_scheduler is not None:
-            example = "partial(torch.optim.lr_scheduler.StepLR, step_size=100)"
-            check_factory("lr_scheduler", lr_scheduler, "the optimizer", example)
         minibatch_size = integer("minibatch_size", minibatch_size, least=1)
         if microbatch_size is not None:
             microbatch_size = integer("microbatch_size", microbatch_size, least=1)
-        check_sizes(minibatch_size, microbatch_size)
+        valid.check_sizes(minibatch_size, microbatch_size)
         non_negative("hang_timeout", hang_timeout)
         seed, num_workers = integer("seed", seed), integer("num_workers", num_workers, least=0)
         self.model, self.loss, self.seed, self.minibatch_size = model, loss, seed, minibatch_size
-        self.rule = UpdateRule(
-            optimizer,
-            lr_scheduler,
-            clip_grad_norm,
-            scale_learning_rate,
-            integer("delay_warm_up", delay_warm_up, least=0),
-            compression,
-            on_nonfinite,
-        )
-        self._updates, self._in_fit = True, False
+        delay_warm_up = integer("delay_warm_up", delay_warm_up, least=0)
+        of_rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
+        self.rule = UpdateRule(*of_rates, compression, on_nonfinite)
+        self._updates = True
+        self._fitting: Fitting | None = None  # the last one
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         keep_freed_memory()
-        self.device, num_threads = device_and_threads(self.world, check_device(device))
+        self.device, num_threads = device_and_threads(self.world, valid.check_device(device))
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._hang_timeout, self._num_workers = hang_timeout, num_workers
         self._watchdog: Watchdog | None = None
-        self.books = Books(
-            Sizes(seed, minibatch_size), self.world, lambda: settings(self.model, self.loss, self.rule)
-        )
-        self.stopped = False
+        trained_by = partial(agreement.settings, model, loss, self.rule)
+        self.books = Books(Sizes(seed, minibatch_size), self.world, trained_by)
         self.choice: Choice | None = None
         self._worker: Worker | None = None
         given = read_given(plan)
         sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
-        judged = {name: callable_text(metric) for name, metric in metrics.items()}
+        judged = {name: agreement.callable_text(metric) for name, metric in metrics.items()}
         alike = {"seed": seed, "schedule": schedule, "hang_timeout": hang_timeout, "metrics": judged, **sizes}
-        check_alike(self.world, facts(model, loss, self.rule, given, **alike))
+        agreement.check_alike(self.world, agreement.facts(model, loss, self.rule, given, **alike))
         self._watch()
         asked = Asked(schedule, vertical_sync, plain(max_in_flight), recompute)
-        self._maker = PlanMaker(
-            given,
-            asked,
-            model,
-            loss,
-            self.rule,
-            self.world,
-            self.device,
-            minibatch_size,
-            microbatch_size,
-            cluster,
-        )
+        trained = model, loss, self.rule, self.world, self.device
+        self._maker = PlanMaker(given, asked, *trained, minibatch_size, microbatch_size, cluster)
         if self._maker.plan is not None and not predict:
             self._start(self._maker.plan)
 
@@ -227,6 +189,11 @@ class Trainer:
     def epoch(self) -> int:
         """Complete epochs."""
         return self.books.standing.epoch
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last `fit` has ended where `stop_from` said."""
+        return self._fitting is not None and self._fitting.stopped
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -261,7 +228,7 @@ class Trainer:
         """
         began = time.perf_counter()
         self._check_now("train_step")
-        check_same_minibatch(self.world, (*tensors_of(inputs), *tensors_of(targets)))
+        agreement.check_same_minibatch(self.world, (*tensors_of(inputs), *tensors_of(targets)))
         if self._worker is None:
             self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
         self.worker.renew()
@@ -347,7 +314,7 @@ class Trainer:
         epochs = integer("epochs", epochs, least=0)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted}
-        check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
+        agreement.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
         self.prepare(dataset, validation)
         if self.world.rank == 0 and not any(module.training for module in self.model.modules()):
             what = "all of the model is in evaluation mode, and is trained so; model.train() changes that"
@@ -356,16 +323,14 @@ class Trainer:
         keeper = None
         if checkpoint is not None:
             keeper = self.books.keeper(self.worker, checkpoint, self.microbatch_size)
-        first, self.stopped = len(self.history), False
+        batches = partial(self._begin_epoch, dataset, shuffle)
+        judged = None if validation is None else partial(self._evaluate, validation, may_stop=True)
+        self._fitting = Fitting(self.worker, self.books, keeper, batches, judged, wanted, on_minibatch)
+        first = len(self.history)
         with preemption.listening(keeper is not None):
             if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
                 self.books.standing.preempted, epochs = True, 0
-            for _ in range(epochs):
-                self._train_epoch(dataset, shuffle, keeper, on_minibatch)
-                if self._stops():
-                    break
-                if not self._end_epoch(validation, wanted):
-                    break
+            self._fitting.run(epochs)
             if keeper is not None and self.step:
                 keeper.finish(self.step, *self.books.so_far())
             if checkpoint is not None:
@@ -388,7 +353,7 @@ class Trainer:
             RuntimeError: inside `fit`, which has `checkpoint` for that, or between `no_sync` and the update.
             UserError: it cannot be saved.
         """
-        if self._in_fit:
+        if self._fitting is not None and self._fitting.is_training:
             raise RuntimeError(
                 "save was called while fit is training, which has checkpoint=Checkpointing(...)"
             )
@@ -480,26 +445,26 @@ class Trainer:
                 model has changed in a way that cannot be taken up.
         """
         if validation is not None:
-            check_data_alike(self.world, "validation", validation, self.seed)
+            agreement.check_data_alike(self.world, "validation", validation, self.seed)
         self.books.check_data(self._make_ready(dataset))
 
     def _make_ready(self, dataset: Any) -> dict[str, str]:
         """For a data set to train or to evaluate on. Returns its fingerprint."""
-        facts = check_data_alike(self.world, "dataset", dataset, self.seed)
-        check_alike(self.world, structure(self.model))
+        facts = agreement.check_data_alike(self.world, "dataset", dataset, self.seed)
+        agreement.check_alike(self.world, agreement.of_user(self.model))
         if self._worker is None:
             self._make_plan(next(minibatches(self._microbatches(dataset))))
         self.worker.renew()
-        check_repeatable(self.plan, facts)
+        agreement.check_repeatable(self.plan, facts)
         return facts
 
     def _check_now(self, method: str) -> None:
         """Refuse what users may have changed, or put around the call, since the last one."""
         self._check_nothing_under_way(method)
-        check_surroundings(method)
-        check_model_now(self.model)
+        valid.check_surroundings(method)
+        valid.check_model_now(self.model)
         if method != "evaluate":
-            check_trains(self.model)
+            valid.check_trains(self.model)
 
     def timeline(self) -> Timeline | None:
         """On rank 0 what every rank did in a typical full minibatch; None elsewhere."""
@@ -523,54 +488,14 @@ class Trainer:
             self._watchdog.close()
             self._watchdog = None
 
-    def _train_epoch(
-        self,
-        dataset: Any,
-        shuffle: bool,
-        keeper: Keeper | None,
-        on_minibatch: Callable[[MinibatchRecord], None] | None,
-    ) -> None:
-        so_far, standing = self.books.begin_epoch(len(dataset), shuffle), self.books.standing
+    def _begin_epoch(self, dataset: Any, shuffle: bool) -> Iterator[Minibatch]:
+        so_far = self.books.begin_epoch(len(dataset), shuffle)
         loads = partial(self.worker.loads, begin=so_far.position, stream_start=so_far.stream_start)
         microbatches = self._microbatches(dataset, epoch=self.epoch, shuffle=shuffle)
-        batches = loaded(microbatches, loads, self._num_workers)
-        epoch = Epoch(self.worker, self.recorder, standing, self.minibatch_size, keeper)
-        self._in_fit = True
-        try:
-            with closing(epoch.run(batches)) as records:  # an error closes it at once
-                for record in records:
-                    if on_minibatch is not None:
-                        on_minibatch(record)
-        except BaseException:
-            standing.so_far = None  # the next `fit` begins the epoch anew
-            raise
-        finally:
-            self._in_fit = False
+        return loaded(microbatches, loads, self._num_workers)
 
     def _microbatches(self, dataset: Any, **which: Any) -> Microbatches:
         return Microbatches(dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, **which)
-
-    def _end_epoch(self, validation: Any, wanted: dict[str, float]) -> bool:
-        """Evaluate, and close the epoch's books. Is there more to train?"""
-        metrics = None
-        if validation is not None:
-            metrics = self._evaluate(validation, may_stop=True)
-            if metrics is None:  # whoever resumes evaluates first
-                self.books.standing.preempt(self.step)
-                return not self._stops()
-        self.books.end_epoch(metrics)
-        if self._stops():
-            return False
-        if wanted and metrics is not None and reached(metrics, wanted):
-            self.recorder.reach_target(self.epoch)
-            return False
-        return True
-
-    def _stops(self) -> bool:
-        if self.books.standing.stop_from is None:
-            return False
-        self.books.standing.stop_from, self.stopped = None, True
-        return True
 
     def _check_nothing_under_way(self, method: str) -> None:
         if self.books.standing.under_way:

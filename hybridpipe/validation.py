@@ -1,7 +1,7 @@
 """Validation: arguments of `Trainer` and models that cannot be trained as they are, refused in one line.
 
-Knows torch, no ranks and no plan. Every function returns what it was given in the form that the rest works
-with, or raises TypeError or ValueError that says what is accepted. Data sets are `samples`' affair.
+Knows torch, no ranks and no plan; data sets are `samples`' affair.
+Every function raises TypeError or ValueError that says what is accepted.
 """
 
 from collections.abc import Iterator
@@ -44,8 +44,15 @@ def check_sizes(minibatch_size: int, microbatch_size: int | None) -> None:
         )
 
 
-def check_factory(name: str, factory: Any, called_with: str, example: str) -> None:
-    """An optimizer or a scheduler is made by each stage, for its own parameters."""
+def check_factories(optimizer: Any, lr_scheduler: Any) -> None:
+    """Optimizer and scheduler are made by each stage, for its own parameters."""
+    _check_factory("optimizer", optimizer, "parameters", "partial(torch.optim.SGD, lr=0.1)")
+    if lr_scheduler is not None:
+        example = "partial(torch.optim.lr_scheduler.StepLR, step_size=100)"
+        _check_factory("lr_scheduler", lr_scheduler, "the optimizer", example)
+
+
+def _check_factory(name: str, factory: Any, called_with: str, example: str) -> None:
     wanted = f"{name} must be a callable that is given {called_with} and makes one, such as {example}"
     if not callable(factory):
         made = f"the {type(factory).__name__} object itself" if hasattr(factory, "step") else repr(factory)
@@ -132,11 +139,9 @@ def _problem(tensor: Tensor) -> str | None:
     if tensor.is_meta:
         return "has no numbers, being on the meta device: initialise the model on the CPU first"
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = (
-            str(tensor.layout).removeprefix("torch.")
-            if tensor.layout != torch.strided
-            else "nested or quantized"
-        )
+        kinds = (tensor.is_nested, "nested"), (tensor.is_quantized, "quantized")
+        layout = str(tensor.layout).removeprefix("torch.")
+        kind = next((name for is_it, name in kinds if is_it), layout)
         return f"must be a dense tensor, got {kind}: make it dense, or build it in the layer's forward"
     if _overlaps(tensor):
         return "must not overlap itself in memory in this way: register a clone() of it"

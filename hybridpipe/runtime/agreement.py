@@ -133,23 +133,35 @@ def facts(
 
 
 def structure(model: nn.Module) -> dict[str, str]:
-    """Names, shapes and types of what a model trains and keeps, what its layers are and their modes."""
+    """Names, shapes and types of what a model trains and keeps, what its layers are, and `of_user`."""
     layers = {f"layer {name} of the model": type(layer).__name__ for name, layer in model.named_children()}
-    modes = {
-        f"the mode of {name or 'the model'}": "training" if module.training else "evaluation"
-        for name, module in model.named_modules()
-    }
     tensors = {
         f"{name} of the model": _described(tensor)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    return layers | tensors | modes
+    return layers | tensors | of_user(model)
+
+
+def of_user(model: nn.Module) -> dict[str, str]:
+    """Modes and what is trained, which users may change at any time.
+
+    Not buffers, which the ranks that run a layer may let grow.
+    """
+    modes = {
+        f"the mode of {name or 'the model'}": "training" if module.training else "evaluation"
+        for name, module in model.named_modules()
+    }
+    trained = {
+        f"requires_grad of {name}": str(parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    return modes | trained
 
 
 def _described(tensor: Tensor) -> str:
     form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     expanded = f" expanded along {expanded_dimensions(tensor)}" if expanded_dimensions(tensor) else ""
-    return f"{form}{expanded}{', trained' if tensor.requires_grad else ''}"
+    return f"{form}{expanded}"
 
 
 def plan_text(plan: Plan) -> str:

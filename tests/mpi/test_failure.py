@@ -112,7 +112,7 @@ def test_ranks_that_differ_do_not_start(job):
         assert [line.partition(" must be the same on all ranks: ")[::2] for line in refused] == [
             (
                 "0.weight of the model",
-                "rank 0 has (4, 4) float32, trained, rank 2 has (5, 4) float32, trained",
+                "rank 0 has (4, 4) float32, rank 2 has (5, 4) float32",
             ),
             ("optimizer", "rank 0 has SGD(lr=0.1), rank 2 has SGD(lr=0.2)"),
             ("plan", refused[2].partition("ranks: ")[2]),

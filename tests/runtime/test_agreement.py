@@ -46,7 +46,7 @@ def test_the_same_passes():
         ({"lr": 0.2}, "optimizer must be .* rank 0 has SGD\\(lr=0.1\\), rank 1 has SGD\\(lr=0.2\\)"),
         (
             {"width": 5},
-            r"0.weight of the model must be .* rank 0 has \(4, 4\) float32, trained, rank 1 has \(5, 4\)",
+            r"0.weight of the model must be .* rank 0 has \(4, 4\) float32, rank 1 has \(5, 4\) float32",
         ),
         ({"plan": Plan((StageSpec(0, 2),))}, "plan must be .* rank 0 has 1-1 under 1f1b"),
     ],
