@@ -4,57 +4,59 @@ Between two runs users may change modes, hooks and what is trained, which is tak
 must stay, since optimizers, buckets and stages hold them. Knows one model, no ranks and no plan.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 
-class _Part(NamedTuple):
-    """A module as it was found."""
+class _Table(NamedTuple):
+    """The children or the parameters of a module, as they were found."""
 
     path: str
     module: nn.Module
-    children: dict[str, nn.Module | None]
-    parameters: dict[str, nn.Parameter | None]
-    forms: list[tuple[torch.Size, torch.dtype]]
+    table: dict[str, Any]  # the module's own
+    items: list[tuple[str, Any]]
+
+
+class _Form(NamedTuple):
+    """A parameter, and what it held."""
+
+    path: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Structure:
-    """A model as it is now."""
+    """A model as it is now. Looked at before every minibatch of `train_step`: 1 µs a parameter."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parts = [
-            _Part(path, module, dict(module._modules), dict(module._parameters), _forms(module))
-            for path, module in model.named_modules()
+        named = list(model.named_modules())
+        self._modules = [module for _, module in named]
+        self._tables = [
+            _Table(path, module, table, list(table.items()))
+            for path, module in named
+            for table in (module._modules, module._parameters)
         ]
-        self._parameters = list(model.parameters())
+        self._forms = [_Form(path, p, p.shape, p.dtype) for path, p in model.named_parameters()]
 
     def check(self) -> None:
         """Raises ValueError, with the first name, if a module or a parameter is another one than it was."""
-        for part in self._parts:
-            module = part.module
-            same = _same(module._modules, part.children) and _same(module._parameters, part.parameters)
-            if not same or _forms(module) != part.forms:
-                changed = f"layer {part.path}" if part.path else "the model"
+        for path, module, table, items in self._tables:
+            if len(table) != len(items) or any(table.get(name) is not each for name, each in items):
+                where = f"layer {path}" if path else "the model"
                 raise ValueError(
-                    f"{changed} ({type(module).__name__}) has other children or parameters, or of another "
-                    "shape or dtype, than when the trainer was made: make a new Trainer after such changes"
+                    f"{where} ({type(module).__name__}) has other children or parameters {_ANEW}"
                 )
+        for path, parameter, shape, dtype in self._forms:
+            if parameter.dtype is not dtype or parameter.shape != shape:
+                raise ValueError(f"{path} of the model has another shape or dtype {_ANEW}")
 
     def settings(self) -> tuple[object, ...]:
         """Everything that users may change between two runs, to be compared with what it was."""
-        modes = tuple(
-            (module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
-            for _, module, *_ in self._parts
-        )
-        return modes, tuple(parameter.requires_grad for parameter in self._parameters)
+        modes = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self._modules]
+        return modes, [form.parameter.requires_grad for form in self._forms]
 
 
-def _forms(module: nn.Module) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(p.shape, p.dtype) for p in module._parameters.values() if p is not None]
-
-
-def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
-    return now.keys() == before.keys() and all(now[name] is before[name] for name in before)
+_ANEW = "than when the trainer was made: make a new Trainer after such changes"
