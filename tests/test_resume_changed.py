@@ -219,6 +219,21 @@ def test_another_data_set(make, tmp_path, capsys, other, told):
     trainer.fit(data())  # only what comes first after a checkpoint is to be its own
 
 
+def test_an_option_that_only_one_version_of_torch_has_is_nothing_changed(make, tmp_path, monkeypatch):
+    of = update.Given.of
+
+    def with_fewer(optimizer):
+        options = [dict(group) for group in of(optimizer).options]
+        for group in options:
+            del group["maximize"]
+        return update.Given(options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(update.Given, "of", with_fewer)
+        checkpoint = saved(make, tmp_path)
+    make().resume(checkpoint)
+
+
 def test_a_checkpoint_of_an_older_version_says_nothing(make, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(update.Given, "of", lambda _: update.Given())

@@ -61,8 +61,9 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
         path = checkpoint / entry.name
         tensors, meta = read_shard(path, entry)
         own = under("model", tensors)
-        if not entry.name.startswith("stage-"):
-            of_ranks[int(entry.name[5:9])] = Replica(own, samples_seen(meta, str(path)))
+        rank = entry.name.removeprefix("rank-").removesuffix(".safetensors")
+        if rank.isdecimal():
+            of_ranks[int(rank)] = Replica(own, samples_seen(meta, str(path)))
             continue
         batches |= batches_agreed(meta, str(path))
         for key, tensor in own.items():

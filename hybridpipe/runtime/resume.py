@@ -328,7 +328,7 @@ def _put(worker: Worker, read: _Read) -> None:
         if read.batches_agreed:
             executor.statistics.num_samples = read.samples_seen
             executor.statistics.num_batches = [
-                {path: read.batches_agreed[of_stage.of(path)] for path in before}
+                {path: read.batches_agreed.get(of_stage.of(path), own) for path, own in before.items()}
                 for of_stage, before in zip(names.values(), executor.statistics.num_batches, strict=True)
             ]
         update = executor.update

@@ -210,7 +210,7 @@ def read_optimizer(state: State, where: str) -> dict[str, OfParameter]:
         match entry:
             case {"group": int(at), "state": dict(own)} if 0 <= at < len(groups):
                 found[key] = OfParameter(
-                    groups[at], unpack(own, state.tensors, where), given[at] if given else None
+                    groups[at], unpack(own, state.tensors, where), given[at] if at < len(given) else None
                 )
             case _:
                 raise UserError(f"{where}: parameter {key}: cannot be understood: {shown(entry)}")
@@ -241,9 +241,12 @@ def check_optimizer(
 
 
 def differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The names under which two mappings hold other values, with both; None where there is none."""
-    names = [name for name in {**now, **then} if name not in FORMS]
-    return [(n, now.get(n), then.get(n)) for n in names if not _equal(now.get(n), then.get(n))]
+    """The names under which two mappings hold other values, with both.
+
+    Names that only one has are left out: another version of torch has other options.
+    """
+    names = [name for name in now if name in then and name not in FORMS]
+    return [(name, now[name], then[name]) for name in names if not _equal(now[name], then[name])]
 
 
 def put_optimizer(
