@@ -174,7 +174,7 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
     """What a training is by, beside optimizer, scheduler and data: what a resumed one has to have alike."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return {
-        "loss": callable_text(loss),
+        "loss": callable_text(loss, with_code=True),
         "clip_grad_norm": repr(rule.clip_grad_norm),
         "scale_learning_rate": repr(rule.scale_learning_rate),
         "delay_warm_up": repr(rule.delay_warm_up),
@@ -183,11 +183,15 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
     }
 
 
-def callable_text(function: Callable[..., Any]) -> str:
-    """What is the same in all processes of what a callable is: names, options and code, no addresses."""
+def callable_text(function: Callable[..., Any], with_code: bool = False) -> str:
+    """What is the same in all processes of what a callable is: names and options, no addresses.
+
+    Args:
+        with_code: and a hash of a user's code, and of what it closes over, which may be a rank's own.
+    """
     if isinstance(function, partial):
         given = [*map(_text, function.args), *(f"{k}={_text(v)}" for k, v in function.keywords.items())]
-        return f"{callable_text(function.func)}({', '.join(given)})"
+        return f"{callable_text(function.func, with_code)}({', '.join(given)})"
     if isinstance(function, nn.Module):
         options = {
             name: value for name, value in vars(function).items() if name[0] != "_" and name != "training"
@@ -197,7 +201,7 @@ def callable_text(function: Callable[..., Any]) -> str:
         return f"{type(function).__name__}({', '.join(shown)})"
     name = str(getattr(function, "__qualname__", type(function).__name__))
     code = getattr(function, "__code__", None)
-    if code is None or str(getattr(function, "__module__", "")).startswith("torch."):
+    if code is None or not with_code or str(getattr(function, "__module__", "")).startswith("torch."):
         return name
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     return (
