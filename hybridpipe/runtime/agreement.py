@@ -26,6 +26,7 @@ from hybridpipe.runtime.position import position
 from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.samples import check_dataset, comparable, drawn_anew, fingerprint
 from hybridpipe.stage.stage import Loss
+from hybridpipe.stage.state import kept
 from hybridpipe.stage.values import Value, expanded_dimensions, raw_bytes, tensors_of
 
 _NOTHING = "nothing"
@@ -135,10 +136,7 @@ def facts(
 def structure(model: nn.Module) -> dict[str, str]:
     """Names, shapes and types of what a model trains and keeps, what its layers are, and `of_user`."""
     layers = {f"layer {name} of the model": type(layer).__name__ for name, layer in model.named_children()}
-    tensors = {
-        f"{name} of the model": _described(tensor)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+    tensors = {f"{name} of the model": _described(tensor) for name, tensor in kept(model).items()}
     return layers | tensors | of_user(model)
 
 

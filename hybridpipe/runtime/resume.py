@@ -27,6 +27,7 @@ from hybridpipe.runtime.seen import Stashed
 from hybridpipe.runtime.update import Update
 from hybridpipe.runtime.worker import Worker
 from hybridpipe.stage.state import (
+    SAMPLES_SEEN,
     Generators,
     Names,
     OfParameter,
@@ -164,7 +165,7 @@ class _Read:
     newest: int = 0
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random: Generators | None = None
-    samples_seen: int = 0
+    samples_seen: int | None = None  # since replicas agreed on statistics; None: they have
     changed: list[str] = field(default_factory=list)
     is_fresh: bool = False  # options and schedule are those that the training was given
     batches_agreed: dict[str, int] = field(default_factory=dict)
@@ -250,7 +251,8 @@ class _Reading:
         state = self.read(name)
         self.result.model |= under("model", state.tensors)
         self.versions(state)
-        self.result.samples_seen = samples_seen(state.meta, name)
+        if SAMPLES_SEEN in state.meta:  # not in older checkpoints
+            self.result.samples_seen = samples_seen(state.meta, name)
         self.result.batches_agreed = self.batches
         self.result.random = Generators.of(state, str(self.found.path / name))
 
@@ -325,7 +327,7 @@ def _put(worker: Worker, read: _Read) -> None:
     executor = worker.executor
     if executor is not None:
         executor.statistics.begin_anew()
-        if read.batches_agreed:
+        if read.samples_seen is not None:
             executor.statistics.num_samples = read.samples_seen
             executor.statistics.num_batches = [
                 {path: read.batches_agreed.get(of_stage.of(path), own) for path, own in before.items()}

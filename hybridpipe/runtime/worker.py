@@ -32,6 +32,7 @@ from hybridpipe.runtime.transport import Pending
 from hybridpipe.runtime.update import UpdateRule
 from hybridpipe.stage.split import layers_of
 from hybridpipe.stage.stage import Loss, Stage
+from hybridpipe.stage.state import kept
 from hybridpipe.stage.structure import Structure
 from hybridpipe.stage.values import Value, overwrite
 from hybridpipe.stage.weights import sparse_parameters
@@ -398,7 +399,7 @@ def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
 
     All buffers, those that no state_dict has, too.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in kept(model).values():
         values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         for part in _parts(values):
             control.Bcast([part, MPI.BYTE], 0)

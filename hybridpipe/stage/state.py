@@ -105,6 +105,17 @@ def unpack(document: JSON, tensors: Mapping[str, Tensor], where: str) -> Any:
     return document
 
 
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    """All that ranks have alike: what `state_dict()` holds, the tensors themselves, and the other buffers."""
+    found: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+    for path, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                found[f"{path}.{name}"] = buffer
+    return found
+
+
 class Names:
     """The keys that the tensors of a stage have in the whole model's `state_dict()`.
 
