@@ -219,7 +219,7 @@ def test_ranks_that_are_not_up_are_told_at_half_of_the_deadline_and_end_of_it(la
         (["--ranks", "2", "--", "plan"], "must be followed by -- train CONFIG ..., got plan"),
         (["--ranks", "2", "--", "train", "none.toml"], "none.toml"),
         (["--", "train", "examples/digits.toml"], "needs --ranks or --hosts outside of a Slurm allocation"),
-        (["--hosts", "h1:0", "--", "train", "x"], "must be hosts and ranks such as h1:4,h2:4, got 'h1:0'"),
+        (["--hosts", "h1:0", "--", "train", "x"], "ranks of h1 must be an integer >= 1, got '0'"),
         (
             ["--ranks", "3", "--hosts", "h1,h2", "--", "train", "examples/digits.toml"],
             "--ranks must be <= the 2",
