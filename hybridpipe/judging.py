@@ -6,6 +6,7 @@ Sums, not means: they add up over microbatches.
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from hybridpipe.stage.values import Value, tensors_of
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (outputs, targets) of a microbatch → (sum, count)
 LOSS, ACCURACY = "loss", "accuracy"
+IGNORED = -100  # of targets, as in cross_entropy, where a loss says nothing else
 _SECOND = (functional.cross_entropy, functional.nll_loss)  # the classes' dimension, as in their modules
 _WITHOUT_CLASSES = (
     functional.mse_loss,
@@ -152,11 +154,12 @@ class Accuracy:
 
     def __init__(self, loss: Loss) -> None:
         function: Any = loss
-        self._ignored = -100  # as in cross_entropy
+        ignored: Any = IGNORED
         while isinstance(function, partial):
-            self._ignored = function.keywords.get("ignore_index", self._ignored)
+            ignored = function.keywords.get("ignore_index", ignored)
             function = function.func
-        self._ignored = getattr(function, "ignore_index", self._ignored)
+        ignored = getattr(function, "ignore_index", ignored)
+        self._ignored = int(ignored) if isinstance(ignored, Integral) else IGNORED  # None says nothing
         self._has_classes = function not in _WITHOUT_CLASSES and not isinstance(function, _MODULES_WITHOUT)
         self._second = function in _SECOND or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
 
@@ -166,9 +169,10 @@ class Accuracy:
         if dim is None:
             return [0.0] * self.width
         assert isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-        judged = targets != self._ignored
-        in_range = (targets >= 0) & (targets < outputs.shape[dim])
-        right = outputs.argmax(dim).eq(targets) & judged
+        classes = targets.long()  # 256 of them, or -100, would wrap around where targets are bytes
+        judged = classes != self._ignored
+        in_range = (classes >= 0) & (classes < outputs.shape[dim])
+        right = outputs.argmax(dim).eq(classes) & judged
         return [float(right.sum()), float(judged.sum()), float((judged & ~in_range).sum())]
 
     def _class_dimension(self, outputs: Value, targets: Value) -> int | None:

@@ -167,6 +167,11 @@ def _set_aside(folder: Path) -> list[str]:
     return [f"{folder} was another training's, and is {aside} now; --resume auto would have gone on with it"]
 
 
+def _rounded(value: float) -> str:
+    """Four decimals, or four digits of what these would show little of."""
+    return f"{value:.4g}" if 0 < abs(value) < 0.01 else f"{value:.4f}"
+
+
 def _metrics(path: Path, step: int) -> TextIO:
     """The file of records, to be gone on with at `step` (0: anew).
 
@@ -264,7 +269,7 @@ def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
     save_file(state, out / "model.safetensors")
     epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
+    figures = ", ".join(f"{name} {_rounded(value)}" for name, value in summary["metrics"].items())
     print(
         (f"{parts_table(parts)}\n" if parts else "")
         + (f"{ranks_table(traced.per_minibatch())}\n" if traced else "")

@@ -195,6 +195,13 @@ def check_metrics() -> None:
         assert abs(each["accuracy"] - (best[:, 0] == targets).double().mean().item()) < 1e-12
     if RANK == 0:
         print("metrics: over the whole data set, on every rank", flush=True)
+    try:
+        options = {"loss": F.cross_entropy, "optimizer": decaying, "plan": plan("1-1", 3)}
+        Trainer(mlp(), **options, minibatch_size=MINIBATCH, metrics={f"top{RANK + 1}": within})
+    except ValueError as error:
+        assert str(error).startswith("metrics must be the same on all ranks: rank 0 has"), error
+        if RANK == 0:
+            print("metrics of another name on another rank: refused", flush=True)
 
 
 def check_refused(story: str, told: str, work: Callable[[Trainer], object]) -> None:
