@@ -56,7 +56,9 @@ def why_not_again(attempts: Sequence[Attempt], max_restarts: int) -> str | None:
     if len(attempts) > max_restarts:
         return f"no restarts are left of {max_restarts}" if max_restarts else "--max-restarts is 0"
     if len(attempts) > 1 and _same(attempts[-2], last):
-        where = "before any rank was up" if not last.has_begun else f"at step {last.step}"
+        where = "before any rank was up"
+        if last.has_begun:
+            where = "outside of training" if last.step is None else f"at step {last.step}"
         return f"the same error came {where} twice in a row"
     return None
 

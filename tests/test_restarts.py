@@ -52,6 +52,7 @@ def test_a_launcher_that_launched_nobody_has_not_trained():
         ([LOST, LOST], 1, "no restarts are left of 1"),
         ([LOST, LOST], 2, None),  # says nothing of a third
         ([RAISED, RAISED], 9, "the same error came at step 7 twice in a row"),
+        ([Attempt(1, 1, "E", "E")] * 2, 9, "the same error came outside of training twice in a row"),
         ([RAISED, Attempt(4, 1, "E", "E", 9)], 9, None),  # it got further
         ([RAISED, Attempt(4, 1, "F", "F", 7)], 9, None),
         ([RAISED, LOST, RAISED], 9, None),
