@@ -24,6 +24,7 @@ from hybridpipe.runtime import preemption
 from hybridpipe.runtime.checkpoint import Saver
 from hybridpipe.runtime.communicators import meet
 from hybridpipe.runtime.mpi import MPI
+from hybridpipe.runtime.position import position
 from hybridpipe.runtime.resume import (
     Found,
     Nothing,
@@ -117,7 +118,8 @@ class Books:
             anew: also what is in the folder already.
         """
         if self._saver is None:
-            self._saver = Saver(self.world.Dup())
+            with position.waiting("making communicators", range(self.world.size)):
+                self._saver = Saver(self.world.Dup())
 
         def describe(so_far: SoFar) -> dict[str, Any]:
             run = {

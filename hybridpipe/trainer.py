@@ -386,6 +386,8 @@ class Trainer:
                 that were not allowed; nothing has changed. Of another data set: raised by `fit`.
         """
         self._check_nothing_under_way("resume")
+        of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
+        agreement.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
         path = Path(source)
         if path.suffix == ".safetensors":
             load_plain(self.world, self.model, path)

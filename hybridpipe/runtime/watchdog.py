@@ -34,7 +34,8 @@ _STATES = {  # of /proc/PID/stat, for a process of this machine
     "Z": "it has ended",
     "D": "it waits for a disk or a network file system",
 }
-_ELSEWHERE = "it is stopped or lost, its host is down, or the link to it is cut"
+_AT_ITS_END = f"or it has come to the end of its script ({hang.COLLECTIVE})"
+_ELSEWHERE = f"it is stopped or lost, its host is down, or the link to it is cut, {_AT_ITS_END}"
 
 
 class _Process(NamedTuple):
@@ -181,9 +182,7 @@ class Watchdog:
         except OSError:
             return "its process is gone"
         return _STATES.get(
-            state,
-            "its process is alive, held up outside Python, or its link is cut, or it has come to the end of "
-            f"its script ({hang.COLLECTIVE})",
+            state, f"its process is alive, held up outside Python, or its link is cut, {_AT_ITS_END}"
         )
 
 

@@ -89,10 +89,18 @@ def test_a_thread_can_end_the_job_though_mpi_abort_hangs(job, where):
     assert re.search(r"exited\s+on\s+signal 14", done.stdout), done.stdout
 
 
-@pytest.mark.parametrize("way", ["sleeps", "has ended"])
-def test_a_method_that_only_one_rank_calls_is_told_to_be_collective(job, way):
-    done = job(2, "alone.py", way, fails=True)
-    (report,) = re.findall(r"hybridpipe: rank 1 on host .*ending the job", done.stdout)
+@pytest.mark.parametrize(
+    "way, method, rank",
+    [
+        ("sleeps", "evaluate", 0),
+        ("has ended", "evaluate", 0),
+        ("sleeps", "save", 0),
+        ("has ended", "resume", 1),
+    ],
+)
+def test_a_method_that_only_one_rank_calls_is_told_to_be_collective(job, tmp_path, way, method, rank):
+    done = job(2, "alone.py", way, method, str(rank), str(tmp_path), fails=True)
+    (report,) = re.findall(rf"hybridpipe: rank {1 - rank} on host .*ending the job", done.stdout)
     assert "methods of Trainer are collective: every rank has to call them, in the same order" in report
 
 

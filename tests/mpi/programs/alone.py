@@ -1,4 +1,7 @@
-"""Rank 0 alone evaluates, though that is collective; rank 1 sleeps, or has ended its script: alone.py WAY."""
+"""One rank alone calls a method, though all are collective; the other sleeps, or has ended its script.
+
+alone.py WAY METHOD RANK FOLDER
+"""
 
 import sys
 import time
@@ -20,7 +23,10 @@ trainer = Trainer(
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
 trainer.fit(data)
-if trainer.world.rank == 0:
-    trainer.evaluate(data)
-elif sys.argv[1] == "sleeps":
+way, method, rank, folder = sys.argv[1:]
+if method == "resume":
+    trainer.save(folder)
+if trainer.world.rank == int(rank):
+    getattr(trainer, method)(data if method == "evaluate" else folder)
+elif way == "sleeps":
     time.sleep(60)
