@@ -198,7 +198,7 @@ class _Reading:
         if self.exact:
             self.of_rank()
         else:
-            self.average()
+            self.result.model |= self.averages()
         self.check()
         return self.result
 
@@ -249,22 +249,27 @@ class _Reading:
         if self.found.manifest.entry(name) is None:  # of a larger world, whose last ranks are not used
             return
         state = self.read(name)
-        self.result.model |= under("model", state.tensors)
-        self.versions(state)
-        if SAMPLES_SEEN in state.meta:  # not in older checkpoints
+        own = under("model", state.tensors)
+        if SAMPLES_SEEN in state.meta:
             self.result.samples_seen = samples_seen(state.meta, name)
-        self.result.batches_agreed = self.batches
+            self.result.batches_agreed = self.batches
+        else:  # an older checkpoint: what replicas saw is not known, so they agree now
+            own |= self.averages()
+        self.result.model |= own
+        self.versions(state)
         self.result.random = Generators.of(state, str(self.found.path / name))
 
-    def average(self) -> None:
-        """Let the replicas of each stage of the checkpoint agree on their statistics."""
+    def averages(self) -> dict[str, Tensor]:
+        """The statistics that the replicas of each stage of the checkpoint agree on."""
+        found: dict[str, Tensor] = {}
         wanted = {names.of(path) for names in self.names.values() for path in statistics(names.module)}
         # each once, though under an interleaved plan the same ranks hold several stages
         for ranks in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
             if wanted and len(ranks) > 1:
                 replicas = [self.replica(rank) for rank in ranks]
                 replicas[0] = replicas[0]._replace(tensors=self.result.model)
-                self.result.model |= agreed(wanted, replicas, self.batches)
+                found |= agreed(wanted, replicas, self.batches)
+        return found
 
     def replica(self, rank: int) -> Replica:
         """What a rank of the checkpoint's had of its own."""

@@ -40,7 +40,7 @@ def agreed(
 
     Args:
         agreed_before: the numbers of batches at the last agreement. Older checkpoints do not say: then the
-            first replica's number counts.
+            first replica's number counts. Statistics that nobody changed are the first replica's, too.
     """
     first = replicas[0].tensors
     total = sum(replica.num_samples for replica in replicas)
@@ -48,7 +48,7 @@ def agreed(
     for name in names:
         if not all(name in replica.tensors for replica in replicas):
             continue
-        own = first[name]
+        result[name] = own = first[name]
         if name in agreed_before:
             before = agreed_before[name]
             more = sum(int(replica.tensors[name]) - before for replica in replicas)

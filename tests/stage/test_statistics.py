@@ -101,4 +101,4 @@ def test_an_older_checkpoint_counts_all_replicas_alike():
         {"0.running_mean": torch.tensor([x]), "0.num_batches_tracked": torch.tensor(3)} for x in (1.0, 3.0)
     ]
     found = agreed(tensors[0], [Replica(each, 1) for each in tensors], {})
-    assert found == {"0.running_mean": torch.tensor([2.0])}
+    assert found == {"0.running_mean": torch.tensor([2.0]), "0.num_batches_tracked": torch.tensor(3)}

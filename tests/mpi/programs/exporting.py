@@ -1,4 +1,7 @@
-"""What is exported from a checkpoint of several ranks is the model they hold; other plans start from it."""
+"""What is exported from a checkpoint of several ranks is the model they hold; other plans start from it.
+
+So it is with a checkpoint of an older version, which does not say what each replica's statistics have seen.
+"""
 
 import sys
 from functools import partial
@@ -10,8 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.checkpoint.plain import export
+from hybridpipe.checkpoint.plain import export, model_state
 from hybridpipe.checkpoint.shard import read_plain
+from hybridpipe.runtime import checkpoint as runtime
+from hybridpipe.stage.state import BATCHES_AGREED, SAMPLES_SEEN
+
+HYBRID = StageSpec(0, 2, replicas=2), StageSpec(2, 4)
 
 
 def trainer(*stages: StageSpec, num_microbatches: int = 4) -> Trainer:
@@ -30,11 +37,46 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def as_an_older_version(hybrid: Trainer, folder: Path) -> Path:
+    """Save as one that counted no samples."""
+    referred = runtime.referred
+
+    def without_counts(*arguments):
+        files = referred(*arguments)
+        for state in files.values():
+            state.meta = {k: v for k, v in state.meta.items() if k not in (SAMPLES_SEEN, BATCHES_AGREED)}
+        return files
+
+    runtime.referred = without_counts
+    try:
+        return hybrid.save(folder)
+    finally:
+        runtime.referred = referred
+
+
+def go_on_from_older(checkpoint: Path, data: TensorDataset) -> None:
+    """Replicas had other numbers of batches for good, and what was exported was not what they held."""
+    hybrid = trainer(*HYBRID)
+    hybrid.resume(checkpoint)
+    held = hybrid.full_state_dict()
+    if held is not None:
+        assert same(model_state(checkpoint), held)
+        before = held["1.num_batches_tracked"]
+    hybrid.train_step(*data[:16])  # four microbatches, two a replica
+    held = hybrid.full_state_dict()
+    tracked = hybrid.model[1].num_batches_tracked.item()
+    tracked_by_each = MPI.COMM_WORLD.allgather(tracked)
+    hybrid.close()
+    if held is not None:
+        assert tracked_by_each[:2] == [before + 4] * 2, (before, tracked_by_each)
+
+
 def main(folder: Path) -> None:
     torch.manual_seed(1)
-    data = TensorDataset(torch.randn(48, 4), torch.randint(0, 3, (48,)))
-    hybrid = trainer(StageSpec(0, 2, replicas=2), StageSpec(2, 4))
+    data = TensorDataset(torch.randn(42, 4), torch.randint(0, 3, (42,)))  # one replica sees 22 of them
+    hybrid = trainer(*HYBRID)
     hybrid.fit(data)
+    older = as_an_older_version(hybrid, folder / "older")
     checkpoint = hybrid.save(folder / "checkpoints")
     held, file = hybrid.full_state_dict(), folder / "model.safetensors"
     hybrid.close()
@@ -43,6 +85,7 @@ def main(folder: Path) -> None:
         assert "9 tensors" in told, told
         assert same(read_plain(file), held)
     MPI.COMM_WORLD.Barrier()
+    go_on_from_older(older, data)
     straight = trainer(StageSpec(0, 1), StageSpec(1, 3), StageSpec(3, 4), num_microbatches=2)
     straight.resume(file)
     again = straight.full_state_dict()
