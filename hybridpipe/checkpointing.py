@@ -102,7 +102,7 @@ class Keeper:
         describe: Callable[[SoFar], dict[str, JSON]],
     ) -> None:
         self._asked, self._saver, self._worker, self._describe = asked, saver, worker, describe
-        self._last_cut, self._saved = step, saved
+        self._last_cut, self._resumed, self._saved = step, saved, saved
         self._every = None if asked.every is None else _far_enough(asked.every, worker.plan)
         self._waiting = deque[_Waiting]()
         self._tried = False
@@ -132,7 +132,12 @@ class Keeper:
             self._saver.start(snapshot, Path(self._asked.folder), told, self._asked.keep)
 
     def finish(self, step: int, so_far: SoFar, cut: Cut) -> None:
-        """Training ends here: save that, and wait until it is published."""
+        """Training ends here: save that, and wait until it is published. Collective.
+
+        What was saved before it was resumed is looked at, as what is saved now.
+        """
+        if step == self._resumed:
+            self._guarded(lambda: checkpoint.check_finite(self._worker, step, cut))
         self.take(step, cut)
         self.losses_in(so_far)
         self._saver.wait()

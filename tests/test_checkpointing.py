@@ -20,6 +20,8 @@ from hybridpipe.checkpointing import Checkpointing, Keeper
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.planning.schedules import losses_late
 from hybridpipe.runtime import seen
+from hybridpipe.runtime.checkpoint import Snapshot
+from hybridpipe.stage.state import State
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
@@ -354,9 +356,34 @@ def test_what_the_last_update_has_spoilt_is_not_saved(
     with pytest.raises(NotSaved, match=f"^after step 1 {told}") as refused:
         trainer.fit(TensorDataset(*data[:8]), checkpoint=Checkpointing(tmp_path))
     assert refused.value.exit_code == 1
+    assert str(refused.value).endswith(
+        "; nothing is saved; the checkpoint before, if there is one, stays the last one"
+    )
     assert not [*tmp_path.glob("*step*"), *tmp_path.glob(".step*")], "neither a checkpoint nor a part of one"
     with pytest.raises(NotSaved, match=told):
         trainer.save(tmp_path)
+
+
+def test_what_an_older_version_saved_is_looked_at_before_the_training_ends_well(
+    make, data, tmp_path, monkeypatch
+):
+    """A finished training that was resumed wrote NaN to model.safetensors: there was nothing to save."""
+    spoilt, data = partial(make, optimizer=partial(torch.optim.SGD, lr=math.inf)), TensorDataset(*data[:8])
+    with monkeypatch.context() as older:
+        older.setattr(Snapshot, "not_finite", lambda self: None)
+        spoilt().fit(data, checkpoint=Checkpointing(tmp_path))
+    trainer = spoilt()
+    trainer.resume(tmp_path)
+    told = r"^after step 1 0\.weight is not finite: .*; so it is in the checkpoint that was resumed from"
+    with pytest.raises(NotSaved, match=told) as refused:
+        trainer.fit(data, 0, checkpoint=Checkpointing(tmp_path))
+    assert (refused.value.exit_code, refused.value.step) == (1, 1)
+
+
+def test_kept_versions_are_looked_at():
+    held = State({"model.0.weight": torch.ones(2), "version.3.0.weight": torch.tensor([1.0, math.nan])})
+    found = Snapshot(4, {"stage-000.safetensors": held}, frozenset({"0.weight"})).not_finite()
+    assert found == "after step 4 version.3.0.weight is not finite: 1 NaN and 0 infinite of 2"
 
 
 def test_infinity_where_no_training_put_it_is_saved(make, data, tmp_path):

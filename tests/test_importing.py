@@ -99,6 +99,17 @@ def test_there_and_back(config, weights, tmp_path, capsys):
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize("key", ["3.weight", "1.running_var"])
+def test_weights_that_are_not_finite_are_refused(config, weights, tmp_path, capsys, key):
+    state = load_file(weights)
+    state[key].view(-1)[0] = torch.nan
+    save_file(state, weights)
+    assert cli.main(["import", str(weights), str(config), "--out", str(tmp_path / "run")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{key} is not finite: 1 NaN and 0 infinite of {state[key].numel()}; nothing is saved" in line
+    assert not [*(tmp_path / "run").rglob("*step*")]
+
+
 def test_a_tied_weight_may_be_there_once_as_save_model_writes_it(config, tmp_path):
     config.write_text(CONFIG.replace(":net", ":tied"))
     model = build_model(load_config(config))

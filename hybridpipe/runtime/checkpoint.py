@@ -48,6 +48,7 @@ from hybridpipe.stage.state import (
     take_optimizer,
 )
 from hybridpipe.stage.statistics import statistics
+from hybridpipe.stage.values import not_finite
 
 PAUSE_SECONDS = 2e-3  # between two looks for a message
 # A rank that cannot write removes the directory before it tells. What others miss there is not the first
@@ -69,25 +70,20 @@ class Snapshot(NamedTuple):
     files: dict[str, State]
     learnt: frozenset[str] = frozenset()
 
-    def check_finite(self) -> None:
-        """Look at what training has made, and the optimizer keeps; at speed of memory.
+    def not_finite(self) -> str | None:
+        """The first tensor with NaN or infinity that training has made, or the optimizer keeps, in words.
 
-        Other buffers, and frozen parameters, may well hold infinity, as masks do.
-
-        Raises:
-            NotSaved: with the first tensor that holds NaN or infinity.
+        Other buffers, and frozen parameters, may well hold infinity, as masks do. A pass at the speed of
+        memory: 0.1 s/GB on one core, where a copy takes 0.7.
         """
         for file in self.files.values():
             for name, tensor in file.tensors.items():
                 kind, _, key = name.partition(".")
                 wanted = kind in ("optimizer", "version") or (kind == "model" and key in self.learnt)
-                if wanted and tensor.is_floating_point() and not tensor.isfinite().all():
-                    nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-                    raise NotSaved(
-                        f"after step {self.step} {name.removeprefix('model.')} is not finite: {nan} NaN and "
-                        f"{infinite} infinite of {tensor.numel()}; the checkpoint before stays the last one",
-                        self.step,
-                    )
+                found = not_finite(tensor) if wanted else None
+                if found is not None:
+                    return f"after step {self.step} {name.removeprefix('model.')} is not finite: {found}"
+        return None
 
 
 def stage_file(stage: int) -> str:
@@ -130,6 +126,18 @@ def take(worker: Worker, step: int, cut: Cut) -> Snapshot:
     faults.at("save-snapshot", step=step)
     files = {name: state.copied() for name, state in referred(worker, cut).items()}
     return Snapshot(step, files, _learnt(worker))
+
+
+def check_finite(worker: Worker, step: int, cut: Cut) -> None:
+    """Look at the state of which there is a checkpoint, of a version that did not look. Collective.
+
+    Raises:
+        NotSaved: it is not finite, on every rank.
+    """
+    found = Snapshot(step, referred(worker, cut), _learnt(worker)).not_finite()
+    for told in worker.control.allgather(found):
+        if told is not None:
+            raise NotSaved(f"{told}; so it is in the checkpoint that was resumed from: take one before", step)
 
 
 def _learnt(worker: Worker) -> frozenset[str]:
@@ -324,7 +332,10 @@ def _written(folder: Path, snapshot: Snapshot) -> list[FileEntry]:
             "checkpoints go to a folder that all ranks share"
         ) from FileNotFoundError(folder)
     with position.in_saving("looks whether all that was learnt is finite"):
-        snapshot.check_finite()
+        found = snapshot.not_finite()
+    if found is not None:
+        kept = "nothing is saved; the checkpoint before, if there is one, stays the last one"
+        raise NotSaved(f"{found}; {kept}", snapshot.step)
     entries = []
     for name, state in snapshot.files.items():
         with position.in_saving(f"writes {name}"):

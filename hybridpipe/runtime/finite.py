@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.runtime.stream import Stream
 from hybridpipe.stage.stage import Stage
-from hybridpipe.stage.values import dense, norms
+from hybridpipe.stage.values import dense, norms, not_finite
 
 # Of ranks that meet the same error at the same time the first to report ends the job: where it arose, at the
 # end of the pipeline, before where it went.
@@ -94,12 +94,11 @@ class Finite:
             for name, parameter in reversed(list(stage.module.named_parameters())):
                 if parameter.grad is None:
                     continue
-                gradient = dense(parameter.grad)
-                if not gradient.isfinite().all():
+                found = not_finite(dense(parameter.grad))
+                if found is not None:
                     index, _, rest = name.partition(".")
                     layer = (
                         f"layer {stage.first_layer + int(index)} ({type(stage.module[int(index)]).__name__})"
                     )
                     where = f"the gradient of step {step}, stage {number}, {layer}, {rest} is not finite"
-                    nan, infinite = int(gradient.isnan().sum()), int(gradient.isinf().sum())
-                    yield number, f"{where}: {nan} NaN and {infinite} infinite of {gradient.numel()}"
+                    yield number, f"{where}: {found}"

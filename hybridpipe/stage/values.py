@@ -1,8 +1,9 @@
 """Values: what flows between layers, a tensor or a tuple of tensors, as `nn.Sequential` passes it on.
 
-And how large the gradients of weights are.
+And how large the gradients of weights are, and which numbers are none.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,6 +42,22 @@ def dense(gradient: Tensor) -> Tensor:
 def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Of each: what is looked at before an update."""
     return list(torch._foreach_norm([dense(gradient) for gradient in gradients])) if gradients else []
+
+
+def not_finite(tensor: Tensor) -> str | None:
+    """The counts of NaN and infinity in a dense tensor, in words; None if there are none.
+
+    Its least and largest number tell, in one pass at the speed of memory.
+    """
+    if tensor.layout != torch.strided or not tensor.numel():
+        return None
+    values = tensor.detach().resolve_conj()
+    if values.is_floating_point() and values.element_size() == 1:
+        values = values.float()  # torch compares no numbers of 8 bits
+    numbers = torch.view_as_real(values) if values.is_complex() else values
+    if not numbers.is_floating_point() or all(math.isfinite(bound) for bound in numbers.aminmax()):
+        return None
+    return f"{int(values.isnan().sum())} NaN and {int(values.isinf().sum())} infinite of {values.numel()}"
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
