@@ -22,7 +22,7 @@ import networks
 import numpy as np
 from tabulate import tabulate
 
-from hybridpipe.launcher import between_hosts
+from hybridpipe.launch.mpirun import between_hosts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,7 +84,7 @@ def measure(network: str, rounds: int) -> list[list[object]]:
         for _ in range(rounds):
             for way, settings in WAYS.items():
                 there = where.with_settings(settings)
-                command = [sys.executable, "-m", "hybridpipe.launcher", str(max(RANKS))]
+                command = [sys.executable, "-m", "hybridpipe.launch.mpirun", str(max(RANKS))]
                 command += ["--", sys.executable, __file__, "--rank"]
                 done = jobs.finished(
                     [*there.prefix, *command], there.environment, 300, stdout=subprocess.PIPE, text=True

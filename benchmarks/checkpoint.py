@@ -21,8 +21,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hybridpipe import launcher
 from hybridpipe.files import write_json
+from hybridpipe.launch import mpirun
 
 RANKS, LAYERS, WIDTH, ROWS, MICROBATCHES = 2, 8, 1024, 256, 8
 MINIBATCHES = 100  # an epoch
@@ -37,7 +37,7 @@ def measure(rounds: int, every: list[int], out: Path) -> None:
     from torch import nn
 
     from hybridpipe import Plan, StageSpec, Trainer
-    from hybridpipe.checkpointing import Checkpointing
+    from hybridpipe.checkpoint.policy import Checkpointing
 
     torch.manual_seed(0)
     inputs = torch.randn(ROWS, WIDTH)
@@ -117,7 +117,7 @@ def main() -> None:
     options.out.mkdir(parents=True)
     command = [sys.executable, __file__, "--rank", "--out", str(options.out), "--rounds", str(options.rounds)]
     command += ["--every", *map(str, options.every)]
-    done = launcher.run(RANKS, command, timeout_seconds=1800)
+    done = mpirun.run(RANKS, command, timeout_seconds=1800)
     if done.returncode:
         raise SystemExit(f"the job ended with exit code {done.returncode}")
     print(table(json.loads((options.out / "checkpoint.json").read_text())))

@@ -30,8 +30,8 @@ from peers import ENVIRONMENT, MODELS
 from rounds import steady_seconds
 from tabulate import tabulate
 
-from hybridpipe import launcher
 from hybridpipe.files import write_json
+from hybridpipe.launch import mpirun
 
 SCHEDULES = ("auto", "pipedream")  # what `auto` may choose among: synchronous schedules, that one
 RANKS_HERE, NUM_HOSTS = 2, 4
@@ -45,8 +45,8 @@ def measure(model: str, schedule: str, network: str, num_turns: int, minibatches
     import torch
     from common import SEED, TASKS
 
-    from hybridpipe.runtime.mpi import MPI
-    from hybridpipe.trainer import Trainer
+    from hybridpipe.comm.mpi import MPI
+    from hybridpipe.training.trainer import Trainer
 
     torch.set_num_threads(1)
     task, world = TASKS[model], MPI.COMM_WORLD
@@ -118,7 +118,7 @@ def run(network: str, model: str, schedule: str, options: argparse.Namespace, ou
     ranks = RANKS_HERE if network == networks.LOOPBACK else NUM_HOSTS
     file = out / f"{network}-{model}-{schedule}.json"
     with networks.network(network, NUM_HOSTS) as hosts, file.with_suffix(".txt").open("w") as log:
-        command = [*hosts.prefix, sys.executable, "-m", "hybridpipe.launcher", str(ranks), "--"]
+        command = [*hosts.prefix, sys.executable, "-m", "hybridpipe.launch.mpirun", str(ranks), "--"]
         command += [sys.executable, __file__, "--out", str(file), "--networks", network, "--models", model]
         command += ["--schedules", schedule, "--turns", str(options.turns)]
         command += ["--minibatches", str(options.minibatches)]
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=16, help="of a training; three are warm-up")
     options = parser.parse_args()
     out = options.out.resolve()
-    if (launcher.promised_ranks() or 1) > 1:  # a rank, whose --out is the file to write
+    if (mpirun.promised_ranks() or 1) > 1:  # a rank, whose --out is the file to write
         (network, model, schedule), *_ = jobs_of(options)
         measure(model, schedule, network, options.turns, options.minibatches, out)
         return

@@ -38,7 +38,7 @@ def cuts(
 def _measure(model: str, num_microbatches: int, environment: Mapping[str, str], folder: Path) -> None:
     """In a job of its own, as the ways have, so that memory is as fast: huge pages, the same allocator."""
     program = str(programs.FOLDER / "profile_layers.py")
-    command = [sys.executable, "-m", "hybridpipe.launcher", "1", "--", sys.executable, program, model]
+    command = [sys.executable, "-m", "hybridpipe.launch.mpirun", "1", "--", sys.executable, program, model]
     command += ["--microbatches", str(num_microbatches), "--out", str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("w") as log:

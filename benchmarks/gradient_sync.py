@@ -25,7 +25,7 @@ from tabulate import tabulate
 from hybridpipe.config import load_config
 from hybridpipe.files import read_plan
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules import ceil_div
+from hybridpipe.planning.schedules.generators import ceil_div
 
 MIB = 2**20
 Setting = tuple[float, float]  # of HOROVOD_CYCLE_TIME in ms, 0: not set; of a bucket in MiB
@@ -36,17 +36,17 @@ def train(options: argparse.Namespace, setting: Setting) -> float:
     import torch
     from torch.utils.data import Subset
 
-    from hybridpipe.recorder import MinibatchRecord
-    from hybridpipe.runtime import gradients
-    from hybridpipe.runtime.mpi import MPI
-    from hybridpipe.trainer import Trainer
+    from hybridpipe.comm.mpi import MPI
+    from hybridpipe.optim import gradient_sync
+    from hybridpipe.training.metrics import MinibatchRecord
+    from hybridpipe.training.trainer import Trainer
 
     cycle, bucket = setting
-    gradients.BUCKET_BYTES = round(bucket * MIB)
-    for name in (gradients.CYCLE_TIME, gradients.FUSION_THRESHOLD):
+    gradient_sync.BUCKET_BYTES = round(bucket * MIB)
+    for name in (gradient_sync.CYCLE_TIME, gradient_sync.FUSION_THRESHOLD):
         os.environ.pop(name, None)
     if cycle:
-        os.environ[gradients.CYCLE_TIME] = str(cycle)
+        os.environ[gradient_sync.CYCLE_TIME] = str(cycle)
     config = load_config(options.config, options.set)
     torch.manual_seed(0)
     model, size, ranks = config.model.build(), config.train.minibatch, MPI.COMM_WORLD.size
@@ -95,14 +95,14 @@ def main() -> None:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        from hybridpipe.runtime.mpi import MPI
+        from hybridpipe.comm.mpi import MPI
 
         taken = [[train(options, setting) for setting in settings(options)] for _ in range(options.rounds)]
         if MPI.COMM_WORLD.rank == 0:
             print(json.dumps(taken), flush=True)
         return
     with networks.network(options.network, options.ranks) as where:
-        command = [sys.executable, "-m", "hybridpipe.launcher", str(options.ranks), "--", sys.executable]
+        command = [sys.executable, "-m", "hybridpipe.launch.mpirun", str(options.ranks), "--", sys.executable]
         command += [__file__, *sys.argv[1:], "--rank"]
         done = jobs.finished(
             [*where.prefix, *command], where.environment, 1800, stdout=subprocess.PIPE, text=True

@@ -28,7 +28,15 @@ def train(
 
 def run(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) -> dict:
     """The summary of one `hybridpipe` command on several ranks; ends the benchmark where the job fails."""
-    command = [*network.prefix, sys.executable, "-m", "hybridpipe.launcher", str(ranks), "--", "hybridpipe"]
+    command = [
+        *network.prefix,
+        sys.executable,
+        "-m",
+        "hybridpipe.launch.mpirun",
+        str(ranks),
+        "--",
+        "hybridpipe",
+    ]
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log.txt").open("w") as log:
         words = [*words, "--out", str(out)]

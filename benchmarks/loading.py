@@ -1,6 +1,6 @@
 """What loading takes of a minibatch: when it is due, and ahead by one and two processes of each rank.
 
-    python -m hybridpipe.launcher 2 -- python benchmarks/loading.py [--wait MS] [--work MS]    half a minute
+    python -m hybridpipe.launch.mpirun 2 -- python benchmarks/loading.py [--wait MS] [--work MS]    half a minute
 
 The digits, each of whose samples takes so many milliseconds of waiting, as for a disk, and of computing, as
 for decoding; the plan 1-1, in turns, medians of the rounds.
@@ -18,8 +18,8 @@ from tabulate import tabulate
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.data import digits
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.data.datasets import digits
 
 MINIBATCH, MICROBATCHES, SAMPLES, WIDTH = 64, 4, 1024, 1024
 WORKERS = (0, 1, 2)

@@ -27,10 +27,10 @@ from programs import Way
 from tabulate import tabulate
 
 from hybridpipe.files import write_json
-from hybridpipe.planning.memory import peak_memory_bytes
+from hybridpipe.measure.layers import measure
+from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.stage.measure import measure
 
 sys.path.insert(0, str(programs.FOLDER))
 from common import TASKS

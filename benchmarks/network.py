@@ -31,7 +31,7 @@ from rounds import Outcome, line, median_seconds, next_round, number, of, read, 
 from tabulate import tabulate
 
 from hybridpipe.files import read_cluster, read_profile, write_json
-from hybridpipe.planning.cost import estimate
+from hybridpipe.planning.cost.formula import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 
 NUM_HOSTS = 4

@@ -19,7 +19,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from hybridpipe.runtime.allocator import keep_freed_memory
+from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.weights import WeightVersions
 

@@ -41,7 +41,7 @@ from rounds import (
 )
 from tabulate import tabulate
 
-from hybridpipe.report import TRACED
+from hybridpipe.report.tables import TRACED
 
 MODELS = ("gpt", "vgg", "mlp")
 MICROBATCHES = 8

@@ -21,7 +21,7 @@ from tabulate import tabulate
 from hybridpipe.files import read_costs
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
-from hybridpipe.planning.search import short_name
+from hybridpipe.planning.search.search import short_name
 
 MICROBATCHES_A_RANK = 4
 CASES = [  # a published model or a number of layers, ranks, ranks of a node (0: one switch for all)

@@ -25,7 +25,7 @@ import plots
 from tabulate import tabulate
 
 from hybridpipe.files import read_cluster, read_profile, write_json
-from hybridpipe.planning.cost import estimate
+from hybridpipe.planning.cost.formula import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 
 NOTEWORTHY = 1.15  # two plans whose times differ by more than this must be predicted in the right order

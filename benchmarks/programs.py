@@ -40,7 +40,7 @@ def start(
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run one job of a round and see what came of it; one that fails is an outcome, too."""
-    command = [*network.prefix, sys.executable, "-m", "hybridpipe.launcher", str(way.ranks), "--"]
+    command = [*network.prefix, sys.executable, "-m", "hybridpipe.launch.mpirun", str(way.ranks), "--"]
     command += [sys.executable, str(FOLDER / f"{way.program}.py"), task, "--variant", way.variant]
     command += [*arguments, "--out", str(out)]
     out.mkdir(parents=True, exist_ok=True)

@@ -24,11 +24,11 @@ from tabulate import tabulate
 
 from hybridpipe.files import read_costs
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost import estimate
-from hybridpipe.planning.placement import dealt
+from hybridpipe.planning.cost.formula import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.search import data_parallel, judged, search, straight
+from hybridpipe.planning.search.placement import dealt
+from hybridpipe.planning.search.search import data_parallel, judged, search, straight
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILES = Path(os.environ.get("PROFILES", ROOT / "../shared/profiles"))

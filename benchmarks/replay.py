@@ -36,7 +36,7 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.scale import scaled_cluster
-from hybridpipe.planning.search import search
+from hybridpipe.planning.search.search import search
 
 RANKS, HOSTS = 16, 4
 BY_HOST = CLUSTERS["4×4, 10 Gbit/s a server, shared"]

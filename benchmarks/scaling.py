@@ -26,8 +26,8 @@ from hybridpipe.files import read_costs, write_json
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.search import search, short_name
-from hybridpipe.planning.simulate import predict
+from hybridpipe.planning.search.search import search, short_name
+from hybridpipe.planning.simulator.predict import predict
 
 SIMULATED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LATENCY_SECONDS = 5e-5

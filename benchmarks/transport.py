@@ -24,8 +24,8 @@ from pathlib import Path
 import plots
 from tabulate import tabulate
 
-from hybridpipe import launcher
 from hybridpipe.files import write_json
+from hybridpipe.launch import mpirun
 
 SIZES_BYTES = [1 << power for power in range(10, 27)]  # 1 KB to 64 MB
 ROUND_BYTES = 1 << 26  # each way in each round, within:
@@ -39,8 +39,8 @@ def measure(rounds: int, out: Path) -> None:
     """What each of the two ranks does; rank 0 writes what was found."""
     import torch
 
-    from hybridpipe.runtime.mpi import MPI
-    from hybridpipe.runtime.mpi_transport import MpiTransport
+    from hybridpipe.comm.mpi import MPI
+    from hybridpipe.comm.mpi_transport import MpiTransport
 
     world = MPI.COMM_WORLD
     torch.set_num_threads(1)
@@ -191,12 +191,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     out = options.out.resolve()
-    if launcher.promised_ranks() == 2:
+    if mpirun.promised_ranks() == 2:
         measure(options.rounds, out)
         return
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--out", str(out), "--rounds", str(options.rounds)]
-    code = launcher.run(2, command, timeout_seconds=600, env=dict(os.environ)).returncode
+    code = mpirun.run(2, command, timeout_seconds=600, env=dict(os.environ)).returncode
     if code:
         raise SystemExit(f"the two ranks ended with exit code {code}")
     found = json.loads((out / "transport.json").read_text())

@@ -8,7 +8,7 @@ alike, so ratios are taken within a turn, and then the median over the turns.
 import statistics
 from collections.abc import Iterator, Sequence
 
-from hybridpipe.planning.search import Candidate
+from hybridpipe.planning.search.search import Candidate
 
 Shape = tuple[str, str, int]  # where the layers are cut is left out: plans that differ in that only are alike
 NEXT_BEST = 4

@@ -10,7 +10,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 
 if TYPE_CHECKING:
-    from hybridpipe.trainer import Trainer
+    from hybridpipe.training.trainer import Trainer
 
 __all__ = ["Cluster", "LayerProfile", "ModelProfile", "Plan", "StageSpec", "Trainer"]
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":
-        from hybridpipe.trainer import Trainer
+        from hybridpipe.training.trainer import Trainer
 
         return Trainer
     raise AttributeError(f"module 'hybridpipe' has no attribute {name!r}")

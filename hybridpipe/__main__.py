@@ -2,7 +2,7 @@
 
 import sys
 
-from hybridpipe.cli import main
+from hybridpipe.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

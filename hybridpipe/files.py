@@ -21,9 +21,9 @@ from pydantic_core import ErrorDetails, SchemaValidator, to_jsonable_python
 
 from hybridpipe.errors import UserError, shown, suggest
 from hybridpipe.planning.cluster import CLUSTER_FORMAT, Cluster
-from hybridpipe.planning.graph import LayerGraph
-from hybridpipe.planning.linearise import narrow_order
-from hybridpipe.planning.pipedream_format import parse_graph
+from hybridpipe.planning.graph.graph import LayerGraph
+from hybridpipe.planning.graph.linearise import narrow_order
+from hybridpipe.planning.graph.pipedream_format import parse_graph
 from hybridpipe.planning.plan import PLAN_FORMAT, Plan
 from hybridpipe.planning.profile import PROFILE_FORMAT, ModelProfile
 

@@ -15,7 +15,7 @@ export PATH=$bin:$PATH                                   # horovodrun calls the 
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}   # a waiting rank leaves its core to others
 # Between hosts, large all-reduces by a ring.
 if [ -n "${HOSTS:-}" ] && [ -z "${OMPI_MCA_coll_tuned_use_dynamic_rules+set}" ]; then
-  rules=$("$bin/python" -c 'from hybridpipe.launcher import RING_RULES; print(RING_RULES)')
+  rules=$("$bin/python" -c 'from hybridpipe.launch.mpirun import RING_RULES; print(RING_RULES)')
   export OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_dynamic_rules_filename=$rules
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # raise it where there are more cores than ranks

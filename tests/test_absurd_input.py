@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe import cli, supervisor
+from hybridpipe.cli import main
 from hybridpipe.errors import UserError
 from hybridpipe.files import MOST_BYTES, parse, read_profile, read_text
-from hybridpipe.launcher import mpirun_command
+from hybridpipe.launch import supervisor
+from hybridpipe.launch.mpirun import mpirun_command
 from hybridpipe.planning.checks import MAX_RANKS
 from hybridpipe.planning.profile import ModelProfile
 
@@ -33,8 +34,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     profile = {"format": "hybridpipe-profile/1", "samples": 2, "layers": [LAYER | {"activation_bytes": 5}]}
     (tmp_path / "p.json").write_text(json.dumps(profile))
-    assert cli.main(["probe", "--flat", "4", "--out", "c.json"]) == 0
-    assert cli.main(["plan", "--profile", "p.json", "--cluster", "c.json", "--out", "four.json"]) == 0
+    assert main.main(["probe", "--flat", "4", "--out", "c.json"]) == 0
+    assert main.main(["plan", "--profile", "p.json", "--cluster", "c.json", "--out", "four.json"]) == 0
     (tmp_path / "c.toml").write_text(CONFIG)
     os.mkfifo(tmp_path / "fifo")
     return tmp_path
@@ -84,7 +85,7 @@ def test_it_is_told_in_one_line(folder, capsys, monkeypatch, command, told):
     monkeypatch.setattr(supervisor.launcher, "start", lambda *_, **__: pytest.fail("ranks were started"))
     before = sorted(folder.rglob("*"))
     try:
-        code = cli.main(command.split())
+        code = main.main(command.split())
     except SystemExit as left:  # argparse's way
         code = left.code
     (line,) = capsys.readouterr().err.splitlines()
@@ -96,8 +97,8 @@ def test_it_is_told_in_one_line(folder, capsys, monkeypatch, command, told):
 def test_whatever_is_written_can_be_read(folder, capsys):
     """A cluster of 10^30 ranks was written, and refused by the next command."""
     for ranks in (1, 4096, MAX_RANKS):
-        assert cli.main(["probe", "--flat", str(ranks), "--out", "c.json"]) == 0
-        assert cli.main([*PLAN.split(), "--ranks", "1"]) == 0
+        assert main.main(["probe", "--flat", str(ranks), "--out", "c.json"]) == 0
+        assert main.main([*PLAN.split(), "--ranks", "1"]) == 0
         capsys.readouterr()
 
 
@@ -106,7 +107,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(folder, capsys, monkeypatch)
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(supervisor.tempfile, "mkdtemp", refuse)  # root may write anywhere
-    assert cli.main(["launch", "--ranks", "2", "--", "train", "c.toml", "--out", "out"]) == 2
+    assert main.main(["launch", "--ranks", "2", "--", "train", "c.toml", "--out", "out"]) == 2
     assert capsys.readouterr().err == "hybridpipe: out: cannot be written: Permission denied\n"
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe import launcher
 from hybridpipe.config import load_config
+from hybridpipe.launch import mpirun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIGS = sorted(EXAMPLES.glob("*.toml"))
@@ -150,7 +150,7 @@ SHORT_RUN = ["train.epochs=1", "train.minibatch=718", "model.args.width=64", "da
 def baseline(name: str, ranks: int, out: Path, *options: str) -> dict:
     sets = [word for override in SHORT_RUN for word in ("--set", override)]
     script, config = EXAMPLES / f"baseline_{name}.py", EXAMPLES / "digits_mlp.toml"
-    done = launcher.run(
+    done = mpirun.run(
         ranks,
         [sys.executable, str(script), str(config), "--out", str(out), *sets, *options],
         timeout_seconds=90,

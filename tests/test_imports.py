@@ -22,7 +22,7 @@ def test_importing_loads_neither_torch_nor_mpi(module):
 def test_the_collector_rests_only_while_a_command_loads():
     """What torch's import makes is never garbage; a training makes some."""
     probe = (
-        "import gc; from hybridpipe.cli import _loading\n"
+        "import gc; from hybridpipe.cli.main import _loading\n"
         "with _loading(): print(gc.isenabled())\n"
         "print(gc.isenabled(), gc.get_freeze_count() > 0)"
     )
@@ -81,9 +81,9 @@ def test_stage_and_runtime_do_not_know_who_calls_them(folder):
         ("from hybridpipe.planning import plan", True, True),
         ("from .plan import Plan", True, True),
         ("import torch", False, True),
-        ("from hybridpipe.stage.measure import measure", False, True),
+        ("from hybridpipe.measure.layers import measure", False, True),
         ("from ..runtime import transport", False, True),
-        ("def late(): from hybridpipe.trainer import Trainer", False, False),
+        ("def late(): from hybridpipe.training.trainer import Trainer", False, False),
         ("from hybridpipe import Trainer", False, False),
         ("from .. import cli", False, False),
         ("import hybridpipe.config", False, False),

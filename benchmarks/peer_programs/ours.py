@@ -9,8 +9,8 @@ from common import Job, load_job
 
 from hybridpipe.files import write_json
 from hybridpipe.planning.plan import Plan, StageSpec
-from hybridpipe.recorder import MinibatchRecord
-from hybridpipe.trainer import Trainer
+from hybridpipe.training.metrics import MinibatchRecord
+from hybridpipe.training.trainer import Trainer
 
 
 def plan(job: Job, num_layers: int) -> Plan | str:

@@ -2,9 +2,9 @@
 
 from common import load_job
 
+from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.files import write_json
-from hybridpipe.runtime.allocator import keep_freed_memory
-from hybridpipe.stage.measure import measure
+from hybridpipe.measure.layers import measure
 
 
 def main() -> None:

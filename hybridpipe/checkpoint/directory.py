@@ -25,7 +25,7 @@ from hybridpipe.checkpoint.disk import (
 from hybridpipe.checkpoint.manifest import JSON, MANIFEST, FileEntry, Manifest, from_text, to_text
 from hybridpipe.checkpoint.names import LATEST, LOCK, name_of, parse_name, step_of
 from hybridpipe.errors import UserError, shown
-from hybridpipe.runtime import faults
+from hybridpipe.health import faults
 
 _LARGEST_MANIFEST = 1 << 26  # bytes: 100,000 ranks' files need a quarter
 _LARGEST_LATEST = 100

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import BinaryIO
 
 from hybridpipe.checkpoint.manifest import FileEntry
+from hybridpipe.comm.status import position
 from hybridpipe.errors import UserError
 from hybridpipe.files import check_replaceable
-from hybridpipe.runtime.position import position
 
 CHUNK_BYTES = 1 << 22  # hashed and written at once: large enough for the disk, small enough for the cache
 SYNC_BYTES = 1 << 30  # one fsync of a large file at its end could take longer than a watchdog waits

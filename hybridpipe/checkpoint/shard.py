@@ -20,7 +20,7 @@ from hybridpipe.checkpoint.disk import NewFile, compare, open_regular, read_into
 from hybridpipe.checkpoint.manifest import JSON, FileEntry, check_json, parse_json
 from hybridpipe.checkpoint.names import parse_name
 from hybridpipe.errors import UserError, shown
-from hybridpipe.runtime import faults
+from hybridpipe.health import faults
 
 __all__ = ["FileEntry", "read_plain", "read_shard", "write_plain", "write_shard"]
 

@@ -1,7 +1,7 @@
 """What the machines give: links between ranks, all-reduce, memory, speed.
 
 Lives here: the data and the question "how do these two ranks reach each other". Not known here: how
-it was measured (`hybridpipe.probe`). Ranks fill the units of a level in order, as `mpirun` places
+it was measured (`hybridpipe.measure.probe`). Ranks fill the units of a level in order, as `mpirun` places
 them by default: with 4 ranks per node, ranks 0 to 3 are on the first node.
 """
 

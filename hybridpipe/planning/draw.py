@@ -9,7 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from hybridpipe.planning.instructions import (
+from hybridpipe.planning.cost.memory import Curve
+from hybridpipe.planning.plan import Place, Plan, Prediction
+from hybridpipe.planning.schedules.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -18,8 +20,6 @@ from hybridpipe.planning.instructions import (
     Load,
     Products,
 )
-from hybridpipe.planning.memory import Curve
-from hybridpipe.planning.plan import Place, Plan, Prediction
 from hybridpipe.planning.timeline import BACKWARDS, Event, Timeline, kind
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))

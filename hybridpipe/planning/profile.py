@@ -1,7 +1,7 @@
 """What a model costs, layer by layer, for one microbatch on one rank at full speed.
 
 Lives here: the data, and what another size of the microbatch makes of it. Not known here: how it was measured
-(`hybridpipe.stage.measure`) and where the layers will run.
+(`hybridpipe.measure.layers`) and where the layers will run.
 """
 
 import math

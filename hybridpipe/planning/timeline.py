@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
-from hybridpipe.planning.instructions import (
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.schedules.instructions import (
     AllReduce,
     Backward,
     BackwardInput,
@@ -25,7 +26,6 @@ from hybridpipe.planning.instructions import (
     SendGradient,
     Step,
 )
-from hybridpipe.planning.plan import Place, Plan
 
 COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, Products, Step)
 BACKWARDS = ("backward", "backward-input", "backward-weight", "products")  # whole, and its parts

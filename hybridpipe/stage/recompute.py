@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.stage.values import Value, map_tensors, rebuild, tensors_of
+from hybridpipe.model.tensors import Value, map_tensors, rebuild, tensors_of
 from hybridpipe.stage.weights import places
 
 

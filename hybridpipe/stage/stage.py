@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
+from hybridpipe.model.tensors import Value, map_tensors, rebuild, tensors_of
 from hybridpipe.stage.deferred import Deferring
-from hybridpipe.stage.halved import WeightHalf
-from hybridpipe.stage.products import MicrobatchRows, WeightProducts
-from hybridpipe.stage.randomness import may_draw_from_python, random_key, seed_generators
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
-from hybridpipe.stage.values import Value, map_tensors, rebuild, tensors_of
+from hybridpipe.stage.split_backward import WeightHalf
 from hybridpipe.stage.weights import (
     Substitution,
     Weights,
@@ -25,6 +24,7 @@ from hybridpipe.stage.weights import (
     check_no_other_weights,
     trained_parameters,
 )
+from hybridpipe.stage.wgrad import MicrobatchRows, WeightProducts
 
 Loss = Callable[[Any, Any], Tensor]
 _Result = TypeVar("_Result")
@@ -68,7 +68,7 @@ class Stage:
         split_backward: the backward can be run in halves, `backward_input` and `backward_weight`.
         recompute: stash a microbatch's inputs only, and run its forward again for its backward.
         join_products: make the weight gradients of several microbatches at once where that pays; see
-            `hybridpipe.stage.products`. Not where microbatches see different weights.
+            `hybridpipe.stage.wgrad`. Not where microbatches see different weights.
         check_loss: refuse a loss that uses parameters of other stages. Not for a copy of layers, as the loss
             may use the model's own.
     """

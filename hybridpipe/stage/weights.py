@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.stage.values import Value, tensors_of
+from hybridpipe.model.tensors import Value, tensors_of
 
 # For each layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied
 # parameter stands under each of its names. Frozen parameters may be missing.

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import soak
 
+from hybridpipe.health import faults
 from hybridpipe.planning.plan import Plan, StageSpec
-from hybridpipe.runtime import faults
 
 TWO = Plan((StageSpec(0, 3), StageSpec(3, 6)), schedule="pipedream", num_microbatches=1)
 LOG = """hybridpipe: rank 1: injected kill at forward, step 2, microbatch 0, time 1

@@ -3,7 +3,7 @@
 from turns import rows, trained, verdict
 
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
-from hybridpipe.planning.search import Candidate
+from hybridpipe.planning.search.search import Candidate
 
 
 def candidate(origin, seconds, *replicas, cut=1, count=2):

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hybridpipe import cli
 from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.shard import write_shard
+from hybridpipe.cli import main
 from tests.checkpoint.helpers import DESCRIBED
 
 RUN = {"statistics": ["1.running_mean", "1.running_var"]}
@@ -43,7 +43,7 @@ def test_an_exported_model_is_loaded_as_any_other(tmp_path, capsys):
     save(tmp_path / "checkpoints", 5, stages(state))
     out = tmp_path / "model.safetensors"
     for source in ("checkpoints/step-00000005", "checkpoints"):
-        assert cli.main(["export", str(tmp_path / source), "--out", str(out)]) == 0
+        assert main.main(["export", str(tmp_path / source), "--out", str(out)]) == 0
         assert (
             f"9 tensors, 0.0 MB, of {tmp_path}/checkpoints/step-00000005 written" in capsys.readouterr().out
         )
@@ -64,7 +64,7 @@ def test_running_statistics_are_the_mean_over_the_replicas(tmp_path):
     files["rank-0001"] = other
     files["stage-001"]["model.running_mean"] = torch.zeros(2)
     path = save(tmp_path, 5, files)
-    cli.main(["export", str(path), "--out", str(tmp_path / "model.safetensors")])
+    main.main(["export", str(path), "--out", str(tmp_path / "model.safetensors")])
     loaded = load_file(tmp_path / "model.safetensors")
     expected = ((state["1.running_mean"].double() * 2 + 2) / 2).float()
     assert torch.allclose(loaded["1.running_mean"], expected, rtol=1e-6)
@@ -76,9 +76,9 @@ def test_running_statistics_are_the_mean_over_the_replicas(tmp_path):
 def test_tied_weights_may_be_in_two_stages_if_they_agree(tmp_path, capsys):
     tied = {"stage-000": {"model.a": torch.ones(2)}, "stage-001": {"model.a": torch.ones(2)}}
     out = tmp_path / "model.safetensors"
-    assert cli.main(["export", str(save(tmp_path, 1, tied)), "--out", str(out)]) == 0
+    assert main.main(["export", str(save(tmp_path, 1, tied)), "--out", str(out)]) == 0
     tied["stage-001"]["model.a"] = torch.tensor([1.0, -0.0])
-    assert cli.main(["export", str(save(tmp_path, 2, tied)), "--out", str(out)]) == 2
+    assert main.main(["export", str(save(tmp_path, 2, tied)), "--out", str(out)]) == 2
     assert "stage-001.safetensors: tensor 'a': must be as in another stage" in capsys.readouterr().err
 
 
@@ -88,7 +88,7 @@ def test_export_passes_over_what_is_damaged_and_says_so(tmp_path, capsys):
     damaged = tmp_path / "step-00000006" / "stage-001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     out = tmp_path / "model.safetensors"
-    assert cli.main(["export", str(tmp_path), "--out", str(out)]) == 0
+    assert main.main(["export", str(tmp_path), "--out", str(out)]) == 0
     told, written = capsys.readouterr().out.splitlines()
     assert told.startswith(f"passed over step-00000006: {damaged}: must have") and "step-00000005" in written
 
@@ -106,7 +106,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys, source, out, told):
     if source.startswith("step"):
         save(tmp_path, 5, stages(model().state_dict()))
         save(tmp_path, 6, {"rank-0000": {"random.torch": torch.ones(3)}})
-    assert cli.main(["export", str(tmp_path / source), "--out", str(tmp_path / out)]) == 2
+    assert main.main(["export", str(tmp_path / source), "--out", str(tmp_path / out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hybridpipe: ") and told in line
 
@@ -115,5 +115,5 @@ def test_a_failed_export_leaves_the_file_that_was_there(tmp_path):
     path = save(tmp_path, 5, {"stage-000": {"model.a": torch.ones(2)}})
     (path / "stage-000.safetensors").unlink()
     (tmp_path / "model.safetensors").write_text("dear")
-    assert cli.main(["export", str(path), "--out", str(tmp_path / "model.safetensors")]) == 2
+    assert main.main(["export", str(path), "--out", str(tmp_path / "model.safetensors")]) == 2
     assert (tmp_path / "model.safetensors").read_text() == "dear"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe import launcher
+from hybridpipe.launch import mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -19,7 +19,7 @@ Job = Callable[..., "subprocess.CompletedProcess[str]"]
 def job() -> Job:
     """`job(ranks, "program.py", *arguments)` runs one of tests/mpi/programs and returns what it printed.
 
-    `fails=True` expects an exit code other than 0; `timeout_seconds` and `env` as in `launcher.run`.
+    `fails=True` expects an exit code other than 0; `timeout_seconds` and `env` as in `mpirun.run`.
     """
 
     def run(
@@ -32,7 +32,7 @@ def job() -> Job:
     ) -> "subprocess.CompletedProcess[str]":
         path = PROGRAMS / program
         command = [sys.executable, str(path)] if path.is_file() else [program]
-        done = launcher.run(
+        done = mpirun.run(
             ranks,
             [*command, *arguments],
             timeout_seconds=timeout_seconds,
@@ -40,7 +40,7 @@ def job() -> Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        if (done.returncode != 0) != fails or done.returncode == launcher.TIMED_OUT:
+        if (done.returncode != 0) != fails or done.returncode == mpirun.TIMED_OUT:
             what = f"{program} {' '.join(arguments)} on {ranks} ranks"
             pytest.fail(f"{what}: exit code {done.returncode}\n{done.stdout}", pytrace=False)
         return done

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import faulting
 
-from hybridpipe import launcher
+from hybridpipe.launch import mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
 NETCLUSTER = Path(os.environ.get("NETCLUSTER", ROOT / "../shared/cluster/netcluster"))
@@ -35,7 +35,7 @@ def train_and_cut(host: str, plan: str, hang_timeout: float) -> faulting.Ended:
         settings |= {"HYBRIDPIPE_FAULT": "rank=0,step=4,point=forward,kind=delay,seconds=2"}
         settings |= {"HYBRIDPIPE_MPIRUN_FLAGS": "--host h1:1,h2:1,h3:1"}
         environment = os.environ | settings
-        command, added = launcher.mpirun_command(
+        command, added = mpirun.mpirun_command(
             HOSTS, [sys.executable, str(faulting.PROGRAM), plan, "1f1b", f"{hang_timeout:g}"], environment
         )
         return _run([str(NETCLUSTER), "run", "h1", *command], environment | added, host)
@@ -45,7 +45,7 @@ def train_and_cut(host: str, plan: str, hang_timeout: float) -> faulting.Ended:
 
 def _run(command: list[str], environment: dict[str, str], host: str) -> faulting.Ended:
     with tempfile.TemporaryFile("w+") as output:
-        job = launcher.start(command, environment, stdout=output, stderr=output)
+        job = mpirun.start(command, environment, stdout=output, stderr=output)
         end = time.monotonic() + faulting.LIMIT_SECONDS
         while (
             "injected delay" not in faulting.read(output)

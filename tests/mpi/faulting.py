@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from hybridpipe import launcher
+from hybridpipe.launch import mpirun
 
 PROGRAM = Path(__file__).parent / "programs" / "faulty.py"
 GRACE_SECONDS = 1.0  # for what was just told to end
@@ -49,7 +49,7 @@ class Case:
         wrong = []
         if f"injected {self.kind} at {self.point}" not in ended.output:
             wrong.append("the fault did not happen")
-        if ended.code in (0, launcher.TIMED_OUT):
+        if ended.code in (0, mpirun.TIMED_OUT):
             wrong.append(f"exit code {ended.code}")
         if ended.seconds > limit:
             wrong.append(f"took {ended.seconds:.1f} s, at most {limit:g}")
@@ -100,14 +100,14 @@ def run(
     program: Path = PROGRAM,
     env: dict[str, str] | None = None,
 ) -> Ended:
-    """Train under `plan` ("2-1") with a fault. Not `launcher.run`, which would clean up what is left."""
+    """Train under `plan` ("2-1") with a fault. Not `mpirun.run`, which would clean up what is left."""
     num_ranks = sum(map(int, plan.split("-")))
     environment = os.environ | {"HYBRIDPIPE_FAULT": fault} | (env or {})
-    command, added = launcher.mpirun_command(
+    command, added = mpirun.mpirun_command(
         num_ranks, [sys.executable, str(program), plan, schedule, *options], environment
     )
     with tempfile.TemporaryFile("w+") as output:  # a pipe could be held open by what is left
-        job = launcher.start(command, environment | added, stdout=output, stderr=output)
+        job = mpirun.start(command, environment | added, stdout=output, stderr=output)
         began = time.time()
         code, seconds, left = end_of(job)
         text = read(output)
@@ -115,13 +115,13 @@ def run(
     return Ended(code, began + seconds - (float(when[1]) if when else began), text, left)
 
 
-def end_of(job: launcher.Job) -> tuple[int, float, list[int]]:
+def end_of(job: mpirun.Job) -> tuple[int, float, list[int]]:
     """Waits until the launcher is gone: its exit code, the seconds, and what was left a second later."""
     began = time.monotonic()
     try:
         code = job.process.wait(LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
-        code = launcher.TIMED_OUT
+        code = mpirun.TIMED_OUT
     seconds = time.monotonic() - began
     while (left := job.left()) and time.monotonic() < began + seconds + GRACE_SECONDS:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The model is what it is when it is used, and ranks are alike in their data; tests/test_model_changes.py
+"""The model is what it is when it is used, and ranks are alike in their data; tests/training/test_model_changes.py
 has what one rank can show."""
 
 

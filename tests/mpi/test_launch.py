@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe import launcher
+from hybridpipe.launch import mpirun
 
 CONFIG = Path(__file__).parents[2] / "benchmarks" / "soak.toml"
 
@@ -90,7 +90,7 @@ def test_weights_that_the_last_update_has_spoilt_are_not_saved(tmp_path):
     sets = ["optimizer.factory=torch.optim:SGD", "optimizer.args={ lr = 1e300 }", "data.args.samples=8"]
     words = [word for each in [*sets, "train.epochs=1"] for word in ("--set", each)]
     command = [*program, "--plan", "straight", "--out", str(out), *words]
-    done = launcher.run(2, command, timeout_seconds=60, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    done = mpirun.run(2, command, timeout_seconds=60, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert done.returncode == 1
     (told,) = [line for line in done.stderr.splitlines() if line.startswith("hybridpipe: ")]
     assert "after step 1 " in told and "is not finite: " in told, done.stderr

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe import outcome, restarts
 from hybridpipe.checkpoint.directory import last_good, read_manifest
+from hybridpipe.health import exit_report
+from hybridpipe.launch import restarts
 
 MODEL = """
 import os, resource, signal
@@ -144,7 +145,7 @@ def test_another_seed_is_refused_and_a_full_disk_told(train, tmp_path):
     assert len(told) == 1 and Path(told[0]).name in ("stage-001.safetensors", "rank-0001.safetensors"), (
         printed
     )
-    (ended,) = outcome.read(tmp_path)  # rank 1
+    (ended,) = exit_report.read(tmp_path)  # rank 1
     assert (ended.rank, ended.code, ended.step) == (1, 1, 5), ended
     again = restarts.attempt(1, [ended], 2, has_begun=True)
     assert restarts.why_not_again([again], 2) is None

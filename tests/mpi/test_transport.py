@@ -7,7 +7,7 @@ from subprocess import PIPE
 
 import pytest
 
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
 
 
 @pytest.mark.parametrize("work", ["torch", "python"])

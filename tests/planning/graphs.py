@@ -2,7 +2,7 @@
 
 from itertools import count
 
-from hybridpipe.planning.graph import LayerGraph
+from hybridpipe.planning.graph.graph import LayerGraph
 from hybridpipe.planning.profile import LayerProfile
 
 

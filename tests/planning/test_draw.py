@@ -6,13 +6,13 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost import StageCost
+from hybridpipe.planning.cost.formula import StageCost
+from hybridpipe.planning.cost.memory import curves
 from hybridpipe.planning.draw import COLOURS, MAX_RANKS, MEMORY_COLOUR, SPAN, _shade, svg, text
-from hybridpipe.planning.instructions import Step
-from hybridpipe.planning.memory import curves
 from hybridpipe.planning.plan import Plan, StageSpec
-from hybridpipe.planning.schedules import programs
-from hybridpipe.planning.simulate import predict, simulate
+from hybridpipe.planning.schedules.generators import programs
+from hybridpipe.planning.schedules.instructions import Step
+from hybridpipe.planning.simulator.predict import predict, simulate
 from hybridpipe.planning.timeline import Event, Timeline
 
 from .helpers import free, layer, model, plan

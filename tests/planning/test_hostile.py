@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hybridpipe.cli import main
-from hybridpipe.planning.anneal import anneal
+from hybridpipe.cli.main import main
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
-from hybridpipe.planning.cost import estimate
-from hybridpipe.planning.pipedream_format import parse_graph
+from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.graph.pipedream_format import parse_graph
 from hybridpipe.planning.plan import SCHEDULES
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
-from hybridpipe.planning.search import fits, search
+from hybridpipe.planning.search.anneal import anneal
+from hybridpipe.planning.search.search import fits, search
 
 SECONDS = 20  # against hanging only
 PHASES = (Phase.explicit, Phase.generate)  # shrinking takes minutes, and the case is told without

@@ -3,7 +3,7 @@ from pytest import approx
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 from hybridpipe.planning.profile import LayerProfile
 from hybridpipe.planning.scale import scaled_cluster, scaled_profile
-from hybridpipe.planning.simulate import predict
+from hybridpipe.planning.simulator.predict import predict
 
 from .helpers import model, plan
 

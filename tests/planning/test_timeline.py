@@ -5,9 +5,9 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.instructions import Forward, Load, parse
 from hybridpipe.planning.plan import SCHEDULES
-from hybridpipe.planning.simulate import predict
+from hybridpipe.planning.schedules.instructions import Forward, Load, parse
+from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import Event, Timeline, kind
 
 from .helpers import layer, model, plan

@@ -6,8 +6,8 @@ In float64. `CASES` gives for each a function that makes (layers, inputs).
 import torch
 from torch import nn
 
+from hybridpipe.model.tensors import tensors_of
 from hybridpipe.stage.stage import Stage
-from hybridpipe.stage.values import tensors_of
 
 from .helpers import Call, Checkpointed, Implicit, OnFirst, Penalised, Shared, Stateful, Tied, fork, join
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.stage.randomness import random_key
+from hybridpipe.model.rng import random_key
+from hybridpipe.model.tensors import map_tensors, tensors_of
 from hybridpipe.stage.stage import Stage, received
-from hybridpipe.stage.values import map_tensors, tensors_of
 
 from .helpers import Call, OnFirst, batch, double, fork, join
 

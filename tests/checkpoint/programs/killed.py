@@ -23,7 +23,7 @@ from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.disk import NewFile
 from hybridpipe.checkpoint.manifest import FileEntry
 from hybridpipe.checkpoint.names import parse_name
-from hybridpipe.runtime import faults
+from hybridpipe.health import faults
 
 DESCRIBED = {"epoch": 0, "position": 0, "plan": {}, "versions": {}, "run": {}}
 FILES = ("rank-0000.safetensors", "stage-000.safetensors")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
 
 F = nn.functional
 MINIBATCH, WIDTH = 12, 6

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()

@@ -2,9 +2,9 @@
 
 import os
 
-from hybridpipe.runtime.communicators import default_num_threads, this_host
-from hybridpipe.runtime.mpi import MPI
-from hybridpipe.together import cores_to_spare
+from hybridpipe.comm.groups import default_num_threads, this_host
+from hybridpipe.comm.idle import cores_to_spare
+from hybridpipe.comm.mpi import MPI
 
 world = MPI.COMM_WORLD
 os.environ.pop("OMP_NUM_THREADS")  # the launcher's

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
 
 
 class Fork(nn.Module):

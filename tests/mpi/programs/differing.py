@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
 
 last = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.stage import products
-from hybridpipe.stage.randomness import random_key
+from hybridpipe.model.rng import random_key
+from hybridpipe.stage import wgrad
 
 # The layer in the middle is to be large enough for its products to be joined, of three microbatches at most.
-products.LEAST_ELEMENTS, products.LEAST_SIDE, products.ENOUGH_ROWS = 9 * 9, 9, 5
+wgrad.LEAST_ELEMENTS, wgrad.LEAST_SIDE, wgrad.ENOUGH_ROWS = 9 * 9, 9, 5
 MINIBATCH, MICROBATCH, SEED = 12, 2, 7
 SAMPLES = 41  # the last minibatch has 5 samples, its last microbatch 1
 OPTIMIZERS = {

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe.checkpoint import snapshot as runtime
 from hybridpipe.checkpoint.plain import export, model_state
 from hybridpipe.checkpoint.shard import read_plain
-from hybridpipe.runtime import checkpoint as runtime
 from hybridpipe.stage.state import BATCHES_AGREED, SAMPLES_SEEN
 
 HYBRID = StageSpec(0, 2, replicas=2), StageSpec(2, 4)

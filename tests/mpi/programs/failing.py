@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.position import position
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.status import position
 
 kind, plan_name, failing_rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.runtime.mpi import MPI
-from hybridpipe.samples import A_SAMPLE
-from hybridpipe.stage.randomness import random_key
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.data.samples import A_SAMPLE
+from hybridpipe.model.rng import random_key
 
 SAMPLES, MINIBATCH, MICROBATCH, SEED, EPOCHS = 29, 8, 2, 5, 2
 

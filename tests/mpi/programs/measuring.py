@@ -5,13 +5,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from hybridpipe.runtime.mpi import MPI
-from hybridpipe.stage import measure
-from hybridpipe.stage.measure import Rehearsal
-from hybridpipe.together import largest, machine_leaders, measure_together
+from hybridpipe.comm.idle import largest, machine_leaders, measure_together
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.measure import layers
+from hybridpipe.measure.layers import Rehearsal
 
 world = MPI.COMM_WORLD
-measure.MAX_REPEATS = 3
+layers.MAX_REPEATS = 3
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
 targets = torch.zeros(8, dtype=torch.long)

@@ -2,8 +2,8 @@
 
 import torch
 
-from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.mpi_transport import MpiTransport
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.mpi_transport import MpiTransport
 
 world = MPI.COMM_WORLD
 peer = 1 - world.rank

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.checkpointing import Checkpointing
-from hybridpipe.runtime import preemption
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.checkpoint.policy import Checkpointing
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.health import preemption
 
 SAMPLES, MINIBATCH, EPOCHS = 92, 8, 4  # twelve minibatches an epoch, the last one short
 folder, shape, schedule, *when = sys.argv[1:]

@@ -2,8 +2,8 @@
 
 import torch
 
-from hybridpipe.probe import probe
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.measure.probe import probe
 
 world = MPI.COMM_WORLD
 torch.set_num_threads(1)

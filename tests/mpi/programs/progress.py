@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.mpi_transport import MpiTransport
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.mpi_transport import MpiTransport
 
 world = MPI.COMM_WORLD
 torch.set_num_threads(1)

@@ -2,8 +2,8 @@
 
 import sys
 
-from hybridpipe.runtime import failure
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.health import failure
 
 failure.install()
 if MPI.COMM_WORLD.rank == int(sys.argv[1]):

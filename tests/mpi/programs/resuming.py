@@ -22,10 +22,10 @@ from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest
+from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.checkpoint.shard import read_shard
-from hybridpipe.checkpointing import Checkpointing
-from hybridpipe.planning.schedules import losses_late
-from hybridpipe.runtime.checkpoint import names_of
+from hybridpipe.checkpoint.snapshot import names_of
+from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.stage.state import State, read_optimizer, under
 
 MICROBATCH, COUNT, SEED, NUM_LAYERS = 2, 4, 7, 8

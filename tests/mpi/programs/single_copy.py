@@ -4,8 +4,8 @@ import sys
 
 import torch
 
-from hybridpipe.runtime.mpi import MPI
-from hybridpipe.runtime.single_copy import needs_no_thread
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.progress_thread import needs_no_thread
 
 torch.set_num_threads(int(sys.argv[1]))
 told = MPI.COMM_WORLD.gather(needs_no_thread(MPI.COMM_WORLD, torch.device("cpu")))

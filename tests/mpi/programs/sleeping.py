@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.planning.instructions import (
+from hybridpipe.planning.schedules.instructions import (
     AllReduce,
     Backward,
     BackwardInput,

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.checkpointing import Checkpointing
-from hybridpipe.runtime.checkpoint import Snapshot
+from hybridpipe.checkpoint.policy import Checkpointing
+from hybridpipe.checkpoint.snapshot import Snapshot
 
 folder, what = sys.argv[1:]
 STEPS = 8

@@ -2,8 +2,8 @@
 
 import torch
 
-from hybridpipe.runtime.gradients import horovod, wait_for
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.optim.gradient_sync import horovod, wait_for
 
 world = MPI.COMM_WORLD
 if world.rank == 0:

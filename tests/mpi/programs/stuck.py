@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from hybridpipe.runtime import failure
-from hybridpipe.runtime.gradients import horovod
-from hybridpipe.runtime.mpi import MPI
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.health import failure
+from hybridpipe.optim.gradient_sync import horovod
 
 world = MPI.COMM_WORLD
 hvd = horovod(world)

@@ -1,0 +1,153 @@
+"""Checkpointing: when `fit` saves, and what a manifest says of a training.
+
+Knows the trainer's books, not its loop. Invariant: what is published with a step holds the losses of all
+minibatches before that step and of none behind it.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridpipe.checkpoint import snapshot
+from hybridpipe.checkpoint.snapshot import Saver, Snapshot
+from hybridpipe.engine.worker import Worker
+from hybridpipe.errors import UserError
+from hybridpipe.health import failure
+from hybridpipe.planning.checks import positive_int
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules.generators import ceil_div, cuts_every, losses_late
+from hybridpipe.planning.schedules.resume_point import Cut
+from hybridpipe.stage.state import pack
+from hybridpipe.stage.statistics import statistics
+from hybridpipe.training.train_state import SoFar
+
+JSON = Any
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Where and how often `fit` saves; what it ends with is saved, too.
+
+    Args:
+        folder: holds the checkpoints; every rank sees it.
+        every: minibatches; None: at the end of each epoch. Under pipedream with replicas it is the next
+            minibatch after which every stage has updated (`planning.schedules.cuts_every`). Under
+            asynchronous schedules a snapshot waits for its losses for so long that a small number is taken
+            times 2, 3, …, so that no two copies of the whole state wait at once.
+        keep: so many of the last ones stay.
+    """
+
+    folder: str | os.PathLike[str]
+    every: int | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            positive_int("every", self.every)
+        positive_int("keep", self.keep)
+
+
+def described(worker: Worker, epoch: int, so_far: SoFar, run: dict[str, JSON]) -> dict[str, JSON]:
+    """What a manifest says beside the step.
+
+    Args:
+        run: what the trainer wants to know when it resumes.
+    """
+    model, means = snapshot.described_model(worker), sorted(statistics(worker.model))
+    return {
+        "epoch": epoch,
+        "position": so_far.position,
+        "plan": snapshot.plan_json(worker.plan),
+        "versions": snapshot.software(),
+        "run": pack({**run, "so_far": asdict(so_far), "model": model, "statistics": means}, "run", {}),
+    }
+
+
+def _far_enough(every: int, plan: Plan) -> int:
+    """The multiple of `every` after which the losses of the last snapshot are in, on every rank.
+
+    By the step alone: ranks hear of losses at different moments, and a resumed run saves at the same steps.
+    """
+    if not plan.is_asynchronous:
+        return every
+    apart = losses_late(plan) + 2 * cuts_every(plan)  # the cut may be late, and the update before it
+    return every * ceil_div(apart, every)
+
+
+class _Waiting(NamedTuple):
+    """A snapshot that waits for the losses of the epoch's first `position` minibatches."""
+
+    snapshot: Snapshot
+    position: int
+
+
+class Keeper:
+    """Saves while `fit` trains. Every rank has one, and they do the same, each in its own time.
+
+    Args:
+        step: of the training now.
+        saved: the step of the checkpoint in the folder that the training has just come from.
+        describe: what the manifest says, once the losses are in.
+    """
+
+    def __init__(
+        self,
+        asked: Checkpointing,
+        saver: Saver,
+        worker: Worker,
+        step: int,
+        saved: int | None,
+        describe: Callable[[SoFar], dict[str, JSON]],
+    ) -> None:
+        self._asked, self._saver, self._worker, self._describe = asked, saver, worker, describe
+        self._last_cut, self._resumed, self._saved = step, saved, saved
+        self._every = None if asked.every is None else _far_enough(asked.every, worker.plan)
+        self._waiting = deque[_Waiting]()
+        self._tried = False
+
+    def at_cut(self, step: int, cut: Cut) -> None:
+        """An update is done, and every stage will have the same minibatches after it: a snapshot, if due."""
+        every, before, self._last_cut = self._every, self._last_cut, step
+        if cut.done == cut.total if every is None else step // every > before // every:
+            self.take(step, cut)
+        elif not self._tried:  # what cannot be saved is told at once, not an epoch later
+            self._guarded(lambda: snapshot.referred(self._worker, cut))
+        self._tried = True
+
+    def take(self, step: int, cut: Cut) -> None:
+        """A snapshot now, unless this step has one."""
+        if self._saved != step:
+            self._saved = step
+            snapshot = self._guarded(lambda: snapshot.take(self._worker, step, cut))
+            self._waiting.append(_Waiting(snapshot, cut.done))
+
+    def losses_in(self, so_far: SoFar) -> None:
+        """One more loss is in; the snapshot that has waited for this one is written."""
+        if self._waiting and self._waiting[0].position == so_far.recorded - so_far.stream_start:
+            snapshot = self._waiting.popleft().snapshot
+            then = replace(so_far, position=so_far.recorded)  # by now it is further
+            told = self._describe(then) if self._worker.control.rank == 0 else None
+            self._saver.start(snapshot, Path(self._asked.folder), told, self._asked.keep)
+
+    def finish(self, step: int, so_far: SoFar, cut: Cut) -> None:
+        """Training ends here: save that, and wait until it is published. Collective.
+
+        What was saved before it was resumed is looked at, as what is saved now.
+        """
+        if step == self._resumed:
+            self._guarded(lambda: snapshot.check_finite(self._worker, step, cut))
+        self.take(step, cut)
+        self.losses_in(so_far)
+        self._saver.wait()
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """A rank that finds what it cannot save is perhaps the only one; the others would wait for it."""
+        try:
+            return work()
+        except UserError as error:
+            if self._worker.control.size > 1:
+                failure.refuse(error)
+            raise

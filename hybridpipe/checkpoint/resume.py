@@ -1,0 +1,396 @@
+"""Resume: a checkpoint found, verified whole and read by every rank, before anything of the training changes.
+
+Under the plan that it was taken with, ranks get back all that was theirs; under any other, each takes what
+its layers need from the files of the stages that had them: weights, buffers (running statistics are the mean
+over the replicas, as `Worker.average_statistics` makes it) and optimizer state are bit-equal by name, and an
+asynchronous stream starts anew from the newest weights. Invariant: all ranks change or none does.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from torch import Tensor, nn
+
+from hybridpipe.checkpoint import directory
+from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
+from hybridpipe.checkpoint.names import step_of
+from hybridpipe.checkpoint.plain import read_weights
+from hybridpipe.checkpoint.shard import read_shard
+from hybridpipe.checkpoint.snapshot import names_of, plan_json, rank_file, stage_file
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.engine.weight_policy import Stashed
+from hybridpipe.engine.worker import Worker
+from hybridpipe.errors import UserError, shown
+from hybridpipe.files import parse
+from hybridpipe.model.tensors import overwrite
+from hybridpipe.optim.update import Update
+from hybridpipe.planning.plan import Plan
+from hybridpipe.stage.state import (
+    SAMPLES_SEEN,
+    Generators,
+    Names,
+    OfParameter,
+    State,
+    batches_agreed,
+    check_fits,
+    check_optimizer,
+    described,
+    differing,
+    name_of,
+    put_optimizer,
+    read_optimizer,
+    samples_seen,
+    under,
+    unpack,
+)
+from hybridpipe.stage.statistics import Replica, agreed, statistics
+
+_Result = TypeVar("_Result")
+OF_RATES = ("base_lrs", "_last_lr")  # of a scheduler's state
+
+
+class Found(NamedTuple):
+    """A checkpoint whose every byte is as its manifest says."""
+
+    path: Path
+    manifest: Manifest
+    plan: Plan
+    run: dict[str, Any]
+    notes: list[str]  # one for each that was passed over
+
+    @property
+    def place(self) -> str:
+        """Where its training stood."""
+        manifest = self.manifest
+        return f"step {manifest.step}, epoch {manifest.epoch}, {manifest.position} minibatches into it"
+
+
+class Nothing(NamedTuple):
+    """There is none to go on from."""
+
+    notes: list[str]
+
+
+def find(world: MPI.Comm, source: Path) -> Found | Nothing:
+    """The checkpoint `source`, or the last good one in it; rank 0 reads it. Collective.
+
+    Raises:
+        UserError: it is damaged, on every rank.
+    """
+    return _on_rank_0(world, lambda: _find(source))
+
+
+def _find(source: Path) -> Found | Nothing:
+    notes: list[str] = []
+    path: Path | None = source
+    if not (source / MANIFEST).exists():
+        if step_of(source) is not None:
+            directory.read_manifest(source)  # says what is missing
+        path, notes = directory.last_good(source)
+    if path is None:
+        return Nothing(notes)
+    manifest = directory.verify(path)
+    where = str(path / MANIFEST)
+    plan, run = parse(Plan, manifest.plan, f"{where}: plan"), unpack(manifest.run, {}, where)
+    return Found(path, manifest, plan, run, notes)
+
+
+def load_plain(world: MPI.Comm, model: nn.Module, source: Path) -> None:
+    """The weights of a `model.state_dict()` in a safetensors file. Collective.
+
+    Raises:
+        UserError: the file is none, or not of this model; the model is as it was.
+    """
+
+    def read() -> dict[str, Tensor]:
+        tensors = read_weights(source, model.state_dict())
+        check_fits(described(tensors), model.state_dict(), str(source))
+        return tensors
+
+    tensors = _agreed(world, read)
+    for key, tensor in model.state_dict().items():
+        overwrite(tensor, tensors[key])
+
+
+def check_model(found: Found, model: nn.Module) -> None:
+    """Raises UserError unless the checkpoint is of a model with the same names, shapes and types."""
+    check_fits(found.run.get("model", {}), model.state_dict(), str(found.path))
+
+
+def is_exact(found: Found, plan: Plan) -> bool:
+    """Does the plan go on as the checkpoint's would have: versions, random states and all?"""
+    return plan_json(plan) == plan_json(found.plan)
+
+
+def load(worker: Worker, found: Found, allow_changed: bool = False) -> list[str]:
+    """Let this rank's state be the checkpoint's. Collective.
+
+    Args:
+        allow_changed: options of the optimizer, or a scheduler, may be others than the checkpoint's training
+            was given; then the new ones count.
+
+    Returns:
+        what has changed, in lines, the same on every rank.
+
+    Raises:
+        UserError: a part of it does not fit, on every rank; nothing has changed then.
+    """
+    read = _agreed(worker.control, lambda: _Reading(worker, found, allow_changed).all())
+    told = [line for lines in worker.control.allgather(read.changed) for line in lines]
+    _put(worker, read)
+    return list(dict.fromkeys(told))
+
+
+def changed_line(name: str, now: object, then: object) -> str:
+    """A setting that is another one than the checkpoint's training had."""
+    return f"{name}: the training has {shown(now)}, the checkpoint {shown(then)}"
+
+
+def refuse_changed(where: str, line: str) -> NoReturn:
+    """Raises UserError for a setting that has changed, with the way round."""
+    raise UserError(f"{where}: {line}; --resume-changed (allow_changed=True) takes the training's")
+
+
+@dataclass
+class _Read:
+    """What one rank will be."""
+
+    model: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, OfParameter] = field(default_factory=dict)
+    optimizers: set[str] = field(default_factory=set)
+    scheduler: "_Scheduler | None" = None
+    num_minibatches: int = 0
+    newest: int = 0
+    versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    random: Generators | None = None
+    samples_seen: int | None = None  # since replicas agreed on statistics; None: they have
+    changed: list[str] = field(default_factory=list)
+    is_fresh: bool = False  # options and schedule are those that the training was given
+    batches_agreed: dict[str, int] = field(default_factory=dict)
+
+
+class _Scheduler(NamedTuple):
+    """Of learning rates: one for each of so many parameter groups."""
+
+    name: str
+    state: dict[str, Any]
+    num_groups: int | None
+    given: dict[str, Any] | None
+
+
+class _Reading:
+    """One rank's reading of a checkpoint; changes nothing."""
+
+    def __init__(self, worker: Worker, found: Found, allow_changed: bool) -> None:
+        self.worker, self.found, self.allow_changed = worker, found, allow_changed
+        self.exact = is_exact(found, worker.plan)
+        self.names = names_of(worker)
+        self.wanted = {key: t for names in self.names.values() for key, t in names.tensors().items()}
+        self.result = _Read()
+        self.batches: dict[str, int] = {}
+
+    def all(self) -> _Read:
+        """Raises UserError for what does not fit."""
+        for s in self.stages():
+            self.of_stage(s)
+        if self.exact:
+            self.of_rank()
+        else:
+            self.result.model |= self.averages()
+        self.check()
+        return self.result
+
+    def stages(self) -> list[int]:
+        """Those of the checkpoint's plan that have layers of this rank's."""
+        held = [self.worker.plan.stages[s] for s in self.names]
+        return [
+            s
+            for s, stage in enumerate(self.found.plan.stages)
+            if any(stage.start < mine.stop and mine.start < stage.stop for mine in held)
+        ]
+
+    def read(self, name: str) -> State:
+        entry = self.found.manifest.entry(name)
+        if entry is None:
+            raise UserError(f"{self.found.path / name}: is missing")
+        state = State(*read_shard(self.found.path / name, entry))
+        if not isinstance(state.meta, dict):
+            raise UserError(f"{self.found.path / name}: cannot be understood")
+        return state
+
+    def of_stage(self, s: int) -> None:
+        where, state = str(self.found.path / stage_file(s)), self.read(stage_file(s))
+        result = self.result
+        self.batches |= batches_agreed(state.meta, where)
+        result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
+        mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.wanted}
+        result.num_minibatches = int(state.meta.get("num_minibatches", 0))
+        if mine:
+            result.parameters |= mine
+            result.optimizers.add(str(state.meta.get("optimizer")))
+            match state.meta.get("lr_scheduler"):
+                case {"class": str(name), "state": held, **more}:
+                    given = unpack(more.get("given"), state.tensors, where)
+                    held = unpack(held, state.tensors, where)
+                    found = _Scheduler(name, held, state.meta.get("num_groups"), given)
+                    result.scheduler = result.scheduler or found
+        if self.exact:
+            result.newest = int(state.meta.get("newest", 0))
+            self.versions(state)
+
+    def versions(self, state: State) -> None:
+        for number in state.meta.get("versions", []):
+            self.result.versions[number] = under(f"version.{number}", state.tensors)
+
+    def of_rank(self) -> None:
+        name = rank_file(self.worker.control.rank)
+        if self.found.manifest.entry(name) is None:  # of a larger world, whose last ranks are not used
+            return
+        state = self.read(name)
+        own = under("model", state.tensors)
+        if SAMPLES_SEEN in state.meta:
+            self.result.samples_seen = samples_seen(state.meta, name)
+            self.result.batches_agreed = self.batches
+        else:  # an older checkpoint: what replicas saw is not known, so they agree now
+            own |= self.averages()
+        self.result.model |= own
+        self.versions(state)
+        self.result.random = Generators.of(state, str(self.found.path / name))
+
+    def averages(self) -> dict[str, Tensor]:
+        """The statistics that the replicas of each stage of the checkpoint agree on."""
+        found: dict[str, Tensor] = {}
+        wanted = {names.of(path) for names in self.names.values() for path in statistics(names.module)}
+        # each once, though under an interleaved plan the same ranks hold several stages
+        for ranks in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
+            if wanted and len(ranks) > 1:
+                replicas = [self.replica(rank) for rank in ranks]
+                replicas[0] = replicas[0]._replace(tensors=self.result.model)
+                found |= agreed(wanted, replicas, self.batches)
+        return found
+
+    def replica(self, rank: int) -> Replica:
+        """What a rank of the checkpoint's had of its own."""
+        state = self.read(rank_file(rank))
+        return Replica(under("model", state.tensors), samples_seen(state.meta, rank_file(rank)))
+
+    def check(self) -> None:
+        """Everything that `_put` relies on."""
+        where, result = str(self.found.path), self.result
+        found = {key: result.model[key] for key in self.wanted if key in result.model}
+        check_fits(described(found), self.wanted, where)
+        update = None if self.worker.executor is None else self.worker.executor.update
+        if update is None or update.optimizer is None:
+            return
+        names, now = _parameters(self.names), name_of(update.optimizer)
+        for other in result.optimizers - {now}:
+            raise UserError(f"{where}: optimizer: the checkpoint has {other}, the training {now}")
+        check_optimizer(update.optimizer, names, result.parameters, where)
+        result.changed = list(dict.fromkeys(self.differences(update, names)))
+        result.is_fresh = bool(result.changed)
+        if not self.found.manifest.step:  # an imported one: nothing was trained by its settings
+            result.changed = []
+        if result.changed and not self.allow_changed:
+            refuse_changed(where, result.changed[0])
+        had, has = result.scheduler and result.scheduler.num_groups, len(update.optimizer.param_groups)
+        if had not in (None, has) and not result.is_fresh:
+            raise UserError(
+                f"{where}: lr_scheduler: is of {had} parameter groups, this rank's optimizer has {has}: "
+                "resume under the checkpoint's plan"
+            )
+        for number, version in result.versions.items():
+            if version.keys() != set(_trained(self.names).values()):
+                raise UserError(f"{where}: version {number}: must be of the stage's trained parameters")
+
+    def differences(self, update: Update, names: Mapping[Tensor, str]) -> Iterator[str]:
+        """What optimizer and scheduler were given then, and are given now."""
+        assert update.optimizer is not None
+        for group, given in zip(update.optimizer.param_groups, update.given.options, strict=True):
+            for parameter in group["params"]:
+                then = self.result.parameters.get(names[parameter])
+                if then is not None and then.given is not None:
+                    for name, *values in differing(given, then.given):
+                        yield changed_line(f"optimizer: {name}", *values)
+        before = self.result.scheduler
+        was = None if before is None else before.name
+        is_now = None if update.scheduler is None else name_of(update.scheduler)
+        if was != is_now:
+            yield changed_line("lr_scheduler", is_now or "none", was or "none")
+        elif before is not None and before.given is not None:
+            for name, *values in differing(update.given.scheduler or {}, before.given):
+                if name not in OF_RATES:  # those follow from the optimizer's options
+                    yield changed_line(f"lr_scheduler: {name}", *values)
+
+
+def _put(worker: Worker, read: _Read) -> None:
+    names = names_of(worker)
+    for of_stage in names.values():
+        for key, tensor in of_stage.tensors().items():
+            overwrite(tensor, read.model[key])
+    executor = worker.executor
+    if executor is not None:
+        executor.statistics.begin_anew()
+        if read.samples_seen is not None:
+            executor.statistics.num_samples = read.samples_seen
+            executor.statistics.num_batches = [
+                {path: read.batches_agreed.get(of_stage.of(path), own) for path, own in before.items()}
+                for of_stage, before in zip(names.values(), executor.statistics.num_batches, strict=True)
+            ]
+        update = executor.update
+        update.num_minibatches = read.num_minibatches
+        if update.optimizer is not None:
+            put_optimizer(update.optimizer, _parameters(names), read.parameters, not read.is_fresh)
+        if read.is_fresh:  # the new schedule, as far as it would have got by now
+            update.num_minibatches = 0
+            update.catch_up(read.num_minibatches)
+        elif update.scheduler is not None and read.scheduler is not None:
+            update.scheduler.load_state_dict(read.scheduler.state)
+        if isinstance(executor.seen, Stashed):
+            own = _trained(names)
+            device = worker.device
+            older = {
+                number: {p: version[key].to(device) for p, key in own.items()}
+                for number, version in read.versions.items()
+            }
+            executor.seen.restore(read.newest, older)
+    if read.random is not None:
+        read.random.put(worker.device)
+
+
+def _parameters(names: dict[int, Names]) -> dict[Tensor, str]:
+    return {p: key for of_stage in names.values() for p, key in of_stage.parameters().items()}
+
+
+def _trained(names: dict[int, Names]) -> dict[Tensor, str]:
+    return {p: key for p, key in _parameters(names).items() if p.requires_grad}
+
+
+def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
+    """What rank 0 finds, or the mistake that it finds, on every rank."""
+    found: Any = None
+    if world.rank == 0:
+        try:
+            found = work()
+        except UserError as error:
+            found = error
+    found = world.bcast(found)
+    if isinstance(found, UserError):
+        raise found
+    result: _Result = found
+    return result
+
+
+def _agreed(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
+    """This rank's result, if no rank finds a mistake; else the first rank's mistake, on every rank."""
+    result: list[_Result] = []
+    mistake = None
+    try:
+        result.append(work())
+    except UserError as error:
+        mistake = str(error)
+    for other in world.allgather(mistake):
+        if other is not None:
+            raise UserError(other)
+    return result[0]

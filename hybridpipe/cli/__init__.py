@@ -1,0 +1,1 @@
+"""Commands: argument parsing, and what each command calls."""

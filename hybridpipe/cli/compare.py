@@ -1,0 +1,91 @@
+"""Compare: train one config under several plans and baselines, in turn, and put the figures side by side.
+
+Each run is a job of its own under mpirun. With several rounds the runs are interleaved, so that a machine
+whose speed drifts treats all alike, and the figures are medians over the rounds.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridpipe.errors import UserError
+from hybridpipe.files import read_object, write_json
+from hybridpipe.launch import mpirun
+from hybridpipe.report.tables import compare_table
+
+COMPARE_FORMAT = "hybridpipe-compare/1"
+MEDIANS = (
+    "samples_per_second",
+    "predicted_samples_per_second",
+    "minibatch_seconds_median",
+    "predicted_minibatch_seconds",
+    "bubble_fraction",
+)
+
+
+def compare(
+    config: Path,
+    ranks: int,
+    plans: Sequence[str],
+    baselines: Sequence[str],
+    overrides: Sequence[str],
+    rounds: int,
+    out: Path,
+) -> int:
+    """Run everything, print the table, write DIR/compare.json.
+
+    Args:
+        plans: what `train --plan` takes.
+        baselines: each runs the script `baseline_NAME.py` beside `config`.
+
+    Returns:
+        0, or the exit code of the first job that failed.
+    """
+    commands = {plan: _train_command(config, plan, overrides) for plan in plans}
+    commands |= {name: _baseline_command(config, name, overrides) for name in baselines}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    for round_number in range(rounds):
+        for name, command in commands.items():
+            folder = out / Path(name).stem / f"round{round_number}"
+            print(f"\n== {name}, round {round_number + 1} of {rounds}, {ranks} ranks", flush=True)
+            done = mpirun.run(ranks, [*command, "--out", str(folder)])
+            if done.returncode:
+                print(f"hybridpipe: {name} failed with exit code {done.returncode}", file=sys.stderr)
+                return done.returncode
+            runs[name].append(read_object(folder / "summary.json"))
+    figures = {name: _median(summaries) for name, summaries in runs.items()}
+    write_json(
+        out / "compare.json", {"format": COMPARE_FORMAT, "ranks": ranks, "rounds": rounds, "runs": figures}
+    )
+    reference = "dp" if "dp" in figures else next(iter(figures))
+    print(f"\n{compare_table(figures, reference)}\n\nwritten to {out / 'compare.json'}")
+    return 0
+
+
+def _train_command(config: Path, plan: str, overrides: Sequence[str]) -> list[str]:
+    return ["hybridpipe", "train", str(config), "--plan", plan, *_set(overrides)]
+
+
+def _baseline_command(config: Path, name: str, overrides: Sequence[str]) -> list[str]:
+    script = config.parent / f"baseline_{name}.py"
+    if not script.is_file():
+        present = sorted(path.stem.removeprefix("baseline_") for path in config.parent.glob("baseline_*.py"))
+        beside = ", ".join(present) or "none"
+        raise UserError(f"--baselines: {script} must be there, got none; beside CONFIG are: {beside}")
+    return [sys.executable, str(script), str(config), *_set(overrides)]
+
+
+def _set(overrides: Sequence[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def _median(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last round's summary, with the medians of what is timed."""
+    medians = {
+        key: statistics.median(summary[key] for summary in summaries)
+        for key in MEDIANS
+        if all(summary.get(key) is not None for summary in summaries)
+    }
+    return {**summaries[-1], **medians}

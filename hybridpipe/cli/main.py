@@ -1,0 +1,472 @@
+"""Command line. Parses, dispatches, and tells mistakes: one line, exit code 2, before MPI starts.
+
+Modules that load torch or start MPI are imported by the command that needs them.
+"""
+
+import argparse
+import gc
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hybridpipe.cli.options import COMMANDS
+from hybridpipe.errors import UserError
+from hybridpipe.health import exit_report, preemption
+from hybridpipe.launch.mpirun import launched_rank
+from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from hybridpipe.config import Config
+    from hybridpipe.planning.search.search import Asked
+
+RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code: 0, 1 for what failed, 2 for a mistake of the user."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        return 1
+    except UserError as error:
+        exit_report.tell(error.exit_code, str(error), step=error.step)
+        _tell(f"hybridpipe: {error}")
+        return error.exit_code
+    except Exception as error:
+        if sys.excepthook is sys.__excepthook__:  # MPI has not started: nobody else tells the supervisor
+            what = f"{type(error).__name__}: {error}"
+            exit_report.tell(1, f"rank {launched_rank()}, before training: {what}", what)
+        raise
+    return code
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads standard output any more, as after `| head`; then the rest goes nowhere."""
+    stdout, poll = sys.stdout.fileno(), select.poll()
+    poll.register(stdout, 0)
+    if not any(state & select.POLLERR for _, state in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return True
+
+
+def _tell(mistake: str) -> None:
+    """Print a mistake that all ranks see alike on rank 0, once, in one line whatever names it quotes.
+
+    A rank that ended first would make mpirun end rank 0 before that has printed; so the others wait for it.
+    """
+    if launched_rank() == 0:
+        print(" ".join(mistake.splitlines()), file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK0_SECONDS)
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Import torch and what stands on it, with the garbage collector resting.
+
+    Nearly all of it stays. To look for garbage in it took a quarter of the time (performance log); it is
+    left to no collection later.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from hybridpipe.launch import doctor
+
+    return doctor.main()
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from hybridpipe.files import read_pipedream_graph, write_json
+
+    if options.from_pipedream:
+        if options.set or options.microbatch:
+            raise UserError("profile: --set and --microbatch go with CONFIG, not with --from-pipedream")
+        from hybridpipe.planning.graph.linearise import narrow_order
+
+        graph = read_pipedream_graph(options.from_pipedream)
+        write_json(options.out, graph.profile(narrow_order(graph), options.samples or 1, "published"))
+        if options.samples is None:
+            print("the file does not say how many samples a minibatch had: taken as 1; --samples tells")
+    else:
+        if options.samples is not None:
+            raise UserError("profile: --samples goes with --from-pipedream; CONFIG has train.microbatch")
+        config = _load(options)
+        from hybridpipe.cli.profile import circumstances, profile_model
+
+        profile = profile_model(config, options.microbatch)
+        if launched_rank():
+            return 0
+        print(circumstances(profile))
+        write_json(options.out, profile)
+    print(f"written to {options.out}")
+    return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from hybridpipe.files import write_json
+    from hybridpipe.planning.cluster import Cluster
+
+    if options.flat is not None:
+        try:
+            write_json(options.out, Cluster.flat(options.flat, options.bandwidth, options.latency))
+        except ValueError as error:
+            raise UserError(f"probe --flat: {error}") from None
+        return 0
+    import torch
+
+    from hybridpipe.comm.groups import this_host
+    from hybridpipe.comm.idle import share_cores
+    from hybridpipe.comm.mpi import MPI
+    from hybridpipe.comm.progress_thread import needs_no_thread
+    from hybridpipe.health import failure
+    from hybridpipe.measure.probe import probe
+    from hybridpipe.report.cluster import describe
+
+    failure.install()
+    share_cores(MPI.COMM_WORLD)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as training has it by default
+    try:
+        cluster = probe(MPI.COMM_WORLD, unaided=needs_no_thread(MPI.COMM_WORLD, torch.device(device)))
+    except ValueError as error:
+        failure.refuse(error)
+    num_cores = this_host(MPI.COMM_WORLD).num_cores
+    if MPI.COMM_WORLD.rank == 0:
+        write_json(options.out, cluster)
+        print(f"{describe(cluster, num_cores)}\nwritten to {options.out}")
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from hybridpipe.files import read_cluster, read_profile, write_json
+    from hybridpipe.planning.search.anneal import improved
+    from hybridpipe.planning.search.search import search_sizes
+    from hybridpipe.report.tables import explain
+
+    profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
+    if options.compression != NO_COMPRESSION:
+        cluster = cluster.compressing(options.compression, profile.dtype)
+    if options.memory is not None:
+        cluster = replace(cluster, memory_bytes=options.memory)
+    ranks = options.ranks or cluster.num_ranks
+    if options.microbatch:
+        profile = replace(profile.scaled_to(options.microbatch), others=())
+    minibatch = _minibatch(options, profile.samples, ranks)
+    asked = _asked(options, ranks)
+    try:
+        found = search_sizes(profile, cluster, minibatch, **asked)
+        if options.search:
+            with tqdm(total=options.search, desc="search", unit="plan", disable=None) as bar:
+                found = improved(found, profile, cluster, options.search, on_progress=bar.update, **asked)
+    except ValueError as error:
+        raise UserError(f"plan: {error}") from None
+    best = found[0]
+    if options.out:
+        write_json(options.out, best.plan)
+    if options.json:
+        print(json.dumps(asdict(best.plan)))
+    else:
+        print(explain(best.plan, found, profile.scaled_to(best.samples), cluster, ranks))
+    return 0
+
+
+def _asked(options: argparse.Namespace, num_ranks: int) -> "Asked":
+    """What the options ask of plans; UserError if they do not go together."""
+    from hybridpipe.planning.search.search import AUTO, Asked
+
+    if options.asynchronous and options.schedule != AUTO:
+        raise UserError(f"plan: --asynchronous goes with --schedule auto, got --schedule {options.schedule}")
+    return Asked(
+        num_ranks=num_ranks,
+        schedule=options.schedule,
+        asynchronous=options.asynchronous,
+        recompute=options.recompute,
+        vertical_sync=options.vertical_sync,
+        max_in_flight=options.max_in_flight,
+    )
+
+
+def _minibatch(options: argparse.Namespace, samples: int, ranks: int) -> int:
+    """Samples of a minibatch; UserError if the size of the microbatch does not go with it."""
+    if options.schedule == "pipedream":
+        minibatch: int = options.minibatch or samples
+        if options.microbatch not in (None, minibatch):
+            raise UserError(
+                f"plan: --microbatch must be the minibatch of {minibatch} samples under {options.schedule}, "
+                f"where it travels whole, got {options.microbatch}"
+            )
+        return minibatch
+    # GPipe (section 2.3) finds the bubble negligible from four microbatches a stage on.
+    minibatch = options.minibatch or 4 * ranks * samples
+    if options.microbatch and options.microbatch > minibatch:
+        raise UserError(f"plan: --microbatch must be <= --minibatch = {minibatch}, got {options.microbatch}")
+    return minibatch
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from hybridpipe.files import read_cluster, read_plan, read_profile, write_json, write_text
+    from hybridpipe.planning import draw
+    from hybridpipe.planning.cost.memory import curves
+    from hybridpipe.planning.simulator.predict import predict
+    from hybridpipe.planning.timeline import TRACE_FORMAT
+
+    plan, profile = read_plan(options.plan), read_profile(options.profile)
+    cluster = read_cluster(options.cluster)
+    profile = profile.scaled_to(plan.microbatch_samples or profile.samples)
+    try:
+        timeline, prediction = predict(plan, profile, cluster)
+    except ValueError as error:
+        raise UserError(f"{options.plan}: {error}") from None
+    plan = replace(plan, predicted=prediction)
+    before: Plan | None = None
+    if (options.bandwidth, options.latency, options.ranks) != (None, None, None):
+        before = plan
+        try:
+            plan, cluster = _changed(plan, profile, cluster, options)
+        except ValueError as error:
+            raise UserError(f"simulate: {error}") from None
+        timeline, prediction = predict(plan, profile, cluster)
+        plan = replace(plan, predicted=prediction)
+    if options.trace:
+        events = timeline.to_chrome_trace("predicted")
+        write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
+    if options.plot:
+        slices = "" if plan.schedule == "pipedream" else f", {plan.num_microbatches} microbatches"
+        title = f"Plan {plan.name} under {plan.schedule}{slices}"
+        write_text(options.plot, draw.svg(timeline, plan, title, curves(profile, plan, timeline), prediction))
+    if not options.json:
+        print(draw.text(timeline), end="\n\n")
+    _print_prediction(plan, before, options.json)
+    return 0
+
+
+def _changed(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, options: argparse.Namespace
+) -> tuple[Plan, Cluster]:
+    """What the plan and the cluster become with --bandwidth, --latency and --ranks.
+
+    A plan is for its number of ranks: for another it is chosen anew, with as many microbatches a rank.
+    """
+    from hybridpipe.planning import cluster_transform
+    from hybridpipe.planning.schedules.generators import ceil_div
+    from hybridpipe.training.autoplan import choose
+
+    changed = cluster_transform.changed(cluster, options.bandwidth, options.latency, options.ranks)
+    if options.ranks is None:
+        return plan, changed
+    count = ceil_div(plan.num_microbatches * options.ranks, cluster.num_ranks)
+    count = 1 if plan.schedule == "pipedream" else count
+    choice = choose(
+        "auto",
+        replace(profile, others=()),  # the microbatch stays as it is
+        changed,
+        count,
+        num_ranks=options.ranks,
+        schedule=plan.schedule,
+        recompute=any(map(plan.recomputes, range(plan.num_stages))),
+        vertical_sync=plan.vertical_sync,
+        max_in_flight=plan.max_in_flight,
+    )
+    return choice.plan, changed
+
+
+def _print_prediction(plan: Plan, before: Plan | None, as_json: bool) -> None:
+    """The figures of a plan, beside those from before a change if there was one."""
+    from hybridpipe.planning import cluster_transform
+
+    assert plan.predicted is not None
+    shown = {"after": plan} if before is None else {"before": before, "after": plan}
+    if as_json and before is None:
+        print(json.dumps(asdict(plan.predicted)))
+    elif as_json:
+        print(json.dumps({name: asdict(each) for name, each in shown.items()}))
+    elif before is None:
+        seconds, rate = plan.predicted.minibatch_seconds, plan.predicted.samples_per_second
+        print(f"{seconds * 1e3:.2f} ms a minibatch, {rate:,.0f} samples/s, ", end="")
+        print(f"bubble {plan.predicted.bubble_fraction:.0%}")
+    else:
+        print(cluster_transform.figures(shown))
+
+
+def _train(options: argparse.Namespace) -> int:
+    config, plan = _checked(options)
+    with preemption.listening():
+        exit_report.up()
+        with _loading():
+            config.check()
+            import torch._dynamo  # noqa: F401  torch's first optimizer would, amid what is measured
+
+            from hybridpipe.cli.train import train
+
+        asked = options.trace, options.hang_timeout, options.resume
+        return train(config, plan, _out(options), *asked, options.cluster, options.resume_changed)
+
+
+def _checked(options: argparse.Namespace) -> "tuple[Config, str]":
+    """The config and the plan's source of a training, once all that can be seen without torch is right."""
+    from hybridpipe.files import read_cluster, read_plan
+
+    config: Config = _load(options)
+    plan: str = options.plan or config.plan.source
+    if plan.endswith(".json"):
+        read_plan(plan)  # the trainer reads it again
+    if options.cluster is not None:
+        read_cluster(options.cluster)  # likewise
+    if options.resume not in (None, "auto") and not Path(options.resume).exists():
+        raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
+    if options.resume_changed and options.resume is None:
+        raise UserError("train: --resume-changed goes with --resume auto or --resume PATH")
+    return config, plan
+
+
+def _launch(options: argparse.Namespace) -> int:
+    """The mistakes that can be seen are told here, before any rank is started."""
+    from hybridpipe.files import read_plan
+    from hybridpipe.launch import supervisor
+
+    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if words[:1] != ["train"]:
+        raise UserError(
+            f"launch: must be followed by -- train CONFIG ..., got {' '.join(words) or 'nothing'}"
+        )
+    training = _parser().parse_args(words)
+    plan = _checked(training)[1]
+    kind = options.launcher or ("srun" if "SLURM_JOB_ID" in os.environ else "mpirun")
+    ranks, slots = supervisor.places(options.ranks, options.hosts)
+    if plan.endswith(".json"):
+        try:
+            read_plan(plan).check_world(ranks)
+        except ValueError as error:
+            raise UserError(f"{plan}: {error}") from None
+    return supervisor.supervise(
+        supervisor.Asked(
+            words=tuple(words),
+            out=_out(training),
+            checkpoints=_out(training) / "checkpoints",
+            ranks=ranks,
+            launcher=kind,
+            slots=slots,
+            max_restarts=options.max_restarts,
+            min_ranks=options.min_ranks or ranks,
+            deadline_seconds=options.deadline,
+            fixed_plan=plan.endswith(".json"),
+            resumes=training.resume == "auto",
+        )
+    )
+
+
+def _out(options: argparse.Namespace) -> Path:
+    """The folder that `train` writes to."""
+    return options.out or Path("runs") / Path(options.config).stem
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from hybridpipe.files import read_cluster, read_costs, read_plan
+
+    plan = read_plan(options.plan)
+    profile = read_costs(options.profile, plan.microbatch_samples)
+    cluster = None if options.cluster is None else read_cluster(options.cluster)
+    from hybridpipe.cli.replay import Replay, replay
+
+    asked = Replay(profile, plan, cluster, options.scale, options.minibatches, not options.no_overlap)
+    return replay(asked, options.out or Path("runs") / f"replay-{options.plan.stem}")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    _load(options).check()
+    from hybridpipe.cli.compare import compare
+
+    out = options.out or Path("runs") / f"compare-{Path(options.config).stem}"
+    return compare(
+        Path(options.config),
+        options.ranks,
+        options.plans,
+        options.baselines,
+        options.set,
+        options.rounds,
+        out,
+    )
+
+
+def _export(options: argparse.Namespace) -> int:
+    from hybridpipe.checkpoint.plain import export
+
+    print("\n".join(export(options.checkpoint, options.out)))
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    config = _load(options)
+    config.check()
+    from hybridpipe.cli.import_weights import import_weights
+    from hybridpipe.cli.train import CHECKPOINTS
+
+    out = options.out or Path("runs") / Path(options.config).stem
+    print(f"written to {import_weights(config, options.file, out / CHECKPOINTS)}")
+    return 0
+
+
+def _load(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Config, which is imported here
+    from hybridpipe.config import load_config
+
+    return load_config(options.config, options.set)
+
+
+_RUNS = {
+    "doctor": _doctor,
+    "profile": _profile,
+    "probe": _probe,
+    "plan": _plan,
+    "simulate": _simulate,
+    "train": _train,
+    "launch": _launch,
+    "replay": _replay,
+    "compare": _compare,
+    "export": _export,
+    "import": _import,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, telling a mistake in one line and, on several ranks, once."""
+
+    def error(self, message: str) -> NoReturn:
+        _tell(f"{self.prog}: {message}; {self.prog} --help tells more")
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="hybridpipe", description="Pipeline and data parallelism for PyTorch, planned from measurements."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=_RUNS[name])
+        return added
+
+    for add in COMMANDS:
+        add(command)
+    return parser

@@ -1,0 +1,81 @@
+"""Profiling: the command. From a config to the profile of its model, for one or several microbatch sizes.
+
+Alone it starts no MPI. Under mpirun every rank measures at once, as ranks that share a machine will compute.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from hybridpipe.config import Config
+from hybridpipe.data.batches import Microbatches, minibatches
+from hybridpipe.engine.allocator import keep_freed_memory
+from hybridpipe.errors import UserError
+from hybridpipe.launch import mpirun
+from hybridpipe.measure.layers import measure
+from hybridpipe.model.sequential import layers_of
+from hybridpipe.planning.profile import ModelProfile
+
+
+def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
+    """The profile of the config's model on its data, on the CPU; the same on every rank.
+
+    Args:
+        sizes: of the microbatch, in samples; by default the config's. The first is the one whose figures are
+            the profile's own, the rest are its `others`.
+
+    Raises:
+        UserError: the model cannot be cut, or the data set has fewer samples than a size.
+    """
+    keep_freed_memory()  # as in training: a gradient of 16 MB took twice as long
+    model, dataset, loss = build_model(config), config.data.build(), config.loss.build()
+    try:
+        layers_of(model)
+    except TypeError as error:
+        raise UserError(f"{config.model.where}: {error}") from None
+    if max(sizes, default=0) > len(dataset):
+        raise UserError(f"--microbatch: must be at most the data's {len(dataset)} samples, got {max(sizes)}")
+    most = max(sizes, default=config.train.microbatch or config.train.minibatch)
+    batch = next(minibatches(Microbatches(dataset, most, most)))
+    microbatch = batch.inputs(0), batch.targets(0)
+    return _together()(partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes))
+
+
+def build_model(config: Config) -> nn.Module:
+    """The config's model, its weights following from the config's seed."""
+    torch.manual_seed(config.train.seed)
+    model: nn.Module = config.model.build()
+    return model
+
+
+def circumstances(profile: ModelProfile) -> str:
+    """What the figures of a profile just measured belong to, in a line or two."""
+    num_threads = torch.get_num_threads()
+    text = (
+        f"{profile.num_layers} layers, microbatches of {', '.join(map(str, profile.sizes))} samples, "
+        f"measured by {profile.load} rank(s) of a machine at once, {num_threads} compute thread(s) each"
+    )
+    if profile.load == 1 and num_threads > 1 and "OMP_NUM_THREADS" not in os.environ:
+        text += "\nranks that share a machine get fewer: set OMP_NUM_THREADS, or start this under mpirun"
+    return text
+
+
+def _together() -> Callable[[Callable[..., ModelProfile]], ModelProfile]:
+    """How to measure: as it is without a launcher, else on every rank at once."""
+    if (mpirun.promised_ranks() or 1) == 1:
+        return lambda measured: measured()
+    from hybridpipe.comm.idle import measure_together, share_cores
+    from hybridpipe.comm.mpi import MPI
+    from hybridpipe.health import failure
+
+    failure.install()
+    share_cores(MPI.COMM_WORLD)
+
+    def on_every_rank(measured: Callable[..., ModelProfile]) -> ModelProfile:
+        with failure.guard():  # the ranks that go on would wait for one that failed
+            return measure_together(MPI.COMM_WORLD, lambda agree: measured(agree=agree))
+
+    return on_every_rank

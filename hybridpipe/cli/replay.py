@@ -1,0 +1,206 @@
+"""Replay: the command. A plan on the real runtime, messages and all-reduces included, computing by sleeping.
+
+A profile tells how long each layer sleeps and how many bytes it moves. With a scale S, bytes are divided by S
+and run over a network that is S times as slow, so that a model too large for this memory takes its own time.
+
+    DIR/summary.json                measured and predicted seconds a minibatch, bytes, processor load
+
+Rank 0 writes and prints. Not known here: how sleeping layers work (`stage.sleeping`).
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.cli.sleeping import Pace, SleepingLayer, SleepingOptimizer, sleeping_loss
+from hybridpipe.cli.train import check_launcher
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.errors import UserError
+from hybridpipe.files import write_json
+from hybridpipe.health import failure
+from hybridpipe.optim.gradient_sync import HorovodGradients
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.formula import StageCost, stage_costs
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.scale import scaled_cluster, scaled_profile
+from hybridpipe.planning.schedules.generators import programs
+from hybridpipe.planning.simulator.predict import predict, simulate
+from hybridpipe.training.trainer import Trainer
+
+REPLAY_FORMAT = "hybridpipe-replay/1"
+WARM_UP_SHARE, DRAIN_SHARE = 1 / 3, 1 / 6  # of the minibatches; neither is looked at
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is asked for.
+
+    Args:
+        profile: of the plan's microbatch, at full size; so is the `cluster`, which is for the prediction.
+        num_minibatches: None: enough for a median.
+        overlap: False: an all-reduce begins when the whole backward is done.
+    """
+
+    profile: ModelProfile
+    plan: Plan
+    cluster: Cluster | None
+    scale: float
+    num_minibatches: int | None
+    overlap: bool
+
+    def __post_init__(self) -> None:
+        if self.profile.num_layers != self.plan.num_layers:
+            raise UserError(
+                f"replay: the plan cuts {self.plan.num_layers} layers, the profile has "
+                f"{self.profile.num_layers}"
+            )
+        if not self.overlap and self.plan.is_asynchronous:
+            raise UserError(
+                f"replay: --no-overlap goes with a synchronous schedule, got {self.plan.schedule}"
+            )
+
+    def predicted(self) -> float | None:
+        """Seconds a minibatch in the simulator; None without a cluster.
+
+        Raises:
+            ValueError: the cluster has fewer ranks than the plan.
+        """
+        if self.cluster is None:
+            return None
+        profile, cluster = scaled_profile(self.profile, self.scale), scaled_cluster(self.cluster, self.scale)
+        seconds = predict(self.plan, profile, cluster)[1].minibatch_seconds
+        if self.overlap:
+            return seconds
+        costs = [_after_backward(cost) for cost in stage_costs(profile, self.plan)]
+        return simulate(programs(self.plan), self.plan, costs, cluster).seconds
+
+
+def replay(asked: Replay, out: Path) -> int:
+    """Run it. Collective."""
+    failure.install()
+    check_launcher()
+    rank = MPI.COMM_WORLD.rank
+    try:
+        trainer = _trainer(asked, rank)
+        predicted = asked.predicted() if rank == 0 else None
+        if rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+    except ValueError as error:
+        failure.refuse(error)
+    except OSError as error:
+        failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
+    executor = trainer.worker.executor
+    if executor is not None and isinstance(executor.gradients, HorovodGradients):
+        executor.gradients.overlaps = asked.overlap
+    size = asked.plan.num_microbatches
+    samples = torch.zeros((asked.num_minibatches or enough_minibatches(asked.plan)) * size, 1)
+    before = _processor_time()
+    trainer.fit(torch.utils.data.TensorDataset(samples, samples), shuffle=False)
+    load = _processor_load(before, _processor_time())
+    summary = trainer.summary()
+    seconds = pace([record.seconds for record in trainer.recorder.records], round_length(asked.plan))
+    trainer.close()
+    if summary is not None:
+        _finish(asked, summary, seconds, predicted, load, out)
+    return 0
+
+
+def enough_minibatches(plan: Plan) -> int:
+    """For a median: ten minibatches, or as many rounds, and what fills an asynchronous pipeline before."""
+    return 10 * round_length(plan) + plan.is_asynchronous * 2 * plan.num_ranks
+
+
+def round_length(plan: Plan) -> int:
+    """Minibatches after which an asynchronous pipeline repeats itself, or nearly so."""
+    return max(plan.replicas) if plan.is_asynchronous else 1
+
+
+def pace(seconds: Sequence[float], length: int) -> float:
+    """The median over rounds of `length` minibatches of the mean seconds a minibatch, ends left out."""
+    full = seconds[round(len(seconds) * WARM_UP_SHARE) : len(seconds) - round(len(seconds) * DRAIN_SHARE)]
+    rounds = [full[i : i + length] for i in range(0, len(full) - length + 1, length)]
+    return statistics.median(map(statistics.mean, rounds or [seconds]))
+
+
+def _trainer(asked: Replay, rank: int) -> Trainer:
+    """Sleeping layers, with memory for what this rank's stages send and reduce."""
+    plan, profile, own_pace = asked.plan, scaled_profile(asked.profile, asked.scale), Pace()
+    place = plan.place(rank)
+    held = [] if place is None else [plan.stages[s] for s in plan.held_stages(place)]
+    cuts = {stage.stop for stage in held} - {plan.num_layers}
+    reduced = {i for stage in held if stage.replicas > 1 for i in range(stage.start, stage.stop)}
+    layers = [
+        SleepingLayer(
+            layer,
+            own_pace,
+            reduced=i in reduced,
+            cut=i + 1 in cuts,
+            leads=any(i == stage.start for stage in held),
+            ends=any(i + 1 == stage.stop for stage in held),
+            split=plan.schedule == "zero-bubble",
+        )
+        for i, layer in enumerate(profile.layers)
+    ]
+    update_seconds = sum(profile.layers[i].update_seconds for s in held for i in range(s.start, s.stop))
+
+    def optimizer(parameters: Iterable[Tensor]) -> SleepingOptimizer:
+        return SleepingOptimizer(parameters, own_pace, update_seconds)
+
+    return Trainer(
+        nn.Sequential(*layers),
+        loss=sleeping_loss,
+        optimizer=optimizer,  # a function's name is the same on all ranks, which these seconds are not
+        plan=replace(plan, predicted=None),
+        minibatch_size=plan.num_microbatches,
+    )
+
+
+def _after_backward(cost: StageCost) -> StageCost:
+    """Its gradients are ready when its whole backward is done."""
+    return replace(cost, buckets=tuple(replace(bucket, fraction=1.0) for bucket in cost.buckets))
+
+
+def _finish(
+    asked: Replay, summary: dict[str, Any], seconds: float, predicted: float | None, load: float, out: Path
+) -> None:
+    """Write and print what it came to."""
+    wanted = ("plan", "schedule", "ranks", "minibatches", "bytes_sent_p2p", "bytes_allreduced")
+    write_json(
+        out / "summary.json",
+        {
+            "format": REPLAY_FORMAT,
+            **{name: summary[name] for name in wanted},
+            "scale": asked.scale,
+            "overlap": asked.overlap,
+            "minibatch_seconds_median": seconds,
+            "predicted_minibatch_seconds": predicted,
+            "samples_per_second": asked.profile.samples * asked.plan.num_microbatches / seconds,
+            "peak_memory_bytes": summary["peak_memory_bytes"],
+            "processor_load": load,
+        },
+    )
+    told = f"{seconds * 1e3:.1f} ms a minibatch measured"
+    if predicted:
+        told += f", {predicted * 1e3:.1f} ms predicted ({predicted / seconds - 1:+.0%})"
+    print(f"{asked.plan.name}, {asked.plan.schedule}: {told}; processors {load:.0%} busy; written to {out}")
+
+
+def _processor_time() -> tuple[float, float]:
+    """How long this machine's processors have been busy so far, and idle; in units of its own."""
+    if not _STAT.is_file():
+        return 0.0, 0.0
+    user, nice, system, idle, waiting, *more = map(float, _STAT.read_text().split("\n", 1)[0].split()[1:8])
+    return user + nice + system + sum(more), idle + waiting
+
+
+def _processor_load(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """The busy share of the time between, by whoever; NaN where it is not known."""
+    busy, idle = (b - a for a, b in zip(before, after, strict=True))
+    return busy / (busy + idle) if busy + idle else float("nan")

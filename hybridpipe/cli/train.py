@@ -1,0 +1,284 @@
+"""Train: the command. From a config to a trained model and a folder of what was seen on the way.
+
+    DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
+    DIR/profile.json  cluster.json
+    DIR/checkpoints/step-00000120/ ...
+
+Rank 0 writes and prints; mistakes that all ranks see alike are told once.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import TextIO
+
+from safetensors.torch import save_file
+from torch import nn
+
+from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
+from hybridpipe.checkpoint.names import step_of
+from hybridpipe.checkpoint.policy import Checkpointing
+from hybridpipe.cli.profile import build_model
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.config import AUTO, Config
+from hybridpipe.data.batches import num_minibatches
+from hybridpipe.errors import UserError
+from hybridpipe.files import write_json, write_text
+from hybridpipe.health import failure
+from hybridpipe.health.watchdog import DEFAULT_SECONDS
+from hybridpipe.launch import mpirun
+from hybridpipe.planning.simulator.predict import predict
+from hybridpipe.planning.timeline import TRACE_FORMAT
+from hybridpipe.report.progress_bar import Progress
+from hybridpipe.report.tables import compared, explain, memory_table, parts_table, ranks_table
+from hybridpipe.stage.stage import Loss
+from hybridpipe.training.metrics import MinibatchRecord
+from hybridpipe.training.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"  # in DIR
+SUMMARY_FORMAT = "hybridpipe-summary/1"
+
+
+class _Watcher:
+    """What rank 0 shows and writes while the training goes on; nothing on other ranks."""
+
+    def __init__(self, trainer: Trainer, out: Path, total: int, name: str, goes_on: bool) -> None:
+        self._progress: Progress | None = None
+        if trainer.world.rank == 0:
+            self._metrics = _metrics(out / "metrics.jsonl", trainer.step if goes_on else 0)
+            self._progress = Progress(total, name, done=trainer.step)
+
+    def note(self, record: MinibatchRecord) -> None:
+        """A minibatch is done."""
+        if self._progress is not None:
+            self._progress.update(record)
+            print(json.dumps(asdict(record)), file=self._metrics, flush=True)
+
+    def close(self) -> None:
+        """That was the last one."""
+        if self._progress is not None:
+            self._progress.close()
+            self._metrics.close()
+
+
+def train(
+    config: Config,
+    plan: str,
+    out: Path,
+    trace: bool = False,
+    hang_timeout: float = DEFAULT_SECONDS,
+    resume: str | None = None,
+    cluster: Path | None = None,
+    resume_changed: bool = False,
+) -> int:
+    """Run the training that `config` describes under `plan` (a name or a path). Collective.
+
+    Args:
+        resume: a path, or "auto": what is in OUT/checkpoints, if there is anything good.
+        cluster: of the machines as measured before (`Trainer`).
+        resume_changed: settings may be others than the checkpoint's (`Trainer.resume`).
+    """
+    failure.install()
+    check_launcher()
+    model, loss = build_model(config), config.loss.build()
+    try:
+        dataset, validation = config.data.build(), config.data.build_validation()
+    except (OSError, ModuleNotFoundError) as error:  # data that is not there, told in one line
+        failure.refuse(error)
+    try:
+        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout)
+        told = _resume(trainer, resume, out, resume_changed)
+        trainer.prepare(dataset, validation)
+    except (TypeError, ValueError) as error:
+        failure.refuse(error)
+    not_split = trainer.not_split()
+    if trainer.world.rank == 0:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
+        _tell_plan(trainer, out)
+        if trainer.plan.schedule == "pipedream" and config.train.microbatch is not None:
+            print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
+        if not_split:
+            print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
+        for line in [*told, *_claim(out, resume)]:
+            print(line, flush=True)
+    total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
+    watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})", _is_own(out, resume))
+    trainer.fit(
+        dataset,
+        0 if trainer.recorder.has_reached_target else max(0, config.train.epochs - trainer.epoch),
+        validation=validation,
+        shuffle=config.train.shuffle,
+        on_minibatch=watcher.note,
+        target_accuracy=config.train.target_accuracy,
+        target_loss=config.train.target_loss,
+        checkpoint=Checkpointing(out / CHECKPOINTS, config.checkpoint.every, config.checkpoint.keep),
+    )
+    watcher.close()
+    _finish(trainer, out, trace)
+    trainer.close()
+    return 0
+
+
+def _resume(trainer: Trainer, source: str | None, out: Path, allow_changed: bool = False) -> list[str]:
+    """Go on from there, if anywhere; what there is to tell."""
+    folder = out / CHECKPOINTS
+    if source == AUTO:
+        return trainer.resume(folder, or_anew=True, allow_changed=allow_changed)
+    return [] if source is None else trainer.resume(source, allow_changed=allow_changed)
+
+
+def _is_own(out: Path, source: str | None) -> bool:
+    """Does the training in OUT go on, rather than one that began elsewhere or begins now?"""
+    if source is None or source == AUTO:
+        return source == AUTO
+    return Path(source).resolve().is_relative_to((out / CHECKPOINTS).resolve())
+
+
+def _claim(out: Path, source: str | None) -> list[str]:
+    """From now on OUT's checkpoints are this training's; what there is to tell."""
+    if source is None or not _is_own(out, source):
+        return _set_aside(out / CHECKPOINTS)
+    if source == AUTO:
+        return []
+    if step_of(Path(source)) is not None:  # lost before it saves, it is to be gone on with from here
+        stand_on(Path(source))
+    return []
+
+
+def _set_aside(folder: Path) -> list[str]:
+    """Let `--resume auto` never find what another training has left there, nor let that be lost."""
+    if not checkpoints(folder):
+        return []
+    names = (f"{folder.name}.old{'' if n == 1 else f'.{n}'}" for n in count(1))
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
+    try:
+        held = hold(folder)
+        folder.rename(aside)
+        os.close(held)
+    except UserError as error:
+        failure.refuse(error)
+    except OSError as error:
+        failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
+    return [f"{folder} was another training's, and is {aside} now; --resume auto would have gone on with it"]
+
+
+def _rounded(value: float) -> str:
+    """Four decimals, or four digits of what these would show little of."""
+    return f"{value:.4g}" if 0 < abs(value) < 0.01 else f"{value:.4f}"
+
+
+def _metrics(path: Path, step: int) -> TextIO:
+    """The file of records, to be gone on with at `step` (0: anew).
+
+    What a run that was lost wrote behind it goes.
+    """
+    kept = []
+    if step and path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # its end, when it was killed
+                break
+            if not isinstance(record, dict) or record.get("step", step) >= step:
+                break
+            kept.append(line)
+    write_text(path, "".join(f"{line}\n" for line in kept))
+    return path.open("a", encoding="utf-8")
+
+
+def _trainer(
+    config: Config, model: nn.Module, loss: Loss, plan: str, cluster: Path | None, hang_timeout: float
+) -> Trainer:
+    return Trainer(
+        model,
+        loss=loss,
+        optimizer=config.optimizer.build,
+        plan=plan,
+        cluster=cluster,
+        minibatch_size=config.train.minibatch,
+        microbatch_size=config.train.microbatch,
+        schedule=config.plan.schedule,
+        vertical_sync=config.plan.vertical_sync,
+        max_in_flight=config.plan.max_in_flight,
+        recompute=config.plan.recompute,
+        lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
+        clip_grad_norm=config.train.clip_grad_norm,
+        scale_learning_rate=config.train.scale_learning_rate,
+        delay_warm_up=config.train.delay_warm_up,
+        compression=config.train.compression,
+        predict=config.plan.predict,
+        seed=config.train.seed,
+        num_workers=config.data.num_workers,
+        hang_timeout=hang_timeout,
+        on_nonfinite=config.train.on_nonfinite,
+    )
+
+
+def check_launcher() -> None:
+    """Refuses to train in as many worlds of one rank as the launcher has started processes."""
+    promised, size = mpirun.promised_ranks() or 1, MPI.COMM_WORLD.size
+    if size < promised:
+        what = f"the launcher started {promised} ranks, and this one sees a world of {size}"
+        failure.refuse(UserError(f"{what}: start it with srun --mpi=pmix; hybridpipe doctor tells more"))
+
+
+def _tell_plan(trainer: Trainer, out: Path) -> None:
+    """Print the plan and why it was chosen; write what it was made from beside it."""
+    write_json(out / "plan.json", trainer.plan)
+    choice = trainer.choice
+    if choice is None:
+        print(f"plan {trainer.plan.name}, {trainer.plan.schedule}, as given", flush=True)
+        return
+    write_json(out / "profile.json", choice.profile)
+    write_json(out / "cluster.json", choice.cluster)
+    print(explain(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
+
+
+def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
+    """Gather, print and write what the run has come to."""
+    summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
+    traced = trainer.traced() if trace else None
+    if summary is None or state is None:
+        return
+    shown = timeline if traced is None else traced.timeline
+    traces, parts = [] if shown is None else shown.to_chrome_trace("measured", process=0), None
+    if trainer.choice is not None:
+        simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
+        traces += simulated.to_chrome_trace("predicted", process=1)
+        if timeline is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
+            parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
+    memory = memory_table(trainer.plan, summary["peak_memory_bytes"], summary["memory_before_bytes"])
+    predicted = summary["predicted_minibatch_seconds"]
+    rate = trainer.minibatch_size / predicted if predicted else None
+    write_json(
+        out / "summary.json",
+        {
+            "format": SUMMARY_FORMAT,
+            **summary,
+            "predicted_samples_per_second": rate,
+            "parts": parts,
+            **({} if traced is None else {"rank_seconds": traced.per_minibatch()}),
+            "epochs": trainer.history,
+        },
+    )
+    write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
+    save_file(state, out / "model.safetensors")
+    epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
+    figures = ", ".join(f"{name} {_rounded(value)}" for name, value in summary["metrics"].items())
+    print(
+        (f"{parts_table(parts)}\n" if parts else "")
+        + (f"{ranks_table(traced.per_minibatch())}\n" if traced else "")
+        + (f"{memory}\n" if trace else "")
+        + f"{summary['samples_per_second']:,.0f} samples/s measured"
+        + (f", {rate:,.0f} predicted" if rate else "")
+        + f"; last loss {summary['loss_last']:.5f}"
+        + (f"; validation: {figures}" if figures else "")
+        + (f"; target reached after {epochs} epochs, {seconds:,.1f} s of training" if epochs else "")
+        + f"; written to {out}",
+        flush=True,
+    )

@@ -1,0 +1,102 @@
+"""Arguments: what the command line's values may be, and the one line that tells a wrong one."""
+
+import argparse
+import math
+from collections.abc import Callable
+
+from hybridpipe.errors import shown
+from hybridpipe.planning.checks import MAX_RANKS
+
+MOST = 2**53  # of a number that is counted: beyond it a float is not exact any more
+
+
+def positive(text: str, most: int = MOST) -> int:
+    value = int(text[:20]) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be an integer <= {most}, got {shown(text)}")
+    return value
+
+
+def ranks(text: str) -> int:
+    return positive(text, MAX_RANKS)
+
+
+def factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number >= 1, got {text!r}")
+    return value
+
+
+def hang_timeout(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 1e6, got {text!r}")
+    return value
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(positive, text.split(","))))
+
+
+def bandwidth(text: str) -> float:
+    from hybridpipe.planning.cluster_transform import parse_bandwidth
+
+    return _parsed(parse_bandwidth, text)
+
+
+def seconds(text: str) -> float:
+    from hybridpipe.planning.cluster_transform import parse_seconds
+
+    return _parsed(parse_seconds, text)
+
+
+def _parsed(parse: Callable[[str], float], text: str) -> float:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def plan_source(text: str) -> str:
+    from hybridpipe.config import SOURCES
+
+    if text not in SOURCES and not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"must be {', '.join(SOURCES)} or a .json file, got {text!r}")
+    return text
+
+
+def plan_sources(text: str) -> list[str]:
+    return [plan_source(name) for name in names(text)]
+
+
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text!r}")
+    return positive(text) if text.strip("0") else 0
+
+
+def hosts(text: str) -> dict[str, int]:
+    """h1:4,h2 is {"h1": 4, "h2": 1}."""
+    found = {}
+    for each in names(text):
+        name, _, slots = each.partition(":")
+        if not name or name in found:
+            raise argparse.ArgumentTypeError(f"must be hosts and ranks such as h1:4,h2:4, got {text!r}")
+        try:
+            found[name] = ranks(slots or "1")
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"ranks of {name} {error}") from None
+    return found

@@ -1,0 +1,1 @@
+"""MPI: groups of ranks, messages, and what a rank waits for."""

@@ -1,0 +1,115 @@
+"""Communicators: who talks to whom about what. Each is a private duplicate, so no traffic mixes.
+
+Every function that communicates takes the communicator as an argument; none uses MPI.COMM_WORLD. Whoever
+waits in a blocking call of one of these can be seen to do so (`position`), which is what a watchdog reports.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.status import position
+from hybridpipe.launch.mpirun import cores
+from hybridpipe.planning.plan import Place, Plan
+
+
+class Communicators(NamedTuple):
+    """The communicators of one rank.
+
+    `control` joins all ranks (losses, plans, state); `peers` joins all ranks for activations and
+    gradients between stages; `replicas` joins the ranks of one stage (None on an unused rank), by rank
+    whatever the order of the replicas, so that Horovod's ring goes from host to host once; `used` joins
+    the ranks that the plan uses (None on the others).
+    """
+
+    control: "Watched"
+    peers: MPI.Comm
+    replicas: "Watched | None"
+    used: "Watched | None"
+
+    def free(self) -> None:
+        """Give the communicators back. Collective."""
+        for communicator in self:
+            if communicator is not None:
+                communicator.Free()
+
+
+class Watched(MPI.Intracomm):
+    """A communicator whose blocking calls say, while they last, that this rank waits, and for whom."""
+
+    ranks: tuple[int, ...]  # of its members, in the world
+
+    def __new__(cls, communicator: MPI.Comm, world: MPI.Comm) -> "Watched":
+        made = super().__new__(cls, communicator)  # the same communicator, not another one
+        mine, everybody = communicator.Get_group(), world.Get_group()
+        made.ranks = tuple(MPI.Group.Translate_ranks(mine, None, everybody))
+        mine.Free()
+        everybody.Free()
+        return made
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    blocking = getattr(MPI.Intracomm, name)
+
+    @wraps(blocking)
+    def call(self: Watched, *arguments: Any, **options: Any) -> Any:
+        with position.waiting(name, self.ranks):
+            return blocking(self, *arguments, **options)
+
+    return call
+
+
+for _name in ("Barrier", "Bcast", "bcast", "Allreduce", "allreduce", "gather", "allgather", "Send", "Recv"):
+    setattr(Watched, _name, _watched(_name))
+
+
+def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
+    """Split the world as the plan says. Collective over `world`."""
+    with position.waiting("making communicators", range(world.size)):
+        return _split(world, plan)
+
+
+def _split(world: MPI.Comm, plan: Plan) -> Communicators:
+    place = plan.place(world.rank)
+    at = Place(MPI.UNDEFINED, 0) if place is None else place
+    replicas = world.Split(color=at.stage, key=world.rank)
+    used = world.Split(color=MPI.UNDEFINED if place is None else 0, key=world.rank)
+    control = Watched(world.Dup(), world)
+    if place is None:
+        return Communicators(control, world.Dup(), None, None)
+    return Communicators(control, world.Dup(), Watched(replicas, world), Watched(used, world))
+
+
+class Host(NamedTuple):
+    """This rank's index among the ranks of its host, their number, and the cores they may use together."""
+
+    local_rank: int
+    local_size: int
+    num_cores: int
+
+
+def this_host(world: MPI.Comm) -> Host:
+    """Collective over `world`."""
+    ranks = world.Split_type(MPI.COMM_TYPE_SHARED)
+    num_cores = len(frozenset().union(*ranks.allgather(cores())))  # a launcher may have bound each to its own
+    host = Host(ranks.rank, ranks.size, num_cores)
+    ranks.Free()
+    return host
+
+
+def meet(world: MPI.Comm, seconds: float) -> None:
+    """Wait until all ranks of `world` are here, at most so long: a rank that is lost never comes."""
+    barrier = world.Ibarrier()
+    end = time.monotonic() + seconds
+    while not barrier.Test() and time.monotonic() < end:
+        time.sleep(1e-3)
+
+
+def default_num_threads(host: Host) -> int | None:
+    """Compute threads for a rank; None if the user has decided already."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, min(len(cores()), host.num_cores // host.local_size))

@@ -1,0 +1,1 @@
+"""Data sets, minibatches, and their loading."""

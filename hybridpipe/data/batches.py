@@ -1,0 +1,148 @@
+"""Batches: an epoch of a data set, cut into minibatches and microbatches; what there is in each.
+
+Order and random draws follow from seed, epoch and sample alone, so every rank knows the one without a word
+and makes the others alike: of a sample that is cropped at random, the rank of the first stage takes the
+inputs and that of the last stage the targets. When a microbatch is loaded, and by whom, is `loading`'s.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from hybridpipe.data.samples import check_dataset, drawn, stacked
+from hybridpipe.data.stream import Minibatch
+from hybridpipe.model.rng import random_key
+from hybridpipe.model.tensors import Value, map_tensors, tensors_of
+from hybridpipe.planning.plan import Plan, microbatch_sizes
+from hybridpipe.planning.schedules.generators import ceil_div
+
+Loaded = tuple[Value, Value]  # inputs and targets of a microbatch
+
+
+class Microbatches:
+    """One epoch of a data set; `[i, b]` loads microbatch b of minibatch i. The last ones may be short.
+
+    Args:
+        dataset: map-style: `len(dataset)`, and `dataset[i]` is (inputs, target). It may draw from the
+            generators of torch (the CPU's), NumPy and Python; those of the process stay as they are.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        minibatch_size: int,
+        microbatch_size: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = False,
+    ) -> None:
+        check_dataset("dataset", dataset)
+        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+        self.minibatch_size, self.microbatch_size = minibatch_size, microbatch_size
+        self.order = _order(len(dataset), seed, epoch, shuffle)
+
+    def __len__(self) -> int:
+        return num_minibatches(self.dataset, self.minibatch_size)
+
+    @property
+    def counts(self) -> list[int]:
+        """Of the microbatches in each minibatch."""
+        return [len(self.sizes(i)) for i in range(len(self))]
+
+    def sizes(self, minibatch: int) -> list[int]:
+        """Of a minibatch's microbatches."""
+        start = minibatch * self.minibatch_size
+        return microbatch_sizes(min(self.minibatch_size, len(self.order) - start), self.microbatch_size)
+
+    def __getitem__(self, at: tuple[int, int]) -> Loaded:
+        minibatch, microbatch = at
+        start = minibatch * self.minibatch_size + microbatch * self.microbatch_size
+        return self._load(self.order[start : start + self.sizes(minibatch)[microbatch]])
+
+    def _load(self, samples: Sequence[int]) -> Loaded:
+        if type(self.dataset) is TensorDataset:  # one indexing for all of them; a subclass may do more
+            inputs, targets = (tensor[list(samples)] for tensor in self.dataset.tensors)
+            return inputs, targets
+        return stacked(drawn(self.dataset, self.seed, self.epoch, samples), samples)
+
+
+def minibatches(
+    microbatches: Microbatches, load: Callable[[int, int], Loaded] | None = None
+) -> Iterator[Minibatch]:
+    """All minibatches of an epoch.
+
+    Args:
+        load: how microbatch b of minibatch i is come by; by default it is loaded when it is asked for.
+    """
+    last: tuple[tuple[int, int], Loaded] | None = None
+
+    def loaded(i: int, b: int) -> Loaded:
+        nonlocal last  # a rank that is first and last stage asks for inputs, then for targets
+        if last is None or last[0] != (i, b):
+            last = (i, b), microbatches[i, b] if load is None else load(i, b)
+        return last[1]
+
+    def part(which: int, i: int, b: int) -> Value:
+        return loaded(i, b)[which]
+
+    for i in range(len(microbatches)):
+        yield Minibatch(microbatches.sizes(i), partial(part, 0, i), partial(part, 1, i))
+
+
+def num_minibatches(dataset: Any, minibatch_size: int) -> int:
+    """How many minibatches an epoch has."""
+    return ceil_div(len(dataset), minibatch_size)
+
+
+def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Minibatch:
+    """A minibatch that is in memory already, samples in the first dimension."""
+    counts = {len(tensor) for value in (inputs, targets) for tensor in tensors_of(value)}
+    if len(counts) != 1:
+        raise ValueError(f"inputs and targets must hold equally many samples, got {sorted(counts)}")
+    count = counts.pop()
+    if not count:
+        raise ValueError("inputs and targets must hold at least one sample, got none")
+    sizes = microbatch_sizes(count, microbatch_size)
+
+    def part(value: Value, microbatch: int) -> Value:
+        start = microbatch * microbatch_size
+        return map_tensors(lambda tensor: tensor[start : start + microbatch_size], value)
+
+    return Minibatch(sizes, lambda m: part(inputs, m), lambda m: part(targets, m))
+
+
+def microbatch_size_of(plan: Plan, minibatch_size: int, microbatch_size: int | None = None) -> int:
+    """What the plan's number of microbatches makes it; it must be the given one, if one is given."""
+    size = ceil_div(minibatch_size, plan.num_microbatches)
+    count = ceil_div(minibatch_size, size)
+    if count != plan.num_microbatches:
+        raise ValueError(
+            f"minibatch_size = {minibatch_size} cannot be sliced into the plan's num_microbatches = "
+            f"{plan.num_microbatches} of one size: slices of {size} are {count}"
+        )
+    if microbatch_size not in (None, size):
+        raise ValueError(
+            f"microbatch_size = {microbatch_size} disagrees with the plan: minibatch_size = {minibatch_size} "
+            f"in num_microbatches = {plan.num_microbatches} makes {size}; leave microbatch_size out"
+        )
+    return size
+
+
+def parts_of(share: int, minibatch_size: int) -> list[int]:
+    """Halves and quarters of a rank's share, where they make slices of one size; of two samples at least.
+
+    BatchNorm, and what squeezes, does not work with one.
+    """
+    return [] if minibatch_size % share else [share // n for n in (2, 4) if share % n == 0 and share > n]
+
+
+def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    if not shuffle:
+        return list(range(length))
+    generator = torch.Generator().manual_seed(random_key(seed, epoch, 0, 0))
+    order: list[int] = torch.randperm(length, generator=generator).tolist()
+    return order

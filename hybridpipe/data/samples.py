@@ -1,0 +1,158 @@
+"""Samples: the data sets that can be trained on, one batch of their samples, and a fingerprint of them.
+
+Knows torch's data sets, no ranks and no schedule. A sample's random draws follow from seed, epoch and index.
+Invariant: the process's generators stand afterwards where they stood before.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from hybridpipe.model.rng import preserved_state, random_key, seed_generators
+from hybridpipe.model.tensors import Value, raw_bytes
+
+A_SAMPLE = -1  # in the place of a layer's number
+CPU = torch.device("cpu")
+NUM_COMPARED = 6  # samples in a fingerprint
+DRAWN_ANEW = "drawn anew each time"
+_PARTS = ("inputs", "target")
+
+
+def check_dataset(name: str, dataset: Any) -> None:
+    """Raises TypeError or ValueError, in one line, for what cannot be trained on.
+
+    Args:
+        name: what the caller calls it, such as "dataset".
+    """
+    accepted = f"{name} must be a map-style data set, whose samples are pairs (inputs, target)"
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            f"{accepted}, got a {kind}: pass the data set inside it, {name} = loader.dataset; "
+            "minibatch_size, num_workers and fit(shuffle=...) take the place of the loader's options"
+        )
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"{accepted}, got the IterableDataset {kind}, whose samples no rank can ask for by number; "
+            "read it into a list first"
+        )
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not indexed or isinstance(dataset, str | Mapping):
+        raise TypeError(f"{accepted}, with len() and an index from 0, got {kind}")
+    if not len(dataset):
+        raise ValueError(f"{name} must hold at least one sample, got none")
+
+
+def drawn(dataset: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
+    """The samples at `indices`, each with random draws that follow from seed, epoch and index alone."""
+    samples = []
+    with preserved_state(CPU, python_too=True):
+        for index in indices:
+            seed_generators(random_key(seed, epoch, index, A_SAMPLE), CPU, python_too=True)
+            samples.append(dataset[index])
+    return samples
+
+
+def stacked(samples: list[Any], indices: Sequence[int]) -> tuple[Value, Value]:
+    """Inputs and targets of a microbatch.
+
+    Raises:
+        ValueError: the samples differ in shape; with the first two that do.
+    """
+    try:
+        inputs, targets = default_collate(samples)
+    except (RuntimeError, ValueError):
+        _check_alike(samples, indices)
+        raise
+    return _as_value(inputs), _as_value(targets)
+
+
+def fingerprint(name: str, dataset: Any, seed: int) -> dict[str, str]:
+    """The length of a data set and hashes of a few of its samples, as facts that ranks compare.
+
+    Args:
+        name: as of `check_dataset`; the facts' names begin with it.
+        seed: of the training; it says which samples are looked at.
+
+    Raises:
+        TypeError, ValueError: a sample cannot be trained on, or not together with others.
+    """
+    count = len(dataset)
+    generator = torch.Generator().manual_seed(random_key(seed, 0, count, A_SAMPLE))
+    some = torch.randint(count, (NUM_COMPARED - 2,), generator=generator).tolist()
+    indices = sorted({0, count - 1, *some})
+    samples, again = drawn(dataset, seed, 0, indices), drawn(dataset, seed, 0, indices)
+    for index, sample in zip(indices, samples, strict=True):
+        _check_sample(f"{name}[{index}]", sample)
+    _check_alike(samples, indices)
+    facts = {f"len({name})": str(count)}
+    for index, *both in zip(indices, samples, again, strict=True):
+        for part, first, second in zip(_PARTS, *both, strict=True):
+            digest = _digest(first)
+            facts[f"{part} of {name}[{index}]"] = digest if digest == _digest(second) else DRAWN_ANEW
+    return facts
+
+
+def drawn_anew(facts: Mapping[str, str]) -> set[str]:
+    """Which of "inputs" and "target" are others whenever a sample is loaded, by its fingerprint."""
+    return {name.split()[0] for name, text in facts.items() if text == DRAWN_ANEW}
+
+
+def comparable(facts: Mapping[str, str], anew: Collection[str]) -> dict[str, str]:
+    """A fingerprint that says nothing of the parts that are drawn anew; some may be alike by chance."""
+    return {name: DRAWN_ANEW if name.split()[0] in anew else text for name, text in facts.items()}
+
+
+def _check_sample(where: str, sample: Any) -> None:
+    pair = f"{where}: a sample must be a pair (inputs, target) of tensors, arrays or numbers, got"
+    if isinstance(sample, Mapping):
+        raise TypeError(f"{pair} a {type(sample).__name__} with the keys {', '.join(map(str, sample))}")
+    if not isinstance(sample, tuple | list):
+        raise TypeError(f"{pair} a {type(sample).__name__}")
+    if len(sample) != len(_PARTS):
+        raise TypeError(f"{pair} {len(sample)} parts; several inputs go into one tuple: ((a, b), target)")
+    for part, value in zip(_PARTS, sample, strict=True):
+        for leaf in _leaves(value):
+            if not isinstance(leaf, Tensor | np.ndarray | np.number | np.bool_ | int | float):
+                raise TypeError(f"{pair} {part} of type {type(leaf).__name__}")
+
+
+def _check_alike(samples: Sequence[Any], indices: Sequence[int]) -> None:
+    """Raises ValueError unless the samples can be stacked."""
+    first = list(_shapes(samples[0]))
+    for index, sample in zip(indices, samples, strict=True):
+        for (part, here), (_, there) in zip(first, _shapes(sample)):
+            if here != there:
+                raise ValueError(
+                    f"samples of a microbatch are stacked and must have one shape, got {part} of shape "
+                    f"{here} in sample {indices[0]} and {there} in sample {index}; pad them"
+                )
+
+
+def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part, value in zip(_PARTS, sample):
+        for leaf in _leaves(value):
+            yield part, tuple(np.shape(leaf))
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def _digest(value: Any) -> str:
+    """A short hash of types, shapes and bytes."""
+    hashed = hashlib.blake2b(digest_size=4)
+    for leaf in _leaves(value):
+        hashed.update(f"{type(leaf).__name__} {np.shape(leaf)} {getattr(leaf, 'dtype', '')}".encode())
+        hashed.update(raw_bytes(leaf) if isinstance(leaf, Tensor) else np.asarray(leaf).tobytes())
+    return hashed.hexdigest()
+
+
+def _as_value(collated: Tensor | Sequence[Tensor]) -> Value:
+    """`default_collate` turns tuples into lists."""
+    return collated if isinstance(collated, Tensor) else tuple(collated)

@@ -1,0 +1,66 @@
+"""Stream: the minibatches that one program works through, their microbatches numbered from end to end.
+
+A synchronous program flushes after one minibatch, so its stream holds one; an asynchronous program runs
+from one drain of the pipeline to the next. Tensors are fetched where, and when, they are needed.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from hybridpipe.model.tensors import Value
+
+
+class Minibatch(NamedTuple):
+    """One minibatch's microbatches; inputs and targets are fetched where, and when, they are needed."""
+
+    sizes: Sequence[int]
+    inputs: Callable[[int], Value]
+    targets: Callable[[int], Value]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all microbatches."""
+        return sum(self.sizes)
+
+
+class Located(NamedTuple):
+    """A microbatch of the stream: which it is of which minibatch."""
+
+    minibatch: Minibatch
+    step: int  # minibatches trained on before this one
+    microbatch: int
+
+    @property
+    def inputs(self) -> Value:
+        """What the first stage takes."""
+        return self.minibatch.inputs(self.microbatch)
+
+    @property
+    def targets(self) -> Value:
+        """What the loss takes."""
+        return self.minibatch.targets(self.microbatch)
+
+    @property
+    def share(self) -> float:
+        """Its part of the minibatch's samples."""
+        return self.minibatch.sizes[self.microbatch] / self.minibatch.num_samples
+
+
+class Stream:
+    """Minibatches, in order.
+
+    Args:
+        step: how many minibatches have been trained on before.
+    """
+
+    def __init__(self, minibatches: Sequence[Minibatch], step: int) -> None:
+        self.minibatches, self.step = minibatches, step
+        self.sizes = tuple(size for minibatch in minibatches for size in minibatch.sizes)
+        self._ends = list(accumulate(len(minibatch.sizes) for minibatch in minibatches))
+
+    def __getitem__(self, microbatch: int) -> Located:
+        index = bisect_right(self._ends, microbatch)
+        minibatch = self.minibatches[index]
+        return Located(minibatch, self.step + index, microbatch - self._ends[index] + len(minibatch.sizes))

@@ -1,0 +1,1 @@
+"""Running a plan: instructions become calls."""

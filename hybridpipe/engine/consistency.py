@@ -1,0 +1,233 @@
+"""Agreement: before ranks start together they compare what must be the same on all of them.
+
+Ranks with another version, model or setting would train something that nobody asked for, or wait for each
+other for ever. Facts are short texts under a name, in an order; the first that differs is told.
+"""
+
+import hashlib
+import os
+import platform
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from types import CellType, CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import hybridpipe
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.status import position
+from hybridpipe.data.samples import check_dataset, comparable, drawn_anew, fingerprint
+from hybridpipe.model.tensors import Value, expanded_dimensions, raw_bytes, tensors_of
+from hybridpipe.optim.gradient_sync import CYCLE_TIME
+from hybridpipe.optim.update import UpdateRule
+from hybridpipe.planning.plan import Plan
+from hybridpipe.stage.stage import Loss
+from hybridpipe.stage.state import kept
+
+_NOTHING = "nothing"
+COMPARED = "what must be the same on all ranks"  # is being compared; for reports
+
+
+def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> None:
+    """Compare this rank's facts with rank 0's. Collective.
+
+    Args:
+        remedy: added to the message.
+
+    Raises:
+        ValueError: on all ranks alike, naming the ranks and the first fact that differs.
+    """
+    if world.size == 1:
+        return
+    with position.waiting(COMPARED, range(world.size)):
+        first: Mapping[str, str] = world.bcast(facts)
+        found = world.allgather(_difference(first, facts))
+    told = next((each for each in found if each is not None), None)
+    if told is None:
+        return
+    name, here, there = told
+    ranks = [rank for rank, each in enumerate(found) if each == told]
+    who = f"ranks {', '.join(map(str, ranks))} have" if len(ranks) > 1 else f"rank {ranks[0]} has"
+    what = f"{name} must be the same on all ranks: rank 0 has {here}, {who} {there}"
+    raise ValueError(f"{what}; {remedy}" if remedy else what)
+
+
+def check_data_alike(world: MPI.Comm, name: str, dataset: Any, seed: int) -> dict[str, str]:
+    """Compare the length of a data set and a few of its samples. Collective.
+
+    Returns:
+        the facts that are the same.
+
+    Raises:
+        TypeError, ValueError: the ranks pass different data sets, or one that cannot be trained on.
+    """
+    check_dataset(name, dataset)
+    own = fingerprint(name, dataset, seed)
+    with position.waiting(COMPARED, range(world.size)):
+        anew = set().union(*world.allgather(drawn_anew(own)))
+    alike = comparable(own, anew)
+    whole = "every rank passes the whole data set, of which hybridpipe loads each rank's part itself"
+    check_alike(world, alike, remedy=whole)
+    return alike
+
+
+def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str]) -> None:
+    """Raises ValueError if several ranks load a sample, and would not find the same target in it."""
+    if "target" in drawn_anew(facts_of_data) and plan.num_stages > 1:
+        raise ValueError(
+            "a sample's target is another one each time it is loaded, so that inputs and targets, which "
+            "different ranks load, would not belong together: draw from torch, random or numpy.random only"
+        )
+
+
+def check_same_minibatch(world: MPI.Comm, value: Value) -> None:
+    """Compare the shapes, and the first and last sample, of a minibatch that is in memory. Collective.
+
+    Raises:
+        ValueError: on all ranks alike, if they differ.
+    """
+    if world.size == 1:
+        return
+    digest = 0
+    for tensor in tensors_of(value):
+        digest = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest)
+        for sample in (tensor[:1], tensor[-1:]):
+            digest = zlib.crc32(raw_bytes(sample), digest)
+    extremes = np.array([digest, -digest])
+    with position.waiting(COMPARED, range(world.size)):
+        world.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MIN)
+    if extremes[0] != -extremes[1]:
+        raise ValueError(
+            "train_step: inputs and targets must be the same on all ranks, and are not: every rank passes "
+            "the whole minibatch, of which hybridpipe takes each rank's part itself"
+        )
+
+
+def _difference(first: Mapping[str, str], own: Mapping[str, str]) -> tuple[str, str, str] | None:
+    for name in dict.fromkeys([*first, *own]):
+        here, there = first.get(name, _NOTHING), own.get(name, _NOTHING)
+        if here != there:
+            return name, here, there
+    return None
+
+
+def facts(
+    model: nn.Module, loss: Loss, rule: UpdateRule, plan: Plan | str, **settings: object
+) -> dict[str, str]:
+    """What must be the same wherever a model is trained together."""
+    return {
+        "the version of hybridpipe": hybridpipe.__version__,
+        "the version of torch": torch.__version__,
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        CYCLE_TIME: os.environ.get(CYCLE_TIME, _NOTHING),  # what Horovod joins depends on it
+        **{name: repr(value) for name, value in settings.items()},
+        "plan": plan_text(plan) if isinstance(plan, Plan) else repr(str(plan)),
+        "loss": callable_text(loss),
+        **{field.name: _text(getattr(rule, field.name)) for field in fields(rule)},
+        **structure(model),
+    }
+
+
+def structure(model: nn.Module) -> dict[str, str]:
+    """Names, shapes and types of what a model trains and keeps, what its layers are, and `of_user`."""
+    layers = {f"layer {name} of the model": type(layer).__name__ for name, layer in model.named_children()}
+    tensors = {f"{name} of the model": _described(tensor) for name, tensor in kept(model).items()}
+    return layers | tensors | of_user(model)
+
+
+def of_user(model: nn.Module) -> dict[str, str]:
+    """Modes and what is trained, which users may change at any time.
+
+    Not buffers, which the ranks that run a layer may let grow.
+    """
+    modes = {
+        f"the mode of {name or 'the model'}": "training" if module.training else "evaluation"
+        for name, module in model.named_modules()
+    }
+    trained = {
+        f"requires_grad of {name}": str(parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    return modes | trained
+
+
+def _described(tensor: Tensor) -> str:
+    form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    expanded = f" expanded along {expanded_dimensions(tensor)}" if expanded_dimensions(tensor) else ""
+    return f"{form}{expanded}"
+
+
+def plan_text(plan: Plan) -> str:
+    """Short enough for a line; what a plan predicts does not count."""
+    digest = _digest(repr(replace(plan, predicted=None)).encode())
+    return f"{plan.name} under {plan.schedule} ({digest})"
+
+
+def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
+    """What a training is by, beside optimizer, scheduler and data: what a resumed one has to have alike."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return {
+        "loss": callable_text(loss, with_code=True),
+        "clip_grad_norm": repr(rule.clip_grad_norm),
+        "scale_learning_rate": repr(rule.scale_learning_rate),
+        "delay_warm_up": repr(rule.delay_warm_up),
+        "compression": repr(rule.compression),
+        "frozen parameters": ", ".join(frozen) or "none",
+    }
+
+
+def callable_text(function: Callable[..., Any], with_code: bool = False) -> str:
+    """What is the same in all processes of what a callable is: names and options, no addresses.
+
+    Args:
+        with_code: and a hash of a user's code, and of what it closes over, which may be a rank's own.
+    """
+    if isinstance(function, partial):
+        given = [*map(_text, function.args), *(f"{k}={_text(v)}" for k, v in function.keywords.items())]
+        return f"{callable_text(function.func, with_code)}({', '.join(given)})"
+    if isinstance(function, nn.Module):
+        options = {
+            name: value for name, value in vars(function).items() if name[0] != "_" and name != "training"
+        }
+        shown = [f"{name}={_text(value)}" for name, value in options.items()]
+        shown += [f"{name}={_digest(raw_bytes(tensor))}" for name, tensor in function.state_dict().items()]
+        return f"{type(function).__name__}({', '.join(shown)})"
+    name = str(getattr(function, "__qualname__", type(function).__name__))
+    code = getattr(function, "__code__", None)
+    if code is None or not with_code or str(getattr(function, "__module__", "")).startswith("torch."):
+        return name
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return (
+        f"{name} ({_digest(_code_bytes(code) + repr([each for each in cells if _is_plain(each)]).encode())})"
+    )
+
+
+def _code_bytes(code: CodeType) -> bytes:
+    """What a function does, wherever in a file it stands."""
+    inner = [
+        _code_bytes(each) if isinstance(each, CodeType) else repr(each).encode() for each in code.co_consts
+    ]
+    return code.co_code + repr((code.co_names, inner)).encode()
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
+def _text(value: object) -> str:
+    if _is_plain(value):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return _digest(raw_bytes(value))
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text, value))})"
+    return callable_text(value) if callable(value) else type(value).__name__

@@ -1,0 +1,1 @@
+"""What watches ranks, and what they do when something fails."""

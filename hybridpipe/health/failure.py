@@ -1,0 +1,181 @@
+"""Failure: one rank's error ends the whole job within seconds, with one message that says where.
+
+mpi4py alone leaves the other ranks waiting for ever when one raises. `install` sees uncaught exceptions of
+the main thread, of any other thread, and `sys.exit` with an error; `guard` sees what leaves a step. Each
+prints a report and calls MPI_Abort, which ends every rank. A world of one rank ends as Python does by itself,
+once it has left word where somebody above asked for that (`outcome`).
+"""
+
+import atexit
+import builtins
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.status import position
+from hybridpipe.errors import UserError
+from hybridpipe.health import exit_report
+
+# MPI_Abort hung in 1 of 10 runs with Horovod. A rank that dies of a signal makes mpirun end the job too.
+ABORT_SECONDS = 2
+# Ranks that meet the same error at the same time report one after the other, so that the first is the last.
+STAGGER_SECONDS = 0.5
+# A link that was cut in the middle of a job: mpirun 5.0.11 waited for the lost host until it was killed.
+LAUNCHER_SECONDS = 3
+LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")  # of Open MPI
+
+
+_reporting = threading.Lock()
+_original_exit = sys.exit
+_exit_code: Any = None  # of a `sys.exit` that is not known to be caught
+_exit_stack: list[str] = []  # where it was called: at exit, the exception does not know any more
+
+
+def install() -> None:
+    """Let an error on this rank end the job, or be told where nobody else is in it. Twice is once."""
+    alone = MPI.COMM_WORLD.size == 1
+    if sys.excepthook is _excepthook or (alone and not exit_report.is_asked_for()):
+        return
+    sys.excepthook = _excepthook
+    if not alone:
+        threading.excepthook = lambda args: _excepthook(args.exc_type, args.exc_value, args.exc_traceback)
+    # SystemExit passes an excepthook by; raised without these three, it stays unseen
+    sys.exit = builtins.exit = builtins.quit = _exit  # type: ignore[assignment]
+    look_first_at_exit()
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash tells where in Python it happened
+
+
+def look_first_at_exit() -> None:
+    """Let a `sys.exit` with an error be seen before what was registered so far runs at exit.
+
+    Handlers run in reverse order: MPI's would wait for the other ranks, and Horovod's, registered whenever it
+    is initialised, would fail on those with a message that hides the cause.
+    """
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Around a step: an error that the caller catches would leave the peers waiting for messages."""
+    global _exit_code
+    _exit_code = None  # whoever is still at work has caught the exit that was asked for
+    try:
+        yield
+    except BaseException as error:
+        if MPI.COMM_WORLD.size > 1:
+            _abort(error)
+        raise
+
+
+def _excepthook(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    found = (error or kind()).with_traceback(trace)
+    if MPI.COMM_WORLD.size > 1:
+        _abort(found)
+    if not isinstance(found, KeyboardInterrupt):
+        _tell(found)
+    sys.__excepthook__(kind, found, trace)
+
+
+def _exit(code: Any = None) -> None:
+    global _exit_code, _exit_stack
+    _exit_code, _exit_stack = code, traceback.format_stack()[:-1]
+    _original_exit(code)
+
+
+def _at_exit() -> None:
+    if _exit_code in (None, 0):
+        return
+    if MPI.COMM_WORLD.size > 1:
+        _abort(SystemExit(_exit_code), _exit_stack)
+    _tell(SystemExit(_exit_code))
+
+
+def _tell(error: BaseException) -> tuple[int, str]:
+    """Leave word of what has happened. Returns the exit code and the report's line."""
+    what = traceback.format_exception_only(error)[-1].strip()
+    where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    exit_report.tell(code, f"{where}: {what}", what, position.step)
+    return code, f"{where}: {what}"
+
+
+def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
+    """Report and end the job. Never returns; of several failing threads the first one reports.
+
+    Args:
+        stack: where the error arose, for one that has no traceback of its own.
+    """
+    if not _reporting.acquire(blocking=False):
+        threading.Event().wait()
+    heading = ["Traceback (most recent call last):\n", *stack] if stack else []
+    lines = "".join([*heading, *traceback.format_exception(error)])
+    code, told = _tell(error)
+    time.sleep(getattr(error, "stagger_seconds", STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3)))
+    sys.stdout.flush()
+    print(f"{lines}hybridpipe: {told}; ending the job", file=sys.stderr, flush=True)
+    end_job(code)
+
+
+def refuse(error: Exception) -> NoReturn:
+    """One line and exit code 2, a mistake of the user, if the error names no other; no traceback.
+
+    The first rank that sees it ends the job for all.
+    """
+    code, step = (error.exit_code, error.step) if isinstance(error, UserError) else (2, None)
+    exit_report.tell(code, str(error), step=step)
+    time.sleep(2 * STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
+    print(f"hybridpipe: {error}", file=sys.stderr, flush=True)
+    if MPI.COMM_WORLD.size == 1:
+        sys.exit(code)
+    end_job(code)
+
+
+def end_launcher_if_stuck() -> None:
+    """Before `end_job`, where a host may be lost: mpirun would wait for that host's daemon for ever.
+
+    A process of its own ends what started this rank, unless it ends by itself within `LAUNCHER_SECONDS`.
+    """
+    launcher = _launcher()
+    if launcher is not None:
+        looks = range(10 * LAUNCHER_SECONDS)
+        wait = f"for i in {' '.join(map(str, looks))}; do kill -0 {launcher} || exit; sleep 0.1; done"
+        subprocess.Popen(
+            ["/bin/sh", "-c", f"{wait}; kill -KILL {launcher}"],
+            env={}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def _launcher() -> int | None:
+    """The process of mpirun, or of its daemon on this host, that this rank descends from."""
+    process = os.getpid()
+    while process > 1:
+        try:
+            if Path(f"/proc/{process}/comm").read_text().strip() in LAUNCHERS:
+                return process
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return None
+    return None
+
+
+def end_job(code: int) -> NoReturn:
+    """MPI_Abort, and SIGALRM's default action should that hang. Never returns."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # in this thread at least
+    signal.alarm(ABORT_SECONDS)
+    MPI.COMM_WORLD.Abort(code or 1)
+    os._exit(code or 1)

@@ -1,0 +1,211 @@
+"""Watchdog: a thread of each rank that sees when nothing moves any more, says why, and ends the job.
+
+A stopped process or a cut link raises no error anywhere; MPI and Horovod wait for ever. Time counts while the
+rank is in one instruction, or in one wait outside, whatever it does there; between steps it is the caller's.
+Who has waited for too long asks all ranks what they are doing, over a communicator that nobody else uses, and
+prints the answers: one report, which names who does not answer or, if all do, for whom the others wait. Who
+waits for a checkpoint learns from the answers whether the disks still move, and waits on.
+"""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.status import position
+from hybridpipe.health import exit_report, failure, hang
+from hybridpipe.health.hang import State
+
+DEFAULT_SECONDS = 300.0  # the first step of a large model, or a slow file system, may take minutes
+LONGEST_PAUSE_SECONDS = 1.0  # between two looks
+ASK_SECONDS = 2.5  # everyone who can answer has answered by then
+YIELD_SECONDS = 4.0  # for the report of a rank that has asked before
+QUESTION, ANSWER = 1, 2
+_STATES = {  # of /proc/PID/stat, for a process of this machine
+    "T": "it is stopped by a signal (SIGSTOP); kill -CONT lets it go on",
+    "t": "it is stopped by a debugger",
+    "Z": "it has ended",
+    "D": "it waits for a disk or a network file system",
+}
+_AT_ITS_END = f"or it has come to the end of its script ({hang.COLLECTIVE})"
+_ELSEWHERE = f"it is stopped or lost, its host is down, or the link to it is cut, {_AT_ITS_END}"
+
+
+class _Process(NamedTuple):
+    """Where a rank runs. `machine`: whose processes see each other."""
+
+    host: str
+    machine: str
+    pid: int
+
+
+class Watchdog:
+    """Watches this rank. Collective: all ranks of `world` make one.
+
+    Args:
+        timeout_seconds: without progress.
+    """
+
+    def __init__(self, world: MPI.Comm, timeout_seconds: float) -> None:
+        self._communicator = world.Dup()
+        self._rank = world.rank
+        self._processes = world.allgather(_this_process())
+        self._timeout_seconds = timeout_seconds
+        self._pause_seconds = min(LONGEST_PAUSE_SECONDS, timeout_seconds / 10)
+        self._seen, self._still_seconds = position.count, 0.0
+        self._asked_by: dict[int, float] = {}  # rank -> when
+        self._answers: dict[int, State] = {}
+        self._sent: list[tuple[MPI.Request, bytes]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hybridpipe-watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # before MPI's end
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        atexit.unregister(self.stop)
+        self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Watch no longer, and give the communicator back. Collective."""
+        self.stop()
+        self._communicator.Free()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._ended.wait(self._pause_seconds):
+            self._listen()
+            now = time.monotonic()
+            # a job that was suspended as a whole goes on where it was: that time counts for little
+            passed, last = min(now - last, 2 * self._pause_seconds), now
+            if position.busy and position.count == self._seen:
+                self._still_seconds += passed
+            else:
+                self._seen, self._still_seconds = position.count, 0.0
+            if self._still_seconds >= self._timeout_seconds:
+                self._end()
+
+    def _listen(self) -> None:
+        """Answer who asks, note who answers."""
+        status = MPI.Status()
+        while (message := self._communicator.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([data, MPI.BYTE])
+            if status.tag == QUESTION:
+                self._asked_by[status.source] = time.monotonic()
+                self._send(self._state().encode(), status.source, ANSWER)
+            else:
+                self._answers[status.source] = State.decode(bytes(data))
+        self._sent = [each for each in self._sent if not each[0].Test()]
+
+    def _send(self, data: bytes, rank: int, tag: int) -> None:
+        self._sent.append((self._communicator.Isend([data, MPI.BYTE], rank, tag), data))
+
+    def _state(self) -> State:
+        wait = position.wait
+        return State(
+            str(position),
+            self._still_seconds,
+            "" if wait is None else str(wait),
+            () if wait is None else tuple(peer for peer in wait.peers if peer != self._rank),
+            _stacks(threading.get_ident()),
+            position.saving,
+            time.monotonic() - position.moved,
+        )
+
+    def _end(self) -> None:
+        """Ask, report, end the job, unless something moves after all."""
+        asked, seen = time.monotonic(), position.count
+        self._answers = {}
+        for rank in range(len(self._processes)):
+            if rank != self._rank:
+                self._send(b"?", rank, QUESTION)
+        self._wait(ASK_SECONDS, enough=len(self._processes) - 1)
+        if any(rank < self._rank and when >= asked - ASK_SECONDS for rank, when in self._asked_by.items()):
+            self._wait(YIELD_SECONDS)
+        if position.count != seen or self._ended.is_set():
+            return
+        states: dict[int, State | None] = dict.fromkeys(range(len(self._processes)))
+        states.update(self._answers | {self._rank: self._state()})
+        written = hang.seconds_since_saving_moved(states, self._rank)
+        if written is not None and written < self._timeout_seconds:
+            self._still_seconds = written
+            return
+        report = self._report(states)
+        exit_report.tell(1, report[-1].removeprefix("hybridpipe: "), "no progress", position.step)
+        print("\n".join(report), file=sys.stderr, flush=True)
+        failure.end_launcher_if_stuck()
+        failure.end_job(1)
+
+    def _wait(self, seconds: float, enough: int | None = None) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and (enough is None or len(self._answers) < enough):
+            self._listen()
+            time.sleep(0.02)
+
+    def _report(self, states: dict[int, State | None]) -> list[str]:
+        hosts = {rank: process.host for rank, process in enumerate(self._processes)}
+        stacks = [
+            f"rank {rank} on host {hosts[rank]}:\n{state.stacks}" for rank, state in states.items() if state
+        ]
+        ranks, what = hang.cause(states, self._rank)
+        if len(ranks) > 1 and what == "wait for each other":
+            who = f"ranks {', '.join(map(str, ranks))}"
+        else:
+            who = f"rank {ranks[0]} on host {hosts[ranks[0]]}"
+            if states[ranks[0]] is None:
+                others = f" (nor do ranks {', '.join(map(str, ranks[1:]))})" if ranks[1:] else ""
+                what = f"gives no answer{others}: {self._fate(ranks[0])}"
+        return [
+            *stacks,
+            f"hybridpipe: no progress for {self._timeout_seconds:g} s (--hang-timeout); what the ranks do:",
+            *hang.describe(states, hosts),
+            f"hybridpipe: {who} {what}; seen by rank {self._rank}; ending the job",
+        ]
+
+    def _fate(self, rank: int) -> str:
+        """Why a rank may not answer."""
+        process, this = self._processes[rank], self._processes[self._rank]
+        if (process.host, process.machine) != (this.host, this.machine):
+            return _ELSEWHERE
+        try:
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "its process is gone"
+        return _STATES.get(
+            state, f"its process is alive, held up outside Python, or its link is cut, {_AT_ITS_END}"
+        )
+
+
+def _this_process() -> _Process:
+    machine = ""
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            machine += os.readlink(path) if Path(path).is_symlink() else Path(path).read_text()
+        except OSError:
+            machine += str(os.getpid())  # nobody's
+    return _Process(socket.gethostname(), machine, os.getpid())
+
+
+def _stacks(but: int) -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"  thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != but
+    )
+
+
+def watch(world: MPI.Comm, timeout_seconds: float) -> Watchdog | None:
+    """A watchdog, unless there is nobody to wait for or the timeout is 0. Collective."""
+    if world.size == 1 or timeout_seconds == 0:
+        return None
+    return Watchdog(world, timeout_seconds)

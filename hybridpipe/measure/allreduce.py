@@ -1,0 +1,212 @@
+"""Reduction: Horovod's all-reduce by size, what it waits for, how much of one a computing rank gets for
+nothing, and how much slower ranks compute beside Horovod's idle thread."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count, islice
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridpipe.measure.computing import Computing
+from hybridpipe.measure.links import Link
+from hybridpipe.measure.repetitions import (
+    GROW_SECONDS,
+    MAX_REPEATS,
+    SIZES_BYTES,
+    Timed,
+    Unit,
+    by_size,
+    computation,
+    default_work,
+    in_group,
+    repeated,
+    timed_call,
+)
+from hybridpipe.optim.gradient_sync import CYCLE_TIME, horovod, wait_for
+from hybridpipe.planning.cluster import AllReduce
+from hybridpipe.planning.cost import fit
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+QUICK_CYCLE_MILLISECONDS = 1.0  # Horovod 0.28's default
+NUM_TENSORS = 4  # of a bucket: Horovod fuses small ones
+BESIDE_SECONDS = 0.1  # of all-reduces beside computing
+BESIDE_ROUNDS = 7  # of these at least: three of 60 ms gave any overlap from 0 to 1
+BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # of computing before one: many time slices of the kernel
+SHARE_SECONDS, SHARE_ROUNDS = 0.03, 10  # others take a part of some
+GOLDEN = (5**0.5 - 1) / 2
+LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
+# Within a machine a millisecond of latency, which varies by half, hides what up to 8 MiB take: their line was
+# of 1.6 to 10 GB/s where these say 4 to 5.
+LARGE_BYTES = (2**24, 2**25, 2**26)
+
+
+def measure_allreduce(
+    world: "MPI.Comm", unit: Unit, link: Link, gradient_bytes: int, computing: Computing
+) -> tuple[AllReduce, float, float]:
+    """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
+    ranks compute while it has nothing to do, relative to those without it.
+
+    Args:
+        gradient_bytes: of the model. So much is all-reduced at once, up to the last of SIZES_BYTES, or of
+            LARGE_BYTES if that takes little, and no more, but where links let more pass, as time is not a
+            line: over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
+        computing: what a machine's ranks do at once.
+    """
+    sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
+    burst = link.burst_bytes or 0.0
+    rest = burst * link.message.seconds_per_byte  # until the burst has gathered again
+    at_once = int(burst / sent)
+    most = max(min(gradient_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * at_once)
+    larger = [num_bytes for num_bytes in LARGE_BYTES if most < num_bytes < 2 * gradient_bytes]
+    reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, larger=larger, sharing=computing.sharing)
+    timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
+    limited = fit.beyond(timed, at_once)
+    (_, least), (num_bytes, seconds) = limited[0], limited[-1]
+    slope = (seconds - least) / num_bytes
+    line = fit.fit_line(limited, max(slope, sent * link.message.seconds_per_byte))
+
+    steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
+    cycle = world.bcast(_cycle_milliseconds())
+    quick = min(1e-3 * min(cycle, QUICK_CYCLE_MILLISECONDS) / 2, max(0.0, line.start_seconds - steps))
+    latency = line.start_seconds - quick
+    if waited:
+        of_last = median(min(of_round) for of_round in zip(*waited, strict=True))
+        wait = max(0.0, of_last - latency)
+        wait += fit.unevenness(waited, computing.sharing, computing.processors)
+    else:
+        wait = quick + 1e-3 * max(0.0, cycle - QUICK_CYCLE_MILLISECONDS) / 2
+    figures = AllReduce(sent / line.seconds_per_byte, latency, line.error, wait)
+    alone, reducing, both = beside
+    at_work = reducing - quick  # waiting for the cycle costs nobody anything
+    return figures, fit.overlap(alone, at_work, both) if at_work > 0 else 1.0, speed
+
+
+def _reduce(
+    group: "MPI.Comm", rest_seconds: float, most_bytes: int, larger: Sequence[int], sharing: int
+) -> tuple[list[Timed], list[float], list[list[float]], float]:
+    # One after another would each wait for the cycle after the one before, however little it takes; so pauses
+    # are spread evenly, however many. And a link that lets a burst pass has rested before each.
+    pauses = (rest_seconds + GOLDEN * i % 1 * 1e-3 * QUICK_CYCLE_MILLISECONDS for i in count())
+
+    def pause() -> None:
+        time.sleep(next(pauses))
+
+    with _horovod(group, quick=True) as hvd:
+        prepare = partial(_prepared, hvd)
+        timed = by_size(group, [n for n in SIZES_BYTES if n < most_bytes], prepare, pause)
+        for num_bytes in (most_bytes, *larger):
+            timed.append(repeated(group, num_bytes, prepare(num_bytes), pause))
+            if timed[-1].seconds > GROW_SECONDS:
+                break
+        chosen = max(
+            (each for each in timed if each.seconds < BESIDE_SECONDS and each.num_bytes <= most_bytes),
+            default=timed[0],
+        )
+        beside = _beside_computing(group, _starter(hvd, chosen.num_bytes), chosen.seconds, pauses)
+    without = _processor_share(group)
+    with _horovod(group) as hvd:
+        speed = min(1.0, _processor_share(group) / without)
+        waited = _waits_after_computing(group, _prepared(hvd, SIZES_BYTES[0])) if sharing > 1 else []
+    return timed, beside, waited, speed
+
+
+def _cycle_milliseconds() -> float:
+    """Of Horovod's thread, which looks so often whether there is anything to do."""
+    return float(os.environ.get(CYCLE_TIME) or QUICK_CYCLE_MILLISECONDS)
+
+
+@contextmanager
+def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
+    """Horovod among the ranks of `group`.
+
+    `quick`: where its thread has been told to look less often, let it look every QUICK_CYCLE_MILLISECONDS.
+    What an all-reduce itself takes, 1 to 10 ms within a machine, would be lost in waits of up to two cycles,
+    as the ranks' begin at different times.
+    """
+    told = os.environ.get(CYCLE_TIME)
+    if quick and _cycle_milliseconds() > QUICK_CYCLE_MILLISECONDS:
+        os.environ[CYCLE_TIME] = str(QUICK_CYCLE_MILLISECONDS)
+    try:
+        hvd = horovod(group)
+    finally:
+        if told is not None:
+            os.environ[CYCLE_TIME] = told
+    yield hvd
+    hvd.shutdown()
+
+
+def _starter(hvd: Any, num_bytes: int) -> Callable[[], Callable[[], object]]:
+    """Begins an all-reduce, and returns what waits for its end."""
+    tensors = [torch.zeros(num_bytes // 4 // NUM_TENSORS) for _ in range(NUM_TENSORS)]
+
+    def begin() -> Callable[[], object]:
+        handle = hvd.grouped_allreduce_async_(tensors, name=f"probe{num_bytes}", op=hvd.Sum)
+        return partial(wait_for, hvd, handle)
+
+    return begin
+
+
+def _prepared(hvd: Any, num_bytes: int) -> Callable[[], object]:
+    begin = _starter(hvd, num_bytes)
+    return lambda: begin()()
+
+
+def _processor_share(group: "MPI.Comm") -> float:
+    """How much of a processor each rank has, all computing at once.
+
+    Not how much it gets done, which changes with the machine's speed: within a minute that made 0.93 to 0.995
+    of Horovod's thread, and this 0.98 to 0.99.
+    """
+    work, shares = default_work(), []
+    for _ in range(SHARE_ROUNDS):
+        group.Barrier()
+        began, spent = time.perf_counter(), time.thread_time()
+        while (elapsed := time.perf_counter() - began) < SHARE_SECONDS:
+            work()
+        shares.append(mean(group.allgather((time.thread_time() - spent) / elapsed)))
+    return float(median(shares))
+
+
+def _beside_computing(
+    group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, pauses: Iterator[float]
+) -> list[float]:
+    """Seconds of a computation on all ranks, of an all-reduce that takes less, and of both at once."""
+    compute = computation(group, 2 * seconds)
+
+    def both() -> None:
+        finish = begin()
+        compute()
+        finish()
+
+    begin()()
+    actions = (compute, lambda: begin()(), both)
+    taken: list[list[float]] = [[] for _ in actions]
+    rounds = min(MAX_REPEATS, max(BESIDE_ROUNDS, int(BESIDE_SECONDS / seconds)))
+    for pause_seconds in islice(pauses, rounds):
+        for action, of_action in zip(actions, taken, strict=True):
+            group.Barrier()
+            time.sleep(pause_seconds)
+            of_action.append(mean(group.allgather(timed_call(action))))
+    return [median(of_action) for of_action in taken]
+
+
+def _waits_after_computing(group: "MPI.Comm", reduce: Callable[[], object]) -> list[list[float]]:
+    """Seconds that each rank spends in an all-reduce to which it comes from computing, in each round.
+
+    Ranks that share processors come to it unevenly; the last one waits for Horovod's cycle only.
+    """
+    compute = computation(group, BEFORE_SECONDS)
+    reduce()  # Horovod's first negotiation of a name
+    taken = []
+    for _ in range(BEFORE_ROUNDS):
+        compute()
+        taken.append(timed_call(reduce))
+    gathered: list[list[float]] = group.allgather(taken)
+    return gathered

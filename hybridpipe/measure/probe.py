@@ -1,0 +1,121 @@
+"""Probe: measures the machines under mpirun, in a few seconds, and returns a `Cluster`.
+
+Measured as the runtime uses them: messages through its own transport, alone and several at once; Horovod's
+all-reduce by size, and how much of one a computing rank gets for nothing; how fast the ranks of a machine
+compute when several do. What the figures are made of from the timings is in `hybridpipe.planning.cost.fit`.
+Invariant: what is measured on some ranks leaves the others asleep (`hybridpipe.comm.idle`), or, where that is
+the question, waiting for a message; and all that take part do equally many repetitions.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridpipe.comm.idle import machine_leaders
+from hybridpipe.measure.allreduce import LARGE_BYTES, measure_allreduce
+from hybridpipe.measure.computing import measure_computing
+from hybridpipe.measure.links import measure_link, measure_wakeups
+from hybridpipe.measure.repetitions import Unit, Work, default_work
+from hybridpipe.planning.cluster import Cluster, Level
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_MEMORY = Path("/proc/meminfo")
+
+
+def probe(
+    world: "MPI.Comm",
+    work: Work | None = None,
+    gradient_bytes: int = LARGE_BYTES[-1],
+    unaided: bool = False,
+) -> Cluster:
+    """Measure the machines behind `world`. Collective; the same cluster on every rank.
+
+    Args:
+        work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
+            product of matrices, which stays in the cache, and a sum, which does not.
+        gradient_bytes: of the model; 64 MiB at most are all-reduced.
+        unaided: of the transport that will train (`single_copy.needs_no_thread`).
+
+    Raises:
+        ValueError: the ranks are not placed host by host in equal numbers.
+    """
+    from hybridpipe.comm.mpi_transport import MpiTransport
+
+    if world.size == 1:
+        return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # no link to measure, and none to use
+    per_host = _ranks_per_host(world)
+    per_machine = _equal_units(machine_leaders(world)) or per_host
+    units = [("host", 1, per_host), ("network", per_host, world.size)]
+    levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
+    open_transport = partial(MpiTransport, unaided=unaided)
+    measure_now = partial(measure_computing, world, per_machine, work or default_work(), open_transport)
+    computing = measure_now()
+    links = [measure_link(world, unit, per_machine, open_transport) for unit in levels]
+    measure = partial(measure_allreduce, world, gradient_bytes=gradient_bytes, computing=computing)
+    all_reduces = map(measure, levels, links)
+    reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
+    computing = computing.or_more(measure_now())
+    return Cluster(
+        levels=tuple(
+            Level(
+                unit.name,
+                unit.ranks,
+                bandwidth=1 / link.message.seconds_per_byte,
+                latency_seconds=link.message.start_seconds,
+                shared_bandwidth=link.shared_bandwidth,
+                allreduce=allreduce,
+                burst_bytes=link.burst_bytes,
+                fit_error=link.message.error,
+            )
+            for unit, link, allreduce in zip(levels, links, reduced, strict=True)
+        ),
+        memory_bytes=_memory_bytes(world, per_machine),
+        relative_speed=computing.relative_speed,
+        node_ranks=per_machine,
+        compute_speeds=computing.speeds,
+        message_seconds=max(link.handling_seconds for link in links),
+        message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
+        wakeup_seconds=measure_wakeups(world, computing.sharing, computing.speeds, open_transport),
+        replicated_speed=replicated_speed[-1],
+        overlap=overlap[-1],
+    )
+
+
+def _ranks_per_host(world: "MPI.Comm") -> int:
+    from hybridpipe.comm.mpi import MPI
+
+    host = world.Split_type(MPI.COMM_TYPE_SHARED)
+    leaders = world.allgather(host.bcast(world.rank))
+    host.Free()
+    size = _equal_units(leaders)
+    if size is None:
+        raise ValueError(
+            "probe needs the ranks host by host in equal numbers (mpirun --map-by slot, "
+            f"srun --distribution=block), got ranks whose hosts begin at ranks {leaders}"
+        )
+    return size
+
+
+def _equal_units(leaders: Sequence[int]) -> int | None:
+    """The size of the units that `leaders`, each rank's first peer, describe; None if they are not alike."""
+    size = leaders.count(leaders[0])
+    if len(leaders) % size:
+        return None
+    return size if list(leaders) == [rank - rank % size for rank in range(len(leaders))] else None
+
+
+def _memory_bytes(world: "MPI.Comm", per_machine: int) -> int | None:
+    """What a rank may use: what its GPU has left, or its share of what the machine has; None if unknown."""
+    if torch.cuda.is_available():
+        left = torch.cuda.mem_get_info()[0]
+    else:
+        told = re.search(r"MemAvailable: *(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
+        left = int(told[1]) * 1024 // per_machine if told else 0
+    least: int = min(world.allgather(left))
+    return least or None

@@ -1,0 +1,1 @@
+"""Updates of weights, and what sums gradients."""

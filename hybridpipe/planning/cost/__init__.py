@@ -1,0 +1,1 @@
+"""Costs of a plan: seconds and bytes, by formula."""

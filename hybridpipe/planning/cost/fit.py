@@ -1,0 +1,214 @@
+"""Fit: from what was timed to the few figures that a `Cluster` and a `ModelProfile` hold.
+
+Lives here: pure functions of numbers. Not known here: who timed them (`hybridpipe.measure.probe`,
+`hybridpipe.measure.layers`). Timings on shared machines have outliers, always to the slow side and sometimes
+many; so medians and least absolute deviations, no means and no squares.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
+
+# Less than the timings vary by; a link, or a machine, is called shared, or different, beyond it.
+SHARING_TOLERANCE = 0.1
+SPEED_TOLERANCE = 0.05
+LEAST_SECONDS_PER_BYTE = 1e-15  # stands for none, so that a bandwidth is finite
+
+
+class Line(NamedTuple):
+    """`seconds = start_seconds + num_bytes * seconds_per_byte`, and the worst deviation, relative."""
+
+    start_seconds: float
+    seconds_per_byte: float
+    error: float
+
+
+def fit_line(
+    timings: Sequence[tuple[int, float]], least_seconds_per_byte: float = LEAST_SECONDS_PER_BYTE
+) -> Line:
+    """The line through (num_bytes, seconds) with the least sum of absolute logarithms of its ratios to them.
+
+    By ratio, sizes from 64 bytes to megabytes count alike: the small ones find the start and the large ones
+    the slope; twice as long is as wrong as half as long. Deviations are not squared, so a few wrong timings
+    matter little. The line is looked for among those through two of the points, where least absolute
+    deviations have their minimum, or, at the limits of start and slope, through one.
+
+    Args:
+        least_seconds_per_byte: the slope is not less, as is known from elsewhere; the start not less than 0.
+
+    Raises:
+        ValueError: fewer than two different sizes, or a size or time that is not positive.
+    """
+    if len({num_bytes for num_bytes, _ in timings}) < 2:
+        raise ValueError(f"timings must hold at least two different sizes, got {list(timings)}")
+    for num_bytes, seconds in timings:
+        if not (num_bytes > 0 and seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"timings must be of finite numbers > 0, got {(num_bytes, seconds)}")
+    sizes, measured = (np.array(values, dtype=float) for values in zip(*timings, strict=True))
+    slopes = [*(measured / sizes), least_seconds_per_byte]
+    slopes += [
+        (measured[j] - measured[i]) / (sizes[j] - sizes[i])
+        for i, j in combinations(range(len(sizes)), 2)
+        if sizes[i] != sizes[j]
+    ]
+
+    def distance(candidate: tuple[float, float]) -> float:
+        start, slope = candidate
+        return float(np.abs(np.log((start + slope * sizes) / measured)).sum())
+
+    allowed = [slope for slope in slopes if slope >= least_seconds_per_byte]
+    starts = {slope: np.maximum(measured - slope * sizes, 0.0) for slope in allowed}
+    start, slope = min(((start, slope) for slope in allowed for start in starts[slope]), key=distance)
+    error = np.abs((start + slope * sizes) / measured - 1).max()
+    return Line(float(start), float(slope), float(error))
+
+
+def shared_bandwidth(one: float, together: float, num_pairs: int) -> float | None:
+    """What `num_pairs` pairs of ranks have in common, if they move less together than each would alone."""
+    return None if together >= (1 - SHARING_TOLERANCE) * num_pairs * one else together
+
+
+def burst_bytes(rested: Sequence[tuple[int, float]], message: Line) -> float | None:
+    """What a link that has rested lets pass at once; None where no size got through in half its time.
+
+    Args:
+        rested: (num_bytes, seconds one way) by growing size, none sent before the link had rested.
+        message: the line of a link that is in use.
+    """
+    passed = [n - max(0.0, s - message.start_seconds) / message.seconds_per_byte for n, s in rested]
+    if all(at_once < 0.5 * n for at_once, (n, _) in zip(passed, rested, strict=True)):
+        return None
+    return passed[-1] if passed[-1] > 0 else None
+
+
+def beyond(rested: Sequence[tuple[int, float]], at_once: int) -> list[tuple[int, float]]:
+    """Timings over links that had rested, of the bytes beyond those that pass at once.
+
+    Of the sizes that pass whole the smallest stays, for the start.
+
+    Args:
+        rested: (num_bytes, seconds) by growing size.
+    """
+    limited = [(num_bytes - at_once, seconds) for num_bytes, seconds in rested if num_bytes > at_once]
+    return limited if len(limited) == len(rested) else [rested[0], *limited]
+
+
+def overlap(compute_seconds: float, allreduce_seconds: float, both_seconds: float) -> float:
+    """The share of the shorter one that ran behind the longer one while both were under way, in [0, 1]."""
+    hidden = compute_seconds + allreduce_seconds - both_seconds
+    return min(1.0, max(0.0, hidden / min(compute_seconds, allreduce_seconds)))
+
+
+def unevenness(waited: Sequence[Sequence[float]], per_machine: int, processors: float) -> float:
+    """What it costs that ranks that share a machine's processors are not done with computing at once.
+
+    A rank that is early leaves its share to the others, which are done the sooner for it; time is lost only
+    while fewer still compute than there are processors. Four ranks, and eight, on two cores waited for each
+    other between 4 and 150 ms, the longer the more they had computed; lost were 1.3 to 3.0 ms.
+
+    Args:
+        waited: by rank, machine by machine, seconds of waiting for the last one in each round.
+        processors: so many ranks of a machine compute as fast as one alone.
+
+    Returns:
+        seconds of all of a machine's processors. The mean, as that adds up over minibatches, and a rank that
+        is late by much counts with what it leaves idle only.
+    """
+    of_ranks = np.array(waited)
+    together = min(per_machine, len(of_ranks))
+    by_machine = np.sort(of_ranks.reshape(-1, together, of_ranks.shape[1]), axis=1)
+    computing = np.arange(1, together)  # from when the one before the last came, the last one alone
+    idle = np.maximum(0.0, 1 - computing / min(processors, together))
+    lost = np.einsum("mkr,k->mr", np.diff(by_machine, axis=1), idle)
+    return float(lost.mean())
+
+
+def compute_speeds(throughput: Mapping[int, float], num_cores: int) -> tuple[float, ...]:
+    """From what n ranks of a machine get done at once to the speed of each, relative to one alone.
+
+    Args:
+        throughput: by n, in any unit; holds 1. Between the n that were measured it lies on straight lines.
+        num_cores: of the ranks together, which do no more than so many times what one does: where it seems
+            so, something else slowed the one (four ranks on two cores have seemed to do 2.4 times as much).
+
+    Returns:
+        entry n-1 for each n up to the largest, none above 1.
+    """
+    total = between({n: done / throughput[1] for n, done in throughput.items()})
+    return tuple(min(1.0, num_cores / n, done / n) for n, done in enumerate(total, start=1))
+
+
+def doubling(first: int, last: int) -> list[int]:
+    """Numbers to measure at: `first`, twice as many, and so on, and `last`; none if `first` is beyond it."""
+    if first > last:
+        return []
+    return [*(first * 2**i for i in range(last.bit_length()) if first * 2**i < last), last]
+
+
+def between(measured: Mapping[int, float]) -> tuple[float, ...]:
+    """Entry n-1 for each n from 1 to the largest measured: on straight lines, and 0 below the smallest."""
+    if not measured:
+        return ()
+    known = sorted(measured)
+    lines = np.interp(range(1, known[-1] + 1), known, [measured[n] for n in known], left=0.0)
+    return tuple(map(float, lines))
+
+
+def relative_speeds(rates: Sequence[float]) -> tuple[float, ...] | None:
+    """Each machine's speed relative to the first; None where none differs by more than SPEED_TOLERANCE."""
+    speeds = tuple(rate / rates[0] for rate in rates)
+    return speeds if any(abs(speed - 1) > SPEED_TOLERANCE for speed in speeds) else None
+
+
+def _typical_products(measured: Sequence[JoinedProducts]) -> JoinedProducts:
+    return replace(
+        measured[0],
+        backward_seconds=median(each.backward_seconds for each in measured),
+        product_seconds=median(each.product_seconds for each in measured),
+        microbatch_seconds=median(each.microbatch_seconds for each in measured),
+    )
+
+
+def _known_median(seconds: Iterable[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return median(known) if known else None
+
+
+def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
+    """The profile that several ranks of one machine measured at once: the median of each layer's times.
+
+    All measured the same sizes of the microbatch.
+    """
+
+    def layer(*measured: LayerProfile) -> LayerProfile:
+        backward = median(each.backward_seconds for each in measured)
+        joined = [each.joined for each in measured if each.joined is not None]
+        of_inputs = _known_median(each.input_seconds for each in measured)
+        weight = _known_median(each.weight_seconds for each in measured)
+        if weight is not None and of_inputs is None:
+            weight = min(weight, backward)  # one rank's part may be longer than another's whole
+        accumulate = median(each.accumulate_seconds for each in measured)
+        return replace(
+            measured[0],
+            joined=_typical_products(joined) if joined else None,
+            accumulate_seconds=min(accumulate, backward),
+            forward_seconds=median(each.forward_seconds for each in measured),
+            backward_seconds=backward,
+            update_seconds=median(each.update_seconds for each in measured),
+            weight_seconds=weight,
+            input_seconds=of_inputs,
+        )
+
+    layers = tuple(map(layer, *(profile.layers for profile in profiles)))
+    others = tuple(
+        Measurement(of_ranks[0].samples, tuple(map(layer, *(each.layers for each in of_ranks))))
+        for of_ranks in zip(*(profile.others for profile in profiles), strict=True)
+    )
+    return replace(profiles[0], layers=layers, others=others, load=len(profiles))

@@ -1,0 +1,1 @@
+"""Models as graphs, made into chains."""

@@ -1,0 +1,1 @@
+"""Schedules: instructions for each rank, and what they imply."""

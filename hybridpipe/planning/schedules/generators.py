@@ -1,0 +1,414 @@
+"""Schedules: the order in which one rank visits its microbatches, and the weights that each of them sees.
+
+Pure: stages, replicas and microbatches are integers here; tensors and ranks are not known.
+Every schedule runs each microbatch's forward before its backward, once each. A synchronous one ends in a
+flush: all-reduce, step; an asynchronous one updates as it goes. Sources: GPipe (Huang et al. 2019, section
+2.3); 1F1B and its round robin over replicas (PipeDream, SOSP 2019, sections 3.2 and 3.3); 1F1B with a flush,
+and double-buffered weights (PipeDream-2BW, ICML 2021, sections 2.1 and 3.1); interleaved 1F1B (Narayanan et
+al., SC 2021, section 2.2.2); ZB-H1 (Qi et al., ICLR 2024, section 2.2).
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from typing import NamedTuple
+
+from hybridpipe.planning.plan import ASYNCHRONOUS, Place, Plan
+from hybridpipe.planning.schedules.instructions import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Program,
+    Step,
+    add_communication,
+)
+
+UPDATE: Program = (AllReduce(), Step())
+UNLIMITED = 2**62
+
+
+class Stash(NamedTuple):
+    """How many microbatches of each chunk a rank holds, and the chunk whose backward it then runs, if any."""
+
+    counts: tuple[int, ...]
+    backward: int | None
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up."""
+    return -(-a // b)
+
+
+def per_update(schedule: str, num_microbatches: int, replicas: int) -> int:
+    """Microbatches whose gradients go into an update of a stage, of the replica that has most of them.
+
+    Args:
+        num_microbatches: of a minibatch.
+    """
+    return 1 if schedule == "pipedream" else ceil_div(num_microbatches, replicas)
+
+
+def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> int:
+    """How many microbatches one replica holds at most: what its memory must stash.
+
+    1F1B: one that it works on, and its part of what the stage behind holds, so that it never waits for a
+    gradient while it could feed that stage. With one replica a stage that is the number of stages from here
+    to the end; PipeDream's NOAM, ranks from here to the end over replicas, is the same there and for two
+    stages, but starves a replicated stage between others (1-4-1 took 1.9 times GPipe's time). GPipe: all.
+
+    Args:
+        microbatches: of this replica, in the minibatch.
+        replicas: of this stage.
+        behind: what all replicas of the stage behind hold together; 0 for the last stage.
+    """
+    if schedule == "gpipe":
+        return microbatches
+    held = 1 + ceil_div(behind, replicas)
+    return held if schedule in ASYNCHRONOUS else min(held, microbatches)
+
+
+def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
+    """The most microbatches that a replica of each stage stashes.
+
+    Where backwards are halved, a microbatch is stashed until the weights' half.
+    """
+    if plan.schedule == "interleaved-1f1b":
+        return _interleaved_in_flight(plan, num_microbatches)
+    held = until_backward(plan, num_microbatches)
+    if plan.schedule == "zero-bubble":
+        return tuple(min(max(held), ceil_div(num_microbatches, replicas)) for replicas in plan.replicas)
+    return held
+
+
+def until_backward(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
+    """`in_flight` of each stage's replica 0, within the plan's limit; ranks that hold one stage each."""
+    counts: list[int] = []
+    behind = 0
+    for replicas in reversed(plan.replicas):
+        held = in_flight(plan.schedule, ceil_div(num_microbatches, replicas), replicas, behind)
+        if plan.schedule == "pipedream-2bw":  # no more than two minibatches are on their way
+            held = min(held, ceil_div(2 * plan.num_microbatches, replicas))
+        counts.append(held)
+        behind = replicas * held
+    counts.reverse()
+    if plan.max_in_flight is None or plan.max_in_flight >= max(counts):
+        return tuple(counts)
+    return tuple(_limited(plan, counts, plan.max_in_flight))
+
+
+def _limited(plan: Plan, counts: Sequence[int], limit: int) -> Iterator[int]:
+    """All stages' counts in proportion, so that none waits longer than the others.
+
+    With the limit on the first stages alone, the others would run ahead and then wait: 4 in flight in 8 equal
+    stages took 2.5 times as long as they do now. And with h in flight on each of r replicas, a stage forwards
+    microbatch m before it has the gradient of m - (h - 1) r, and after that of m - h r; so it must hold no
+    more than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts
+    only once its round is complete.
+    """
+    rounds = plan.schedule == "pipedream"
+    most, room = max(counts), UNLIMITED
+    for held, replicas in zip(counts, plan.replicas, strict=True):
+        held = min(ceil_div(held * limit, most), 1 + room // replicas if rounds else ceil_div(room, replicas))
+        room = min(room, (held - rounds) * replicas)
+        yield held
+
+
+def gpipe(microbatches: Sequence[int]) -> Iterator[Instruction]:
+    """All forwards, then all backwards in the same order, then the flush.
+
+    The paper draws the backwards in reverse; in arrival order no replica waits for another's, and
+    with a chain of stages both take the same time.
+    """
+    yield from map(Forward, microbatches)
+    yield from map(Backward, microbatches)
+    yield from UPDATE
+
+
+def one_f_one_b(microbatches: Sequence[int], in_flight: int) -> Iterator[Instruction]:
+    """Warm-up of `in_flight - 1` forwards, then one forward, one backward, then backwards, then the flush."""
+    yield from _alternate(microbatches, in_flight)
+    yield from UPDATE
+
+
+def zero_bubble(microbatches: Sequence[int], in_flight: int, lag: int) -> Iterator[Instruction]:
+    """ZB-H1: 1F1B whose backwards are halved; the weights' half fills what would be the bubble.
+
+    Args:
+        lag: by how many microbatches the weights' half follows the inputs': as many more as the first stage
+            holds in flight, so that no rank stashes more than that one.
+    """
+    late: deque[int] = deque()
+    for instruction in _alternate(microbatches, in_flight):
+        if not isinstance(instruction, Backward):
+            yield instruction
+            continue
+        yield BackwardInput(instruction.microbatch)
+        late.append(instruction.microbatch)
+        if len(late) > lag:
+            yield BackwardWeight(late.popleft())
+    yield from map(BackwardWeight, late)
+    yield from UPDATE
+
+
+def interleaved_1f1b(
+    microbatches: Sequence[int], group: int, num_groups: int, chunks: int
+) -> Iterator[Instruction]:
+    """1F1B over `chunks` stages on each rank, microbatches taking turns in groups of `num_groups`.
+
+    The paper wants a multiple of `num_groups` microbatches; what is left over goes through the stages at
+    last, all forwards first. It is so little that it stashes no more than the rest.
+
+    Args:
+        group: this rank's, 0 for the one that holds the first stage.
+    """
+    whole = len(microbatches) // num_groups * num_groups
+    for part in (microbatches[:whole], microbatches[whole:]):
+        forwards = list(_turns(part, num_groups, range(chunks)))
+        backwards = list(_turns(part, num_groups, range(chunks)[::-1]))
+        warm_up = 2 * (num_groups - group - 1) + (chunks - 1) * num_groups
+        if len(part) < num_groups:
+            warm_up = len(forwards)
+        yield from (Forward(*each) for each in forwards[:warm_up])
+        for ahead, back in zip_longest(forwards[warm_up:], backwards):
+            if ahead is not None:
+                yield Forward(*ahead)
+            yield Backward(*back)
+    yield from UPDATE
+
+
+def _turns(microbatches: Sequence[int], size: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(microbatch, chunk): `size` microbatches through one chunk, then the same ones through the next."""
+    for start in range(0, len(microbatches), size):
+        for chunk in chunks:
+            for m in microbatches[start : start + size]:
+                yield m, chunk
+
+
+def _interleaved_in_flight(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
+    """The most microbatches whose forward, but not backward, each stage has run."""
+    held = [interleaved_stash(plan, group, num_microbatches) for group in range(plan.num_groups)]
+    return tuple(
+        max(counts[s // plan.num_groups] for counts, _ in held[s % plan.num_groups])
+        for s in range(plan.num_stages)
+    )
+
+
+def interleaved_stash(plan: Plan, group: int, num_microbatches: int) -> frozenset[Stash]:
+    """All that a rank of a group ever stashes.
+
+    A replica with one microbatch less than the first may stash more of some chunk.
+    """
+    most, least = ceil_div(num_microbatches, plan.replicas[0]), num_microbatches // plan.replicas[0]
+    return frozenset[Stash]().union(
+        *(_stash(count, group, plan.num_groups, plan.chunks) for count in {most, least})
+    )
+
+
+@lru_cache(maxsize=4096)
+def _stash(count: int, group: int, num_groups: int, chunks: int) -> frozenset[Stash]:
+    count = min(count, 4 * num_groups + count % num_groups)  # then the pipeline repeats itself
+    held = [0] * chunks
+    seen: set[Stash] = set()
+    for instruction in interleaved_1f1b(range(count), group, num_groups, chunks):
+        match instruction:
+            case Forward(chunk=chunk):
+                held[chunk] += 1
+                seen.add(Stash(tuple(held), None))
+            case Backward(chunk=chunk):
+                seen.add(Stash(tuple(held), chunk))
+                held[chunk] -= 1
+    return frozenset(seen)
+
+
+def pipedream(
+    minibatches: Sequence[int], in_flight: int, num_rounds: int, replicas: int
+) -> Iterator[Instruction]:
+    """1F1B without a flush: an update after each backward, with the mean over the stage's replicas.
+
+    In a round each replica handles one minibatch; one that has none in the last round still joins the
+    all-reduce.
+    """
+    update: Program = UPDATE if replicas > 1 else UPDATE[1:]
+    yield from _alternate(minibatches, in_flight, update)
+    for _ in range(len(minibatches), num_rounds):
+        yield from update
+
+
+def two_buffered(
+    microbatches: Sequence[int],
+    in_flight: int,
+    per_minibatch: int,
+    num_minibatches: int,
+    room: int = UNLIMITED,
+) -> Iterator[Instruction]:
+    """1F1B without a flush: an update after each minibatch, first seen by the next but one.
+
+    A minibatch's forwards wait for that update, so two versions of the weights are enough.
+
+    Args:
+        room: how many microbatches the stages before let pass ahead of a backward; a forward further ahead of
+            the minibatch to be updated comes after that update.
+    """
+    ahead, held = deque(microbatches), deque[int]()
+    updates = 0
+    while updates < num_minibatches:
+        end = (updates + 1) * per_minibatch
+        if ahead and len(held) < in_flight and ahead[0] < end + min(per_minibatch, room):
+            held.append(ahead.popleft())
+            yield Forward(held[-1])
+        elif held and held[0] < end:
+            yield Backward(held.popleft())
+        else:
+            yield from UPDATE
+            updates += 1
+
+
+def _alternate(
+    microbatches: Sequence[int], in_flight: int, after_each: Program = ()
+) -> Iterator[Instruction]:
+    warm_up = min(max(in_flight - 1, 0), len(microbatches))
+    yield from map(Forward, microbatches[:warm_up])
+    for ahead, m in zip_longest(microbatches[warm_up:], microbatches):
+        if ahead is not None:
+            yield Forward(ahead)
+        yield Backward(m)
+        yield from after_each
+
+
+def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction]]:
+    """What the rank at a place computes."""
+    if plan.schedule == "interleaved-1f1b":
+        return lambda place: interleaved_1f1b(
+            plan.microbatches_of(place, count), place.stage, plan.num_groups, plan.chunks
+        )
+    in_flight = until_backward(plan, count)
+
+    def of_one_stage(place: Place) -> Iterator[Instruction]:
+        mine, held = plan.microbatches_of(place, count), in_flight[place.stage]
+        match plan.schedule:
+            case "gpipe":
+                return gpipe(mine)
+            case "1f1b":
+                return one_f_one_b(mine, held)
+            case "zero-bubble":
+                return zero_bubble(mine, held, max(in_flight) - held)
+            case "pipedream":
+                replicas = plan.replicas[place.stage]
+                return pipedream(mine, held, ceil_div(count, replicas), replicas)
+            case "pipedream-2bw":
+                counts = zip(in_flight, plan.replicas[: place.stage], strict=False)
+                room = min((held * replicas for held, replicas in counts), default=UNLIMITED)
+                size = plan.num_microbatches
+                return two_buffered(mine, held, size, ceil_div(count, size), room)
+        raise AssertionError(plan.schedule)
+
+    return of_one_stage
+
+
+def version_of(plan: Plan, stage: int, microbatch: int) -> int:
+    """The weights that a microbatch's forward and backward use: how many updates the stage has seen.
+
+    PipeDream: the newest there are, which is those of the rounds that came back before it. Vertical sync: the
+    newest that contain no minibatch which the input stage's do not. 2BW: one update behind the newest.
+    """
+    return versions(plan, stage)(microbatch)
+
+
+def versions(plan: Plan, stage: int) -> Callable[[int], int]:
+    """`version_of` of one stage, for many microbatches."""
+    if plan.schedule == "pipedream-2bw":
+        return lambda microbatch: max(0, microbatch // plan.num_microbatches - 1)
+    if plan.schedule != "pipedream":
+        raise ValueError(f"{plan.schedule} has one version of the weights at a time")
+    asked = 0 if plan.vertical_sync else stage
+    held, replicas, here = until_backward(plan, 1)[asked], plan.replicas[asked], plan.replicas[stage]
+    return lambda microbatch: max(0, microbatch // replicas + 1 - held) * replicas // here
+
+
+def delay_of(plan: Plan, stage: int) -> int:
+    """How many updates a stage's gradients are late once the pipeline is full; 0 under a flush."""
+    if not plan.is_asynchronous:
+        return 0
+    per_update = plan.num_microbatches if plan.schedule == "pipedream-2bw" else plan.replicas[stage]
+    late = 2 * per_update * math.lcm(*plan.replicas) * max(in_flight_per_stage(plan, UNLIMITED))
+    return late // per_update - version_of(plan, stage, late)
+
+
+def losses_late(plan: Plan) -> int:
+    """How many minibatches after it a minibatch's loss is waited for, at most.
+
+    Late enough that no rank waits for one that waits for it: what is in flight, and a round more.
+    """
+    if not plan.is_asynchronous:
+        return 1
+    held = in_flight_per_stage(plan, plan.num_microbatches)
+    return max(a * b for a, b in zip(held, plan.replicas, strict=True)) + 2 * max(plan.replicas)
+
+
+def cuts_every(plan: Plan) -> int:
+    """How many minibatches of a stream lie between two cuts; at its end there is one, too.
+
+    A checkpoint holds every stage's weights after the same minibatches. Under a flush that is any minibatch;
+    under PipeDream a stage updates once a round.
+    """
+    return math.lcm(*plan.replicas) if plan.schedule == "pipedream" else 1
+
+
+def minibatches_in_update(plan: Plan, stage: int, update: int, num_minibatches: int) -> int:
+    """How many minibatches a stage's update is the mean of, out of a stream of so many.
+
+    Under PipeDream the replicas' round, of which the last may have fewer; else a minibatch is an update.
+    """
+    if plan.schedule != "pipedream":
+        return 1
+    replicas = plan.replicas[stage]
+    return min(replicas, num_minibatches - update * replicas)
+
+
+def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Program]:
+    """One program for each rank of the plan, sends and receives included.
+
+    Args:
+        num_microbatches: of this minibatch; defaults to those of a full one. A short last minibatch
+            has fewer, and a replica that gets none still takes part in the all-reduce. Under an asynchronous
+            schedule those of all minibatches that are to run one after the other without a flush.
+    """
+    count = plan.num_microbatches if num_microbatches is None else num_microbatches
+    computing = _computing(plan, count)
+    return {rank: _communicating(plan, place, computing(place)) for rank, place in _places(plan)}
+
+
+def program(plan: Plan, place: Place, num_microbatches: int) -> Program:
+    """That of one rank: an asynchronous one can be as long as an epoch."""
+    return _communicating(plan, place, _computing(plan, num_microbatches)(place))
+
+
+def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, Program]:
+    """Programs of an evaluation: forwards only, over the same routes."""
+    return {rank: forward_program(plan, place, num_microbatches) for rank, place in _places(plan)}
+
+
+def forward_program(plan: Plan, place: Place, num_microbatches: int) -> Program:
+    """That of one rank."""
+    return _communicating(plan, place, _forwards(plan, place, num_microbatches))
+
+
+def _forwards(plan: Plan, place: Place, num_microbatches: int) -> Iterator[Instruction]:
+    mine = plan.microbatches_of(place, num_microbatches)
+    return (Forward(*each) for each in _turns(mine, plan.num_groups, range(plan.chunks)))
+
+
+def _places(plan: Plan) -> Iterator[tuple[int, Place]]:
+    """The ranks of the plan in stage order, and where they stand."""
+    for s, stage in enumerate(plan.stages[: plan.num_groups]):
+        for replica, rank in enumerate(stage.ranks):
+            yield rank, Place(s, replica)
+
+
+def _communicating(plan: Plan, place: Place, computing: Iterable[Instruction]) -> Program:
+    return tuple(add_communication(computing, plan.held_stages(place), plan.num_stages))

@@ -1,0 +1,78 @@
+"""Cuts: where a stream of minibatches is parted into what is done and what a later run goes on with.
+
+Pure, as schedules are. Nothing is drained for a cut: after `done` minibatches (a multiple of `cuts_every`)
+each rank has updated with all of them and with no later one, and later ones are in flight. The later run
+takes the same programs without what is done; microbatches that were in flight run forward again, with the
+versions of the weights that they had. Every rank leaves out both ends of the same messages and the same
+all-reduces, so what cannot deadlock in the whole programs cannot in their rests either.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.schedules.generators import ceil_div, program, versions
+from hybridpipe.planning.schedules.instructions import AllReduce, Instruction, Program, Step
+
+
+class Cut(NamedTuple):
+    """A stream of `total` minibatches, of which `done` are in the weights of every stage."""
+
+    done: int
+    total: int
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether something is in flight."""
+        return 0 < self.done < self.total
+
+
+def num_updates(plan: Plan, stage: int, cut: Cut) -> int:
+    """How many updates of a stage the minibatches that are done have made."""
+    per_update = plan.replicas[stage] if plan.schedule == "pipedream" else 1
+    assert cut.done == cut.total or cut.done % per_update == 0, f"{cut} parts an update of {per_update}"
+    return ceil_div(cut.done, per_update)
+
+
+def resumed_program(plan: Plan, place: Place, num_microbatches: int, cut: Cut) -> Program:
+    """The rest of a rank's program behind a cut.
+
+    Args:
+        num_microbatches: of the whole stream.
+    """
+    whole = program(plan, place, num_microbatches)
+    if not cut.done:
+        return whole
+    first = cut.done * plan.num_microbatches  # only a stream's last minibatch may have fewer
+    updates = num_updates(plan, place.stage, cut)
+    passed = Counter[type]()
+    rest: list[Instruction] = []
+    for instruction in whole:
+        if isinstance(instruction, AllReduce | Step):
+            passed[type(instruction)] += 1
+            if passed[type(instruction)] > updates:
+                rest.append(instruction)
+        elif instruction.microbatch >= first:
+            rest.append(instruction)
+    return tuple(rest)
+
+
+def versions_in_use(plan: Plan, place: Place, cut: Cut) -> list[int]:
+    """The versions, the newest left out, that a replica's microbatches behind the cut see.
+
+    Numbered as `version_of` does, by the stage's updates since the stream began.
+    """
+    if not plan.is_asynchronous or not cut.is_inside:
+        return []
+    newest, version = num_updates(plan, place.stage, cut), versions(plan, place.stage)
+    replicas = plan.replicas[place.stage]
+    first = cut.done * plan.num_microbatches
+    first += (place.replica - first) % replicas
+    found: list[int] = []
+    for microbatch in range(first, cut.total * plan.num_microbatches, replicas):
+        number = version(microbatch)
+        if number >= newest:  # they never fall
+            break
+        if number not in found[-1:]:
+            found.append(number)
+    return found

@@ -1,0 +1,314 @@
+"""Validate: whether programs keep what their plan's schedule promises, whoever wrote them.
+
+Pure. Known here are the rules, not the generators in `schedules`; of these only what they promise:
+`in_flight_per_stage` and `versions`. The rules:
+
+- each microbatch once a stage, on the plan's rank, forward before backward; a backward whole or in halves
+- a receive before what needs it, a send after what makes it, and an order in which nothing waits for ever
+- synchronously: one update, at the end. pipedream: one a round of the stage's replicas. pipedream-2bw:
+  one a minibatch. Each after exactly its backwards, and where there are replicas after one all-reduce
+- pipedream: a forward uses the newest weights (SOSP 2019, section 3.3); with vertical sync the newest that
+  contain no minibatch which the input stage's do not. pipedream-2bw: those of the minibatch before, among the
+  last two (ICML 2021, section 3.1)
+- no stage stashes more microbatches than its memory is counted for
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from typing import NoReturn
+
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.schedules.generators import in_flight_per_stage, versions
+from hybridpipe.planning.schedules.instructions import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Step,
+)
+
+OnMicrobatch = (
+    Forward
+    | Backward
+    | BackwardInput
+    | BackwardWeight
+    | ReceiveActivation
+    | SendActivation
+    | ReceiveGradient
+    | SendGradient
+)
+FROM_BEHIND = (ReceiveGradient, SendActivation)  # they need a stage behind; these one before:
+FROM_BEFORE = (ReceiveActivation, SendGradient)
+
+
+class InvalidProgram(ValueError):
+    """A program breaks a rule; one line that names the rank, the instruction and the rule."""
+
+
+def validate(
+    plan: Plan,
+    programs: Mapping[int, Program],
+    num_microbatches: int | None = None,
+    *,
+    synchronous_sends: bool = False,
+) -> None:
+    """Check programs against the rules above.
+
+    Args:
+        programs: one for each rank of the plan.
+        num_microbatches: that they are for; as in `schedules.programs`.
+        synchronous_sends: ask for more than the runtime needs: that nothing waits for ever even if a send
+            lasts until its message was received (`MPI_Ssend`).
+
+    Raises:
+        InvalidProgram: the first rule found broken.
+    """
+    count = plan.num_microbatches if num_microbatches is None else num_microbatches
+    if set(programs) != set(plan.ranks):
+        raise InvalidProgram(
+            f"programs must be those of the ranks {sorted(plan.ranks)}, got {sorted(programs)}"
+        )
+    allowed = in_flight_per_stage(plan, count)
+    for rank, program in programs.items():
+        place = plan.place(rank)
+        assert place is not None
+        _Rank(plan, rank, place, count, allowed).check(program)
+    _check_progress(plan, programs, synchronous_sends)
+
+
+class _Rank:
+    """One rank's program, read from its start."""
+
+    def __init__(self, plan: Plan, rank: int, place: Place, count: int, allowed: tuple[int, ...]) -> None:
+        self.plan, self.rank, self.place, self.count, self.allowed = plan, rank, place, count, allowed
+        self.stages = plan.held_stages(place)
+        self.mine = plan.microbatches_of(place, count)
+        self.versions = versions(plan, place.stage) if plan.is_asynchronous else None
+        self.belonging = Counter(self.update_of(m) for m in self.mine for _ in self.stages)
+        self.num_updates = self.update_of(count - 1) + 1
+        self.at = ""
+        self.seen: set[Instruction] = set()
+        self.stashed = [0] * len(self.stages)
+        self.updates = 0
+        self.returned = 0  # backwards since the last update
+        self.is_reduced = False
+
+    def check(self, program: Program) -> None:
+        for i, instruction in enumerate(program):
+            self.at = f"instruction {i}, {instruction}"
+            match instruction:
+                case AllReduce():
+                    self.allreduce()
+                case Step():
+                    self.step()
+                case _:
+                    self.on_microbatch(instruction)
+        self.at = "end of the program"
+        if self.updates < self.num_updates or self.is_reduced:
+            self.fail(f"there must be {self.num_updates} updates, got {self.updates}")
+        self.check_complete()
+
+    def fail(self, rule: str) -> NoReturn:
+        stages = ", ".join(map(str, self.stages))
+        raise InvalidProgram(f"rank {self.rank} (stage {stages}), {self.at}: {rule}")
+
+    def update_of(self, microbatch: int) -> int:
+        """The update that a microbatch's gradients belong to."""
+        match self.plan.schedule:
+            case "pipedream":
+                return microbatch // self.plan.replicas[self.place.stage]
+            case "pipedream-2bw":
+                return microbatch // self.plan.num_microbatches
+        return 0
+
+    # Updates
+
+    def allreduce(self) -> None:
+        if self.is_reduced:
+            self.fail("there must be one all-reduce an update")
+        self.check_returned()
+        self.is_reduced = True
+
+    def step(self) -> None:
+        if not self.is_reduced and self.plan.replicas[self.place.stage] > 1:
+            self.fail("an all-reduce must come before the update")
+        self.check_returned()
+        self.updates += 1
+        self.returned, self.is_reduced = 0, False
+
+    def check_returned(self) -> None:
+        if self.updates >= self.num_updates:
+            self.fail(f"there must be {self.num_updates} updates")
+        if self.returned < self.belonging[self.updates]:
+            due = self.belonging[self.updates]
+            self.fail(f"{due} backwards belong to update {self.updates}, got {self.returned} before it")
+
+    # Microbatches
+
+    def on_microbatch(self, instruction: OnMicrobatch) -> None:
+        m, chunk = instruction.microbatch, instruction.chunk
+        if chunk >= len(self.stages):
+            self.fail(f"the rank holds {len(self.stages)} stages")
+        if m >= self.count:
+            self.fail(f"there are {self.count} microbatches")
+        if m not in self.mine:
+            self.fail(f"the microbatch belongs to rank {self.plan.rank_of(self.stages[chunk], m)}")
+        if instruction in self.seen:
+            self.fail("it stands there twice")
+        self.check_order(instruction, self.stages[chunk])
+        self.seen.add(instruction)
+        if isinstance(instruction, Forward):
+            self.forward(m, chunk)
+        elif isinstance(instruction, Backward | BackwardWeight):
+            self.backward(m, chunk)
+        if self.updates == self.num_updates:
+            self.fail("the last update must come after it")
+
+    def check_order(self, instruction: OnMicrobatch, stage: int) -> None:
+        m, chunk = instruction.microbatch, instruction.chunk
+        first, last = stage == 0, stage == self.plan.num_stages - 1
+        if (first and isinstance(instruction, FROM_BEFORE)) or (
+            last and isinstance(instruction, FROM_BEHIND)
+        ):
+            self.fail(f"stage {stage} has no neighbour there")
+        halves = {Backward(m, chunk), BackwardInput(m, chunk)}
+        match instruction:
+            case Forward() if not first:
+                self.check_seen(ReceiveActivation(m, chunk))
+            case SendActivation():
+                self.check_seen(Forward(m, chunk))
+            case Backward() | BackwardInput():
+                if halves & self.seen:
+                    self.fail("the backward must be done either whole or in halves")
+                self.check_seen(Forward(m, chunk))
+                if not last:
+                    self.check_seen(ReceiveGradient(m, chunk))
+            case BackwardWeight():
+                self.check_seen(BackwardInput(m, chunk))
+            case SendGradient() if not halves & self.seen:
+                self.fail("its backward must come before it")
+
+    def check_seen(self, needed: Instruction) -> None:
+        if needed not in self.seen:
+            self.fail(f"{needed} must come before it")
+
+    def forward(self, m: int, chunk: int) -> None:
+        self.stashed[chunk] += 1
+        allowed = self.allowed[self.stages[chunk]]
+        if self.stashed[chunk] > allowed:
+            self.fail(f"at most {allowed} microbatches may be stashed, this is one more")
+        if self.versions is not None:
+            self.check_version(m, self.versions(m))
+
+    def backward(self, m: int, chunk: int) -> None:
+        """One that makes gradients of the weights."""
+        self.stashed[chunk] -= 1
+        if self.update_of(m) != self.updates:
+            self.fail(f"it belongs to update {self.update_of(m)}, and {self.updates} updates are before it")
+        if self.is_reduced:
+            self.fail("it must come before the all-reduce of its update")
+        self.returned += 1
+        if self.plan.schedule == "pipedream-2bw" and self.versions is not None:
+            self.check_version(m, self.versions(m))
+
+    def check_version(self, m: int, version: int) -> None:
+        if version > self.updates:
+            self.fail(f"it uses version {version}, and {self.updates} updates are before it")
+        if self.plan.schedule == "pipedream-2bw":
+            minibatch = self.update_of(m)
+            if version != max(0, minibatch - 1):
+                self.fail(f"minibatch {minibatch} must use the version of the one before, not {version}")
+            if version < self.updates - 1:
+                self.fail(f"it uses version {version}, and only the last two of {self.updates} are kept")
+            return
+        if self.plan.vertical_sync and self.place.stage:
+            seen = versions(self.plan, 0)(m) * self.plan.replicas[0]
+            replicas = self.plan.replicas[self.place.stage]
+            if not version * replicas <= seen < (version + 1) * replicas:
+                self.fail(f"version {version} is not the newest within {seen} minibatches, the input stage's")
+        elif version != self.updates:
+            self.fail(f"it must use the newest version, {self.updates}, not {version}")
+
+    def check_complete(self) -> None:
+        for chunk, stage in enumerate(self.stages):
+            for m in self.mine:
+                expected: list[Instruction] = [Forward(m, chunk)]
+                if stage > 0:
+                    expected += [ReceiveActivation(m, chunk), SendGradient(m, chunk)]
+                if stage < self.plan.num_stages - 1:
+                    expected += [SendActivation(m, chunk), ReceiveGradient(m, chunk)]
+                if Backward(m, chunk) not in self.seen:
+                    expected += [BackwardInput(m, chunk), BackwardWeight(m, chunk)]
+                for instruction in expected:
+                    if instruction not in self.seen:
+                        self.fail(f"{instruction} is missing")
+
+
+_Happening = tuple[str | int, ...]
+
+
+def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bool) -> None:
+    """Run all programs without times, each as far as it gets."""
+    position = dict.fromkeys(programs, 0)
+    num_reduced = dict.fromkeys(programs, 0)
+    entered: Counter[_Happening] = Counter()
+    happened: set[_Happening] = set()
+    waiting: defaultdict[_Happening, list[int]] = defaultdict(list)
+    ready = deque(programs)
+    stages = {rank: plan.held_stages(Place(s, 0)) for s, rank in _first_stages(plan)}
+
+    def happen(what: _Happening) -> None:
+        happened.add(what)
+        ready.extend(waiting.pop(what, ()))
+
+    def arrive(rank: int, instruction: Instruction) -> _Happening | None:
+        """Do what can be done; what the rank then waits for."""
+        match instruction:
+            case AllReduce():
+                group, number = stages[rank][0], num_reduced[rank]
+                num_reduced[rank] += 1
+                entered[group, number] += 1
+                if entered[group, number] == plan.replicas[group]:
+                    happen(("reduced", group, number))
+                return "reduced", group, number
+            case SendActivation(m, chunk) | SendGradient(m, chunk):
+                behind = stages[rank][chunk] + isinstance(instruction, SendActivation)
+                happen((instruction.symbol[1], m, behind))
+                return ("wanted", instruction.symbol[1], m, behind) if synchronous else None
+            case ReceiveActivation(m, chunk) | ReceiveGradient(m, chunk):
+                behind = stages[rank][chunk] + isinstance(instruction, ReceiveGradient)
+                happen(("wanted", instruction.symbol[1], m, behind))
+                return instruction.symbol[1], m, behind
+        return None
+
+    while ready:
+        rank = ready.popleft()
+        program = programs[rank]
+        while position[rank] < len(program):
+            awaited = arrive(rank, program[position[rank]])
+            position[rank] += 1
+            if awaited is not None and awaited not in happened:
+                waiting[awaited].append(rank)
+                break
+    stuck = sorted(rank for ranks in waiting.values() for rank in ranks)
+    if stuck:
+        raise InvalidProgram(
+            "nothing can advance: "
+            + "; ".join(
+                f"rank {rank} (stage {', '.join(map(str, stages[rank]))}) waits at instruction "
+                f"{position[rank] - 1}, {programs[rank][position[rank] - 1]}"
+                for rank in stuck
+            )
+        )
+
+
+def _first_stages(plan: Plan) -> list[tuple[int, int]]:
+    """(the first stage that it holds, rank) of all ranks."""
+    return [(s, rank) for s, stage in enumerate(plan.stages[: plan.num_groups]) for rank in stage.ranks]

@@ -1,0 +1,251 @@
+"""Anneal: a guided randomised search in the space of plans, with the simulator as its cost.
+
+The closed formula that `partition` minimises exactly is blind to what stages do to each other: messages and
+all-reduces that meet on a link, ranks that share processors only at times. Simulated annealing (Kirkpatrick
+et al. 1983) starts from a plan, changes one thing at a time, takes what is better and, with a probability
+that falls, what is worse. FlexFlow (Jia et al., MLSys 2019) searches the same way with a simulator as cost.
+
+Invariant: the plan returned fits into memory and is never slower than the first one; the same input gives the
+same plan.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from random import Random
+from typing import Unpack
+
+from hybridpipe.planning.checks import non_negative_int
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.search import search
+from hybridpipe.planning.search.placement import renumbered
+from hybridpipe.planning.search.search import Asked, Candidate
+
+# Temperatures relative to the first plan's time: at first and in the end, a change that costs so much is
+# accepted in one case of e.
+HOT, COLD = 0.05, 0.0005
+ALIKE = ("1f1b", "gpipe", "zero-bubble", "pipedream-2bw")  # a plan of one is a plan of the others
+MAX_IDLE = 500  # changes in a row to plans that are known or do not fit: there is little left to find
+
+Progress = Callable[[], object]
+
+
+def anneal(
+    start: Plan,
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    evaluations: int,
+    seed: int = 0,
+    max_ranks: int | None = None,
+    recompute: bool = False,
+    schedules: Sequence[str] = (),
+    on_progress: Progress | None = None,
+) -> Plan:
+    """The best plan found, with its prediction; `start` if nothing is better.
+
+    Args:
+        profile: of one microbatch of `start`. Its other sizes that divide the minibatch are tried too; the
+            result's microbatches have `profile.samples * start.num_microbatches / num_microbatches` samples.
+        evaluations: how many plans are simulated beside `start`, at most.
+        max_ranks: only ranks below it are used; defaults to all of the cluster's.
+        recompute: stages with recomputation and without are tried; else all are as in `start`.
+        schedules: those tried beside that of `start`; interleaved plans keep schedule and groups.
+        on_progress: called after each simulation.
+
+    Raises:
+        ValueError: `evaluations` is negative, `start` names ranks beyond `max_ranks` or does not fit into
+            memory.
+    """
+    non_negative_int("evaluations", evaluations)
+    space = _Space(start, profile, cluster, max_ranks, recompute, schedules)
+    if not space.fits(start):
+        raise ValueError(f"start must fit into memory, plan {start.name} does not")
+    random = Random(seed)
+    best = space.judged(start)
+    here = replace(start, predicted=None)
+    first_seconds = least = _seconds(best)
+    seconds = {here: least}
+    num_idle = 0
+    while len(seconds) <= evaluations and num_idle < MAX_IDLE:
+        plan = space.neighbour(here, random)
+        num_idle += 1
+        if plan not in seconds:
+            if not space.fits(plan):
+                continue
+            num_idle = 0
+            judged = space.judged(plan)
+            seconds[plan] = _seconds(judged)
+            if seconds[plan] < least * (1 - search.TIE):
+                best, least = judged, seconds[plan]
+            if on_progress is not None:
+                on_progress()
+        temperature = first_seconds * HOT * (COLD / HOT) ** (len(seconds) / evaluations)
+        if seconds[plan] - seconds[here] <= temperature * random.expovariate(1.0):
+            here = plan
+    return best
+
+
+def improved(
+    candidates: Sequence[Candidate],
+    profile: ModelProfile,
+    cluster: Cluster,
+    evaluations: int,
+    *,
+    on_progress: Progress | None = None,
+    **asked: Unpack[Asked],
+) -> list[Candidate]:
+    """The candidates, best first, and the best plan found around the first one, of origin "search"."""
+    best = candidates[0]
+    found = anneal(
+        best.plan,
+        profile.scaled_to(best.samples),
+        cluster,
+        evaluations=evaluations,
+        max_ranks=asked.get("num_ranks"),
+        recompute=asked.get("recompute", False),
+        schedules=search.considered(asked),
+        on_progress=on_progress,
+    )
+    if found == best.plan:
+        return list(candidates)
+    samples = best.samples * best.plan.num_microbatches // found.num_microbatches
+    return search.ranked([Candidate("search", found, samples), *candidates])
+
+
+@dataclass
+class _Draft:
+    """A plan that can be changed.
+
+    `groups` are the ranks that stand one behind the other and, at the end, the unused ones; `recompute` says
+    of each stage whether it does. Where ranks hold several stages there are fewer groups than stages.
+    """
+
+    edges: list[int]
+    groups: list[list[int]]
+    num_microbatches: int
+    recompute: list[bool]
+    schedule: str
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.edges) - 1
+
+
+Change = Callable[[_Draft, Random], None]  # what cannot be done leaves the draft as it is
+
+
+def _shift_cut(draft: _Draft, random: Random) -> None:
+    if draft.num_stages > 1:
+        i = random.randrange(1, draft.num_stages)
+        low, here, high = draft.edges[i - 1] + 1, draft.edges[i], draft.edges[i + 1] - 1
+        draft.edges[i] = random.choice((max(low, here - 1), min(here + 1, high), random.randint(low, high)))
+
+
+def _split_stage(draft: _Draft, random: Random) -> None:
+    s = random.randrange(draft.num_stages)
+    group, unused = draft.groups[s], draft.groups[-1]
+    if len(group) == 1 and unused:
+        group.append(unused.pop(random.randrange(len(unused))))
+    if len(group) > 1 and draft.edges[s + 1] - draft.edges[s] > 1:
+        random.shuffle(group)
+        count = random.randrange(1, len(group))
+        draft.groups[s : s + 1] = [group[:count], group[count:]]
+        draft.recompute.insert(s, draft.recompute[s])
+        draft.edges.insert(s + 1, random.randrange(draft.edges[s] + 1, draft.edges[s + 1]))
+
+
+def _merge_stages(draft: _Draft, random: Random) -> None:
+    if draft.num_stages > 1:
+        s = random.randrange(draft.num_stages - 1)
+        draft.groups[s : s + 2] = [draft.groups[s] + draft.groups[s + 1]]
+        del draft.edges[s + 1], draft.recompute[s + 1]
+
+
+def _move_rank(draft: _Draft, random: Random) -> None:
+    source, target = random.sample(draft.groups, 2)
+    if len(source) > (source is not draft.groups[-1]):  # a stage keeps its last rank
+        target.append(source.pop(random.randrange(len(source))))
+
+
+def _swap_ranks(draft: _Draft, random: Random) -> None:
+    one, other = random.sample(draft.groups, 2)
+    if one and other:
+        i, j = random.randrange(len(one)), random.randrange(len(other))
+        one[i], other[j] = other[j], one[i]
+
+
+def _flip_recompute(draft: _Draft, random: Random) -> None:
+    s = random.randrange(draft.num_stages)
+    draft.recompute[s] = not draft.recompute[s]
+
+
+class _Space:
+    """The plans that may be visited, and how to come from one to the next."""
+
+    def __init__(
+        self,
+        start: Plan,
+        profile: ModelProfile,
+        cluster: Cluster,
+        max_ranks: int | None,
+        recompute: bool,
+        schedules: Sequence[str],
+    ) -> None:
+        self.cluster, self.start = cluster, start
+        self.ranks = range(cluster.num_ranks if max_ranks is None else min(max_ranks, cluster.num_ranks))
+        start.check_world(len(self.ranks))
+        minibatch = profile.samples * start.num_microbatches
+        sizes = () if start.schedule == "pipedream" else profile.sizes
+        fitting = {minibatch // size: profile.scaled_to(size) for size in sizes if minibatch % size == 0}
+        self.profiles = fitting | {start.num_microbatches: profile}  # by number of microbatches
+        self.schedules = [name for name in dict.fromkeys([start.schedule, *schedules]) if name in ALIKE]
+        self.changes: list[Change] = [_shift_cut, _swap_ranks]
+        if start.chunks == 1:
+            self.changes += [_split_stage, _merge_stages, _move_rank]
+            self.changes += [self._reschedule] * (start.schedule in ALIKE and len(self.schedules) > 1)
+        self.changes += [self._resize] * (len(self.profiles) > 1) + [_flip_recompute] * recompute
+
+    def fits(self, plan: Plan) -> bool:
+        return search.fits(plan, self.profiles[plan.num_microbatches], self.cluster)
+
+    def judged(self, plan: Plan) -> Plan:
+        return search.judged(plan, self.profiles[plan.num_microbatches], self.cluster)
+
+    def neighbour(self, plan: Plan, random: Random) -> Plan:
+        """The plan with one thing changed; ranks that no figure tells apart are taken in order."""
+        unused = sorted(set(self.ranks).difference(plan.ranks))
+        edges = [0, *(stage.stop for stage in plan.stages)]
+        groups = [*(list(stage.ranks) for stage in plan.stages[: plan.num_groups]), unused]
+        recompute = [plan.recomputes(s) for s in range(plan.num_stages)]
+        draft = _Draft(edges, groups, plan.num_microbatches, recompute, plan.schedule)
+        random.choice(self.changes)(draft, random)
+        placed = renumbered(self.cluster, self.ranks, draft.groups[:-1])
+        every = all(draft.recompute)
+        stages = tuple(
+            StageSpec(start, stop, len(ranks), ranks, again and not every)
+            for (start, stop), ranks, again in zip(
+                pairwise(draft.edges), placed * self.start.chunks, draft.recompute, strict=True
+            )
+        )
+        return replace(
+            self.start,
+            stages=stages,
+            schedule=draft.schedule,
+            num_microbatches=draft.num_microbatches,
+            recompute=every,
+            predicted=None,
+        )
+
+    def _resize(self, draft: _Draft, random: Random) -> None:
+        draft.num_microbatches = random.choice(sorted(self.profiles))
+
+    def _reschedule(self, draft: _Draft, random: Random) -> None:
+        draft.schedule = random.choice(self.schedules)
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.minibatch_seconds

@@ -1,0 +1,160 @@
+"""Interleave: plans whose ranks hold several stages each, for interleaved-1f1b.
+
+p groups of equally many ranks stand one behind the other along a line (`placement.lines`) and hold v stages
+each: the chain of layers is cut into p v stages that go round the groups v times.
+
+What is exact: for given groups of ranks of one speed, and given v, no cuts have a faster slowest stage, and
+none of those with as fast a one, or one that is slower by `SLACKS`, sends less. Where speeds differ, stages
+take as many layers as they may, one after the other. Which p and v, and how many replicas, is only tried:
+`estimate` ranks what was, and the simulator decides.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.formula import compute_share, estimate, stage_speed
+from hybridpipe.planning.cost.layer_costs import Form
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.search.placement import Floats, Ints, lines, renumbered
+
+CHUNKS = (2, 3, 4)  # more are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2)
+SLACKS = (1.0, 1.2)
+FEW = 8  # groups: all such numbers are tried; beyond, replicas in powers of two
+MAX_GROUPS = 128  # what more groups stash takes long to count, and so many stages are not simulated
+MAX_CELLS = 10**7  # stages times layers, where traffic is minimised: 80 MB
+MANY = 2**17  # layers times ranks: beyond, only the first of `CHUNKS` and `SLACKS`, to save time
+NUM_BISECTIONS = 60
+SAME = 1e-9  # relative: sums of layers are not exact
+
+
+def interleaved_plans(
+    profile: ModelProfile,
+    cluster: Cluster,
+    form: Form,
+    ranks: Sequence[int],
+    max_replicas: int | None = None,
+) -> list[Plan]:
+    """Plans for these ranks, least `estimate` first; none where two groups of two stages are too many.
+
+    Whether they fit into memory is not looked at.
+    """
+    moved = [float(layer.output_bytes + layer.returned_bytes) for layer in profile.layers]
+    found: dict[Plan, None] = {}
+    tried = 1 if profile.num_layers * len(ranks) > MANY else None
+    for line in lines(cluster, ranks)[:2]:
+        for replicas in _replicas(len(line), max_replicas or len(line)):
+            work = _work(profile, form, form.per_update(replicas))
+            for chunks in CHUNKS[:tried]:
+                num_groups = min(len(line) // replicas, profile.num_layers // chunks, MAX_GROUPS)
+                if num_groups < 2:
+                    continue
+                groups = [line[g * replicas : (g + 1) * replicas] for g in range(num_groups)]
+                groups = list(renumbered(cluster, ranks, groups))
+                share = compute_share(cluster, [rank for group in groups for rank in group])
+                speeds = [stage_speed(cluster, group, share) for group in groups] * chunks
+                for edges in _cuts(work, moved, speeds, SLACKS[:tried]):
+                    stages = (
+                        StageSpec(a, b, replicas, groups[s % num_groups])
+                        for s, (a, b) in enumerate(pairwise(edges))
+                    )
+                    found[form.plan(stages, chunks)] = None
+    return sorted(found, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))
+
+
+def _work(profile: ModelProfile, form: Form, rounds: int) -> list[float]:
+    """Each layer's seconds for one of `rounds` microbatches."""
+    return [
+        layer.forward_seconds * (1 + form.recompute)
+        + layer.backward(form.schedule, rounds)
+        + layer.products(form.schedule, rounds) / rounds
+        for layer in profile.layers
+    ]
+
+
+def _replicas(num_ranks: int, most: int) -> list[int]:
+    few = {num_ranks // groups for groups in range(2, FEW + 1)}
+    doubled = {2**k for k in range(num_ranks.bit_length())}
+    return sorted(m for m in few | doubled if 1 <= m <= min(most, num_ranks // 2))
+
+
+def _cuts(
+    work: Sequence[float], moved: Sequence[float], speeds: Sequence[float], slacks: Sequence[float]
+) -> Iterator[list[int]]:
+    """Edges of as many stages as there are speeds: the fastest slowest stage, and little slower ones."""
+    done = [0.0, *accumulate(work)]
+    least = slowest_stage(done, speeds) * (1 + SAME)
+    found: list[list[int]] = []
+    for slack in slacks:
+        bound = least * slack
+        if len(speeds) * len(done) <= MAX_CELLS:
+            edges = _least_traffic(np.array(done), np.array([0.0, *moved]), speeds, bound)
+        else:
+            edges = _reached(done, speeds, bound)
+        if edges not in found:
+            found.append(edges)
+            yield edges
+
+
+def slowest_stage(done: Sequence[float], speeds: Sequence[float]) -> float:
+    """Seconds of the slowest of the stages, one for each speed, where that is least (see the file's head).
+
+    Args:
+        done: work of the layers before each edge, at full speed.
+    """
+    low, high = done[-1] / sum(speeds), done[-1] / min(speeds)
+    for _ in range(NUM_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _reached(done, speeds, middle)[-1] == len(done) - 1 else (middle, high)
+    return high
+
+
+def _reached(done: Sequence[float], speeds: Sequence[float], bound: float) -> list[int]:
+    """The edges of stages that take as many layers as the bound allows, one left for each stage behind."""
+    edges = [0]
+    for s, speed in enumerate(speeds, 1):
+        furthest = bisect_right(done, done[edges[-1]] + bound * speed) - 1
+        furthest = min(furthest, len(done) - 1 - (len(speeds) - s))
+        if furthest == edges[-1]:
+            break  # not even one layer
+        edges.append(furthest)
+    return edges
+
+
+def _least_traffic(done: Floats, moved: Floats, speeds: Sequence[float], bound: float) -> list[int]:
+    """The edges that send least, no stage slower than the bound. There must be such."""
+    num_layers = len(done) - 1
+    least = np.full(num_layers + 1, np.inf)  # bytes over all cuts up to the one at each edge
+    least[0] = 0.0
+    tables, firsts = [], []
+    for speed in speeds:
+        first = np.searchsorted(done, done - bound * speed)
+        tables.append(least)
+        firsts.append(first)
+        reached = _window_minima(least, first) + moved
+        reached[0] = np.inf
+        least = reached
+    edges = [num_layers]
+    for table, first in zip(tables[::-1], firsts[::-1], strict=True):
+        begin = int(first[edges[-1]])
+        edges.append(begin + int(np.argmin(table[begin : edges[-1]])))
+    return edges[::-1]
+
+
+def _window_minima(values: Floats, first: Ints) -> Floats:
+    """`[j]`: the least of `values[first[j]:j]`, infinite where that is empty: two overlapping runs of 2^k."""
+    ends = np.arange(len(values))
+    lengths = ends - first
+    found = np.full(len(values), np.inf)
+    runs, size = values, 1  # runs[i]: the least of values[i:i + size]
+    while size <= lengths.max():
+        here = (lengths >= size) & (lengths < 2 * size)
+        found[here] = np.minimum(runs[first[here]], runs[ends[here] - size])
+        longer = np.full(len(values), np.inf)
+        longer[:-size] = np.minimum(runs[:-size], runs[size:])
+        runs, size = longer, 2 * size
+    return found

@@ -1,0 +1,212 @@
+"""Stage program: the dynamic program over suffixes of the layers and slots that finds the cuts.
+
+Lives here: the least sum of stages and cuts under a bound on their maximum, the least maximum, and under a
+maximum the most even plan. A slot says who holds the next stage, which ranks are left, and how many
+microbatches are in flight. Not known here: what the figures of stages (`layer_costs`) and routes (`routes`)
+are made of, where slots come from (`placement`), and in which order bounds are tried (`partition`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from hybridpipe.planning.cost.layer_costs import LayerCosts
+from hybridpipe.planning.search.placement import Floats, Ints, SlotGraph
+
+MAX_STARTS = 4  # first stages of which the best plan is looked at, where only the maximum counts
+# Figures of stages that a pass takes at once. A small pass is mostly calls, so several bounds share one
+# (VGG-16 on 16 ranks: four bounds take 1.8 times as long as one); more figures would not stay in the cache.
+AT_ONCE = 2**18
+SAME = 1e-12  # relative: figures that differ by less are equal
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A way through the program: slots and the edges between their layers, its sum, maximum and value."""
+
+    slots: list[int]
+    edges: list[int]
+    total: float
+    slowest: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """Sums and maxima of every stage on every kind of slot and of every cut.
+
+    Args:
+        stage_sums, stage_maxima: by kind, `[d, i]` of the stage of the d+1 layers from i on.
+        cut_sums, cut_maxima: `[cut, edge]`.
+        bound: no maximum may reach it.
+        tie: what a rank costs.
+    """
+
+    costs: LayerCosts
+    graph: SlotGraph
+    stage_sums: list[Floats]
+    stage_maxima: list[Floats]
+    cut_sums: Floats
+    cut_maxima: Floats
+    bound: float
+    tie: float
+
+    @classmethod
+    def of_stages(
+        cls, costs: LayerCosts, graph: SlotGraph, widths: Sequence[int], bound: float, tie: float
+    ) -> "StageProgram":
+        """The program over stages of so many layers at most, by kind."""
+        tables = costs.tables(graph.kinds, widths)
+        latency, per_byte, busy = graph.figures.T[:, :, None]
+        cut_maxima = busy * np.maximum(costs.output, costs.returned)
+        cut_maxima[:, [0, -1]] = math.inf
+        return cls(
+            costs,
+            graph,
+            stage_sums=[summed for summed, _ in tables],
+            stage_maxima=[slowest for _, slowest in tables],
+            cut_sums=2 * latency + per_byte * costs.moved,
+            cut_maxima=cut_maxima,
+            bound=bound,
+            tie=tie if math.isfinite(tie) else 0.0,
+        )
+
+    def with_edges(self, edges: Ints) -> "StageProgram":
+        """The same for plans that cut at these edges only."""
+        starts = edges[:-1]
+        lengths = np.array([np.roll(edges, -d - 1)[:-1] for d in range(len(starts))]) - starts
+
+        def of_merged(values: Floats) -> Floats:
+            inside = (lengths > 0) & (lengths <= len(values))
+            return np.where(inside, values[np.where(inside, lengths - 1, 0), starts], math.inf)
+
+        return replace(
+            self,
+            costs=self.costs.merged(edges),
+            stage_sums=list(map(of_merged, self.stage_sums)),
+            stage_maxima=list(map(of_merged, self.stage_maxima)),
+            cut_sums=self.cut_sums[:, edges],
+            cut_maxima=self.cut_maxima[:, edges],
+        )
+
+    def least_sums(
+        self, bounds: Sequence[float], weights: Sequence[float] | None = None
+    ) -> Iterator[Path | None]:
+        """The least sum of all plans whose every maximum is below the bound, for each bound; None if none is.
+
+        Args:
+            weights: of seconds, for each bound; with 0 only ranks are counted. None: 1.
+        """
+        weights = [1.0] * len(bounds) if weights is None else weights
+        at_once = max(1, AT_ONCE // sum(values.size for values in self.stage_sums))
+        for first in range(0, len(bounds), at_once):
+            some = slice(first, first + at_once)
+            yield from self._least_sums(np.array(bounds[some]), np.array(weights[some]))
+
+    def _least_sums(self, bound: Floats, weight: Floats) -> list[Path | None]:
+        """`least_sums` in one pass."""
+        a_rank = np.where(weight, self.tie, 1.0)
+        stages = [
+            np.where(
+                slowest[..., None] < bound,
+                weight * work[..., None] + a_rank * (kind.replicas + 0.01),
+                math.inf,
+            )
+            for kind, work, slowest in zip(self.graph.kinds, self.stage_sums, self.stage_maxima, strict=True)
+        ]
+        cuts = np.where(self.cut_maxima[..., None] < bound, weight * self.cut_sums[..., None], math.inf)
+        return [paths[0] if paths else None for paths in self.solve(stages, cuts, np.add, 1)]
+
+    def most_even(self, slowest: float) -> list[Path]:
+        """No stage or cut slower than that, and the least sum of what each takes: ranks are not spared."""
+        bound = just_above(slowest)
+        stages, cuts = (
+            [np.where(values < bound, values, math.inf)[..., None] for values in each]
+            for each in (self.stage_maxima, self.cut_maxima)
+        )
+        return self.solve(stages, np.array(cuts), np.add, 1)[0]
+
+    def least_maximum(self) -> list[Path]:
+        """The least maximum, and the best of a few other first stages."""
+        stages = [values[..., None] for values in self.stage_maxima]
+        return self.solve(stages, self.cut_maxima[..., None], np.maximum, MAX_STARTS)[0]
+
+    def solve(
+        self, stages: Sequence[Floats], cuts: Floats, combine: np.ufunc, count: int
+    ) -> list[list[Path]]:
+        """The ways with the least combination of the values of stages and cuts, from `count` first slots.
+
+        Args:
+            stages, cuts: `[d, i, problem]` by kind, and `[cut, edge, problem]`.
+        """
+        graph, n, num_problems = self.graph, self.costs.num_layers, cuts.shape[-1]
+        stages = [values[: _last_finite(values)] for values in stages]
+        width = max(1, *map(len, stages))
+        # [slot, i, problem]: of the layers from i on; [slot, j, problem]: behind a stage that ends at j.
+        least = np.full((len(graph.slot), n + 1, num_problems), math.inf)
+        rest = np.full((len(graph.slot), n + width, num_problems), math.inf)
+        rest[graph.can_end, n] = 0.0
+        behind = np.moveaxis(sliding_window_view(rest[:, 1:], n, axis=1), -1, 2)
+        for low, high in graph.batches:
+            first, last = graph.first[low], graph.first[high]
+            if first < last:
+                has_next = graph.first[low:high] < graph.first[low + 1 : high + 1]
+                values = combine(least[graph.behind[first:last]], cuts[graph.cut[first:last]])
+                runs = graph.first[low:high][has_next] - first
+                rest[low:high][has_next, :n] = np.minimum.reduceat(values, runs, axis=0)[:, :n]
+            for slot in range(low, high):
+                values = stages[graph.kind[slot]]
+                if len(values):
+                    both = combine(values, behind[slot, : len(values)])
+                    np.minimum.reduce(both, axis=0, out=least[slot, :n])
+        found = []
+        for p in range(num_problems):
+            values = least[graph.starts, 0, p]
+            chosen = np.argsort(values, kind="stable")[:count]
+            starts = graph.starts[chosen[np.isfinite(values[chosen])]].tolist()
+            of_one = [values[..., p] for values in stages], cuts[..., p], least[..., p], behind[..., p]
+            found.append([self.trace(start, *of_one, combine) for start in starts])
+        return found
+
+    def trace(
+        self,
+        slot: int,
+        stages: Sequence[Floats],
+        cuts: Floats,
+        least: Floats,
+        behind: Floats,
+        combine: np.ufunc,
+    ) -> Path:
+        """The choices that lead to the least value from this slot."""
+        graph, slots, edges, total, slowest = self.graph, [slot], [0], 0.0, 0.0
+        while True:
+            kind, start = graph.kind[slot], edges[-1]
+            values = stages[kind][:, start]
+            d = int(np.argmin(combine(values, behind[slot, : len(values), start])))
+            total += float(self.stage_sums[kind][d, start])
+            slowest = max(slowest, float(self.stage_maxima[kind][d, start]))
+            edges.append(start + d + 1)
+            if edges[-1] == self.costs.num_layers:
+                seconds = slowest + total * (not self.costs.form.is_asynchronous)
+                return Path(slots, edges, total, slowest, seconds)
+            run, stop = slice(graph.first[slot], graph.first[slot + 1]), edges[-1]
+            options = combine(least[graph.behind[run], stop], cuts[graph.cut[run], stop])
+            chosen = graph.first[slot] + int(np.argmin(options))
+            cut, slot = graph.cut[chosen], int(graph.behind[chosen])
+            total += float(self.cut_sums[cut, stop])
+            slowest = max(slowest, float(self.cut_maxima[cut, stop]))
+            slots.append(slot)
+
+
+def just_above(value: float) -> float:
+    """The bound that lets a value pass, and what differs from it by rounding."""
+    return value * (1 + SAME) + 5e-324
+
+
+def _last_finite(values: Floats) -> int:
+    """How many rows there are up to the last one with a finite figure."""
+    rows = np.flatnonzero(np.isfinite(values).any(axis=(1, 2)))
+    return int(rows[-1]) + 1 if rows.size else 0

@@ -1,0 +1,242 @@
+"""Simulate: from programs, or from a plan, to a predicted timeline and its figures; no torch, no MPI.
+
+The same programs run under two rules for sends: buffered, as the runtime's `Isend`, for time; synchronous, as
+`MPI_Ssend`, to see what relies on buffering. Where nothing can advance, `Deadlock` names every waiting rank.
+A synchronous minibatch is simulated from its start to its flush; of an asynchronous pipeline the pace counts
+that it keeps up once it is full.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.formula import StageCost, estimate, measured_speed, stage_costs
+from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.plan import Plan, Prediction
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, in_flight_per_stage, programs
+from hybridpipe.planning.schedules.instructions import Backward, Program
+from hybridpipe.planning.simulator.simulator import Deadlock, Simulation
+from hybridpipe.planning.timeline import Event, Timeline
+
+__all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"]
+
+# Beyond so many a plan's minibatch is not simulated whole where that can be avoided: a few seconds.
+MAX_INSTRUCTIONS = 400_000
+# Beyond these it is not simulated at all: a minute, and some hundred megabytes.
+MOST_INSTRUCTIONS, MOST_ROUTES = 4_000_000, 4_000_000
+STEADY = 1e-4  # relative: rounds that differ by less take equally long
+
+
+def simulate(
+    programs: Mapping[int, Program],
+    plan: Plan,
+    costs: Sequence[StageCost],
+    cluster: Cluster,
+    *,
+    synchronous: bool = False,
+    until: Callable[[Event], bool] | None = None,
+) -> Timeline:
+    """Run one program a rank and return what each rank does when.
+
+    Args:
+        programs: by rank, such as `schedules.programs(plan)`.
+        costs: one for each stage.
+        synchronous: a send lasts until its message was received (`MPI_Ssend`).
+        until: stop there; asked after each event of the plan's first rank. What others are at is cut short.
+
+    Raises:
+        Deadlock: nothing can advance, although some rank is not done.
+    """
+    return Simulation(programs, plan, costs, cluster, synchronous, until).run()
+
+
+def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeline, Prediction]:
+    """What a full minibatch under the plan takes, and the timeline behind it.
+
+    The profile is that of the plan's microbatch. An asynchronous pipeline's timeline runs from the start over
+    some minibatches until it repeats itself, or has drained; its figures are those of one minibatch while it
+    is full.
+
+    A synchronous minibatch of more than MAX_INSTRUCTIONS is extended in a straight line from two shorter
+    ones, because a full pipeline repeats itself; then the timeline is that of the longer one. An asynchronous
+    pipeline so deep that it takes more instructions to fill is taken at the pace of `cost.estimate`.
+
+    Raises:
+        ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or so
+            many microbatches or replicas that simulating them would take minutes.
+    """
+    plan.check_world(cluster.num_ranks)
+    _check_size(plan)
+    costs = stage_costs(profile, plan, measured_speed(profile, cluster))
+    if plan.is_asynchronous:
+        timeline, seconds, bubble_fraction = _steady(plan, costs, profile, cluster)
+    else:
+        timeline, seconds, bubble_fraction = _flushed(plan, costs, cluster)
+    samples = profile.samples * plan.num_microbatches
+    return timeline, Prediction(
+        minibatch_seconds=seconds,
+        samples_per_second=samples / seconds if seconds else 0.0,
+        bubble_fraction=bubble_fraction,
+        peak_memory_bytes=peak_memory_bytes(profile, plan),
+    )
+
+
+def is_simulated(plan: Plan) -> bool:
+    """Whether `predict` simulates what its figures are of, in a few seconds."""
+    if plan.is_asynchronous:
+        count = sum(_window(plan)) * plan.num_microbatches
+    else:
+        count = _representative(plan)[-1]
+    return count * _instructions_per_microbatch(plan) <= MAX_INSTRUCTIONS
+
+
+def _check_size(plan: Plan) -> None:
+    """Raises ValueError for what no simulation would come to an end with."""
+    routes = max((math.lcm(*pair) for pair in pairwise(plan.replicas)), default=1)
+    num_instructions = sum(_representative(plan)) * _instructions_per_microbatch(plan)
+    if not plan.is_asynchronous and num_instructions > MOST_INSTRUCTIONS:
+        told = f"its num_microbatches make {num_instructions} instructions"
+    elif routes > MOST_ROUTES:
+        told = f"replicas of neighbouring stages make {routes} routes"
+    else:
+        return
+    raise ValueError(f"plan is too large to simulate: {told}")
+
+
+def _flushed(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Timeline, float, float]:
+    """A synchronous minibatch: timeline, seconds, bubble."""
+    total = plan.num_microbatches
+    counts = _representative(plan)
+    runs = [simulate(programs(plan, count), plan, costs, cluster) for count in counts]
+    last = runs[-1]
+    if len(runs) == 1:
+        return last, last.seconds, last.bubble_fraction
+    beyond = (total - counts[1]) / (counts[1] - counts[0])
+
+    def extended(short: float, long: float) -> float:
+        return long + beyond * (long - short)
+
+    seconds = extended(*(run.seconds for run in runs))
+    busy = extended(*(sum(map(run.busy_seconds, run.events)) for run in runs))
+    return last, seconds, _idle_share(busy, seconds, plan.num_ranks)
+
+
+def _representative(plan: Plan) -> tuple[int, ...]:
+    """The numbers of microbatches to simulate: that of the plan, or two smaller ones on a line with it.
+
+    The smaller ones fill the pipeline and deal the microbatches out to the replicas as the plan's does.
+    """
+    total, round_length = plan.num_microbatches, math.lcm(*plan.replicas)
+    if total * _instructions_per_microbatch(plan) <= MAX_INSTRUCTIONS:
+        return (total,)
+    if plan.schedule == "interleaved-1f1b":  # whose ranks take turns in groups of so many
+        round_length *= plan.num_groups
+    step = ceil_div(_depth(plan), round_length) * round_length
+    short = total % round_length + 3 * step
+    return (short, short + 2 * step) if short + 2 * step < total else (total,)
+
+
+def _steady(
+    plan: Plan, costs: Sequence[StageCost], profile: ModelProfile, cluster: Cluster
+) -> tuple[Timeline, float, float]:
+    """An asynchronous pipeline: timeline, seconds a minibatch and bubble while it is full."""
+    first, window, last = _window(plan)
+    if not is_simulated(plan):
+        count = max(1, MAX_INSTRUCTIONS // _instructions_per_microbatch(plan))
+        timeline = simulate(programs(plan, count), plan, costs, cluster)
+        seconds = estimate(plan, profile, cluster)
+        busy = sum(map(timeline.busy_seconds, timeline.events)) / count * plan.num_microbatches
+        return timeline, seconds, _idle_share(busy, seconds, plan.num_ranks)
+    count = (first + window + last) * plan.num_microbatches
+    pace = _Pace(plan)
+    # Until what has gathered at a link has passed, it would repeat itself at another pace.
+    has_bursts = any(level.burst_bytes for level in cluster.levels)
+    until = None if has_bursts else pace.repeats
+    timeline = simulate(programs(plan, count), plan, costs, cluster, until=until)
+    if pace.is_steady:
+        begin, end, window = pace.ends[-1 - pace.span], pace.ends[-1], pace.span * pace.round_length
+    else:
+        begin, end = (_returned(timeline, plan, minibatch) for minibatch in (first, first + window))
+    busy = sum(timeline.busy_seconds(rank, begin, end) for rank in timeline.events)
+    return timeline, (end - begin) / window, _idle_share(busy, end - begin, plan.num_ranks)
+
+
+class _Pace:
+    """When every round of minibatches came back to the first rank of an asynchronous pipeline.
+
+    It is steady once as many rounds as are in the pipeline took as long, one by one, as those before them; an
+    even number, as long and short rounds often take turns.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.round_length = _minibatches(math.lcm(*plan.replicas), plan.num_microbatches)
+        self._step = self.round_length * plan.num_microbatches
+        self.span = 2 * ceil_div(_depth(plan), 2 * self._step)
+        self._next = Backward(0)
+        self.ends: list[float] = []
+        self.is_steady = False
+
+    def repeats(self, event: Event) -> bool:
+        """Whether it is steady; asked after each event of the first rank."""
+        if event.instruction == self._next:
+            self._next = Backward(self._next.microbatch + self._step)
+            self.ends.append(event.end_seconds)
+            lasted = [end - begin for begin, end in pairwise(self.ends[-1 - 2 * self.span :])]
+            self.is_steady = len(lasted) == 2 * self.span and all(
+                math.isclose(now, before, rel_tol=STEADY)
+                for now, before in zip(lasted[self.span :], lasted, strict=False)
+            )
+        return self.is_steady
+
+
+def _window(plan: Plan) -> tuple[int, int, int]:
+    """How many minibatches fill an asynchronous pipeline, are measured, and keep it full behind them.
+
+    It is full some time after the first minibatch has come back; then, unless it was seen to repeat itself
+    before (`_Pace`), the time between two minibatches a whole number of rounds of every stage apart is
+    measured. Where that is too many, so many are taken that the part of a round that is missing counts little
+    (within 2 % under 9-8-7).
+    """
+    size = plan.num_microbatches
+    depth = ceil_div(_depth(plan), size)
+    window = max(depth, ceil_div(32, size))
+    round_length = _minibatches(math.lcm(*plan.replicas), size)
+    if round_length > 8 * window:
+        window, round_length = 8 * window, _minibatches(plan.replicas[0], size)
+    return 2 * depth, ceil_div(window, round_length) * round_length, depth
+
+
+def _minibatches(round_length: int, size: int) -> int:
+    """The fewest minibatches of `size` microbatches that are whole rounds."""
+    return math.lcm(round_length, size) // size
+
+
+def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:
+    """When the first stage has done the backward of a minibatch's first microbatch."""
+    microbatch = minibatch * plan.num_microbatches
+    events = timeline.events[plan.rank_of(0, microbatch)]
+    return next(event.end_seconds for event in events if event.instruction == Backward(microbatch))
+
+
+def _depth(plan: Plan) -> int:
+    """Microbatches in flight while the pipeline is full; GPipe's, which never is, counts as 1F1B's."""
+    if plan.schedule == "gpipe":
+        plan = replace(plan, schedule="1f1b")
+    return in_flight_per_stage(plan, UNLIMITED)[0] * plan.replicas[0]
+
+
+def _instructions_per_microbatch(plan: Plan) -> int:
+    """Forward and backward in each stage; two sends and two receives at each cut; updates without a flush.
+
+    A backward in halves counts twice.
+    """
+    halves = plan.num_stages * (plan.schedule == "zero-bubble")
+    updates = 2 * plan.num_stages * plan.is_asynchronous // plan.num_microbatches
+    return 6 * plan.num_stages - 4 + halves + updates
+
+
+def _idle_share(busy_seconds: float, seconds: float, num_ranks: int) -> float:
+    return 1.0 - busy_seconds / (seconds * num_ranks) if seconds else 0.0

@@ -1,0 +1,134 @@
+"""Contention: which resources computing, a message and an all-reduce occupy on a cluster.
+
+A machine's processors are one resource, with the speeds that were measured. A link has two directions, each
+a resource: every rank has a port at every level, and where a level's bandwidth is shared, so has every unit
+below it. Where a level lets bursts pass, each has a token bucket. Not known here: who computes or sends
+what, and when.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.simulator.fluid_engine import Resource, Shares, even
+
+
+class Route(NamedTuple):
+    """The way of a message: what it occupies until its last byte, and the latency after that."""
+
+    resources: tuple[Resource, ...]
+    latency_seconds: float
+    bursts: tuple["Burst", ...]
+
+
+class RingRoute(NamedTuple):
+    """An all-reduce over some ranks.
+
+    A bucket is a job of `work_per_byte` each byte that goes on at `cap` at most, so that alone it takes what
+    `cluster.allreduce_seconds` says, but for what passes at once of `bursts`.
+    """
+
+    resources: tuple[Resource, ...]
+    wait_seconds: float
+    latency_seconds: float
+    work_per_byte: float
+    cap: float
+    bursts: tuple["Burst", ...]
+
+
+class Burst:
+    """What may pass a link at once: a token bucket, which fills at the link's bandwidth while it rests."""
+
+    __slots__ = ("_link", "_num_bytes", "_since", "_then")
+
+    def __init__(self, link: Resource, num_bytes: float) -> None:
+        self._link, self._num_bytes = link, num_bytes
+        self._then, self._since = num_bytes, 0.0
+
+    def left(self, now: float) -> float:
+        """Bytes that pass at once; none where others are passing."""
+        if self._link.num_jobs:
+            return 0.0
+        return min(self._num_bytes, self._then + (now - self._since) * self._link.shares[1])
+
+    def leave(self, left: float, now: float) -> None:
+        """From now on it fills again."""
+        self._then, self._since = left, now
+
+
+def pass_at_once(bursts: Sequence[Burst], num_bytes: float, now: float) -> float:
+    """How much of a message passes all links before their bandwidth holds, and is gone from their buckets."""
+    if not bursts:
+        return 0.0
+    lefts = [burst.left(now) for burst in bursts]
+    passed = min(num_bytes, *lefts)
+    for burst, left in zip(bursts, lefts, strict=True):
+        burst.leave(left - passed, now)
+    return passed
+
+
+class Machines:
+    """The resources of a cluster, made when they are first asked for."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._speeds = Shares(cluster.shared_speed)
+        self._nodes: dict[int, tuple[Resource]] = {}
+        self._shares = {
+            (index, shared): even(bandwidth)
+            for index, level in enumerate(cluster.levels)
+            for shared, bandwidth in ((False, level.bandwidth), (True, level.shared_bandwidth))
+            if bandwidth is not None
+        }
+        self._links: dict[tuple[int, bool, bool, int], Resource] = {}  # level, shared?, outgoing?, number
+        self._routes: dict[tuple[int, int], Route] = {}
+        self._bursts: dict[Resource, Burst] = {}
+
+    def processors(self, rank: int) -> tuple[Resource]:
+        """What a rank computes on."""
+        node = self.cluster.node(rank)
+        if node not in self._nodes:
+            self._nodes[node] = (Resource(self._speeds),)
+        return self._nodes[node]
+
+    def route(self, sender: int, receiver: int) -> Route:
+        """What a message between two ranks crosses."""
+        found = self._routes.get((sender, receiver))
+        if found is None:
+            index = self.cluster.level_index(sender, receiver)
+            links = self._links_of(index, [sender], True) + self._links_of(index, [receiver], False)
+            latency = self.cluster.levels[index].latency_seconds
+            found = Route(tuple(links), latency, self._bursts_of(index, links))
+            self._routes[sender, receiver] = found
+        return found
+
+    def ring(self, ranks: Sequence[int]) -> RingRoute:
+        """What an all-reduce over these (two or more) ranks crosses, each link once each way."""
+        index = self.cluster.level_index(min(ranks), max(ranks))
+        links = self._links_of(index, ranks, True) + self._links_of(index, ranks, False)
+        latency, seconds_per_byte, wait = self.cluster.ring(ranks)
+        sent_per_byte = 2 * (len(ranks) - 1) / len(ranks)
+        # A measured all-reduce may be faster than a message: then each byte counts as less work.
+        cap = min(sent_per_byte / seconds_per_byte, *(link.shares[1] for link in links))
+        work, bursts = seconds_per_byte * cap, self._bursts_of(index, links)
+        return RingRoute(tuple(links), wait, latency, work, cap, bursts)
+
+    def _bursts_of(self, index: int, links: Sequence[Resource]) -> tuple[Burst, ...]:
+        num_bytes = self.cluster.levels[index].burst_bytes
+        if num_bytes is None:
+            return ()
+        return tuple(self._bursts.setdefault(link, Burst(link, num_bytes)) for link in links)
+
+    def _links_of(self, index: int, ranks: Sequence[int], outgoing: bool) -> list[Resource]:
+        """The ports of the ranks at a level, and where its links are shared those of their units."""
+        links = [self._link(index, False, outgoing, rank) for rank in ranks]
+        if (index, True) in self._shares:
+            units = dict.fromkeys(self.cluster.unit_below(index, rank) for rank in ranks)
+            links += [self._link(index, True, outgoing, unit) for unit in units]
+        return links
+
+    def _link(self, index: int, shared: bool, outgoing: bool, number: int) -> Resource:
+        key = (index, shared, outgoing, number)
+        if key not in self._links:
+            self._links[key] = Resource(self._shares[index, shared])
+        return self._links[key]

@@ -1,0 +1,459 @@
+"""Simulation: the programs of all ranks, each an instruction at a time, on a model of the machines.
+
+Computing, messages and all-reduces are jobs on the resources that `contention` names, and slow each other
+down wherever they share one. What is here: which instruction starts which job, and what waits for what.
+A send ends when the message is handed over; a receive when it has arrived and was taken; an all-reduce when
+all buckets are summed, one after the other, each begun when the last backward of every replica has filled it.
+What a last backward leaves to be made is made in it, or before the all-reduce (`Plan.products_wait`).
+Where a rank holds several stages, the buckets of the last come first, as its gradients are ready first.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.formula import StageCost
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.schedules.instructions import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Products,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Step,
+    final_backwards,
+)
+from hybridpipe.planning.simulator.fluid_engine import Engine
+from hybridpipe.planning.simulator.resources import Machines, Route, pass_at_once
+from hybridpipe.planning.timeline import Event, Timeline
+
+Key = tuple[int, int, bool, int, int]  # sender, receiver, forward?, microbatch, the receiver's stage
+
+
+class Deadlock(RuntimeError):
+    """Nothing can advance; the message names each waiting rank, its stage and its instruction."""
+
+
+class _Rank:
+    """One rank: what it computes on, and how far it is in its program."""
+
+    def __init__(
+        self,
+        number: int,
+        stages: Sequence[int],
+        program: Program,
+        costs: Sequence[StageCost],
+        replicas: "_Replicas",
+        machines: Machines,
+        products_wait: Callable[[int], bool],
+    ) -> None:
+        self.number, self.stages, self.program = number, stages, program
+        self.costs = [costs[s] for s in stages]  # by chunk
+        self.products_wait = [products_wait(s) for s in stages]
+        self.update_seconds = sum(cost.update_seconds for cost in self.costs)
+        self.replicas = replicas
+        self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
+        if len(replicas.numbers) > 1:
+            self.speed *= machines.cluster.replicated_speed
+        self.is_crowded = False  # more ranks of its machine take part than it has processors
+        self.position = 0
+        self.since = 0.0  # when the instruction at `position` began
+        self.events: list[Event] = []
+        has_finals = replicas.buckets or any(cost.products_seconds for cost in self.costs)
+        self.finals = final_backwards(program) if has_finals else frozenset[int]()
+        self.products_seconds = 0.0  # that wait
+        self.round = 0
+        self.num_filled = [0] * len(self.costs)  # of each chunk's buckets, in this round
+
+    @property
+    def stage(self) -> int:
+        """Of the instruction that it is at."""
+        return self.stages[getattr(self.program[self.position], "chunk", 0)]
+
+    def bucket(self, chunk: int) -> int:
+        """The chunk's first that is not filled yet."""
+        replicas = self.replicas
+        first = replicas.first_bucket[chunk] + self.num_filled[chunk]
+        return self.round * len(replicas.buckets) + first
+
+
+class _Replicas:
+    """The ranks that hold the same stages, and the gradients that they reduce together."""
+
+    def __init__(self, ranks: Sequence[int], costs: Sequence[StageCost], machines: Machines) -> None:
+        self.numbers = ranks
+        each = [cost.buckets if len(ranks) > 1 else () for cost in costs]  # by chunk
+        self.buckets = [bucket for buckets in reversed(each) for bucket in buckets]
+        self.first_bucket = [sum(map(len, each[chunk + 1 :])) for chunk in range(len(each))]
+        self.ring = machines.ring(ranks) if self.buckets else None
+        self.ranks: list[_Rank] = []
+        self.filled: Counter[int] = Counter()  # by how many replicas; buckets are counted on over all rounds
+        self.full_at: dict[int, list[Sequence[float]]] = {}  # by chunk: of the replicas that know
+        self.num_reduced = 0
+        self.num_parts = 0  # of the bucket being reduced: what is not done yet
+        self.waiting: list[_Rank] = []
+
+
+class _Message:
+    """On its way from one rank to another; made by whichever comes to it first."""
+
+    __slots__ = ("arrived", "key", "num_bytes", "offered", "receiver", "route", "sender")
+    sender: _Rank
+    route: Route
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.num_bytes = 0.0
+        self.receiver: _Rank | None = None  # once it waits
+        self.offered = self.arrived = False
+
+
+class Simulation:
+    """One run; the arguments are those of `simulate.simulate`."""
+
+    def __init__(
+        self,
+        programs: Mapping[int, Program],
+        plan: Plan,
+        costs: Sequence[StageCost],
+        cluster: Cluster,
+        synchronous: bool,
+        until: Callable[[Event], bool] | None,
+    ) -> None:
+        self.cluster, self.synchronous, self.until = cluster, synchronous, until
+        self.engine = Engine()
+        self.machines = Machines(cluster)
+        self.are_private = cluster.are_processors_private
+        self.messages: dict[Key, _Message] = {}  # that not both sides are done with
+        self.costs, self.numbers = costs, [stage.ranks for stage in plan.stages]
+        self.ranks: list[_Rank] = []
+        for group, stage in enumerate(plan.stages[: plan.num_groups]):
+            held = plan.held_stages(Place(group, 0))
+            replicas = _Replicas(stage.ranks, [costs[s] for s in held], self.machines)
+            replicas.ranks = [
+                _Rank(rank, held, programs[rank], costs, replicas, self.machines, plan.products_wait)
+                for rank in stage.ranks
+            ]
+            self.ranks += replicas.ranks
+        num_active = Counter(cluster.node(rank.number) for rank in self.ranks)
+        for rank in self.ranks if cluster.wakeup_seconds else ():
+            rank.is_crowded = cluster.is_busy(num_active[cluster.node(rank.number)] - 1)
+        # How each instruction starts; True: it is done at once.
+        self.start: dict[type, Callable[[_Rank, Any], bool]] = {
+            Forward: self.forward,
+            Backward: self.backward,
+            BackwardInput: self.backward_input,
+            BackwardWeight: self.backward_weight,
+            Step: self.step,
+            AllReduce: self.allreduce,
+            SendActivation: self.send_activation,
+            SendGradient: self.send_gradient,
+            ReceiveActivation: self.receive_activation,
+            ReceiveGradient: self.receive_gradient,
+        }
+
+    def run(self) -> Timeline:
+        """What each rank did when. Raises Deadlock."""
+        for rank in self.ranks:
+            self.advance(rank)
+        self.engine.run()
+        waiting = [rank for rank in self.ranks if rank.position < len(rank.program)]
+        if self.engine.is_stopped:
+            for rank in waiting:
+                rank.events.append(Event(rank.program[rank.position], rank.since, self.engine.now))
+        elif waiting:
+            raise Deadlock(
+                "nothing can advance: "
+                + "; ".join(
+                    f"rank {rank.number} (stage {rank.stage}) waits at instruction {rank.position}, "
+                    f"{rank.program[rank.position]}"
+                    for rank in waiting
+                )
+            )
+        return Timeline({rank.number: tuple(rank.events) for rank in self.ranks})
+
+    def advance(self, rank: _Rank) -> None:
+        """Start instructions until one takes time; its end calls `finish`."""
+        program, start = rank.program, self.start
+        now = rank.since = self.engine.now
+        while rank.position < len(program):
+            instruction = program[rank.position]
+            if not start[type(instruction)](rank, instruction):
+                return
+            rank.events.append(Event(instruction, now, now))
+            rank.position += 1
+
+    def finish(self, rank: _Rank) -> None:
+        event = Event(rank.program[rank.position], rank.since, self.engine.now)
+        rank.events.append(event)
+        rank.position += 1
+        if self.until is not None and rank is self.ranks[0] and self.until(event):
+            self.engine.is_stopped = True
+        self.advance(rank)
+
+    # Computing
+
+    def compute(self, rank: _Rank, seconds: float, done: Callable[[Any], None], argument: object) -> bool:
+        if self.are_private:
+            self.engine.after(seconds / rank.speed, done, argument)
+        else:
+            self.engine.start(seconds / rank.speed, rank.processors, done, argument)
+        return False
+
+    def forward(self, rank: _Rank, instruction: Forward) -> bool:
+        return self.compute(rank, rank.costs[instruction.chunk].forward_seconds, self.finish, rank)
+
+    def backward(self, rank: _Rank, instruction: Backward) -> bool:
+        seconds = rank.costs[instruction.chunk].backward_seconds
+        return self.weight_gradients(rank, instruction, seconds)
+
+    def backward_input(self, rank: _Rank, instruction: BackwardInput) -> bool:
+        cost = rank.costs[instruction.chunk]
+        return self.compute(rank, cost.backward_seconds - cost.weight_seconds, self.finish, rank)
+
+    def backward_weight(self, rank: _Rank, instruction: BackwardWeight) -> bool:
+        return self.weight_gradients(rank, instruction, rank.costs[instruction.chunk].weight_seconds)
+
+    def step(self, rank: _Rank, _: Step) -> bool:
+        return self.compute(rank, rank.update_seconds, self.finish, rank)
+
+    def weight_gradients(self, rank: _Rank, instruction: Backward | BackwardWeight, seconds: float) -> bool:
+        if rank.position not in rank.finals:
+            return self.compute(rank, seconds, self.finish, rank)
+        products = rank.costs[instruction.chunk].products_seconds
+        if rank.products_wait[instruction.chunk]:
+            rank.products_seconds += products
+            products = 0.0
+        if not rank.replicas.buckets:
+            return self.compute(rank, seconds + products, self.finish, rank)
+        if self.are_private:
+            return self.backward_alone(rank, instruction.chunk, seconds + products)
+        return self.backward_piece((rank, instruction.chunk, seconds + products))
+
+    def backward_alone(self, rank: _Rank, chunk: int, seconds: float) -> bool:
+        """The last backward on a processor of its own: when buckets are ready is known from the beginning."""
+        now, taken = self.engine.now, seconds / rank.speed
+        self.fill_at(rank, chunk, [now + bucket.fraction * taken for bucket in rank.costs[chunk].buckets])
+        return self.compute(rank, seconds, self.finish, rank)
+
+    def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:
+        """The last backward in pieces: at the end of each one more bucket of gradients is ready."""
+        rank, chunk, seconds = piece
+        buckets, i = rank.costs[chunk].buckets, rank.num_filled[chunk]
+        begin = buckets[i - 1].fraction if i else 0.0
+        if i < len(buckets):
+            return self.compute(rank, (buckets[i].fraction - begin) * seconds, self.piece_done, piece)
+        return self.compute(rank, (1.0 - begin) * seconds, self.finish, rank)
+
+    def piece_done(self, piece: tuple[_Rank, int, float]) -> None:
+        self.fill(piece[0], piece[1])
+        self.backward_piece(piece)
+
+    def wake(self, rank: _Rank, num_computing: int, done: Callable[[Any], None], argument: object) -> None:
+        """Go on with a rank that has waited, so that so many of its machine then compute."""
+        by_computing = self.cluster.wakeup_seconds
+        seconds = by_computing[min(num_computing, len(by_computing)) - 1] if rank.is_crowded else 0.0
+        if seconds:
+            self.compute(rank, seconds, done, argument)
+        else:
+            done(argument)
+
+    # Gradients
+
+    def products_done(self, rank: _Rank) -> None:
+        rank.events.append(Event(Products(), rank.since, self.engine.now))
+        self.advance(rank)
+
+    def allreduce(self, rank: _Rank, _: AllReduce) -> bool:
+        if rank.products_seconds:
+            seconds, rank.products_seconds = rank.products_seconds, 0.0
+            return self.compute(rank, seconds, self.products_done, rank)
+        replicas = rank.replicas
+        for chunk in reversed(range(len(rank.costs) if replicas.buckets else 0)):
+            missing = len(rank.costs[chunk].buckets) - rank.num_filled[chunk]
+            if missing and self.are_private:
+                self.fill_at(rank, chunk, [self.engine.now] * missing)
+            elif missing:  # a replica without a microbatch has zeros ready
+                self.fill(rank, chunk, missing)
+            rank.num_filled[chunk] = 0
+        rank.round += 1
+        if replicas.num_reduced == rank.round * len(replicas.buckets):
+            return True
+        replicas.waiting.append(rank)
+        return False
+
+    def fill(self, rank: _Rank, chunk: int, count: int = 1) -> None:
+        replicas = rank.replicas
+        for _ in range(count):
+            replicas.filled[rank.bucket(chunk)] += 1
+            rank.num_filled[chunk] += 1
+            self.reduce_next(replicas)
+
+    def fill_at(self, rank: _Rank, chunk: int, times: Sequence[float]) -> None:
+        """When a rank's buckets are ready; once every replica has said so, each is full at an event."""
+        replicas, first = rank.replicas, rank.bucket(chunk)
+        rank.num_filled[chunk] = len(times)
+        each = replicas.full_at.setdefault(chunk, [])
+        each.append(times)
+        if len(each) == len(replicas.ranks):
+            del replicas.full_at[chunk]
+            for bucket, at in enumerate(map(max, *each), first):
+                self.engine.after(at - self.engine.now, self.full, (replicas, bucket))
+
+    def full(self, filled: tuple[_Replicas, int]) -> None:
+        replicas, bucket = filled
+        replicas.filled[bucket] = len(replicas.ranks)
+        self.reduce_next(replicas)
+
+    def reduce_next(self, replicas: _Replicas, going: bool = False) -> None:
+        """`going`: another bucket has just been summed."""
+        ring = replicas.ring
+        if ring is None or replicas.num_parts or replicas.filled[replicas.num_reduced] < len(replicas.ranks):
+            return
+        replicas.num_parts = 1
+        if ring.wait_seconds and not going:
+            self.engine.after(ring.wait_seconds, self.reduce, replicas)
+        else:
+            self.reduce(replicas)
+
+    def reduce(self, replicas: _Replicas) -> None:
+        ring = replicas.ring
+        assert ring is not None
+        num_bytes = replicas.buckets[replicas.num_reduced % len(replicas.buckets)].num_bytes
+        work = num_bytes * ring.work_per_byte
+        limited = work - pass_at_once(ring.bursts, work, self.engine.now)
+        if limited:
+            self.engine.start(limited, ring.resources, self.ring_at_limit, replicas, ring.cap)
+        else:
+            self.engine.after(ring.latency_seconds, self.part_done, replicas)
+        if self.cluster.overlap < 1:
+            # Processor time of what was measured while every rank of the machine computed.
+            speed = self.cluster.shared_speed(self.cluster.node_ranks or 1)
+            seconds = limited / ring.cap + ring.latency_seconds  # alone
+            for rank in replicas.ranks:
+                replicas.num_parts += 1
+                handling = (1 - self.cluster.overlap) * seconds * speed
+                self.engine.start(handling, rank.processors, self.part_done, replicas)
+
+    def ring_at_limit(self, replicas: _Replicas) -> None:
+        assert replicas.ring is not None
+        for burst in replicas.ring.bursts:
+            burst.leave(0.0, self.engine.now)
+        self.engine.after(replicas.ring.latency_seconds, self.part_done, replicas)
+
+    def part_done(self, replicas: _Replicas) -> None:
+        replicas.num_parts -= 1
+        if replicas.num_parts:
+            return
+        del replicas.filled[replicas.num_reduced]
+        replicas.num_reduced += 1
+        if replicas.num_reduced % len(replicas.buckets) == 0:
+            waiting, replicas.waiting = replicas.waiting, []
+            woken = Counter(rank.processors for rank in waiting)  # together, on each machine
+            computing = {processors: processors[0].num_jobs + n for processors, n in woken.items()}
+            for rank in waiting:
+                self.wake(rank, computing[rank.processors], self.finish, rank)
+        self.reduce_next(replicas, going=True)
+
+    # Messages
+
+    def send_activation(self, rank: _Rank, instruction: SendActivation) -> bool:
+        m, stage = instruction.microbatch, rank.stages[instruction.chunk]
+        key = (rank.number, self.peer(stage + 1, m), True, m, stage + 1)
+        return self.send(rank, key, self.costs[stage].output_bytes)
+
+    def send_gradient(self, rank: _Rank, instruction: SendGradient) -> bool:
+        m, stage = instruction.microbatch, rank.stages[instruction.chunk]
+        key = (rank.number, self.peer(stage - 1, m), False, m, stage - 1)
+        return self.send(rank, key, self.costs[stage - 1].gradient_bytes)
+
+    def receive_activation(self, rank: _Rank, instruction: ReceiveActivation) -> bool:
+        m, stage = instruction.microbatch, rank.stages[instruction.chunk]
+        return self.receive(rank, (self.peer(stage - 1, m), rank.number, True, m, stage))
+
+    def receive_gradient(self, rank: _Rank, instruction: ReceiveGradient) -> bool:
+        m, stage = instruction.microbatch, rank.stages[instruction.chunk]
+        return self.receive(rank, (self.peer(stage + 1, m), rank.number, False, m, stage))
+
+    def peer(self, stage: int, microbatch: int) -> int:
+        numbers = self.numbers[stage]
+        return numbers[microbatch % len(numbers)]
+
+    def message(self, key: Key) -> _Message:
+        found = self.messages.get(key)
+        if found is None:
+            found = self.messages[key] = _Message(key)
+        return found
+
+    def handle(self, rank: _Rank, num_bytes: float, done: Callable[[Any], None], argument: object) -> bool:
+        """The processor time that a message takes at either end; True where it takes none."""
+        seconds = self.cluster.message_seconds + num_bytes * self.cluster.message_seconds_per_byte
+        return self.compute(rank, seconds, done, argument) if seconds else True
+
+    def send(self, rank: _Rank, key: Key, num_bytes: float) -> bool:
+        message = self.message(key)
+        message.sender, message.num_bytes = rank, num_bytes
+        return self.handle(rank, num_bytes, self.handed_over, message) and self.hand_over(message)
+
+    def handed_over(self, message: _Message) -> None:
+        if self.hand_over(message):
+            self.finish(message.sender)
+
+    def hand_over(self, message: _Message) -> bool:
+        message.offered = True
+        if not self.synchronous or message.receiver is not None:
+            self.transfer(message)
+        return not self.synchronous
+
+    def receive(self, rank: _Rank, key: Key) -> bool:
+        message = self.message(key)
+        message.receiver = rank
+        if message.arrived:
+            return self.take(message, rank)
+        if self.synchronous and message.offered:
+            self.transfer(message)
+        return False
+
+    def transfer(self, message: _Message) -> None:
+        route = message.route = self.machines.route(message.key[0], message.key[1])
+        limited = message.num_bytes - pass_at_once(route.bursts, message.num_bytes, self.engine.now)
+        if limited:
+            self.engine.start(limited, route.resources, self.at_limit, message)
+        else:
+            self.engine.after(0.0, self.transferred, message)
+
+    def at_limit(self, message: _Message) -> None:
+        for burst in message.route.bursts:
+            burst.leave(0.0, self.engine.now)
+        self.transferred(message)
+
+    def transferred(self, message: _Message) -> None:
+        if self.synchronous:
+            self.finish(message.sender)
+        if message.route.latency_seconds:
+            self.engine.after(message.route.latency_seconds, self.arrive, message)
+        else:
+            self.arrive(message)
+
+    def arrive(self, message: _Message) -> None:
+        message.arrived = True
+        rank = message.receiver
+        if rank is not None:
+            self.wake(rank, rank.processors[0].num_jobs + 1, self.taken_late, message)
+
+    def taken_late(self, message: _Message) -> None:
+        rank = message.receiver
+        assert rank is not None
+        if self.take(message, rank):
+            self.finish(rank)
+
+    def take(self, message: _Message, rank: _Rank) -> bool:
+        del self.messages[message.key]
+        return self.handle(rank, message.num_bytes, self.finish, rank)

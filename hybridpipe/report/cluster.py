@@ -1,0 +1,61 @@
+"""Cluster report: what was measured of the machines, as a table for people. Takes data, returns text."""
+
+from tabulate import tabulate
+
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cost.fit import doubling
+from hybridpipe.report.tables import duration, size
+
+
+def describe(cluster: Cluster, num_cores: int | None = None) -> str:
+    """The links, the all-reduce, and what the ranks of a machine have of its processors.
+
+    Args:
+        num_cores: of the machine, if it is known.
+    """
+    lines = [tabulate(map(_row, cluster.levels), headers="keys", disable_numparse=True), ""]
+    ranks = cluster.node_ranks or 1
+    lines.append(f"{cluster.num_ranks} rank(s), {ranks} on a machine")
+    if cluster.compute_speeds is not None:
+        speeds = ", ".join(f"{n}: {cluster.compute_speeds[n - 1]:.0%}" for n in doubling(1, ranks))
+        lines.append(f"speed of each rank of a machine, by how many compute at once: {speeds}")
+    if num_cores is not None and ranks > num_cores:
+        lines.append(f"{ranks} ranks on the {num_cores} core(s) of a machine: their compute contends")
+    if any(cluster.wakeup_seconds):
+        numbers = doubling(1, len(cluster.wakeup_seconds))
+        each = ", ".join(f"{n}: {cluster.wakeup_seconds[n - 1] * 1e3:.1f}" for n in numbers)
+        lines.append(f"ms of a processor to go on with a rank that waited, by how many compute then: {each}")
+    if cluster.relative_speed is not None:
+        lines.append("relative speed of the ranks: " + ", ".join(f"{s:.2f}" for s in cluster.relative_speed))
+    lines.append(
+        f"a message takes {cluster.message_seconds * 1e6:.0f} us and "
+        f"{cluster.message_seconds_per_byte * 1e9:.2f} ns a byte of a processor at either end; "
+        f"a rank of a replicated stage has {cluster.replicated_speed:.0%} of the speed of another, and "
+        f"{cluster.overlap:.0%} of an all-reduce for nothing"
+    )
+    return "\n".join(lines)
+
+
+def _row(level: Level) -> dict[str, str]:
+    reduced = level.allreduce
+    return {
+        "level": level.name,
+        "ranks": str(level.ranks),
+        "bandwidth": _bandwidth(level.bandwidth),
+        "latency": duration(level.latency_seconds),
+        "fit": _error(level.fit_error),
+        "at once": size(level.burst_bytes) if level.burst_bytes else "-",
+        "a host's ranks together": _bandwidth(level.shared_bandwidth) if level.shared_bandwidth else "-",
+        "all-reduce": _bandwidth(reduced.bandwidth) if reduced else "-",
+        "its latency": duration(reduced.latency_seconds) if reduced else "-",
+        "and wait": duration(reduced.wait_seconds) if reduced else "-",
+        "its fit": _error(reduced.fit_error) if reduced else "-",
+    }
+
+
+def _bandwidth(bytes_per_second: float) -> str:
+    return f"{size(bytes_per_second)}/s"
+
+
+def _error(relative: float | None) -> str:
+    return "-" if relative is None else f"±{relative:.0%}"

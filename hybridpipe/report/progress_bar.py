@@ -1,0 +1,46 @@
+"""Progress: a bar on a terminal, a line every few seconds in a log. Rank 0's business."""
+
+import os
+import sys
+import time
+
+from tqdm import tqdm
+
+from hybridpipe.training.metrics import MinibatchRecord
+
+LINE_SECONDS = 5.0
+
+
+class Progress:
+    """Shows where the training stands; `update` once a minibatch."""
+
+    def __init__(self, total: int, name: str, done: int = 0) -> None:
+        self._total, self._name = total, name
+        self._bar = None
+        if _on_terminal():
+            self._bar = tqdm(total=total, initial=done, desc=name, unit="minibatch")
+        self._done, self._shown = done, time.monotonic()
+
+    def update(self, record: MinibatchRecord) -> None:
+        """One more minibatch is done."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+            self._bar.set_postfix(loss=f"{record.loss:.4f}", refresh=False)
+        elif time.monotonic() - self._shown > LINE_SECONDS or self._done == self._total:
+            self._shown = time.monotonic()
+            speed = record.num_samples / record.seconds
+            where = f"{self._name}: minibatch {self._done}/{self._total}"
+            print(f"{where}, loss {record.loss:.4f}, {speed:,.0f} samples/s", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _on_terminal() -> bool:
+    """Under mpirun a rank's stderr is no terminal (or, with Open MPI, always one): the launcher knows."""
+    if "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ:
+        return os.environ.get("HYBRIDPIPE_TERMINAL") == "1"
+    return sys.stderr.isatty()

@@ -1,0 +1,473 @@
+"""Report: plans and runs as tables for people. Takes data, returns text."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tabulate import tabulate
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.formula import (
+    StageCost,
+    StageTerms,
+    cut_figures,
+    measured_speed,
+    stage_costs,
+    stage_terms,
+)
+from hybridpipe.planning.cost.memory import peak_memory_bytes, versions_per_stage
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.schedules.generators import ceil_div, in_flight_per_stage
+from hybridpipe.planning.search.placement import dealt
+from hybridpipe.planning.search.search import Candidate, fits, judged, short_name
+from hybridpipe.planning.simulator.predict import is_simulated, predict
+from hybridpipe.planning.timeline import Parts, Timeline
+
+NUM_CANDIDATES = 6
+MAX_LISTED = 8  # cuts, or runs of ranks
+TRACED = {  # of a rank's minibatch, as a table calls it
+    "seconds": "minibatch",
+    "forward_seconds": "forward",
+    "backward_seconds": "backward",
+    "optimizer_seconds": "optimizer",
+    "allreduce_seconds": "all-reduce",
+    "message_seconds": "message",
+    "copying_seconds": "copying",
+    "loading_seconds": "loading",
+    "idle_seconds": "idle",
+    "other_seconds": "other",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What a stage costs each of its ranks, and the cut behind it, by the terms of `cost.estimate`.
+
+    Args:
+        work_seconds: a microbatch's forward, backward and handling of messages.
+        sent_bytes, received_bytes: a microbatch's, over the cuts at both ends.
+        allreduce_seconds: one all-reduce, alone.
+        compute_seconds: a minibatch's work and update.
+        exposed_seconds: what no backward hides of a minibatch's all-reduce.
+        link_seconds: how long a minibatch keeps the busiest link of the cut behind occupied, one way.
+    """
+
+    work_seconds: float
+    sent_bytes: float
+    received_bytes: float
+    allreduce_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    link_seconds: float
+
+
+def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[StageFigures, ...]:
+    """One for each stage of the plan."""
+    none = StageCost(0.0, 0.0)
+    costs = stage_costs(profile, plan, measured_speed(profile, cluster))
+    over_cuts = [none, *costs[:-1], none]
+    return tuple(
+        _figures(plan, s, terms, over_cuts[s], over_cuts[s + 1], cluster)
+        for s, terms in enumerate(stage_terms(plan, costs, cluster))
+    )
+
+
+def _figures(
+    plan: Plan, s: int, terms: StageTerms, before: StageCost, behind: StageCost, cluster: Cluster
+) -> StageFigures:
+    replicas = plan.stages[s].replicas
+    # Under pipedream the replicas take turns: a minibatch is one of theirs, and one has it.
+    takes_turns = replicas if plan.schedule == "pipedream" else 1
+    work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds + terms.products_seconds
+    return StageFigures(
+        work_seconds=terms.work_seconds,
+        sent_bytes=behind.output_bytes + before.gradient_bytes,
+        received_bytes=before.output_bytes + behind.gradient_bytes,
+        allreduce_seconds=terms.allreduce_seconds,
+        compute_seconds=(work + terms.update_seconds) / takes_turns,
+        exposed_seconds=terms.exposed_seconds / takes_turns,
+        link_seconds=_link_seconds(plan, s, max(behind.output_bytes, behind.gradient_bytes), cluster),
+    )
+
+
+def _link_seconds(plan: Plan, s: int, num_bytes: float, cluster: Cluster) -> float:
+    if s + 1 == plan.num_stages:
+        return 0.0
+    ranks, behind = plan.stages[s].ranks, plan.stages[s + 1].ranks
+    # As if asynchronous: all of the minibatch's messages, not only those after the first.
+    cut = cut_figures(cluster, ranks, behind, plan.num_microbatches, asynchronous=True)
+    return cut.busy_seconds_per_byte * num_bytes
+
+
+def bottleneck(
+    figures: Sequence[StageFigures], minibatch_seconds: float, num_groups: int | None = None
+) -> tuple[str, float]:
+    """What takes most of a minibatch's time, and how many seconds of it.
+
+    That is a stage's computing, the part of an all-reduce that nothing hides, the traffic of a cut, or what
+    the busiest stage or cut leaves over. Where ranks hold several stages, those count together.
+
+    Args:
+        num_groups: of ranks; defaults to one for each stage.
+    """
+    groups = num_groups or len(figures)
+    terms, busiest = [], 0.0
+    for g in range(groups):
+        held = figures[g::groups]
+        compute, exposed, link = (
+            sum(getattr(each, name) for each in held)
+            for name in ("compute_seconds", "exposed_seconds", "link_seconds")
+        )
+        of = f"stage {g}" if len(held) == 1 else f"the stages of group {g}"
+        cuts = f"stages {g} and {g + 1}" if len(held) == 1 else f"groups {g} and {(g + 1) % groups}"
+        terms += [
+            (f"computing in {of}", compute),
+            (f"the all-reduce of {of}", exposed),
+            (f"the traffic between {cuts}", link),
+        ]
+        busiest = max(busiest, compute + exposed, link)
+    terms.append(("filling, draining and waiting", minibatch_seconds - busiest))
+    return max(terms, key=lambda term: term[1])
+
+
+def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
+    """The stages of a plan: who holds what, and what it is predicted to cost."""
+    peaks = dict(zip(plan.ranks, peak_memory_bytes(profile, plan), strict=True))
+    figures = stage_figures(plan, profile, cluster)
+    stashes = in_flight_per_stage(plan, plan.num_microbatches)
+    versions = versions_per_stage(plan)
+    rows = []
+    for s, (stage, each) in enumerate(zip(plan.stages, figures, strict=True)):
+        rows.append(
+            {
+                "stage": s,
+                "layers": _layers(profile, stage),
+                "ranks": _ranges(stage.ranks),
+                "compute": duration(each.work_seconds),
+                "sends": _or_dash(size, each.sent_bytes),
+                "receives": _or_dash(size, each.received_bytes),
+                "link behind": _or_dash(duration, each.link_seconds),
+                "all-reduce": _or_dash(duration, each.allreduce_seconds),
+                "exposed": _or_dash(duration, each.exposed_seconds),
+                "in flight": str(stashes[s]) + " recomputing" * plan.recomputes(s),
+                **({"versions": str(versions[s])} if plan.is_asynchronous else {}),
+                "memory": _memory(
+                    max(map(peaks.__getitem__, stage.ranks)), min(map(cluster.memory, stage.ranks))
+                ),
+            }
+        )
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def candidates_table(candidates: Sequence[Candidate], chosen: Plan) -> str:
+    """The best plans by predicted speed, and what each loses against the best."""
+    best = candidates[0].seconds
+    shown = list(candidates[:NUM_CANDIDATES])
+    shown += [c for c in candidates[NUM_CANDIDATES:] if c.origin != "exact" or c.plan == chosen]
+    rows = [
+        {
+            "": "->" if candidate.plan == chosen else "",
+            "plan": short_name(candidate.plan),
+            "schedule": candidate.plan.schedule,
+            "ranks": candidate.plan.num_ranks,
+            "cuts after layer": _cuts(candidate.plan),
+            "microbatches": f"{candidate.plan.num_microbatches} x {candidate.samples}",
+            "minibatch": duration(candidate.seconds),
+            "loses": f"{candidate.seconds / best - 1:.0%}" if candidate.seconds > best > 0 else "",
+            "bubble": f"{candidate.plan.predicted.bubble_fraction:.0%}" if candidate.plan.predicted else "-",
+            "proposed by": ", ".join(_remarks(candidate)),
+        }
+        for candidate in shown
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def _remarks(candidate: Candidate) -> Iterator[str]:
+    yield candidate.origin
+    if any(map(candidate.plan.recomputes, range(candidate.plan.num_stages))):
+        yield "recomputing"
+    if not is_simulated(candidate.plan):
+        yield "not simulated"
+
+
+def explain(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_ranks: int | None = None,
+) -> str:
+    """The plan and why it was chosen.
+
+    Args:
+        plan: with its prediction.
+        candidates: what it was chosen from, best first; none for a plan that was given.
+        profile: of its microbatch.
+        num_ranks: how many could be used; defaults to all of the cluster's.
+    """
+    ranks = cluster.num_ranks if num_ranks is None else num_ranks
+    lines = [
+        f"plan {short_name(plan)}: {plan.num_stages} stage(s) on {plan.num_ranks} of {ranks} ranks, "
+        f"{plan.schedule}, {_slices(plan)} of {profile.samples} samples{_particulars(plan)}",
+        *_prediction(plan, profile, cluster),
+        "",
+        plan_table(plan, profile, cluster),
+        "(compute, sends and receives: a microbatch's; link behind and exposed: a minibatch's; "
+        "in flight: microbatches)",
+        "",
+        *_where_time_goes(plan, profile, cluster),
+    ]
+    if candidates:
+        lines += ["", f"considered, by predicted time{_sharing(cluster)}:", ""]
+        lines += [candidates_table(candidates, plan), *_unused(plan, candidates, ranks)]
+    return "\n".join(lines)
+
+
+def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
+    assert plan.predicted is not None
+    samples = plan.num_microbatches * profile.samples
+    rate = plan.predicted.samples_per_second
+    total = plan.predicted.minibatch_seconds
+    yield f"{duration(total)} a minibatch of {samples} samples, {rate:,.0f} samples/s"
+    alone = min(plan.ranks, key=lambda rank: (-cluster.speed(rank), rank))
+    for others, ranks in (("one rank", (alone,)), ("data parallelism on the same ranks", plan.ranks)):
+        other = _one_stage(plan, dealt(cluster, ranks))
+        if total and other.stages != plan.stages:
+            seconds = _seconds(judged(other, profile, cluster))
+            misfit = "" if fits(other, profile, cluster) else ", which does not fit into memory"
+            yield f"{seconds / total:.2f} times as fast as {others}{misfit}"
+
+
+def _particulars(plan: Plan) -> str:
+    told = []
+    if plan.schedule == "pipedream":
+        of_input = "those of the input stage" if plan.vertical_sync else "each stage's newest"
+        if plan.num_stages > 1:
+            told.append(f"stale weights: {of_input}")
+        if plan.replicas[0] > 1:
+            told.append(f"one update every {plan.replicas[0]} minibatches")
+    elif plan.is_asynchronous:
+        told.append("weights one update old")
+    if plan.max_in_flight is not None:
+        told.append(f"at most {plan.max_in_flight} in flight")
+    again = [s for s in range(plan.num_stages) if plan.recomputes(s)]
+    if len(again) == plan.num_stages:
+        told.append("activations recomputed")
+    elif again:
+        told.append(f"activations recomputed in stage(s) {_ranges(again)}")
+    return "".join(f", {each}" for each in told)
+
+
+def _slices(plan: Plan) -> str:
+    if plan.schedule == "pipedream":
+        return "whole minibatches"
+    return "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
+
+
+def _one_stage(plan: Plan, ranks: tuple[int, ...]) -> Plan:
+    stages = (StageSpec(0, plan.num_layers, len(ranks), ranks),)
+    schedule = plan.schedule if plan.is_asynchronous else "1f1b"  # with one stage all synchronous are alike
+    return Plan(stages, schedule, plan.num_microbatches)
+
+
+def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
+    total, figures, shares = _seconds(plan), stage_figures(plan, profile, cluster), []
+    # An asynchronous pipeline's timeline holds its start, which does not count.
+    if total and is_simulated(plan) and not plan.is_asynchronous:
+        timeline = predict(plan, profile, cluster)[0]
+        parts = asdict(timeline.parts(plan)).items()
+        shares = [f"{name.removesuffix('_seconds')} {part / timeline.seconds:z.0%}" for name, part in parts]
+        figures = _as_simulated(figures, plan, timeline)
+    what, seconds = bottleneck(figures, total, plan.num_groups)
+    yield f"bottleneck: {what}, {duration(seconds)} of {duration(total)}"
+    if shares:
+        yield f"the ranks' time, on average: {', '.join(shares)}"
+
+
+def _as_simulated(
+    figures: Sequence[StageFigures], plan: Plan, timeline: Timeline
+) -> tuple[StageFigures, ...]:
+    """With the computing of the timeline: the formula has all ranks of a machine compute at once, and where
+    they outnumber its cores a stage's computing could come out longer than the minibatch.
+    """
+    spent = timeline.spent(plan)
+    return tuple(
+        replace(each, compute_seconds=max(spent[rank].compute_seconds for rank in stage.ranks) / plan.chunks)
+        for each, stage in zip(figures, plan.stages, strict=True)
+    )
+
+
+def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> Iterator[str]:
+    unused = sorted(set(range(num_ranks)).difference(plan.ranks))
+    if not unused:
+        return
+    yield ""
+    who = f"{len(unused)} rank(s) stay unused ({_ranges(unused)})"
+    larger = [candidate for candidate in candidates if candidate.plan.num_ranks > plan.num_ranks]
+    if plan != candidates[0].plan:  # it was asked for
+        yield who
+    elif larger:
+        best = larger[0].plan
+        loss = _seconds(best) / (_seconds(plan) or 1) - 1
+        yield f"{who}: the best plan with more, {short_name(best)} on {best.num_ranks}, loses {loss:.1%}"
+    else:
+        yield f"{who}: no plan with more that fits into memory is among the best"
+
+
+def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
+    """Measured and predicted figures of several runs, and their ratios to the run called `reference`."""
+    base = runs.get(reference)
+    rows = []
+    for name, run in runs.items():
+        predicted = run.get("predicted_samples_per_second")
+        row = {
+            "run": name,
+            "plan": run["plan"],
+            "samples/s": f"{run['samples_per_second']:,.0f}",
+            "predicted": f"{predicted:,.0f}" if predicted else "-",
+        }
+        if base is not None:
+            row[f"vs {reference}"] = f"{run['samples_per_second'] / base['samples_per_second']:.2f}x"
+            expected = base.get("predicted_samples_per_second")
+            row["predicted "] = f"{predicted / expected:.2f}x" if predicted and expected else "-"
+        row |= {
+            "accuracy": _accuracy(run),
+            "last loss": f"{run['loss_last']:.5f}",
+            "p2p": size(run["bytes_sent_p2p"] / run["minibatches"]),
+            "all-reduced": size(run["bytes_allreduced"] / run["minibatches"]),
+        }
+        rows.append(row)
+    return (
+        tabulate(rows, headers="keys", disable_numparse=True)
+        + "\n(p2p and all-reduced: of all ranks, per minibatch)"
+    )
+
+
+def compared(predicted: Parts, measured: Parts) -> dict[str, dict[str, float]]:
+    """What a minibatch's time goes into, in seconds, the mean over ranks: by part, predicted and measured."""
+    measured_parts = asdict(measured)
+    return {
+        name: {"predicted": seconds, "measured": measured_parts[name]}
+        for name, seconds in asdict(predicted).items()
+    }
+
+
+def parts_table(parts: Mapping[str, Mapping[str, float]]) -> str:
+    """`compared` as a table."""
+    rows = [
+        {
+            "part": name.removesuffix("_seconds"),
+            "predicted": duration(seconds["predicted"]),
+            "measured": duration(seconds["measured"]),
+        }
+        for name, seconds in parts.items()
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
+    """Where each rank's minibatch goes: all of it first, then the parts, which add up to it."""
+    rows = [
+        {"rank": rank}
+        | {TRACED[name]: duration(seconds) if seconds else "-" for name, seconds in of_rank.items()}
+        for rank, of_rank in ranks.items()
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def memory_table(plan: Plan, peak: Sequence[int], before: Sequence[int]) -> str:
+    """What each used rank's process held at most and before training, and what the plan says it needs.
+
+    Args:
+        peak, before: bytes by rank.
+    """
+    told = plan.predicted.peak_memory_bytes if plan.predicted else ()
+    predicted = dict(zip(plan.ranks, map(size, told), strict=False))
+    rows = [
+        {
+            "rank": rank,
+            "memory at most": size(peak[rank]),
+            "before training": size(before[rank]),
+            "more": size(max(0, peak[rank] - before[rank])),
+            "predicted for the stage": predicted.get(rank, "-"),
+        }
+        for rank in sorted(plan.ranks)
+    ]
+    return tabulate(rows, headers="keys", disable_numparse=True)
+
+
+def size(num_bytes: float) -> str:
+    """A size for people, such as "1.25 MB"."""
+    return _scaled(num_bytes, 1e3, "B", "kB", "MB", "GB", "TB")
+
+
+def duration(seconds: float) -> str:
+    """A time for people, such as "12.5 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return _scaled(seconds * 1e6, 1e3, "us", "ms", "s")
+
+
+def _scaled(value: float, step: float, *units: str) -> str:
+    unit, *larger = units
+    for each in larger:
+        if value < step * (1 - 5e-4):  # 999.6 would be shown as 1e+03
+            break
+        value, unit = value / step, each
+    return f"{value:.3g} {unit}" if value < step else f"{value:,.0f} {unit}"
+
+
+def _or_dash(show: Callable[[float], str], value: float) -> str:
+    return show(value) if value else "-"
+
+
+def _memory(num_bytes: float, limit: float) -> str:
+    return size(num_bytes) if math.isinf(limit) else f"{size(num_bytes)} of {size(limit)}"
+
+
+def _layers(profile: ModelProfile, stage: StageSpec) -> str:
+    first, last = profile.layers[stage.start].name, profile.layers[stage.stop - 1].name
+    count = stage.stop - stage.start
+    return first if count == 1 else f"{first} .. {last} ({count})"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Numbers in ascending order, such as "0-3,8": which ranks, not which replica each is."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return _few([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], ",")
+
+
+def _few(items: Sequence[str], separator: str) -> str:
+    shown = items if len(items) <= MAX_LISTED else [*items[: MAX_LISTED - 1], "..", items[-1]]
+    return separator.join(shown)
+
+
+def _cuts(plan: Plan) -> str:
+    return _few([str(stage.stop - 1) for stage in plan.stages[:-1]], ", ") or "-"
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.minibatch_seconds
+
+
+def _sharing(cluster: Cluster) -> str:
+    a_machine = cluster.node_ranks or 1
+    speed = cluster.shared_speed(a_machine)
+    if speed == cluster.shared_speed(1):
+        return ""
+    return (
+        f" (ranks of a machine share its processors: {speed:.0%} of full speed while all {a_machine} compute)"
+    )
+
+
+def _accuracy(run: Mapping[str, Any]) -> str:
+    accuracy = run["metrics"].get("accuracy")
+    return "-" if accuracy is None else f"{accuracy:.2%}"

@@ -1,1 +1,0 @@
-"""Runtime: where bytes move. Communicators, transport, gradients, executor, failure."""

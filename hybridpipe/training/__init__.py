@@ -1,0 +1,1 @@
+"""The trainer: plan, epochs, evaluation, and where a training stands."""

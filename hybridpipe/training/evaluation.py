@@ -1,0 +1,208 @@
+"""Judging: what a model's outputs are worth on data it was not trained on.
+
+Pure but for loss and metrics, which are the user's, and for `evaluated`, which runs the worker.
+Sums, not means: they add up over microbatches.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hybridpipe.data.stream import Minibatch
+from hybridpipe.engine.worker import Sums, Worker
+from hybridpipe.errors import shown
+from hybridpipe.health import faults
+from hybridpipe.model.tensors import Value, tensors_of
+from hybridpipe.stage.stage import Loss
+
+Metric = Callable[[Any, Any], tuple[Any, Any]]  # (outputs, targets) of a microbatch → (sum, count)
+LOSS, ACCURACY = "loss", "accuracy"
+IGNORED = -100  # of targets, as in cross_entropy, where a loss says nothing else
+_SECOND = (functional.cross_entropy, functional.nll_loss)  # the classes' dimension, as in their modules
+_WITHOUT_CLASSES = (
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.poisson_nll_loss,
+    functional.gaussian_nll_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.kl_div,
+)
+_MODULES_WITHOUT = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.PoissonNLLLoss,
+    nn.GaussianNLLLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.KLDivLoss,
+)
+
+
+def evaluated(
+    worker: Worker,
+    batches: Iterable[Minibatch],
+    judge: "Judge",
+    num_samples: int,
+    step: int,
+    may_stop: bool = False,
+) -> dict[str, float] | None:
+    """Mean loss and metrics over a data set. Collective.
+
+    Args:
+        num_samples: in all batches.
+        step: of the training, for reports.
+        may_stop: leave it when a rank was asked to stop; all do alike, and get None.
+    """
+    worker.average_statistics()
+    totals = np.zeros(judge.width)
+    previous: Sums | None = None
+    with worker.evaluating():
+        for number, minibatch in enumerate(batches):
+            faults.at("evaluate", step=step)
+            current = worker.infer(minibatch, judge, judge.width, number)
+            if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
+                totals += previous.wait().sum(axis=0)
+                if may_stop and previous.ask_to_stop():
+                    return None
+            previous = current
+    if previous is not None:
+        totals += previous.wait().sum(axis=0)
+    return judge.metrics(totals, num_samples)
+
+
+class Judge:
+    """Makes of a microbatch numbers that add up: the summed loss and, of each metric, sum and count.
+
+    Args:
+        metrics: each is called with (outputs, targets) of a microbatch and returns (sum, count).
+            Unless they have an accuracy of their own, it is counted where targets are classes.
+
+    Raises:
+        TypeError, ValueError: a metric has no name, is no function, or is called "loss".
+    """
+
+    def __init__(self, loss: Loss, metrics: Mapping[str, Metric]) -> None:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics must be a dict of functions by name, got {type(metrics).__name__}")
+        for name, metric in metrics.items():
+            if not isinstance(name, str) or not callable(metric):
+                raise TypeError(f"metrics must be a dict of functions by name, got {name!r}: {metric!r}")
+        if LOSS in metrics:
+            raise ValueError(f"metrics must not be called {LOSS!r}, which is the mean loss")
+        self._loss, self._metrics = loss, dict(metrics)
+        self._accuracy = None if ACCURACY in metrics else Accuracy(loss)
+
+    @property
+    def width(self) -> int:
+        """How many numbers there are of a microbatch."""
+        return 1 + 2 * len(self._metrics) + (0 if self._accuracy is None else Accuracy.width)
+
+    @torch.no_grad()
+    def __call__(self, outputs: Value, targets: Value) -> list[float]:
+        """The numbers of one microbatch."""
+        numbers = [float(self._loss(outputs, targets)) * len(tensors_of(targets)[0])]
+        for name, metric in self._metrics.items():
+            numbers += _sum_and_count(name, metric(outputs, targets))
+        return numbers if self._accuracy is None else [*numbers, *self._accuracy(outputs, targets)]
+
+    def metrics(self, totals: np.ndarray, num_samples: int) -> dict[str, float]:
+        """What the added numbers come to; without the metrics that had nothing to judge."""
+        found = {LOSS: float(totals[0]) / max(num_samples, 1)}
+        for i, name in enumerate(self._metrics):
+            total, count = totals[1 + 2 * i : 3 + 2 * i]
+            if count:
+                found[name] = float(total / count)
+        if self._accuracy is not None:
+            right, judged, others = totals[-Accuracy.width :]
+            if judged and not others:
+                found[ACCURACY] = float(right / judged)
+        return found
+
+
+def _sum_and_count(name: str, result: Any) -> list[float]:
+    try:
+        total, count = result
+        return [float(total), float(count)]
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"metric {name} must return (sum, count), two numbers of the microbatch, got {shown(result)}"
+        ) from None
+
+
+class Accuracy:
+    """Right answers, answers judged, and targets that are no classes.
+
+    Judged is a classification: outputs have a dimension of two classes or more, the last one or, as
+    `cross_entropy` has it, the second; targets are integers in the range of the classes, or to be ignored.
+
+    Args:
+        loss: where it is one of torch's, it tells whether there are classes, where, and which are ignored.
+    """
+
+    width = 3
+
+    def __init__(self, loss: Loss) -> None:
+        function: Any = loss
+        ignored: Any = IGNORED
+        while isinstance(function, partial):
+            ignored = function.keywords.get("ignore_index", ignored)
+            function = function.func
+        ignored = getattr(function, "ignore_index", ignored)
+        self._ignored = int(ignored) if isinstance(ignored, Integral) else IGNORED  # None says nothing
+        self._has_classes = function not in _WITHOUT_CLASSES and not isinstance(function, _MODULES_WITHOUT)
+        self._second = function in _SECOND or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
+
+    def __call__(self, outputs: Value, targets: Value) -> list[float]:
+        """The numbers of one microbatch."""
+        dim = self._class_dimension(outputs, targets)
+        if dim is None:
+            return [0.0] * self.width
+        assert isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+        classes = targets.long()  # 256 of them, or -100, would wrap around where targets are bytes
+        judged = classes != self._ignored
+        in_range = (classes >= 0) & (classes < outputs.shape[dim])
+        right = outputs.argmax(dim).eq(classes) & judged
+        return [float(right.sum()), float(judged.sum()), float((judged & ~in_range).sum())]
+
+    def _class_dimension(self, outputs: Value, targets: Value) -> int | None:
+        if not (self._has_classes and isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+            return None
+        if targets.is_floating_point() or targets.is_complex() or not outputs.is_floating_point():
+            return None
+        last, second = outputs.ndim - 1, 1
+        for dim in (second, last) if self._second else (last, second):
+            others = outputs.shape[:dim] + outputs.shape[dim + 1 :]
+            if dim < outputs.ndim and others == targets.shape and outputs.shape[dim] > 1:
+                return dim
+        return None
+
+
+def targets_wanted(validation: Any, **targets: float | None) -> dict[str, float]:
+    """Those that are given. Raises ValueError where there is nothing to measure them on."""
+    wanted = {name: value for name, value in targets.items() if value is not None}
+    if wanted and validation is None:
+        raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
+    return wanted
+
+
+def reached(metrics: dict[str, float], wanted: dict[str, float]) -> bool:
+    """Whether an accuracy is high and a loss low enough; every rank has the same metrics."""
+    if "accuracy" in wanted and "accuracy" not in metrics:
+        raise ValueError(
+            f"target_accuracy = {wanted['accuracy']} needs targets that are classes; there is no accuracy"
+        )
+    return all(
+        metrics[name] >= value if name == "accuracy" else metrics[name] <= value
+        for name, value in wanted.items()
+    )

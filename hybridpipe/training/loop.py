@@ -1,0 +1,140 @@
+"""Epoch: minibatches in, records out, one loop for all schedules; and where in it a checkpoint is taken.
+
+Losses come in late, as they travel while other minibatches run. Invariant: a snapshot is taken right after
+the update, before anything else of this rank's changes, and is published with the losses up to it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
+
+from hybridpipe.checkpoint.policy import Keeper
+from hybridpipe.data.stream import Minibatch
+from hybridpipe.engine.worker import Sums, Worker
+from hybridpipe.planning.schedules.generators import losses_late
+from hybridpipe.planning.schedules.resume_point import Cut
+from hybridpipe.planning.timeline import Event
+from hybridpipe.training.metrics import MinibatchRecord, Recorder
+from hybridpipe.training.train_state import SoFar, Standing, is_at_cut
+
+# What an update of this rank was made of, each minibatch's losses on their way, and what went on till then.
+Trained = tuple[list[tuple[Minibatch, Sums]], list[Event]]
+
+
+class Epoch:
+    """What is left of one epoch.
+
+    Args:
+        standing: its `so_far` says how much is done; kept up to date.
+        keeper: saves on the way; None: nothing is saved.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        recorder: Recorder,
+        standing: Standing,
+        minibatch_size: int,
+        keeper: Keeper | None,
+    ) -> None:
+        assert standing.so_far is not None
+        self._worker, self._recorder, self._standing, self._keeper = worker, recorder, standing, keeper
+        self._so_far: SoFar = standing.so_far
+        self._minibatch_size = minibatch_size
+        if worker.executor is not None:
+            worker.executor.seen.notes_flight = keeper is not None
+
+    def run(self, batches: Iterator[Minibatch]) -> Generator[MinibatchRecord, None, None]:
+        """Train on the epoch's minibatches, all of which are given."""
+        so_far = self._so_far
+        trained = self._stream(batches) if self._worker.plan.is_asynchronous else self._one_by_one(batches)
+        late = losses_late(self._worker.plan)
+        pending: deque[tuple[Minibatch, Sums, float]] = deque()  # whose losses travel while others run
+        before, start = so_far.seconds, time.perf_counter()
+        began = start
+        for together, events in trained:
+            began, seconds = (now := time.perf_counter()), now - began
+            so_far.position += len(together)
+            may_stop = self._at_cut() and not self._is_done
+            self._keep([minibatch for minibatch, _ in together], events, seconds)
+            pending += [(*each, seconds / len(together)) for each in together]
+            while len(pending) > late:
+                yield self._record(*pending.popleft())
+                so_far.seconds = before + time.perf_counter() - start
+            if may_stop and self._stops():
+                self._save()
+                if self._standing.under_way:
+                    self._worker.leave_stream()
+                trained.close()
+                break
+        while pending:
+            yield self._record(*pending.popleft())
+        so_far.seconds = before + time.perf_counter() - start
+        if self._standing.stop_from is not None:
+            self._save()
+
+    def _one_by_one(self, batches: Iterator[Minibatch]) -> Generator[Trained, None, None]:
+        for minibatch in islice(batches, self._so_far.position, None):
+            sums, events = self._worker.train(minibatch, self._standing.step)
+            self._standing.step += 1
+            yield [(minibatch, sums)], events
+
+    def _stream(self, batches: Iterator[Minibatch]) -> Generator[Trained, None, None]:
+        """Without a flush, by updates."""
+        of_stream = list(islice(batches, self._so_far.stream_start, None))
+        done = self._so_far.position - self._so_far.stream_start
+        ahead = deque(of_stream[done:])
+        self._standing.under_way = True
+        try:
+            for sums, events in self._worker.stream(of_stream, self._standing.step - done, done):
+                together = [(ahead.popleft(), each) for each in sums]
+                self._standing.step += len(together)
+                yield together, events
+        finally:
+            self._standing.under_way = False
+
+    @property
+    def _cut(self) -> Cut:
+        return self._so_far.cut(self._minibatch_size)
+
+    @property
+    def _is_done(self) -> bool:
+        return self._cut.done == self._cut.total
+
+    def _at_cut(self) -> bool:
+        if not is_at_cut(self._worker.plan, self._cut):
+            return False
+        if self._keeper is not None:
+            self._keeper.at_cut(self._standing.step, self._cut)
+        return True
+
+    def _stops(self) -> bool:
+        """All ranks know by now, and alike: who asks for a stop leaves time for the losses that tell it."""
+        return self._standing.stop_from is not None and self._standing.step >= self._standing.stop_from
+
+    def _save(self) -> None:
+        if self._keeper is not None:
+            self._keeper.take(self._standing.step, self._cut)
+            self._keeper.losses_in(self._so_far)
+
+    def _keep(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
+        full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
+        self._recorder.keep(events, seconds, full, len(trained))
+
+    def _record(self, minibatch: Minibatch, sums: Sums, seconds: float) -> MinibatchRecord:
+        full = minibatch.num_samples == self._minibatch_size
+        loss = total(sums)
+        record = self._recorder.note(self._standing.epoch, loss, minibatch.num_samples, seconds, full)
+        self._so_far.note(loss, minibatch.num_samples)
+        if sums.ask_to_stop():  # all ranks see it here, and none has trained further than this:
+            behind = self._standing.step - self._so_far.position + self._so_far.recorded
+            self._standing.preempt(behind + losses_late(self._worker.plan))
+        if self._keeper is not None:
+            self._keeper.losses_in(self._so_far)
+        return record
+
+
+def total(sums: Sums) -> float:
+    """Added up in the order of the microbatches: the same float on every rank and under every plan."""
+    return float(sum(sums.wait().tolist()))

@@ -1,0 +1,203 @@
+"""Planmaker: from what the trainer was given as its plan to the plan that is run, and the microbatches' size.
+
+A plan that goes by a name is made when the first samples are there: the model is measured, the machines are
+probed, rank 0 searches. A given one is checked at once, and measured only for a prediction. Collective.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hybridpipe.comm.groups import default_num_threads, this_host
+from hybridpipe.comm.idle import measure_together
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.progress_thread import needs_no_thread
+from hybridpipe.config import AUTO, SOURCES
+from hybridpipe.data.batches import microbatch_size_of, parts_of
+from hybridpipe.data.stream import Minibatch
+from hybridpipe.errors import UserError, suggest
+from hybridpipe.files import read_cluster, read_plan
+from hybridpipe.health import failure
+from hybridpipe.measure.layers import Rehearsal
+from hybridpipe.model.sequential import check_plan, copied
+from hybridpipe.model.tensors import tensors_of
+from hybridpipe.optim.update import UpdateRule
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.schedules.generators import ceil_div
+from hybridpipe.stage.stage import Loss
+from hybridpipe.training.autoplan import Choice, autoplan, check_options
+
+PlanLike = Plan | str | os.PathLike[str]
+ClusterLike = Cluster | str | os.PathLike[str]
+
+
+def read_given(plan: PlanLike) -> Plan | str:
+    """A plan, or the name of one that is to be made; UserError if it is neither."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str | os.PathLike):
+        raise TypeError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {plan!r}")
+    path = Path(plan)
+    if plan in SOURCES:
+        return str(plan)
+    if isinstance(plan, str) and not path.suffix and not path.exists():
+        hint = suggest(plan, SOURCES)
+        raise UserError(f"plan must be a Plan, the path of a plan.json or a name, got {plan!r}{hint}")
+    return read_plan(path)
+
+
+class Asked(NamedTuple):
+    """What is asked of a plan that goes by a name."""
+
+    schedule: str
+    vertical_sync: bool
+    max_in_flight: int | None
+    recompute: bool
+
+
+class PlanMaker:
+    """Makes the plan of one training.
+
+    Raises:
+        ValueError: a given plan does not fit model, world or minibatch, with the arithmetic.
+    """
+
+    def __init__(
+        self,
+        given: Plan | str,
+        asked: Asked,
+        model: nn.Module,
+        loss: Loss,
+        rule: UpdateRule,
+        world: MPI.Comm,
+        device: torch.device,
+        minibatch_size: int,
+        microbatch_size: int | None,
+        cluster: ClusterLike | None = None,
+    ) -> None:
+        self._asked, self._model, self._loss, self._rule = asked, model, loss, rule
+        self._world, self._device, self._minibatch_size = world, device, minibatch_size
+        self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
+        self._given, self._wanted_size = given, microbatch_size
+        if isinstance(cluster, str | os.PathLike):
+            cluster = read_cluster(Path(cluster))
+        self._cluster = cluster
+        if isinstance(given, Plan):
+            options = {name: value for name, value in asked._asdict().items() if name != "schedule"}
+            check_options(given, asked.schedule, options)
+            self.microbatch_size = self._fitting(given, microbatch_size)
+        else:
+            self.microbatch_size = microbatch_size or ceil_div(minibatch_size, world.size)
+            if microbatch_size is None and given == AUTO:
+                self._smaller_sizes = parts_of(self.microbatch_size, minibatch_size)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, if it was given."""
+        return self._given if isinstance(self._given, Plan) else None
+
+    @cached_property
+    def unaided(self) -> bool:
+        """Of `MpiTransport`; found out once, as what is probed is to be what will train. Collective."""
+        return needs_no_thread(self._world, self._device)
+
+    def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
+        """Run a checkpoint's plan, if that can be, where one is to be searched for; says what it will be.
+
+        Args:
+            num_ranks: of the world it was made in; in a larger one it would leave ranks idle for good.
+        """
+        if self._given != AUTO:
+            return None
+        what = f"its plan {plan.name}, {plan.schedule}"
+        try:
+            if num_ranks != self._world.size:
+                raise ValueError(f"it was made for {num_ranks} ranks, and there are {self._world.size}")
+            self._check_asked(plan)
+            # pipedream's minibatches travel whole, whatever size is given
+            size = None if plan.schedule == "pipedream" else self._wanted_size
+            self.microbatch_size = self._fitting(plan, size)
+        except ValueError as error:
+            return f"{what}, does not fit here, so one is searched for: {error}"
+        self._given, self._smaller_sizes = plan, []
+        return f"with {what}"
+
+    def make(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
+        """The plan and, unless it was given and cannot be predicted, why it is the one. Collective."""
+        self._rule.try_out([p for p in self._model.parameters() if p.requires_grad][:1])
+        copy = copied(self._model)
+        with failure.guard():  # ranks that can be measured would wait for one that cannot
+            profile, work = self._measured(copy, minibatch)
+        count = ceil_div(self._minibatch_size, self.microbatch_size)
+        try:
+            choice = autoplan(
+                self._given,
+                self._world,
+                profile,
+                count,
+                work=work,
+                compression=self._rule.compression,
+                unaided=self.unaided,
+                cluster=self._cluster,
+                **self._asked._asdict(),
+            )
+        except ValueError as error:  # the same on every rank
+            if not isinstance(self._given, Plan):
+                raise
+            if self._world.rank == 0:
+                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
+            return self._given, None
+        self._rule.check(choice.plan)
+        self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
+        return choice.plan, choice
+
+    def _check_asked(self, plan: Plan) -> None:
+        """Raises ValueError unless a search could have come to this plan."""
+        for name in ("schedule", "vertical_sync", "max_in_flight"):
+            value = getattr(self._asked, name)
+            if value not in (AUTO, getattr(plan, name)):
+                raise ValueError(f"{name} = {value} is asked for")
+        if not self._asked.recompute and any(map(plan.recomputes, range(plan.num_stages))):
+            raise ValueError("recompute = False is asked for")  # True: where it must, which may be nowhere
+
+    def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
+        """The size of the plan's microbatches. Raises ValueError if it does not fit."""
+        size = microbatch_size_of(plan, self._minibatch_size, microbatch_size)
+        self._rule.check(plan)
+        check_plan(self._model, plan)
+        plan.check_world(self._world.size)
+        return size
+
+    def _measured(self, copy: nn.Module, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
+        """The model's profile on a microbatch, and on smaller ones; and work of the model's."""
+        inputs, targets = minibatch.inputs(0), minibatch.targets(0)
+        try:
+            rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device)
+            samples = len(tensors_of(inputs)[0])  # the data may hold no more
+            sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
+            measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
+            return measure_together(self._world, measure), rehearsal.run
+        except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
+            raise RuntimeError("the first microbatch failed while the model was measured") from error
+
+
+def device_and_threads(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:
+    """This rank's device, and its compute threads (None: the user has set them)."""
+    host = this_host(world)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        device = "cuda" if gpus else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", host.local_rank % gpus)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
+    return device, default_num_threads(host)

@@ -1,0 +1,211 @@
+"""The MPI transport of a world of one rank, which may send to itself."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from hybridpipe.comm import mpi_transport
+from hybridpipe.comm.messages import ProtocolError
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.mpi_transport import MOST_ACTIVE, MpiTransport
+from hybridpipe.comm.transport import Buffers
+
+
+@pytest.fixture(params=[{}, {"cores_to_spare": True}, {"unaided": True}], ids=["", "spinning", "no-thread"])
+def transport(request):
+    communicator = MPI.COMM_SELF.Dup()
+    with MpiTransport(communicator, **request.param) as transport:
+        yield transport
+    communicator.Free()
+
+
+def filled(num_bytes: int, value: int = 0) -> torch.Tensor:
+    return torch.full((num_bytes,), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("num_bytes", [64, 5000, 1 << 24])
+@pytest.mark.parametrize("receive_first", [True, False])
+def test_bytes_arrive(transport, num_bytes, receive_first):
+    message, buffer = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8), filled(num_bytes)
+    if receive_first:
+        receiving = transport.receive(buffer, 0, tag=3)
+    sending = transport.send(message, 0, tag=3)
+    if not receive_first:
+        receiving = transport.receive(buffer, 0, tag=3)
+    receiving.wait()
+    sending.wait()
+    assert torch.equal(buffer, message)
+
+
+def test_order_for_each_tag(transport):
+    buffers = {(tag, i): filled(1 << 16) for tag in (1, 2) for i in range(4)}
+    receiving = [transport.receive(buffer, 0, tag) for (tag, _), buffer in buffers.items()]
+    for i in range(4):
+        for tag in (2, 1):
+            transport.send(filled(1 << 16, 10 * tag + i), 0, tag)
+    for pending in receiving:
+        pending.wait()
+    assert all(buffer.eq(10 * tag + i).all() for (tag, i), buffer in buffers.items())
+
+
+def test_a_buffer_is_free_once_it_is_sent_and_dropped(transport):
+    buffers, addresses = Buffers(), set()
+    gc.disable()  # by reference count alone
+    try:
+        for _ in range(20):
+            receiving = transport.receive(incoming := buffers.take(1 << 20), 0, tag=0)
+            sending = transport.send(outgoing := buffers.take(1 << 20), 0, tag=0)
+            addresses |= {incoming.data_ptr(), outgoing.data_ptr()}
+            receiving.wait()
+            sending.wait()
+            del incoming, outgoing
+    finally:
+        gc.enable()
+    assert len(addresses) <= 4
+
+
+def test_many_threads_may_send(transport):
+    buffers = [[filled(4096) for _ in range(50)] for _ in range(4)]
+    receiving = [transport.receive(buffer, 0, tag) for tag, row in enumerate(buffers) for buffer in row]
+
+    def send(tag):
+        for i in range(50):
+            transport.send(filled(4096, i), 0, tag).wait()
+
+    threads = [threading.Thread(target=send, args=(tag,)) for tag in range(4)]
+    for thread in threads:
+        thread.start()
+    for pending in receiving:
+        pending.wait()
+    for thread in threads:
+        thread.join()
+    assert all(buffer.eq(i).all() for row in buffers for i, buffer in enumerate(row))
+
+
+def test_a_collective_may_be_watched(transport):
+    numbers = torch.tensor([3.0]).numpy()
+    transport.watch(MPI.COMM_SELF.Iallreduce(MPI.IN_PLACE, numbers), numbers).wait()
+    assert numbers.tolist() == [3.0]
+
+
+@pytest.mark.parametrize("unaided", [False, True])
+def test_close_waits_for_what_is_under_way(unaided):
+    communicator = MPI.COMM_SELF.Dup()
+    transport = MpiTransport(communicator, unaided=unaided)
+    buffer = filled(1 << 22)
+    receiving = transport.receive(buffer, 0, tag=0)
+    transport.send(filled(1 << 22, 9), 0, tag=0)
+    transport.close()
+    receiving.wait()
+    assert buffer.eq(9).all()
+    assert transport.thread is None if unaided else not transport.thread.is_alive()
+    communicator.Free()
+
+
+def test_an_idle_transport_sleeps(transport):
+    transport.send(filled(64), 0, tag=0)
+    transport.receive(filled(64), 0, tag=0).wait()
+    time.sleep(0.05)
+    began = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - began < 0.05
+
+
+def test_pauses_grow_while_nothing_comes():
+    pauses = [1e-3]
+    while len(pauses) < 40:
+        pauses.append(mpi_transport._longer(pauses[-1], only_expected=True))
+    assert pauses[:4] == pytest.approx([1e-3, 2e-3, 4e-3, 4.25e-3])
+    assert pauses == sorted(pauses) and pauses[-1] == 20e-3
+    assert mpi_transport._longer(20e-3, only_expected=False) == 4e-3
+
+
+@pytest.mark.parametrize("transport", [{}, {"cores_to_spare": True}], indirect=True)
+@pytest.mark.parametrize("what", ["send", "receive"])
+def test_something_new_ends_a_long_pause(transport, what):
+    """A posted receive had waited for so long that the thread looked every 20 ms only."""
+    awaited = transport.receive(filled(8), 0, 1)
+    deadline = time.monotonic() + 10
+    while transport._resting <= 10e-3:
+        assert time.monotonic() < deadline, "its pauses do not grow"
+        time.sleep(5e-3)
+    if what == "send":
+        transport.send(filled(1 << 20), 0, 2)
+    other = transport.receive(filled(1 << 20), 0, 2)
+    assert transport._pause <= 10e-3  # else it were the one behind a pause of more than that
+    if what == "receive":
+        transport.send(filled(1 << 20), 0, 2)
+    transport.send(filled(8), 0, 1)
+    awaited.wait()
+    other.wait()
+
+
+def test_a_rank_that_waits_for_long_sleeps_with_and_without_a_core(transport):
+    """From its own thread's processor time, so that what else the machine does makes no difference."""
+    pending = transport.receive(filled(64), 0, tag=0)
+    sender = threading.Timer(0.5, lambda: transport.send(filled(64, 5), 0, tag=0).wait())
+    sender.start()
+    began = time.thread_time()
+    pending.wait()
+    assert time.thread_time() - began < 0.25
+    sender.join()
+
+
+def test_sends_that_nobody_waits_for_are_let_go(transport):
+    """Whoever waits sees to them once there are many: its own messages alone keep it busy here."""
+    for _ in range(200):
+        receiving = transport.receive(filled(64), 0, tag=0)
+        transport.send(filled(64), 0, tag=0)
+        receiving.wait()
+    assert len(transport._active) <= MOST_ACTIVE + 1
+
+
+@pytest.mark.parametrize("transport", [{"unaided": True}], indirect=True)
+def test_without_a_thread_who_sends_lets_go_of_what_is_sent(transport):
+    """Under gpipe the first stage sends all microbatches without a wait; their buffers would all be held."""
+    receiving = [transport.receive(filled(1 << 16), 0, tag=0) for _ in range(50)]
+    most = 0
+    for _ in range(50):
+        transport.send(filled(1 << 16), 0, tag=0)
+        most = max(most, len(transport._active))
+    assert most < 10
+    for each in receiving:
+        each.wait()
+
+
+@pytest.mark.parametrize("sent, expected", [(128, 64), (64, 128), (1 << 22, 1 << 12), (1 << 12, 1 << 22)])
+@pytest.mark.parametrize("receive_first", [True, False])
+def test_a_message_of_another_size_is_not_taken(transport, sent, expected, receive_first):
+    """Open MPI would write the longer one past the buffer's end (4 MB: a crash), and take the shorter one."""
+    surroundings = filled(expected + 128, 7)
+    buffer = surroundings[64:-64]
+    if receive_first:
+        receiving = transport.receive(buffer, 0, tag=3)
+    transport.send(filled(sent, 1), 0, tag=3)
+    if not receive_first:
+        receiving = transport.receive(buffer, 0, tag=3)
+    with pytest.raises(ProtocolError, match=rf"rank 0 sent {sent} bytes with tag 3 .* expects {expected};"):
+        receiving.wait()
+    assert surroundings.eq(7).all()
+    transport.receive(filled(sent), 0, tag=3).wait()  # it is still there
+
+
+def test_who_waits_in_vain_is_told_what_has_come_instead(transport):
+    transport.send(filled(64, 5), 0, tag=4)
+    transport.send(filled(1 << 16, 6), 0, tag=4)
+
+    def doubt():
+        assert [(tag, len(message)) for tag, message in transport.unclaimed(0)] == [(4, 64), (4, 1 << 16)]
+        raise ProtocolError("told")
+
+    receiving = transport.receive(filled(64), 0, tag=3)
+    with pytest.raises(ProtocolError, match="told"):
+        receiving.wait(doubt)
+    for size, value in [(64, 5), (1 << 16, 6)]:  # to look at them does not take them away
+        transport.receive(buffer := filled(size), 0, tag=4).wait()
+        assert buffer.eq(value).all()
+    transport.send(filled(64), 0, tag=3)  # so that the transport can be closed
+    receiving.wait()

@@ -1,0 +1,268 @@
+"""Training in threads: the real executor, a thread for each rank, queues for the wire."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybridpipe import Plan, StageSpec
+from hybridpipe.comm.inprocess import Mailboxes, QueueTransport, SharedGradients
+from hybridpipe.comm.p2p import Boundary
+from hybridpipe.data.batches import slice_minibatch
+from hybridpipe.data.stream import Stream
+from hybridpipe.engine.executor import Executor
+from hybridpipe.model.sequential import check_plan
+from hybridpipe.optim.nonfinite import Finite
+from hybridpipe.optim.update import UpdateRule
+from hybridpipe.planning.plan import Place
+from hybridpipe.planning.profile import JOINING
+from hybridpipe.planning.schedules.generators import programs
+from hybridpipe.planning.schedules.instructions import without_update
+from hybridpipe.planning.timeline import Event
+from hybridpipe.stage.stage import Stage
+
+CPU = torch.device("cpu")
+
+
+class Call(nn.Module):
+    """A layer that is a function."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.function = function
+
+    def forward(self, value):
+        return self.function(value)
+
+
+class OnFirst(nn.Module):
+    """Runs `inner` on a tuple's first tensor and passes the others on."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, value):
+        first, *others = value
+        return self.inner(first), *others
+
+
+class Recorded(SharedGradients):
+    """Keeps what the replicas agreed on."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen: list[list[Tensor | None]] = []
+
+    def finish(self) -> None:
+        super().finish()
+        self.seen.append([None if p.grad is None else p.grad.clone() for p in self._parameters])
+
+
+class StageSum:
+    """The sum of a number over the stages of ranks that are threads."""
+
+    def __init__(self, barrier: threading.Barrier):
+        self.barrier, self.numbers = barrier, {}
+
+    def at(self, place: Place) -> Callable[[float], float]:
+        """For the rank there; replicas have the same number."""
+
+        def add_up(number: float) -> float:
+            self.numbers[place] = number
+            self.barrier.wait()
+            total = sum(self.numbers[each] for each in sorted(self.numbers) if each.replica == 0)
+            self.barrier.wait()
+            return total
+
+        return add_up
+
+
+class Result(NamedTuple):
+    """What a training left behind: per minibatch the loss and each parameter's gradient, and the weights."""
+
+    losses: list[float]
+    gradients: list[list[Tensor | None]]
+    parameters: list[Tensor]
+    events: dict[int, list[list[Event]]]
+    executors: dict[int, Executor]
+
+
+def make_plan(
+    name: str, num_layers: int, num_microbatches: int, schedule: str = "1f1b", **options: Any
+) -> Plan:
+    """From "2-1" and the like: the layers shared out evenly."""
+    replicas = [int(count) for count in name.split("-")] * options.get("chunks", 1)
+    edges = [round(i * num_layers / len(replicas)) for i in range(len(replicas) + 1)]
+    stages = tuple(StageSpec(*each) for each in zip(edges, edges[1:], replicas, strict=False))
+    return Plan(stages, schedule=schedule, num_microbatches=num_microbatches, **options)
+
+
+def one_process(
+    model: nn.Sequential,
+    minibatches: Sequence[tuple[Tensor, Tensor]],
+    loss,
+    optimizer,
+    lr_scheduler=None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+) -> Result:
+    """Plain PyTorch, the whole minibatch at once; an update after each `accumulate` of them."""
+    model = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    update = optimizer([p for p in parameters if p.requires_grad])
+    scheduler = None if lr_scheduler is None else lr_scheduler(update)
+    losses, gradients = [], []
+    for i, (inputs, targets) in enumerate(minibatches):
+        value = loss(model(inputs), targets)
+        value.backward()
+        losses.append(value.item())
+        if (i + 1) % accumulate:
+            continue
+        gradients.append([None if p.grad is None else p.grad.clone() for p in parameters])
+        if clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+        update.step()
+        update.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return Result(losses, gradients, parameters, {}, {})
+
+
+def make_executors(
+    plan: Plan,
+    model: nn.Sequential,
+    loss,
+    rule: UpdateRule,
+    timeout_seconds: float = 5.0,
+) -> tuple[dict[int, Executor], list[threading.Barrier]]:
+    """Every rank's, with a model of its own, and the barriers where they wait for each other."""
+    check_plan(model, plan)
+    mailboxes = Mailboxes()
+    executors: dict[int, Executor] = {}
+    barriers = [threading.Barrier(plan.num_ranks, timeout=timeout_seconds)]
+    stage_sum = StageSum(barriers[0])
+    for group, spec in enumerate(plan.stages[: plan.num_groups]):
+        held = plan.held_stages(Place(group, 0))
+        stages = [[_stage(plan, model, s, loss) for s in held] for _ in spec.ranks]  # for each replica
+        parameters = [[p for stage in each for p in stage.module.parameters()] for each in stages]
+        barriers.append(threading.Barrier(spec.replicas, timeout=timeout_seconds))
+        for r, rank in enumerate(spec.ranks):
+            transport = QueueTransport(mailboxes, rank, timeout_seconds)
+            executors[rank] = Executor(
+                plan,
+                Place(group, r),
+                stages[r],
+                [Boundary(plan, s, transport, CPU) for s in held],
+                Recorded(parameters[r], r, parameters, barriers[-1]),
+                rule.build(
+                    [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
+                ),
+                Finite("stop", plan, Place(group, r), stages[r], int),
+            )
+    return executors, barriers
+
+
+def each_in_a_thread(plan: Plan, work: Callable[[int], None], barriers: Sequence[threading.Barrier]) -> None:
+    """`work(rank)` for each rank at once. Raises what would be told first."""
+    errors: list[Exception] = []
+
+    def run(rank: int) -> None:
+        try:
+            work(rank)
+        except Exception as error:
+            time.sleep(getattr(error, "stagger_seconds", 0.0))  # as processes do before they report
+            errors.append(error)
+            for barrier in barriers:
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in plan.ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def in_threads(
+    plan: Plan,
+    model: nn.Sequential,
+    minibatches: Sequence[tuple[Tensor, Tensor]],
+    microbatch_size: int,
+    loss,
+    optimizer=None,
+    timeout_seconds: float = 5.0,
+    rule: UpdateRule | None = None,
+    accumulate: int = 1,
+) -> Result:
+    """The same under a plan. Raises what the first failing rank raised."""
+    executors, barriers = make_executors(plan, model, loss, rule or UpdateRule(optimizer), timeout_seconds)
+    cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
+    streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
+    shares: list[dict[int, float]] = [{} for _ in minibatches]
+    events: dict[int, list[list[Event]]] = {rank: [] for rank in plan.ranks}
+
+    def train(rank: int) -> None:
+        for i, stream in enumerate(streams):
+            program = programs(plan, len(stream.sizes))[rank]
+            if (i + 1) % accumulate:
+                program = without_update(program)
+            for done in executors[rank].run(program, stream):
+                for m, share in done.losses.items():
+                    shares[stream[m].step][stream[m].microbatch] = share
+                events[rank].append(done.events)
+
+    each_in_a_thread(plan, train, barriers)
+    first = []
+    for spec in plan.stages[: plan.num_groups]:
+        replicas = [executors[rank] for rank in spec.ranks]
+        for others in replicas[1:]:
+            for mine, theirs in zip(_parameters(replicas[0]), _parameters(others), strict=True):
+                assert torch.equal(mine, theirs), "replicas differ"
+        assert all(stage.num_stashed == 0 for each in replicas for stage in each.stages)
+        first.append(replicas[0])
+    held = [pair for each in first for pair in zip(each.held, each.stages, strict=True)]
+    in_order = sorted(held, key=lambda pair: pair[0])
+    seen = [] if plan.is_asynchronous or plan.chunks > 1 else range(len(minibatches) // accumulate)
+    return Result(
+        [sum(part[m] for m in sorted(part)) for part in shares],
+        [list(chain(*(each.gradients.seen[i] for each in first))) for i in seen],
+        [parameter for _, stage in in_order for parameter in stage.module.parameters()],
+        events,
+        executors,
+    )
+
+
+def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
+    spec = plan.stages[s]
+    return Stage(
+        list(copy.deepcopy(model))[spec.start : spec.stop],
+        spec.start,
+        CPU,
+        loss=loss if s == plan.num_stages - 1 else None,
+        split_backward=plan.schedule == "zero-bubble",
+        recompute=plan.recomputes(s),
+        join_products=plan.schedule in JOINING,
+    )
+
+
+def _parameters(executor: Executor) -> list[Tensor]:
+    return [parameter for stage in executor.stages for parameter in stage.module.parameters()]
+
+
+def assert_same(result: Result, expected: Result, within: float = 1e-12) -> None:
+    """Losses, gradients and parameters, to rounding."""
+    torch.testing.assert_close(result.losses, expected.losses, rtol=0, atol=within)
+    for seen, wanted in zip(result.gradients, expected.gradients, strict=False):
+        for gradient, reference in zip(seen, wanted, strict=True):
+            if reference is None or gradient is None:
+                assert gradient is reference
+            else:
+                torch.testing.assert_close(gradient, reference, rtol=0, atol=within)
+    torch.testing.assert_close(result.parameters, expected.parameters, rtol=0, atol=within)

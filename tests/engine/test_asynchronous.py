@@ -1,0 +1,159 @@
+"""Asynchronous schedules in threads: the runtime's weights are those of the formulas.
+
+Without dropout, as threads share torch's generator; tests/mpi has it.
+"""
+
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.optim.update import UpdateRule
+from hybridpipe.stage.weights import WeightVersions
+
+from . import asynchronous_reference
+from .helpers import in_threads, make_plan
+
+PLANS = ["1", "1-1", "1-1-1-1", "2-1", "1-2", "3-1", "2-2", "1-2-1", "3"]
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+}
+cross_entropy = nn.functional.cross_entropy
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def make_data(count: int, size: int, last: int):
+    torch.manual_seed(2)
+    sizes = [size] * (count - 1) + [last]
+    return [(torch.randn(n, 4, dtype=torch.float64), torch.randint(0, 3, (n,))) for n in sizes]
+
+
+def compare(
+    name,
+    schedule,
+    rule,
+    optimizer,
+    data,
+    microbatch,
+    num_microbatches,
+    scaled=True,
+    scheduler=None,
+    warm_up=0,
+    **options,
+):
+    model = make_model()
+    plan = make_plan(name, len(model), num_microbatches, schedule, **options)
+    cut = [
+        [(x[i : i + microbatch], y[i : i + microbatch]) for i in range(0, len(x), microbatch)]
+        for x, y in data
+    ]
+    edges = [0, *(stage.stop for stage in plan.stages)]
+    expected, losses = asynchronous_reference.train(
+        model,
+        edges,
+        plan.replicas,
+        cut,
+        cross_entropy,
+        optimizer,
+        rule,
+        rate_scaled=scaled,
+        scheduler=scheduler,
+        warm_up=warm_up,
+    )
+    update = UpdateRule(optimizer, scheduler, scale_learning_rate=scaled, delay_warm_up=warm_up)
+    update.check(plan)
+    result = in_threads(plan, model, data, microbatch, cross_entropy, rule=update)
+    torch.testing.assert_close(result.parameters, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(result.losses, losses, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("vertical_sync", [False, True], ids=["stashing", "vertical sync"])
+@pytest.mark.parametrize("name", PLANS)
+def test_pipedream(name, vertical_sync, optimizer):
+    rule = "vertical" if vertical_sync else "pipedream"
+    data = make_data(40, 4, last=3)  # 40 is no multiple of 3: the last round is short
+    compare(name, "pipedream", rule, OPTIMIZERS[optimizer], data, 4, 1, vertical_sync=vertical_sync)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_microbatches", [1, 4, 6])
+@pytest.mark.parametrize("name", PLANS)
+def test_2bw(name, num_microbatches, optimizer):
+    data = make_data(40, 2 * num_microbatches, last=1)
+    compare(name, "pipedream-2bw", "2bw", OPTIMIZERS[optimizer], data, 2, num_microbatches)
+
+
+def test_learning_rates_are_left_alone_when_asked():
+    compare("1-2", "pipedream", "pipedream", OPTIMIZERS["sgd"], make_data(9, 4, 4), 4, 1, scaled=False)
+
+
+SCHEDULERS = {
+    "step": partial(torch.optim.lr_scheduler.StepLR, step_size=7, gamma=0.5),
+    "cosine": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=15),  # from the rate before
+    "one cycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=30),  # and momentum
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["1-1", "2-1", "1-2", "3"])
+def test_schedulers_count_minibatches_whatever_a_stage_makes_of_the_rate(name, optimizer, scheduler):
+    data, given = make_data(20, 4, 3), {"scheduler": SCHEDULERS[scheduler]}
+    compare(name, "pipedream", "pipedream", OPTIMIZERS[optimizer], data, 4, 1, warm_up=12, **given)
+    compare(name, "pipedream-2bw", "2bw", OPTIMIZERS[optimizer], data, 2, 2, **given)
+
+
+@pytest.mark.parametrize("vertical_sync", [False, True], ids=["stashing", "vertical sync"])
+@pytest.mark.parametrize("name", ["1-1-1-1", "1-2-1", "3-1", "1-3"])
+def test_late_gradients_make_small_steps_at_first(name, vertical_sync):
+    rule, data = "vertical" if vertical_sync else "pipedream", make_data(20, 4, 3)
+    given = {"warm_up": 12, "vertical_sync": vertical_sync}
+    compare(name, "pipedream", rule, OPTIMIZERS["sgd"], data, 4, 1, **given)
+
+
+@pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 4)])
+def test_recomputation_changes_nothing(schedule, count):
+    rule = "2bw" if count > 1 else "pipedream"
+    compare("2-1", schedule, rule, OPTIMIZERS["sgd"], make_data(9, 4, 4), 4 // count, count, recompute=True)
+
+
+@pytest.mark.parametrize(
+    "schedule, options, versions",
+    [
+        ("pipedream", {}, [3, 2, 1]),  # a stage stashes as many as there are stages to the end
+        ("pipedream", {"max_in_flight": 1}, [1, 1, 1]),
+        ("pipedream", {"vertical_sync": True}, [3, 3, 3]),
+        ("pipedream-2bw", {}, [2, 2, 2]),
+    ],
+)
+def test_no_more_versions_than_the_schedule_needs_are_alive(monkeypatch, schedule, options, versions):
+    alive, extra_bytes = defaultdict(list), defaultdict(list)
+    update = WeightVersions.update
+
+    @contextmanager
+    def noting(self):
+        with update(self):
+            yield
+        alive[self].append(len(self.alive))
+        extra_bytes[self].append(self.extra_bytes)
+
+    monkeypatch.setattr(WeightVersions, "update", noting)
+    model = nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 30), nn.Linear(30, 3)).double()
+    count = 4 if schedule == "pipedream-2bw" else 1
+    plan, data = make_plan("1-1-1", 3, count, schedule, **options), make_data(12, 4, last=4)
+    result = in_threads(plan, model, data, 4 // count, cross_entropy, OPTIMIZERS["sgd"])
+    for layer, executor, most in zip(model, result.executors.values(), versions, strict=True):
+        assert max(alive[executor.seen.versions]) == most
+        num_bytes = sum(parameter.nbytes for parameter in layer.parameters())
+        assert max(extra_bytes[executor.seen.versions]) == (most - 1) * num_bytes
+        assert executor.seen.versions.extra_bytes == 0, "after the drain the newest is the only one"

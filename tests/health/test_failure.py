@@ -1,0 +1,82 @@
+"""What one process can see of it; tests/mpi ends whole jobs."""
+
+import atexit
+import builtins
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from hybridpipe.health import failure
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """As under mpirun, with what `install` changes put back afterwards."""
+    hooks = []
+    monkeypatch.setattr(failure, "MPI", SimpleNamespace(COMM_WORLD=SimpleNamespace(size=2, rank=0)))
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    for module, name in [(sys, "excepthook"), (sys, "exit"), (threading, "excepthook"), (builtins, "exit"),
+                         (builtins, "quit"), (failure, "_exit_code")]:  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))
+    failure.install()
+    return hooks
+
+
+@pytest.fixture
+def aborted(monkeypatch) -> list[BaseException]:
+    errors = []
+    monkeypatch.setattr(failure, "_abort", lambda error, stack=(): errors.append(error))
+    return errors
+
+
+def test_a_world_of_one_rank_is_left_alone(aborted):
+    hook, leave = sys.excepthook, sys.exit
+    failure.install()
+    assert (sys.excepthook, sys.exit) == (hook, leave)
+    with pytest.raises(ZeroDivisionError), failure.guard():
+        raise ZeroDivisionError
+    assert aborted == []
+
+
+def test_an_error_in_a_step_ends_the_job(two_ranks, aborted):
+    with pytest.raises(ZeroDivisionError), failure.guard():
+        raise ZeroDivisionError
+    assert [type(error) for error in aborted] == [ZeroDivisionError]
+
+
+def test_an_error_of_a_thread_ends_the_job(two_ranks, aborted):
+    def fail():
+        raise ZeroDivisionError
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    assert [type(error) for error in aborted] == [ZeroDivisionError]
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(3)", "exit(3)", "quit(3)", "sys.exit('a reason')"])
+def test_every_way_out_with_an_error_ends_the_job(two_ranks, aborted, leave):
+    with pytest.raises(SystemExit) as left:
+        eval(leave)
+    (at_exit,) = two_ranks
+    at_exit()
+    assert [error.code for error in aborted] == [left.value.code]
+
+
+@pytest.mark.parametrize("leave", ["sys.exit()", "sys.exit(0)", "exit()"])
+def test_leaving_without_an_error_does_not(two_ranks, aborted, leave):
+    with pytest.raises(SystemExit):
+        eval(leave)
+    two_ranks[0]()
+    assert aborted == []
+
+
+def test_an_exit_that_was_caught_does_not(two_ranks, aborted):
+    with pytest.raises(SystemExit):
+        sys.exit(3)
+    with failure.guard():
+        pass
+    two_ranks[0]()
+    assert aborted == []

@@ -1,0 +1,108 @@
+"""Being asked to stop: noted on whatever thread the signal comes, and in nobody's way."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from hybridpipe.cli.main import main
+from hybridpipe.health import preemption
+
+# numpy's OpenBLAS has a thread of its own by then: a signal that only the main thread blocks would end it.
+ON_ANY_THREAD = """
+import os, signal, threading, time
+import numpy
+from hybridpipe.health import preemption
+other = threading.Thread(target=time.sleep, args=(2,), daemon=True)
+other.start()
+assert not preemption.asked()
+with preemption.listening():
+    signal.pthread_kill(other.ident, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.01)
+    assert preemption.asked()
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        assert not preemption.asked()
+        os.kill(os.getpid(), signal.SIGUSR1)  # Slurm signals the children of a rank, too
+        os.write(writes, b"x")
+        time.sleep(5)
+        os._exit(0)
+    os.read(reads, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM, status
+assert not preemption.asked()  # by a training that is not saved
+with preemption.listening():
+    assert preemption.asked()  # what came too late for the one before
+print("so far", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+STOPPING = """
+import atexit, sys
+from hybridpipe.health import preemption
+atexit.register(lambda: print("MPI's own end"))
+seconds = []
+try:
+    preemption.stop("stopped at step 3", 3, seconds.append)
+except preemption.Preempted as stopped:
+    print(stopped, stopped.code)
+    sys.exit({code})
+"""
+
+
+def run(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+
+
+def test_signals_are_noted_on_any_thread_and_kept_for_whoever_listens_next():
+    done = run(ON_ANY_THREAD)
+    assert done.stdout == "so far\n", done.stderr
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_the_process_ends_with_75_whatever_happens_on_the_way_and_without_mpis_own_end():
+    for code in (75, 0):
+        done = run(STOPPING.format(code=code))
+        assert (done.returncode, done.stdout) == (75, "stopped at step 3 75\n"), done.stderr
+
+
+def test_elsewhere_than_on_the_main_thread_nobody_listens():
+    program = """
+import threading, signal
+from hybridpipe.health import preemption
+def listen():
+    with preemption.listening():
+        print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+threading.Thread(target=listen).start()
+"""
+    assert run(program).stdout == "True\n"
+
+
+def test_importing_loads_neither_torch_nor_mpi():
+    probe = "import sys, hybridpipe.health.preemption; print({'torch', 'mpi4py'} & {*sys.modules})"
+    assert run(probe).stdout == "set()\n"
+
+
+def test_listening_in_this_process_is_undone(monkeypatch):
+    monkeypatch.setattr(
+        preemption._state, "asked", False
+    )  # and again at the end: else the next `fit` would stop
+    before = [signal.getsignal(signum) for signum in preemption.SIGNALS]
+    with preemption.listening():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert [signal.getsignal(signum) for signum in preemption.SIGNALS] == before
+
+
+def test_the_command_leaves_no_handlers_behind(tmp_path):
+    """Whoever calls it from Python, such as pytest, could not be ended by TERM any more."""
+    before = [signal.getsignal(signum) for signum in preemption.SIGNALS]
+    config = tmp_path / "c.toml"
+    config.write_text(
+        'model.factory = "none:none"\ndata.factory = "none:none"\n'
+        'optimizer.factory = "torch.optim:SGD"\ntrain.minibatch = 8\n'
+    )
+    assert main(["train", str(config), "--out", str(tmp_path / "out")]) == 2
+    assert [signal.getsignal(signum) for signum in preemption.SIGNALS] == before

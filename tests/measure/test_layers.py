@@ -1,0 +1,372 @@
+"""The profile of small models against sums done by hand."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.engine.allocator import keep_freed_memory
+from hybridpipe.files import read_profile, write_json
+from hybridpipe.measure import layers as module
+from hybridpipe.measure.layers import Rehearsal, measure
+from hybridpipe.measure.stopwatch import Took
+
+from .helpers import Call, OnFirst, fork, join
+
+FLOAT, LONG = 4, 8  # bytes
+cross_entropy = nn.functional.cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch):
+    monkeypatch.setattr(module, "MAX_REPEATS", 3)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def profile_of(model, inputs=None, targets=None, **options):
+    inputs = torch.randn(5, 4) if inputs is None else inputs
+    targets = torch.randint(0, 3, (5,)) if targets is None else targets
+    return measure(model, inputs, targets, cross_entropy, **options)
+
+
+def figures(profile, field: str) -> list:
+    return [getattr(layer, field) for layer in profile.layers]
+
+
+def test_bytes_of_an_mlp():
+    profile = profile_of(mlp())
+    assert figures(profile, "parameter_bytes") == [(4 * 8 + 8) * FLOAT, 0, (8 * 3 + 3) * FLOAT]
+    assert figures(profile, "output_bytes") == [5 * 8 * FLOAT, 5 * 8 * FLOAT, 0]
+    log_softmax, targets, total_weight = 5 * 3 * FLOAT, 5 * LONG, FLOAT
+    assert figures(profile, "activation_bytes") == [
+        5 * 4 * FLOAT,  # Linear keeps its input
+        5 * 8 * FLOAT,  # ReLU keeps its output
+        log_softmax + targets + total_weight,  # Linear's input is ReLU's output, counted there
+    ]
+
+
+def test_frozen_parameters_are_not_counted():
+    model = mlp()
+    model[0].requires_grad_(False)
+    assert figures(profile_of(model), "parameter_bytes") == [0, 0, (8 * 3 + 3) * FLOAT]
+
+
+def test_a_cut_through_a_skip_connection_carries_every_tensor():
+    model = nn.Sequential(nn.Linear(4, 6), fork(), OnFirst(nn.Linear(6, 2)), Call(lambda v: (*v, v[0] > 0)))
+    model.extend([Call(lambda v: v[1]), nn.Linear(6, 3)])
+    inner, skip, mask = 5 * 2 * FLOAT, 5 * 6 * FLOAT, 5 * 2
+    expected = [skip, 2 * skip, inner + skip, inner + skip + mask, skip, 0]
+    assert figures(profile_of(model), "output_bytes") == expected
+
+
+def test_only_what_requires_a_gradient_comes_back():
+    with_mask = Call(lambda v: (v, v > 0))
+    model = nn.Sequential(nn.Linear(4, 6), with_mask, Call(lambda v: v[0] * v[1]), nn.Linear(6, 3))
+    profile, tensor = profile_of(model), 5 * 6 * FLOAT
+    assert figures(profile, "output_bytes") == [tensor, tensor + 5 * 6, tensor, 0]
+    assert figures(profile, "gradient_bytes") == [tensor, tensor, tensor, 0]
+
+
+def test_nothing_comes_back_to_layers_that_are_not_trained():
+    model = nn.Sequential(Call(lambda v: v + 1), *mlp())
+    model[1].requires_grad_(False)
+    assert figures(profile_of(model), "gradient_bytes") == [0, 0, 0, 0]
+    tokens = nn.Sequential(Call(lambda v: v % 7), nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3))
+    profile = profile_of(tokens, torch.randint(0, 99, (5, 2)))
+    assert figures(profile, "output_bytes") == [5 * 2 * LONG, 5 * 2 * 4 * FLOAT, 5 * 2 * 4 * FLOAT, 0]
+    assert figures(profile, "gradient_bytes") == [0, 5 * 2 * 4 * FLOAT, 5 * 2 * 4 * FLOAT, 0]
+
+
+def test_a_storage_is_counted_where_it_is_first_kept():
+    square = Call(lambda v: (v[0] * v[0], v[1]))
+    model = nn.Sequential(nn.Linear(4, 4), fork(), square, join(), nn.Linear(4, 3))
+    kept = figures(profile_of(model), "activation_bytes")
+    tensor = 5 * 4 * FLOAT
+    assert kept[:4] == [tensor, 0, tensor, 0]  # square keeps one storage, though twice
+
+
+def test_running_statistics_are_no_activation():
+    norm = nn.BatchNorm1d(8)
+    without, with_norm = mlp(), mlp().insert(1, norm)
+    added = profile_of(with_norm).layers[1]
+    saved_mean_and_deviation = 2 * 8 * FLOAT
+    assert added.activation_bytes == 5 * 8 * FLOAT + saved_mean_and_deviation
+    assert added.parameter_bytes == 2 * 8 * FLOAT
+    assert profile_of(without).layers[0].activation_bytes == 5 * 4 * FLOAT
+
+
+def test_times_are_positive():
+    profile = profile_of(mlp(), optimizer=partial(torch.optim.Adam, lr=0.1))
+    assert min(figures(profile, "forward_seconds")) > 0
+    assert min(figures(profile, "backward_seconds")) > 0
+    assert [seconds > 0 for seconds in figures(profile, "update_seconds")] == [True, False, True]
+
+
+def test_a_slow_layer_is_seen_to_be_slow():
+    def spin(x):
+        began = module.time.perf_counter()
+        while module.time.perf_counter() - began < 0.003:
+            pass
+        return x
+
+    profile = profile_of(nn.Sequential(nn.Linear(4, 8), Call(spin), nn.Linear(8, 3)))
+    first, slow, last = figures(profile, "forward_seconds")
+    assert slow >= 0.003 and first < slow > last
+
+
+def test_layers_shorter_than_a_time_slice_show_the_load_together():
+    """In every pass one of the short layers waits for a slice, and the long one always does."""
+    passes = [0]
+
+    def sample():
+        passes[0] += 1
+        waiting = passes[0] % 4
+        short = {i: Took(0.001 + 0.003 * (i == waiting), 0.003 * (i == waiting)) for i in range(4)}
+        return short | {"long": Took(0.007, 0.003)}
+
+    (typical,) = module._typical([sample], agree=lambda _: 0.002)
+    assert sum(typical.values()) == pytest.approx(0.014, rel=0.05)
+    assert typical[0] == typical[3] == pytest.approx(typical["long"] / 4)
+
+
+def test_ranks_that_measure_at_once_repeat_equally_often():
+    """The slowest decides, whatever this rank's own time was."""
+    count = {}
+    for slowest in (module.BUDGET_SECONDS, module.REPETITION_SECONDS / 10):
+        samples = []
+        module._typical([lambda s=samples: s.append(0) or {0: Took(1.0)}], agree=lambda _, s=slowest: s)
+        count[slowest] = len(samples) - module.WARM_UP
+    slow, quick = count.values()
+    assert slow == module.MIN_REPEATS and quick == 10 * module.MAX_REPEATS
+
+
+def test_a_machine_that_slows_down_slows_every_size_down():
+    """A smaller microbatch that was measured after the larger ones seemed to cost 1.6 times what it does."""
+    passes = [0]
+
+    def slower_and_slower(seconds):
+        passes[0] += 1
+        return {"forward": Took(seconds * (1 + passes[0] / 40))}
+
+    samplers = [lambda s=seconds: slower_and_slower(s) for seconds in (4.0, 2.0, 1.0)]
+    found = [of_size["forward"] for of_size in module._typical(samplers, agree=lambda _: 0.04)]
+    assert found[0] / found[2] == pytest.approx(4, rel=0.05)
+    assert found[1] / found[2] == pytest.approx(2, rel=0.05)
+
+
+def test_repetitions_of_all_sizes_are_spread_over_the_same_time(monkeypatch):
+    """The largest size is repeated less often: it would else be over while the smallest goes on."""
+    for name, value in {"BUDGET_SECONDS": 4.0, "REPETITION_SECONDS": 0.04, "MAX_REPEATS": 16}.items():
+        monkeypatch.setattr(module, name, value)
+    order = []
+    slowest = iter([1.0, 0.04])  # four repetitions of one pass, and sixteen
+    samplers = [lambda name=name: order.append(name) or {0: Took(1.0)} for name in ("large", "small")]
+    module._typical(samplers, agree=lambda _: next(slowest))
+    measured = "".join(name[0] for name in order[2 * module.WARM_UP :])
+    assert measured.count("l") == 4 and measured.count("s") == 16
+    assert set(measured.split("l")) == {"ss", "ssss"}
+
+
+def test_the_copy_can_be_run_after_it_was_measured():
+    rehearsal = Rehearsal(mlp(), torch.randn(5, 4), torch.randint(0, 3, (5,)), cross_entropy)
+    before = copy.deepcopy([stage.module.state_dict() for stage in rehearsal.stages])
+    rehearsal.measure(partial(torch.optim.SGD, lr=1e9, momentum=0.9))
+    rehearsal.run()
+    after = [stage.module.state_dict() for stage in rehearsal.stages]
+    assert str(after) == str(before), "an update of nothing"
+    assert not any(stage.num_stashed for stage in rehearsal.stages)
+
+
+@pytest.mark.parametrize(
+    "optimizer, factor",
+    [
+        (None, 0),
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (partial(torch.optim.Adam, lr=0.1), 2),
+        (partial(torch.optim.AdamW, lr=0.1, amsgrad=True), 3),
+    ],
+)
+def test_state_factor(optimizer, factor):
+    assert profile_of(mlp(), optimizer=optimizer).state_factor == factor
+
+
+def test_circumstances():
+    profile = profile_of(mlp().double(), torch.randn(5, 4, dtype=torch.float64))
+    assert (profile.samples, profile.device, profile.dtype) == (5, "cpu", "float64")
+    assert profile.versions["torch"] == torch.__version__
+    assert [layer.name for layer in profile.layers] == ["0", "1", "2"]
+
+
+def test_the_model_its_gradients_and_the_data_stay_as_they_were():
+    model = nn.Sequential(
+        nn.Dropout(0.5, inplace=True),
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 3),
+    )
+    model(torch.randn(5, 4)).sum().backward()
+    before = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters()]
+    inputs, targets = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    data, state = inputs.clone(), torch.get_rng_state()
+    profile_of(model, inputs, targets, optimizer=partial(torch.optim.SGD, lr=0.1))
+    after = model.state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before[0].items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before[1], strict=True))
+    assert torch.equal(inputs, data)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_of_one_layer():
+    profile = profile_of(nn.Sequential(nn.Linear(4, 3)))
+    assert figures(profile, "output_bytes") == [0]
+
+
+def test_a_module_that_stands_twice():
+    layer = nn.Linear(4, 4)
+    profile = profile_of(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)))
+    assert profile.num_layers == 4
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    profile = profile_of(mlp(), optimizer=partial(torch.optim.Adam, lr=0.1))
+    write_json(tmp_path / "profile.json", profile)
+    assert read_profile(tmp_path / "profile.json") == profile
+
+
+def test_other_models_are_refused():
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        profile_of(nn.Linear(4, 3))
+
+
+def test_the_weights_part_of_a_backward_is_measured():
+    """All of the first layer's backward, as nothing comes back from it; none of a layer without weights."""
+    wide = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 3))
+    profile = profile_of(wide, torch.randn(64, 256), torch.randint(0, 3, (64,)))
+    first, relu, middle, _ = profile.layers
+    assert first.weight_seconds > 0.8 * first.backward_seconds
+    assert relu.weight_seconds == 0
+    assert 0.2 < middle.weight_seconds / middle.backward_seconds < 0.8
+    assert all(p.requires_grad for p in wide.parameters())
+
+
+def test_what_cannot_be_put_off_is_in_the_inputs_half():
+    """A module that multiplies by itself: under zero-bubble its weight's gradient comes with the inputs'."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1024, 1024) / 32)
+
+        def forward(self, inputs):
+            return inputs @ self.weight
+
+    own, linear, _ = profile_of(
+        nn.Sequential(Product(), nn.Linear(1024, 1024), nn.Linear(1024, 3)),
+        torch.randn(64, 1024),
+        torch.randint(0, 3, (64,)),
+    ).layers
+    assert own.weight_seconds < 0.5 * own.input_seconds
+    assert linear.weight_seconds > 0.5 * linear.input_seconds
+
+
+def test_frozen_parameters_make_no_gradients():
+    model = mlp()
+    model[2].requires_grad_(False)
+    assert figures(profile_of(model), "weight_seconds")[1:] == [0, 0]
+
+
+def test_a_large_linear_layer_joins_products(tmp_path):
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
+    profile = profile_of(model, torch.randn(5, 512))
+    joined, *others = figures(profile, "joined")
+    assert others == [None, None]
+    assert joined.microbatches == math.ceil(256 / 5)
+    assert joined.kept_bytes == 5 * (512 + 512) * FLOAT
+    assert joined.seconds(1) > 0
+    write_json(tmp_path / "profile.json", profile)
+    assert read_profile(tmp_path / "profile.json") == profile
+
+
+def test_a_smaller_microbatch_joins_what_a_larger_one_need_not():
+    """Sizes are measured on one copy, the largest first: with 300 rows nothing is joined."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 3))
+    inputs = torch.randn(300, 512)
+    rehearsal = Rehearsal(model, inputs, torch.randn(300, 3), nn.functional.mse_loss)
+    profile = rehearsal.measure(sizes=[300, 5])
+    assert profile.samples == 300 and [other.samples for other in profile.others] == [5]
+    first = [profile.scaled_to(size).layers[0].joined for size in (300, 5)]
+    assert [each and each.microbatches for each in first] == [None, math.ceil(256 / 5)]
+    assert figures(rehearsal.measure(), "joined")[0] is None
+
+
+@pytest.mark.parametrize("rows, joined", [(100, 3), (128, 2), (255, 2)])
+def test_the_largest_product_that_is_made_is_measured(rows, joined):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 3))
+    (first, _) = profile_of(model, torch.randn(rows, 512), torch.randint(0, 3, (rows,))).layers
+    assert first.joined.microbatches == joined
+    assert first.joined.kept_bytes == rows * (512 + 512) * FLOAT
+
+
+def test_a_microbatch_that_fills_a_product_by_itself_is_measured_too():
+    """A layer that is used again and again: 20 times 16 rows."""
+
+    def again(layer, inputs):
+        for _ in range(20):
+            inputs = layer(inputs)
+        return inputs
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(512, 512)
+
+        def forward(self, inputs):
+            return again(self.layer, inputs)
+
+    (only,) = measure(
+        nn.Sequential(Again()), torch.randn(16, 512), torch.randn(16, 512), nn.functional.mse_loss
+    ).layers
+    assert only.joined.microbatches == 1 and only.joined.microbatch_seconds == 0
+
+
+def test_adding_up_gradients_is_measured():
+    """The product of few rows takes little beside reading and writing the weights' gradients."""
+    keep_freed_memory()  # else a product in memory just got from the kernel may outweigh the sum
+    wide = nn.Sequential(nn.Linear(2048, 2048), nn.Tanh())
+    profile = measure(wide, torch.randn(4, 2048), torch.randn(4, 2048), nn.functional.mse_loss)
+    heavy, light = figures(profile, "accumulate_seconds")
+    assert 0 < heavy <= profile.layers[0].backward_seconds and light == 0
+
+
+def test_between_two_steps_a_pass_goes_both_ways(monkeypatch):
+    """The first pass of all was one of frozen layers; no gradient came out of any later one."""
+    passes = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            passes.append(gradient)
+            return gradient
+
+    def updates(stages, optimizer, in_between, watch, agree):
+        passes.clear()
+        with module._frozen(stages):
+            in_between()
+            in_between()
+        return {}, 0
+
+    monkeypatch.setattr(module, "_measure_updates", updates)
+    profile_of(nn.Sequential(nn.Linear(4, 6), Call(Counted.apply), nn.Linear(6, 3)))
+    assert len(passes) == 2

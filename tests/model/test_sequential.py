@@ -1,0 +1,92 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe import Plan, StageSpec
+from hybridpipe.model.sequential import check_plan, layers_of
+
+
+def plan(*edges: int) -> Plan:
+    return Plan(tuple(StageSpec(start, stop) for start, stop in pairwise(edges)))
+
+
+def test_the_layers_are_the_children_in_order():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1)))
+    layers = layers_of(model)
+    assert list(layers) == ["0", "1"]
+    assert layers["1"] is model[1]
+
+
+def test_names_are_the_models_own():
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(2, 2))
+    model.add_module("last", nn.ReLU())
+    assert list(layers_of(model)) == ["first", "last"]
+
+
+def test_a_module_may_stand_twice():
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
+    assert list(layers_of(model).values()) == list(model)
+    check_plan(model, plan(0, 2, 4))
+
+
+def test_other_models_are_refused():
+    with pytest.raises(TypeError, match=r"must be an nn\.Sequential.*got Linear"):
+        layers_of(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="at least one layer"):
+        layers_of(nn.Sequential())
+
+
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Scaled(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_a_sequential_that_does_more_than_call_its_children_is_refused():
+    """Cut between its children it would silently be another function."""
+    with pytest.raises(TypeError, match="Residual has its own forward"):
+        layers_of(Residual(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match="Scaled has its own scale"):
+        layers_of(Scaled(nn.Linear(2, 2)))
+    assert len(layers_of(nn.Sequential(Residual(nn.Linear(2, 2)), Scaled(nn.Linear(2, 2))))) == 2
+
+
+def test_the_plan_must_know_the_number_of_layers():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    check_plan(model, plan(0, 1, 3))
+    with pytest.raises(ValueError, match="num_layers = 2, the model has 3 layers"):
+        check_plan(model, plan(0, 1, 2))
+
+
+def test_a_cut_may_not_separate_two_uses_of_one_parameter():
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    last.weight = first.weight
+    model = nn.Sequential(first, nn.ReLU(), last)
+    check_plan(model, plan(0, 3))
+    with pytest.raises(ValueError, match=r"separates 0\.weight \(stage 0\) and 2\.weight \(stage 1\)"):
+        check_plan(model, plan(0, 1, 3))
+
+
+def test_a_cut_may_not_separate_two_uses_of_one_buffer():
+    norm = nn.BatchNorm1d(2, affine=False)
+    model = nn.Sequential(norm, nn.Linear(2, 2), norm)
+    check_plan(model, plan(0, 3))
+    with pytest.raises(ValueError, match=r"separates 0\.running_mean \(stage 0\) and 2\.running_mean"):
+        check_plan(model, plan(0, 2, 3))
+
+
+def test_a_layer_with_parameters_may_stand_twice_in_one_stage():
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(2, 1))
+    check_plan(model, plan(0, 3, 4))
+    with pytest.raises(ValueError, match="which are one tensor"):
+        check_plan(model, plan(0, 2, 4))

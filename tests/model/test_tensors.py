@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from hybridpipe.model.tensors import map_tensors, not_finite, rebuild, tensors_of
+
+A, B = torch.ones(2), torch.arange(3)
+
+
+@pytest.mark.parametrize("value, count", [(A, 1), ((A,), 1), ((A, B), 2), ((), 0)])
+def test_rebuild_is_the_inverse_of_tensors_of(value, count):
+    tensors = tensors_of(value)
+    assert len(tensors) == count
+    back = rebuild(tensors, like=value)
+    assert type(back) is type(value) and tensors_of(back) == tensors
+
+
+def test_a_function_meets_every_tensor_and_the_kind_of_value_stays():
+    assert map_tensors(lambda t: t + 1, A).tolist() == [2, 2]
+    first, second = map_tensors(lambda t: t + 1, (A, B))
+    assert first.tolist() == [2, 2] and second.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "value, told",
+    [
+        ([A], "got list"),
+        ((A, None), "got NoneType in tuple"),
+        ((A, (A, B)), "got tuple in tuple"),
+        (3, "got int"),
+    ],
+)
+def test_anything_else_is_refused(value, told):
+    with pytest.raises(TypeError, match=f"a tensor or a tuple of tensors, {told}"):
+        tensors_of(value)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_not_finite_is_counted(dtype):
+    assert not_finite(torch.tensor([1.0, -2.0]).to(dtype)) is None
+    bad = torch.tensor([[NAN, 1.0, -INFINITY], [NAN, INFINITY, 0.0]]).to(dtype)
+    assert not_finite(bad) == not_finite(bad.t()) == "2 NaN and 2 infinite of 6"
+
+
+def test_types_without_infinity_or_order_are_looked_at_too():
+    """NaN in complex numbers was not seen, and torch does not compare those of eight bits."""
+    assert not_finite(torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)) is None
+    assert not_finite(torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn)) == "1 NaN and 0 infinite of 2"
+    numbers = torch.tensor([1 + 1j, complex(0, NAN), complex(INFINITY, 0)])
+    assert not_finite(numbers) == not_finite(numbers.conj()) == "1 NaN and 1 infinite of 3"
+    assert not_finite(numbers[:1].conj()) is None
+
+
+@pytest.mark.parametrize("tensor", [B, B > 0, torch.empty(0), torch.full((2,), 3e38), A.to_sparse()])
+def test_what_is_no_number_or_merely_large_passes(tensor):
+    """A sum of the largest numbers overflows; what is sparse no file can hold, which is told elsewhere."""
+    assert not_finite(tensor) is None

@@ -1,0 +1,310 @@
+"""Buckets and hooks, with a Horovod that only notes what it is asked for."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hybridpipe.optim import gradient_sync
+from hybridpipe.optim.gradient_sync import HorovodGradients, LocalGradients, _buckets
+from hybridpipe.planning.cost import formula
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
+
+
+class Started(NamedTuple):
+    tensors: list
+    name: str
+
+
+class Horovod:
+    """As if the stage's other replica had the same gradients, or none, or no parameter unused."""
+
+    Sum = "sum"
+
+    def __init__(self, other=lambda tensors: [t.clone() for t in tensors]):
+        self.started, self.other, self.ended = [], other, False
+        self.looks = Counter()
+
+    def grouped_allreduce_async_(self, tensors, name, op):
+        assert op == self.Sum
+        self.started.append(Started(list(tensors), name))
+        return self.started[-1]
+
+    def poll(self, handle):
+        """Done at the second look."""
+        self.looks[handle.name] += 1
+        return self.looks[handle.name] > 1
+
+    def synchronize(self, handle):
+        assert self.looks.pop(handle.name) > 1, "it would spin in here"
+        for tensor, others in zip(handle.tensors, self.other(handle.tensors), strict=True):
+            tensor.add_(others)
+
+    def shutdown(self):
+        self.ended = True
+
+    @property
+    def names(self):
+        return [started.name for started in self.started]
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", 100)
+
+
+def make(monkeypatch, parameters, compression="none", **options) -> tuple[HorovodGradients, Horovod]:
+    hvd = Horovod(**options)
+    monkeypatch.setattr(gradient_sync, "horovod", lambda _: hvd)
+    return HorovodGradients(parameters, replicas=None, compression=compression), hvd
+
+
+def sizes(buckets) -> list[list[int]]:
+    return [[parameter.numel() for parameter in bucket.parameters] for bucket in buckets]
+
+
+def parameters(*counts: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(count)) for count in counts]
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize(
+    "counts, expected",
+    [
+        ((), []),
+        ((1,), [[1]]),
+        ((1, 2, 3), [[3, 2, 1]]),
+        ((25,), [[25]]),
+        ((1, 25), [[25], [1]]),  # 100 bytes are a bucket
+        ((1, 24), [[24, 1]]),
+        ((1, 24, 1), [[1, 24], [1]]),
+        ((1000, 1, 1000), [[1000], [1, 1000]]),
+    ],
+)
+def test_buckets_are_filled_in_backward_order(counts, expected):
+    buckets = _buckets(parameters(*counts))
+    assert sizes(buckets) == expected
+    assert [bucket.name for bucket in buckets] == [f"bucket{i}" for i in range(len(expected))]
+
+
+def test_the_simulator_expects_the_same_buckets(monkeypatch):
+    monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(formula, "BUCKET_BYTES", 100)
+    counts = (3, 30, 10, 10, 10, 1, 25, 2)
+    profile = ModelProfile(tuple(LayerProfile("", 1, 1, 4 * n, 0, 0) for n in counts), samples=1)
+    (stage,) = formula.stage_costs(profile, Plan.data_parallel(len(counts), 2, 2))
+    expected = [bucket.num_bytes for bucket in stage.buckets]
+    assert [4 * sum(bucket) for bucket in sizes(_buckets(parameters(*counts)))] == expected
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def backward(net: nn.Module) -> None:
+    net(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_a_bucket_starts_in_the_last_backward_when_it_is_full(monkeypatch):
+    net = model()
+    synced, hvd = make(monkeypatch, net.parameters())
+    order = []
+    net[1].register_full_backward_hook(lambda *_: order.append(hvd.names))
+    backward(net)
+    assert hvd.names == [], "not the last backward"
+    synced.arm()
+    backward(net)
+    assert order[-1] == ["bucket0"], "the last layer's bucket is on its way before the first layer's backward"
+    assert sorted(hvd.names) == ["bucket0", "bucket1"]
+    expected = [2 * p.grad for p in net.parameters()]
+    synced.finish()
+    assert len(hvd.names) == 2
+    assert all(torch.equal(p.grad, wanted) for p, wanted in zip(net.parameters(), expected, strict=True))
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_every_minibatch_begins_anew(monkeypatch):
+    net = model()
+    synced, hvd = make(monkeypatch, net.parameters())
+    for _ in range(3):
+        synced.arm()
+        backward(net)
+        synced.finish()
+        net.zero_grad()
+        assert len(hvd.names) == 2
+        hvd.started.clear()
+
+
+def test_a_replica_without_a_microbatch_adds_zeros(monkeypatch):
+    net = model()
+    synced, hvd = make(
+        monkeypatch, net.parameters(), other=lambda tensors: [torch.ones_like(t) for t in tensors]
+    )
+    synced.finish()
+    assert hvd.names == ["bucket0"]
+    assert all(p.grad.eq(1).all() and p.grad.shape == p.shape for p in net.parameters())
+
+
+def test_what_no_replica_used_has_no_gradient(monkeypatch):
+    net = model()
+    net.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    synced, _ = make(monkeypatch, net.parameters())
+    synced.arm()
+    backward(net)
+    synced.finish()
+    assert net.unused.grad is None and net[0].weight.grad is not None
+
+
+def test_frozen_parameters_are_left_out(monkeypatch):
+    net = model()
+    net[0].requires_grad_(False)
+    synced, hvd = make(monkeypatch, net.parameters())
+    synced.arm()
+    backward(net)
+    synced.finish()
+    assert [t.shape for t in hvd.started[0].tensors] == [(3,), (3, 8), (2,)]  # the last are the flags
+    assert net[0].weight.grad is None
+
+
+def test_bfloat16_is_reduced_as_float32(monkeypatch):
+    net = model().bfloat16()
+    synced, hvd = make(monkeypatch, net.parameters())
+    synced.arm()
+    net(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    expected = [2 * p.grad for p in net.parameters()]
+    synced.finish()
+    assert {t.dtype for t in hvd.started[0].tensors} == {torch.float32}
+    assert all(torch.equal(p.grad, wanted) for p, wanted in zip(net.parameters(), expected, strict=True))
+
+
+def test_bytes_are_counted(monkeypatch):
+    net = model()
+    synced, _ = make(monkeypatch, net.parameters())
+    for _ in range(2):
+        backward(net)
+        synced.finish()
+    assert synced.bytes_reduced == 2 * sum(p.nbytes for p in net.parameters())
+
+
+def test_a_parameter_that_is_used_twice_is_ready_once(monkeypatch):
+    layer = nn.Linear(4, 4)
+    net = nn.Sequential(layer, nn.Tanh(), layer)
+    synced, hvd = make(monkeypatch, net.parameters())
+    synced.arm()
+    backward(net)
+    assert hvd.names == ["bucket0"]
+    expected = 2 * layer.weight.grad
+    synced.finish()
+    assert torch.equal(layer.weight.grad, expected)
+
+
+def test_after_close_nothing_is_reduced(monkeypatch):
+    net = model()
+    synced, hvd = make(monkeypatch, net.parameters())
+    synced.arm()
+    synced.close()
+    backward(net)
+    assert hvd.names == [] and hvd.ended
+
+
+def test_one_replica_needs_nothing():
+    local = LocalGradients()
+    local.arm()
+    local.finish()
+    assert local.bytes_reduced == 0
+
+
+@pytest.mark.parametrize(
+    "dtype, travels_as", [(torch.float32, torch.float16), (torch.float64, torch.float64)]
+)
+def test_compressed_gradients_travel_as_halves_and_arrive_as_they_were(monkeypatch, dtype, travels_as):
+    net = model().to(dtype)
+    synced, hvd = make(monkeypatch, net.parameters(), compression="fp16")
+    net(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    expected = [2 * p.grad for p in net.parameters()]
+    synced.finish()
+    *tensors, _ = hvd.started[0].tensors
+    assert {tensor.dtype for tensor in tensors} == {travels_as}
+    assert synced.bytes_reduced == sum(p.numel() for p in net.parameters()) * travels_as.itemsize
+    for parameter, wanted in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted, rtol=2e-3, atol=1e-6)
+
+
+class AtOnce(Horovod):
+    """As if the all-reduce were done before the backward goes on."""
+
+    def grouped_allreduce_async_(self, tensors, name, op):
+        handle = super().grouped_allreduce_async_(tensors, name, op)
+        for tensor in tensors:
+            tensor.mul_(2)
+        return handle
+
+    def synchronize(self, handle):
+        self.looks.pop(handle.name)
+
+
+class Position(nn.Module):
+    """Autograd makes the gradients of both summands from one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, value):
+        return value + self.position[None]
+
+
+def test_summing_amid_the_backward_leaves_what_it_goes_on_with_alone(monkeypatch):
+    """With one sample the input's gradient was the sum over the replicas of the position's."""
+    monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", 1)
+    net = nn.Sequential(nn.Linear(4, 4), Position(), nn.Linear(4, 2))
+    inputs = torch.randn(1, 3, 4)
+    net(inputs).square().sum().backward()
+    expected = [2 * parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    monkeypatch.setattr(gradient_sync, "horovod", lambda _: AtOnce())
+    reducer = HorovodGradients(net.parameters(), replicas=None)
+    reducer.arm()
+    net(inputs).square().sum().backward()
+    reducer.disarm()
+    reducer.finish()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Shared(nn.Module):
+    """One layer in two checkpoints, which autograd runs again one by one."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.layer, self.options = nn.Linear(4, 4), options
+
+    def forward(self, value):
+        for _ in range(2):
+            value = checkpoint(self.layer, value, **self.options)
+        return value
+
+
+def test_a_gradient_that_comes_when_the_sum_has_begun_is_refused(monkeypatch):
+    """It was lost, or added to what Horovod was summing. Torch's DDP refuses it, too."""
+    net = Shared(use_reentrant=True)
+    reducer, _ = make(monkeypatch, net.parameters())
+    reducer.arm()
+    with pytest.raises(
+        RuntimeError, match=r"shape \(4.* second gradient in one backward.*use_reentrant=False"
+    ):
+        net(torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+def test_a_layer_that_other_checkpoints_share_is_summed_once(monkeypatch):
+    net = Shared(use_reentrant=False)
+    reducer, hvd = make(monkeypatch, net.parameters())
+    reducer.arm()
+    net(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert hvd.names == ["bucket0"]

@@ -1,0 +1,105 @@
+"""Numbers gone bad, on one rank; tests/mpi lets several agree."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.data.stream import Minibatch, Stream
+from hybridpipe.optim.nonfinite import Finite, NotFinite
+from hybridpipe.optim.update import UpdateRule
+from hybridpipe.planning.plan import Place
+from hybridpipe.stage.stage import Stage
+from tests.engine.helpers import CPU, in_threads, make_plan
+
+STREAM = Stream([Minibatch((2, 2), lambda m: None, lambda m: None)], step=7)
+PLAN = make_plan("1-1", 4, 2)
+
+
+class Rank:
+    """The second stage of two."""
+
+    def __init__(self, policy="stop", agree=int):
+        self.stage = Stage([nn.Linear(3, 3), nn.Linear(3, 3)], 2, CPU, loss=nn.functional.mse_loss)
+        self.finite = Finite(policy, PLAN, Place(1, 0), [self.stage], agree)
+        for parameter in self.stage.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    def allows(self, *losses: float) -> bool:
+        shares = {m: torch.tensor(loss) for m, loss in enumerate(losses)}
+        return self.finite.allows(shares, STREAM, step=7)
+
+
+def test_finite_numbers_pass():
+    rank = Rank()
+    assert rank.allows(1.0, 2.0)
+    for parameter in rank.stage.module.parameters():
+        parameter.grad = None  # such as frozen in effect
+    assert rank.allows() and rank.allows(1.0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_loss_is_named(bad):
+    with pytest.raises(NotFinite, match=r"the loss of step 7, microbatch 1 \(stage 1\) is not finite: "):
+        Rank().allows(1.0, bad)
+
+
+@pytest.mark.parametrize("bad, counted", [(torch.nan, "2 NaN and 0"), (-torch.inf, "0 NaN and 2")])
+def test_a_gradient_is_named_where_the_backward_met_it_first(bad, counted):
+    rank = Rank()
+    for layer in rank.stage.module:
+        layer.weight.grad[0, :2] = bad
+    told = rf"gradient of step 7, stage 1, layer 3 \(Linear\), weight is not finite: {counted} infinite of 9"
+    with pytest.raises(NotFinite, match=told):
+        rank.allows(1.0)
+
+
+def test_a_norm_that_overflows_is_no_reason():
+    rank = Rank()
+    rank.stage.module[0].weight.grad.fill_(3e38)
+    assert rank.allows(1.0)
+
+
+def test_ignoring_looks_at_nothing():
+    assert Rank("ignore").allows(torch.nan)
+
+
+def test_what_another_rank_has_found_counts():
+    rank = Rank("skip", agree=lambda number: max(number, 1))
+    assert not rank.allows(1.0) and rank.finite.num_skipped == 1
+
+
+def test_the_rank_nearest_to_where_it_arose_tells(capsys):
+    rank = Rank("skip")
+    rank.stage.module[0].bias.grad.fill_(torch.nan)
+    assert not rank.allows(1.0)
+    told = "rank 1: the gradient of step 7, stage 1, layer 2 (Linear), bias is not finite: 3 NaN"
+    assert told in capsys.readouterr().err
+    other = Rank("skip", agree=lambda number: number + 1)
+    other.stage.module[0].bias.grad.fill_(torch.nan)
+    assert not other.allows(1.0)
+    assert capsys.readouterr().err == ""
+
+
+def test_training_stops_before_the_weights_are_spoilt():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    data = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(3)]
+    data[1][0][2, 1] = torch.nan
+    with pytest.raises(NotFinite, match=r"loss of step 1, microbatch 1 \(stage 1\)"):
+        in_threads(
+            make_plan("1-1", 2, 2), model, data, 2, nn.functional.mse_loss,
+            rule=UpdateRule(partial(torch.optim.SGD, lr=0.1)),
+        )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_a_sparse_gradient_is_looked_at_like_any_other():
+    """An embedding's with sparse=True: there is neither a norm nor isfinite of it as a whole."""
+    rank = Rank()
+    weight = rank.stage.module[0].weight
+    weight.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (3, 3))
+    assert rank.allows(1.0)
+    weight.grad = torch.sparse_coo_tensor([[1]], torch.tensor([[1.0, torch.nan, 1.0]]), (3, 3))
+    with pytest.raises(NotFinite, match=r"\(Linear\), weight is not finite: 1 NaN and 0 infinite of 3"):
+        rank.allows(1.0)

@@ -1,0 +1,265 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pytest import approx
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.memory import (
+    FUSION_BYTES,
+    curves,
+    peak_memory_bytes,
+    versions_per_stage,
+)
+from hybridpipe.planning.plan import SYNCHRONOUS, Plan, StageSpec
+from hybridpipe.planning.profile import JoinedProducts
+from hybridpipe.planning.schedules.generators import programs, version_of
+from hybridpipe.planning.schedules.instructions import Backward, Forward, Step
+from hybridpipe.planning.simulator.predict import predict
+
+from .helpers import free, layer, model, plan
+
+
+@pytest.mark.parametrize(
+    "schedule, expected",
+    [
+        # weights, gradients, state, Horovod's buffer where replicated; input, activations, output
+        ("1f1b", [100 * 4 + 100 + 2 * (3 + 7), 100 * 4 + 100 + 2 * (3 + 7), 10 * 4 + 1 * (7 + 5 + 1)]),
+        ("gpipe", [100 * 4 + 100 + 4 * (3 + 7), 100 * 4 + 100 + 4 * (3 + 7), 10 * 4 + 8 * (7 + 5 + 1)]),
+    ],
+)
+def test_peak_memory_of_2_1(schedule, expected):
+    """And messages of 7 bytes: a gradient, one that is sent, two that are received ahead."""
+    profile = model(
+        layer(parameters=100, activation=3, output=7),
+        layer(parameters=10, activation=5, output=1),
+        state_factor=2,
+    )
+    assert peak_memory_bytes(profile, plan([2, 1], 8, schedule)) == tuple(each + 4 * 7 for each in expected)
+
+
+def test_the_fusion_buffer_is_limited():
+    profile = model(layer(parameters=2 * FUSION_BYTES))
+    alone, replicated = (peak_memory_bytes(profile, plan([m], m))[0] for m in (1, 2))
+    assert replicated - alone == FUSION_BYTES
+
+
+def test_recomputation_keeps_the_input_only():
+    """Stage 1 receives 7; what it has inside, 5 + 1, is there for the one that is computed, of two.
+
+    Messages: of 7 and 1 a gradient each and one that is sent; two of 7 received ahead.
+    """
+    profile = model(layer(activation=3, output=7), layer(activation=5, output=1), layer())
+    kept, recomputed = (peak_memory_bytes(profile, plan([1, 1, 1], 4, recompute=r))[1] for r in (False, True))
+    messages = 2 * (7 + 1) + 2 * 7
+    assert (kept, recomputed) == (2 * (7 + 5 + 1) + messages, 2 * 7 + (5 + 1) + messages)
+
+
+def test_pipedream_keeps_a_version_for_each_minibatch_in_flight():
+    profile = model(layer(parameters=100, activation=1), layer(parameters=10, activation=1))
+    assert peak_memory_bytes(profile, plan([1, 1], 1, "pipedream")) == (
+        2 * 100 + 100 + 2 * 1,
+        2 * 10 + 1 * 1,
+    )
+
+
+def test_recomputation_may_be_of_one_stage_only():
+    profile = model(layer(activation=5, output=1), layer(activation=5, output=1))
+    stages = (StageSpec(0, 1), StageSpec(1, 2, recompute=True))
+    assert peak_memory_bytes(profile, Plan(stages, "gpipe", 4)) == (4 * 6 + 4, 4 * 1 + 6 + 4)
+
+
+def test_a_limit_in_flight_saves_weights_and_activations():
+    profile = model(*[layer(parameters=100, activation=1)] * 3)
+    full, limited = (plan([1, 1, 1], 1, "pipedream", max_in_flight=most) for most in (None, 2))
+    assert peak_memory_bytes(profile, full) == (4 * 100 + 3, 3 * 100 + 2, 2 * 100 + 1)
+    assert peak_memory_bytes(profile, limited) == (3 * 100 + 2, 3 * 100 + 2, 2 * 100 + 1)
+
+
+def test_2bw_has_two_versions_and_at_most_two_minibatches():
+    profile = model(*[layer(parameters=100, activation=1)] * 4)
+    assert peak_memory_bytes(profile, plan([1] * 4, 8, "pipedream-2bw")) == (304, 303, 302, 301)
+    assert peak_memory_bytes(profile, plan([1] * 4, 1, "pipedream-2bw")) == (302, 302, 302, 301)
+
+
+def test_zero_bubble_keeps_activations_until_the_weights_half():
+    profile = model(*[layer(activation=5, output=1)] * 3)
+    assert peak_memory_bytes(profile, plan([1] * 3, 8, "zero-bubble")) == (3 * 6 + 4, 3 * 7 + 6, 3 * 7 + 4)
+    # What is computed again stays until then, too: by the last stage, of three microbatches
+    recomputed = plan([1] * 3, 8, "zero-bubble", recompute=True)
+    assert peak_memory_bytes(profile, recomputed) == (6 + 4, 3 * 1 + 2 * 6 + 6, 3 * 1 + 3 * 6 + 4)
+
+
+def test_a_rank_that_holds_several_stages_holds_what_they_hold():
+    """Two ranks, four stages: rank 0 has F0 F1 F0.1 F1.1 before the first backward, rank 1 one less."""
+    profile = model(*[layer(parameters=10 * 10**i, activation=10**i) for i in range(4)])
+    made = plan([1, 1], 2, "interleaved-1f1b", chunks=2)
+    assert peak_memory_bytes(profile, made) == (
+        2 * (10 + 1000) + 2 * 1 + 2 * 100,
+        2 * (100 + 10000) + 2 * 10 + 1000,
+    )
+
+
+def test_ranks_that_hold_several_stages_have_one_fusion_buffer():
+    profile = model(*[layer(parameters=FUSION_BYTES)] * 4)
+    made = plan([2, 2], 2, "interleaved-1f1b", chunks=2)
+    assert peak_memory_bytes(profile, made) == (5 * FUSION_BYTES,) * 4
+
+
+# Versions
+
+
+@pytest.mark.parametrize(
+    "replicas, expected",
+    [
+        ((1, 1, 1, 1), (4, 4, 4, 4)),  # without vertical sync 4, 3, 2, 1
+        ((2, 2, 2), (3, 3, 3)),
+        ((2, 1), (2, 3)),  # only every other version is asked for
+        ((1, 2), (3, 2)),
+    ],
+)
+def test_versions_under_vertical_sync(replicas, expected):
+    assert versions_per_stage(plan(replicas, 1, "pipedream", vertical_sync=True)) == expected
+
+
+def held_versions(made, count):
+    """By definition: all that some minibatch not yet done asks for, and the newest; each stage's most."""
+    most = [1] * made.num_stages
+    for rank, program in programs(made, count).items():
+        stage = made.place(rank).stage
+        to_come = [i.microbatch for i in program if isinstance(i, Forward)]
+        newest = 0
+        for instruction in program:
+            if isinstance(instruction, Backward):
+                to_come.remove(instruction.microbatch)
+            newest += isinstance(instruction, Step)
+            asked = {version_of(made, stage, m) for m in to_come}
+            most[stage] = max(most[stage], len({newest, *(v for v in asked if v <= newest)}))
+    return tuple(most)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 2), (3, 2), (2, 3, 1), (1, 3, 2), (4, 1, 1)])
+@pytest.mark.parametrize("options", [{}, {"vertical_sync": True}, {"max_in_flight": 2}])
+def test_versions_are_as_many_as_are_asked_for(replicas, options):
+    made = plan(replicas, 1, "pipedream", **options)
+    assert versions_per_stage(made) == held_versions(made, 80)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (3, 2), (1, 3, 2)])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_2bw_holds_two_versions(replicas, size):
+    made = plan(replicas, size, "pipedream-2bw")
+    assert versions_per_stage(made) == held_versions(made, 8 * size)
+
+
+@pytest.mark.parametrize("replicas", [(3, 2), (2, 3, 1), (1, 3, 2), (4, 1, 1)])
+def test_long_rounds_count_no_fewer_versions(monkeypatch, replicas):
+    made = plan(replicas, 1, "pipedream", vertical_sync=True)
+    walked = versions_per_stage(made)
+    monkeypatch.setattr("hybridpipe.planning.cost.memory.MAX_ROUND", 0)
+    assert all(few <= many for few, many in zip(walked, versions_per_stage(made), strict=True))
+
+
+# Over time
+
+
+def test_a_curve_by_hand():
+    """F 0-1, F 1-2, then B 5-7, F 7-8, ...: two in flight at most, and the same between; messages, 16."""
+    profile = model(layer(1, 2, parameters=50, activation=6, output=4), layer(1, 2))
+    timeline, _ = predict(plan([1, 1], 3), profile, free(2))
+    seen = curves(profile, plan([1, 1], 3), timeline)[0]
+    assert [bytes_ for _, bytes_ in seen] == [116, 126, 136, 126, 136, 126, 116]
+    assert [at for at, _ in seen] == approx([0, 0, 1, 6, 6, 9, 12])
+
+
+def test_a_curve_with_versions():
+    """Two in flight: an update makes a version, as the second still uses the old; the last stage has one."""
+    profile = model(layer(1, 2, parameters=50, update=1), layer(1, 2, parameters=10, update=1))
+    made = plan([1, 1], 1, "pipedream")
+    timeline, _ = predict(made, profile, free(2))
+    seen = curves(profile, made, timeline)
+    assert [bytes_ for _, bytes_ in seen[0]][:7] == [100, 100, 100, 100, 150, 150, 100]
+    assert {bytes_ for _, bytes_ in seen[1]} == {20}
+
+
+LAYER = st.builds(
+    lambda forward, parameters, output, activation: layer(forward, 2, parameters, output, activation, 0.5),
+    st.integers(0, 3),
+    st.integers(0, 1000),
+    st.integers(0, 100),
+    st.integers(0, 100),
+)
+CASES = st.tuples(
+    st.lists(st.tuples(LAYER, st.integers(1, 4), st.booleans()), min_size=1, max_size=4), st.integers(1, 12)
+)
+
+
+def made(case, schedule, **options):
+    stages, count = case
+    if schedule == "interleaved-1f1b":
+        stages = [(each, stages[0][1], recompute) for each, _, recompute in stages] * 2
+        stages, options = (stages * 2 if len(stages) == 2 else stages), {"chunks": 2}
+    specs = tuple(StageSpec(i, i + 1, m, recompute=recompute) for i, (_, m, recompute) in enumerate(stages))
+    chosen = Plan(specs, schedule, 1 if schedule == "pipedream" else count, **options)
+    profile = model(*(each for each, _, _ in stages), state_factor=1)
+    return chosen, profile, Cluster.flat(chosen.num_ranks, 50.0, 0.25)
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@given(CASES)
+@settings(deadline=None, derandomize=True, max_examples=50)
+def test_the_most_over_time_is_the_peak(schedule, case):
+    """On some replica of each stage; others may have fewer microbatches."""
+    chosen, profile, cluster = made(case, schedule)
+    timeline, prediction = predict(chosen, profile, cluster)
+    seen = curves(profile, chosen, timeline)
+    most = {rank: max(bytes_ for _, bytes_ in curve) for rank, curve in seen.items()}
+    peaks = dict(zip(chosen.ranks, prediction.peak_memory_bytes))
+    assert all(held <= peaks[rank] for rank, held in most.items())
+    for stage in chosen.stages:
+        assert max(most[rank] for rank in stage.ranks) == peaks[stage.ranks[0]]
+    for curve in seen.values():
+        assert curve[0] == (0.0, curve[-1][1])  # all that was added is gone
+        assert all(before[0] <= after[0] for before, after in itertools.pairwise(curve))
+
+
+@pytest.mark.parametrize(
+    "schedule, options",
+    [
+        ("pipedream", {}),
+        ("pipedream", {"vertical_sync": True}),
+        ("pipedream", {"max_in_flight": 2}),
+        ("pipedream-2bw", {}),
+        ("pipedream-2bw", {"max_in_flight": 2}),
+    ],
+)
+@given(CASES)
+@settings(deadline=None, derandomize=True, max_examples=50)
+def test_without_a_flush_no_rank_holds_more_than_the_peak(schedule, options, case):
+    chosen, profile, cluster = made(case, schedule, **options)
+    timeline, prediction = predict(chosen, profile, cluster)
+    seen = curves(profile, chosen, timeline)
+    for held, peak in zip(seen.values(), prediction.peak_memory_bytes):
+        assert max(bytes_ for _, bytes_ in held) <= peak
+
+
+def keeping_rows(profile):
+    joined = JoinedProducts(0.0, 0.0, 0.0, microbatches=3, kept_bytes=7)
+    return replace(profile, layers=tuple(replace(each, joined=joined) for each in profile.layers))
+
+
+@pytest.mark.parametrize("num_microbatches, kept", [(2, 2), (4, 3)])
+def test_rows_kept_for_products_weigh_until_these_are_made(num_microbatches, kept):
+    profile = model(*[layer(1, 1, parameters=10)] * 2)
+    plan = Plan((StageSpec(0, 2),), num_microbatches=num_microbatches)
+    (with_rows,), (without,) = (peak_memory_bytes(each, plan) for each in (keeping_rows(profile), profile))
+    assert with_rows == without + 2 * 7 * kept
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "pipedream", "pipedream-2bw"])
+def test_a_schedule_that_joins_no_products_keeps_no_rows(schedule):
+    profile = model(*[layer(1, 1, parameters=10)] * 2)
+    plan = Plan((StageSpec(0, 2),), schedule, num_microbatches=1 if schedule == "pipedream" else 4)
+    assert peak_memory_bytes(keeping_rows(profile), plan) == peak_memory_bytes(profile, plan)

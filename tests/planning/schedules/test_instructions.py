@@ -1,0 +1,95 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpipe.planning.schedules.instructions import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Step,
+    add_communication,
+    final_backwards,
+    parse,
+    text,
+)
+
+ON_MICROBATCH = (
+    Forward,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ReceiveActivation,
+    SendActivation,
+    ReceiveGradient,
+    SendGradient,
+)
+INSTRUCTIONS = st.one_of(
+    st.builds(AllReduce),
+    st.builds(Step),
+    *(st.builds(kind, st.integers(0, 9999), st.integers(0, 9)) for kind in ON_MICROBATCH),
+)
+
+
+def test_text():
+    program = [kind(3) for kind in ON_MICROBATCH] + [AllReduce(), Step()]
+    assert text(program) == "F3 B3 I3 W3 ra3 sa3 rg3 sg3 all-reduce step"
+    assert text([Forward(3, 1), BackwardWeight(12, 10)]) == "F3.1 W12.10"
+
+
+@given(st.lists(INSTRUCTIONS))
+def test_text_is_a_file_format(program):
+    assert parse(text(program)) == tuple(program)
+
+
+def test_kinds_differ_even_on_the_same_microbatch():
+    assert len({kind(3) for kind in ON_MICROBATCH}) == len(ON_MICROBATCH)
+    assert Forward(3) != Forward(3, 1)
+    assert Forward(3) != Backward(3) and AllReduce() != Step() and Forward(3) == Forward(3)
+
+
+@pytest.mark.parametrize("word", ["X3", "F", "F-1", "F1.", "F1.5.2", "f3", "Step", "all-reduce3", "ra"])
+def test_an_unknown_word_is_named_with_those_allowed(word):
+    message = (
+        f"unknown instruction '{word}'; "
+        "allowed: F<n>, B<n>, I<n>, W<n>, ra<n>, sa<n>, rg<n>, sg<n>, all-reduce, step"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse(f"F0 {word} B0")
+
+
+@pytest.mark.parametrize(
+    "stages, num_stages, program, expected",
+    [
+        ([0], 1, "F0 B0 all-reduce step", "F0 B0 all-reduce step"),
+        ([0], 3, "F0 B0 all-reduce step", "F0 sa0 rg0 B0 all-reduce step"),
+        ([1], 3, "F0 B0 all-reduce step", "ra0 F0 sa0 rg0 B0 sg0 all-reduce step"),
+        ([2], 3, "F0 B0 all-reduce step", "ra0 F0 B0 sg0 all-reduce step"),
+        ([1], 3, "F0 I0 W0", "ra0 F0 sa0 rg0 I0 sg0 W0"),
+        ([0, 2], 4, "F0 F0.1 B0.1 B0", "F0 sa0 ra0.1 F0.1 sa0.1 rg0.1 B0.1 sg0.1 rg0 B0"),
+        ([1, 3], 4, "F0 F0.1 B0.1 B0", "ra0 F0 sa0 ra0.1 F0.1 B0.1 sg0.1 rg0 B0 sg0"),
+    ],
+)
+def test_communication_goes_where_there_is_a_neighbour(stages, num_stages, program, expected):
+    assert text(add_communication(parse(program), stages, num_stages)) == expected
+
+
+@pytest.mark.parametrize(
+    "program, expected",
+    [
+        ("F0 B0 F1 B1 all-reduce step", {3}),
+        ("F0 B0 all-reduce step B1 all-reduce step", {1, 4}),
+        ("F0 F1 I0 I1 W0 W1 all-reduce step", {5}),
+        ("B0.1 B1.1 B0 B1 all-reduce step", {1, 3}),
+        ("all-reduce step B0", set()),  # nothing to reduce; no all-reduce behind
+    ],
+)
+def test_gradients_are_final_in_the_last_backward_of_each_stage(program, expected):
+    assert final_backwards(parse(program)) == expected

@@ -1,0 +1,410 @@
+import random
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from pytest import approx
+
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.plan import Plan, Prediction, StageSpec
+from hybridpipe.planning.profile import Measurement, ModelProfile
+from hybridpipe.planning.search.search import (
+    Candidate,
+    NoPlanFits,
+    data_parallel,
+    fits,
+    judged,
+    ranked,
+    search,
+    search_sizes,
+    straight,
+)
+from hybridpipe.planning.simulator.predict import is_simulated, predict
+
+from .helpers import free, layer, model
+
+FOUR = model(*[layer(1, 2, parameters=100, output=10)] * 4)
+
+
+def convolutional(num_layers: int, seed: int) -> ModelProfile:
+    """Layers of unequal work whose outputs shrink and whose weights grow from front to back."""
+    draw = random.Random(seed)
+    work = [draw.uniform(0.2, 1.0) * 1e-3 for _ in range(num_layers)]
+    depths = [30 ** (i / num_layers) for i in range(num_layers)]
+    return model(
+        *(
+            layer(w, 2 * w, round(draw.random() * 1e6 * depth), round(draw.uniform(0.5, 1.0) * 2e7 / depth))
+            for w, depth in zip(work, depths, strict=True)
+        )
+    )
+
+
+def nodes_of_four(num_ranks: int, bandwidth: float) -> Cluster:
+    """Ranks of a node share its link."""
+    network = Level("network", num_ranks, bandwidth, 2e-5, shared_bandwidth=bandwidth)
+    return Cluster((Level("node", 4, 1e10, 5e-6), network))
+
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+
+
+@SCHEDULES
+@pytest.mark.parametrize("bandwidth", [1.0, 100.0, 1e6])
+def test_data_parallelism_and_a_straight_pipeline_always_compete(schedule, bandwidth):
+    candidates = search(FOUR, Cluster.flat(4, bandwidth, 1e-3), 8, schedule=schedule)
+    plans = {candidate.origin: candidate.plan for candidate in candidates if candidate.origin != "exact"}
+    assert plans["dp"].name == "4"
+    assert set(plans["straight"].replicas) == {1} and plans["straight"].num_stages > 1
+    seconds = [candidate.seconds for candidate in candidates]
+    assert seconds == sorted(seconds)
+    assert len({candidate.plan for candidate in candidates}) == len(candidates)
+    assert {candidate.plan.schedule for candidate in candidates} == {schedule}
+
+
+@pytest.mark.parametrize("schedule, count", [("1f1b", 8), ("pipedream", 1)])
+def test_each_candidate_carries_its_prediction(schedule, count):
+    cluster = Cluster.flat(4, 100.0, 1e-3)
+    for candidate in search(FOUR, cluster, count, schedule=schedule):
+        assert candidate.plan.predicted == predict(candidate.plan, FOUR, cluster)[1]
+        assert candidate.seconds == candidate.plan.predicted.minibatch_seconds
+        assert candidate.samples == FOUR.samples
+
+
+def test_the_simulator_decides_not_the_formula():
+    """All that crosses between two nodes shares one link at once; the formula sees each part alone."""
+    layers = [
+        layer(3, 2, parameters=100, output=10),
+        layer(2, 6, parameters=100, output=10),
+        layer(1, 3, parameters=3000, output=10),
+    ]
+    nodes = Level("node", 2, 1e9, 0.0), Level("network", 4, 1e3, 0.0, shared_bandwidth=30.0)
+    candidates = search(model(*layers), Cluster(nodes), 4)
+    by_formula = min(candidates, key=lambda c: estimate(c.plan, model(*layers), Cluster(nodes)))
+    assert candidates[0].seconds < 0.9 * by_formula.seconds
+
+
+@pytest.mark.parametrize("schedule, count", [("1f1b", 16), ("pipedream", 1), ("pipedream-2bw", 16)])
+def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, monkeypatch):
+    """A plan that takes longer by its bound than another one in the simulator is not simulated."""
+    num_simulated = []
+    for seed in range(6):
+        profile = convolutional(12, seed)
+        for cluster in (Cluster.flat(8, 1.25e9, 2e-5), nodes_of_four(8, 1.25e8)):
+            found = {}
+            found["some"] = search(profile, cluster, count, schedule=schedule)
+            with monkeypatch.context() as patch:
+                patch.setattr("hybridpipe.planning.search.search.least_seconds", lambda *_: ())
+                found["all"] = search(profile, cluster, count, schedule=schedule)
+            assert found["some"][0] == found["all"][0]
+            num_simulated.append([len(candidates) for candidates in found.values()])
+    some, every = map(sum, zip(*num_simulated, strict=True))
+    assert some < every
+
+
+@pytest.mark.parametrize("cluster", [Cluster.flat(8, 1.25e8, 2e-5), nodes_of_four(8, 1.25e8)])
+def test_no_asynchronous_pipeline_is_faster_than_its_formula(cluster, monkeypatch):
+    """So none is simulated whose formula says more than the best, where processors are the ranks' own."""
+    every = []
+    monkeypatch.setattr("hybridpipe.planning.search.search.least_seconds", lambda *_: ())
+    for seed in range(4):
+        profile = convolutional(12, seed)
+        found = search(profile, cluster, 1, schedule="pipedream")
+        every += [candidate.seconds / estimate(candidate.plan, profile, cluster) for candidate in found]
+    assert len(every) > 40 and min(every) > 1 - 1e-9
+
+
+def test_ranks_that_do_not_help_stay_unused():
+    """One exchange takes longer than the whole minibatch on one rank."""
+    best = search(FOUR, Cluster.flat(4, 1e9, latency_seconds=100.0), 8)[0]
+    assert best.plan.name == "1" and best.seconds == approx(4 * 3 * 8)
+
+
+def test_ranks_that_share_processors_compete_in_smaller_numbers():
+    """Eight ranks on the processors of one: the more compute, the more is lost."""
+    speeds = tuple(1 / n**1.2 for n in range(1, 9))
+    shared = replace(free(8), node_ranks=8, compute_speeds=speeds)
+    candidates = search(FOUR, shared, 8)
+    assert {c.plan.name for c in candidates if c.origin == "dp"} >= {"8", "1"}
+    assert candidates[0].plan.num_ranks == 1
+
+
+def test_ties_go_to_fewer_ranks():
+    """With one microbatch in free space, a pipeline gains nothing over one rank."""
+    best = search(model(*[layer(1, 2)] * 2), free(4), 1)[0]
+    assert best.plan.name == "1"
+
+
+def test_equal_predictions_are_ranked_by_simplicity():
+    def candidate(seconds, *replicas, shift=0):
+        edge, stages = shift, []
+        for i, m in enumerate(replicas):
+            stages.append(StageSpec(i, i + 1, m, tuple(range(edge, edge + m))))
+            edge += m
+        return Candidate("exact", Plan(tuple(stages), predicted=Prediction(seconds, 1.0, 0.0, ())), 1)
+
+    slow = candidate(1.1, 1)
+    order = [
+        candidate(1.0, 2),
+        candidate(1.0 + 1e-10, 2, shift=1),
+        candidate(1.0, 1, 1),
+        candidate(1.0, 3),
+        slow,
+    ]
+    assert ranked(order[::-1]) == order
+
+
+def test_fewer_ranks_may_be_asked_for_but_not_more():
+    assert {r for c in search(FOUR, free(4), 8, num_ranks=2) for r in c.plan.ranks} == {0, 1}
+    with pytest.raises(ValueError, match=r"^ranks must be at most the cluster's 4, got 5$"):
+        search(FOUR, free(4), 8, num_ranks=5)
+
+
+def test_more_ranks_than_layers():
+    candidates = search(model(layer(), layer()), free(5), 10)
+    assert {c.plan.name for c in candidates if c.origin == "straight"} == {"1-1"}
+    assert candidates[0].plan.num_ranks == 5
+
+
+@SCHEDULES
+@pytest.mark.parametrize("limit", [920, 600, 420])
+def test_memory_is_respected(schedule, limit):
+    """Data parallelism keeps weights, gradients and Horovod's buffer, 3 × 400, and the outputs."""
+    for memory in (limit, (limit, 2 * limit, limit, limit)):
+        cluster = replace(free(4), memory_bytes=memory)
+        candidates = search(FOUR, cluster, 8, schedule=schedule)
+        for candidate in candidates:
+            assert fits(candidate.plan, FOUR, cluster)
+            peaks = candidate.plan.predicted.peak_memory_bytes
+            assert all(p <= cluster.memory(r) for p, r in zip(peaks, candidate.plan.ranks, strict=True))
+    assert "dp" not in {c.origin for c in candidates}
+
+
+def test_recomputation_competes_where_memory_is_limited():
+    """Activations of 8 microbatches under GPipe do not fit, inputs do."""
+    profile = model(*[layer(1, 2, parameters=1, output=1, activation=100)] * 2)
+    cluster = replace(free(2), memory_bytes=600)
+    best = search(profile, cluster, 16, schedule="gpipe", recompute=True)[0]
+    assert best.plan.recomputes(0) and best.plan.recomputes(1)
+    with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
+        search(profile, cluster, 16, schedule="gpipe")
+    for roomy in (replace(free(2), memory_bytes=10**6), free(2)):
+        found = search(profile, roomy, 16, recompute=True)
+        assert not any(map(found[0].plan.recomputes, range(found[0].plan.num_stages)))
+        assert found == search(profile, roomy, 16)
+
+
+def test_only_stages_that_must_recompute():
+    """Under 1f1b the first of two stages holds two microbatches, the second one."""
+    profile = model(*[layer(1, 2, parameters=1, output=1, activation=100)] * 2)
+    cluster = replace(free(2), memory_bytes=150)
+    best = search(profile, cluster, 16, recompute=True)[0].plan
+    assert [best.recomputes(s) for s in range(best.num_stages)] == [True, False]
+
+
+def refusal(profile, cluster, num_microbatches, **asked):
+    with pytest.raises(NoPlanFits) as caught:
+        search(profile, cluster, num_microbatches, **asked)
+    return str(caught.value)
+
+
+def test_no_plan_fits():
+    """One layer a rank: weights and gradients 200, messages at most 60, in flight what comes in and out."""
+    told = refusal(FOUR, replace(free(4), memory_bytes=299), 8)
+    closest = re.fullmatch(
+        r"no plan fits into memory: (\S+) comes closest and needs (\d+) bytes on rank (\d), .*", told
+    )
+    assert closest and 299 < int(closest[2]) <= 320
+    assert "which has 299; none of these would help: recomputation, 8 ranks, 16 ranks" in told
+    assert search(FOUR, replace(free(4), memory_bytes=int(closest[2])), 8)
+
+
+def test_what_would_help_is_computed():
+    weights = model(*[layer(1, 2, parameters=100)] * 4)
+    assert refusal(weights, replace(free(2), memory_bytes=250), 2).endswith("; 4 ranks would help")
+    outputs = model(layer(1, 2, output=8, activation=80), samples=8)
+    assert refusal(outputs, replace(free(1), memory_bytes=50), 2).endswith(
+        "microbatches of 4 sample(s) would help"
+    )
+    assert refusal(outputs, replace(free(1), memory_bytes=30), 2).endswith(
+        "microbatches of 2 sample(s) would help"
+    )
+    chain = model(*[layer(1, 2, parameters=10, output=2)] * 2)
+    gpipe = refusal(chain, replace(free(2), memory_bytes=35), 8, schedule="gpipe", recompute=True)
+    assert gpipe.endswith("the schedule 1f1b would help")
+
+
+def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
+    """Once the best of plans for unlimited memory was called the closest, with no remedy beside it."""
+    monkeypatch.setattr("hybridpipe.planning.search.search.MAX_ADVISED", 1)
+    told = refusal(FOUR, replace(free(4), memory_bytes=299), 8, schedule="gpipe")
+    assert re.search(
+        r": (\S+) comes closest of the few looked at and needs \d+ bytes on rank \d, which", told
+    )
+    assert told.endswith("these may help: recomputation, the schedule 1f1b, 8 ranks, 16 ranks")
+    again = refusal(FOUR, replace(free(4), memory_bytes=100), 8, schedule="gpipe", recompute=True)
+    assert "with recomputation comes closest of" in again and "help: the schedule 1f1b, 8" in again
+
+
+def test_memory_that_differs_is_told_of_the_right_rank():
+    told = refusal(model(layer(1, 2, parameters=100)), replace(free(2), memory_bytes=(50, 150)), 1)
+    assert "1 comes closest and needs 200 bytes on rank 1, which has 150" in told
+
+
+def test_the_size_of_the_microbatch_is_chosen():
+    """Twice the samples in less than twice the time: the larger size wins until the pipeline starves."""
+
+    def at(samples, seconds):
+        return Measurement(samples, (layer(seconds, 2 * seconds, output=samples),))
+
+    profile = model(layer(1.0, 2.0, output=1), samples=1)
+    profile = replace(profile, others=(at(4, 2.0), at(16, 16.0), at(64, 1.0)))
+    candidates = search_sizes(profile, free(1), 16)
+    assert {(c.samples, c.plan.num_microbatches) for c in candidates} == {(1, 16), (4, 4), (16, 1)}
+    assert candidates[0].samples == 4 and candidates[0].seconds == approx(4 * 6)
+    assert [c.samples for c in search_sizes(replace(profile, others=()), free(1), 5)] == [1]
+    (whole,) = search_sizes(replace(profile, samples=32, others=()), free(1), 16)
+    assert (whole.samples, whole.plan.num_microbatches) == (16, 1)
+
+
+def test_an_asynchronous_minibatch_travels_whole():
+    candidates = search_sizes(FOUR, free(4), 12, schedule="pipedream")
+    assert {(c.samples, c.plan.num_microbatches) for c in candidates} == {(12, 1)}
+    assert candidates[0].seconds == approx(12 * 4 * 3 / 4)
+
+
+def test_sizes_that_do_not_fit_are_passed_over():
+    profile = model(layer(1, 2, activation=10), samples=1)
+    profile = replace(profile, others=(Measurement(4, (layer(1, 2, activation=40),)),))
+    cluster = replace(free(1), memory_bytes=20)
+    assert {c.samples for c in search_sizes(profile, cluster, 8)} == {1}
+    with pytest.raises(NoPlanFits, match="needs 10 bytes on rank 0, which has 5; "):
+        search_sizes(profile, replace(cluster, memory_bytes=5), 8)
+
+
+def test_the_two_baselines_on_their_own():
+    cluster = replace(free(4), memory_bytes=239)
+    assert data_parallel(FOUR, cluster, 4, 8, "gpipe").predicted.minibatch_seconds == approx(24)
+    assert straight(FOUR, cluster, 4, 8, "gpipe") is None
+    assert straight(FOUR, free(4), 4, 8, "1f1b").replicas == (1, 1, 1, 1)
+    assert straight(model(layer()), free(4), 4, 8, "1f1b").name == "1"
+
+
+@pytest.mark.parametrize("num_stages", [1, 30])
+def test_what_would_take_minutes_to_simulate_is_estimated(num_stages, monkeypatch):
+    profile = model(*[layer(1, 2, update=1)] * num_stages)
+    plan = Plan(tuple(StageSpec(i, i + 1) for i in range(num_stages)), num_microbatches=2 * num_stages)
+    simulated = judged(plan, profile, free(num_stages)).predicted
+    assert is_simulated(plan)
+    monkeypatch.setattr("hybridpipe.planning.simulator.predict.MAX_INSTRUCTIONS", 1)
+    assert not is_simulated(plan)
+    formula = judged(plan, profile, free(num_stages)).predicted
+    assert formula.minibatch_seconds == estimate(plan, profile, free(num_stages))
+    assert formula == replace(
+        simulated,
+        **{
+            name: approx(getattr(simulated, name))
+            for name in ("minibatch_seconds", "samples_per_second", "bubble_fraction")
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "num_layers, cluster, told",
+    [
+        (1, Cluster.flat(10**6, 1e9, 1e-5), "ranks must be at most 4096 to be planned, got 1000000"),
+        (10_000, free(4096), "layers times ranks must be at most 8388608 to be planned, got 40960000"),
+        (100_001, free(1), "layers must be at most 100000 to be planned, got 100001"),
+    ],
+)
+def test_what_is_too_large_is_refused(num_layers, cluster, told):
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        search(model(*[layer()] * num_layers), cluster, 8)
+
+
+@pytest.mark.parametrize("num_microbatches", [10**9, 4096])
+def test_a_long_minibatch_is_judged_at_once(num_microbatches):
+    begin = time.monotonic()
+    assert search(FOUR, Cluster.flat(16, 1e3, 1e-3), num_microbatches)
+    assert time.monotonic() - begin < 30
+
+
+EQUAL = model(*[layer(1e-2, 2e-2, parameters=10**7, output=10**5)] * 16)
+
+
+@pytest.mark.parametrize(
+    "profile, bandwidth, best",
+    [
+        (EQUAL, 1e8, "interleaved-1f1b"),  # weights are heavy, messages light
+        (model(*EQUAL.layers[:4]), 1e8, "zero-bubble"),  # a layer a rank: nothing to interleave on all
+        (model(*[layer(1, 2, output=1)] * 16), 1e9, "1f1b"),  # data parallelism is perfect
+    ],
+)
+def test_auto_takes_the_schedule_that_is_fastest_in_the_simulator(profile, bandwidth, best):
+    cluster = Cluster.flat(4, bandwidth, 1e-5)
+    found = search(profile, cluster, 16, schedule="auto")
+    alone = {
+        schedule: search(profile, cluster, 16, schedule=schedule)[0].seconds
+        for schedule in ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")
+    }
+    assert found[0].plan.schedule == best
+    assert found[0].seconds == approx(min(alone.values()))
+    assert all(alone[best] <= seconds * (1 + 1e-9) for seconds in alone.values())
+
+
+def test_auto_allows_asynchronous_schedules_where_it_is_asked_to():
+    cluster = Cluster.flat(4, 1e8, 1e-5)
+    schedules = {c.plan.schedule for c in search(EQUAL, cluster, 16, schedule="auto")}
+    assert schedules == {"1f1b", "gpipe", "zero-bubble", "interleaved-1f1b"}
+    found = search(EQUAL, cluster, 16, schedule="auto", asynchronous=True, vertical_sync=True)
+    assert {c.plan.schedule for c in found} == {*schedules, "pipedream", "pipedream-2bw"}
+    assert {c.plan.vertical_sync for c in found if c.plan.schedule == "pipedream"} == {True}
+    assert {c.samples * c.plan.num_microbatches for c in found} == {16}
+    assert found[0].plan.is_asynchronous
+
+
+def test_what_schedules_can_do_limits_auto():
+    limited = search(EQUAL, free(4), 16, schedule="auto", max_in_flight=2)
+    assert {(c.plan.schedule, c.plan.max_in_flight) for c in limited} == {("1f1b", 2)}
+    with pytest.raises(ValueError, match=r"^vertical_sync must be false unless asynchronous schedules"):
+        search(EQUAL, free(4), 16, schedule="auto", vertical_sync=True)
+    with pytest.raises(ValueError, match=r"^schedule must be one of auto, 1f1b, gpipe, .*, got 'best'$"):
+        search(EQUAL, free(4), 16, schedule="best")
+    with pytest.raises(ValueError, match=r"^max_in_flight must not be given under gpipe, got 2: what"):
+        search(EQUAL, free(4), 16, schedule="gpipe", max_in_flight=2)
+    with pytest.raises(
+        ValueError, match=r"^schedule interleaved-1f1b needs at least 2 ranks and 4 layers, got 4 and 3$"
+    ):
+        search(model(*[layer()] * 3), free(4), 16, schedule="interleaved-1f1b")
+    assert search(model(*[layer()] * 3), free(4), 16, schedule="auto")
+
+
+def test_equal_predictions_go_to_the_simpler_schedule():
+    def candidate(schedule, num_ranks, seconds=1.0):
+        plan = Plan((StageSpec(0, 1, num_ranks),), schedule, predicted=Prediction(seconds, 1.0, 0.0, ()))
+        return Candidate("exact", plan, 1)
+
+    order = [candidate("1f1b", 2), candidate("gpipe", 1), candidate("zero-bubble", 1)]
+    assert ranked(order[::-1]) == order
+    assert ranked([*order, candidate("zero-bubble", 2, 0.9)])[0].seconds == 0.9
+
+
+@pytest.mark.parametrize("limit", [6 * 10**6, 4 * 10**6])
+def test_interleaved_plans_respect_memory(limit):
+    profile = model(*[layer(1, 2, parameters=10**5, output=10**4, activation=10**5)] * 16)
+    cluster = replace(Cluster.flat(4, 1e5, 1e-3), memory_bytes=limit)
+    found = search(profile, cluster, 16, schedule="interleaved-1f1b", recompute=True)
+    assert all(fits(candidate.plan, profile, cluster) for candidate in found)
+    with pytest.raises(NoPlanFits, match="comes closest and needs"):
+        search(profile, replace(cluster, memory_bytes=10**5), 16, schedule="interleaved-1f1b")
+
+
+def test_the_baselines_of_schedules_that_have_none():
+    assert data_parallel(EQUAL, free(4), 4, 8, "auto").schedule == "1f1b"
+    assert data_parallel(EQUAL, free(4), 4, 8, "interleaved-1f1b").schedule == "1f1b"
+    chunked = straight(EQUAL, free(4), 4, 8, "interleaved-1f1b")
+    assert chunked.schedule == "interleaved-1f1b" and set(chunked.replicas) == {1}
+    names = ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")
+    seconds = [straight(EQUAL, free(4), 4, 8, name).predicted.minibatch_seconds for name in names]
+    assert straight(EQUAL, free(4), 4, 8, "auto").predicted.minibatch_seconds == approx(min(seconds))

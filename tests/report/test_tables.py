@@ -1,0 +1,328 @@
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from pytest import approx
+
+from hybridpipe.cli.main import main
+from hybridpipe.files import read_plan, write_json
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.plan import Plan, Prediction, StageSpec
+from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.search.search import judged, search
+from hybridpipe.planning.timeline import Parts
+from hybridpipe.report.tables import (
+    StageFigures,
+    bottleneck,
+    candidates_table,
+    compared,
+    duration,
+    explain,
+    memory_table,
+    parts_table,
+    plan_table,
+    ranks_table,
+    size,
+    stage_figures,
+)
+
+
+def layer(name="layer", forward=1.0, backward=2.0, parameters=0, output=0, update=0.0, gradient=None):
+    return LayerProfile(name, forward, backward, parameters, output, 0, update, gradient)
+
+
+FREE = Cluster.flat(4, 1e300, 0.0)
+CHAIN = ModelProfile((layer("a", output=100, gradient=40), layer("b", parameters=50), layer("c")), samples=2)
+
+
+def told(plan, profile, cluster, **asked):
+    plan = judged(plan, profile, cluster)
+    found = search(profile, cluster, plan.num_microbatches, schedule=plan.schedule)
+    return explain(plan, found, profile, cluster, **asked)
+
+
+@pytest.mark.parametrize(
+    "num_bytes, text",
+    [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1250, "1.25 kB"), (2.5e6, "2.5 MB"), (3e9, "3 GB"),
+     (4e12, "4 TB"), (5e15, "5,000 TB")],
+)  # fmt: skip
+def test_sizes_are_readable(num_bytes, text):
+    assert size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "0 us"),
+        (1.25e-5, "12.5 us"),
+        (0.0421, "42.1 ms"),
+        (0.9999, "1 s"),
+        (12.34, "12.3 s"),
+        (12345, "12,345 s"),
+    ],
+)
+def test_times_are_readable(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_figures_of_a_stage():
+    """Two microbatches a replica of stage 0, four in stage 1, whose weights need no all-reduce."""
+    plan = Plan((StageSpec(0, 1, 2), StageSpec(1, 3, 1)), num_microbatches=4)
+    cluster = replace(Cluster.flat(3, 100.0, 0.5), message_seconds=0.1, message_seconds_per_byte=0.01)
+    first, second = stage_figures(plan, CHAIN, cluster)
+    handling = 0.2 + 140 * 0.01
+    assert first == StageFigures(3 + handling, 100, 40, 0.0, approx(2 * (3 + handling)), 0.0, approx(4.0))
+    assert second == StageFigures(6 + handling, 40, 100, 0.0, approx(4 * (6 + handling)), 0.0, 0.0)
+
+
+def test_figures_of_replicas_that_take_turns():
+    """Under an asynchronous schedule each minibatch is one replica's, and they reduce once a round."""
+    profile = ModelProfile((layer(parameters=50, update=1.0),), samples=1)
+    (each,) = stage_figures(Plan.data_parallel(1, 2, 1, "pipedream"), profile, Cluster.flat(2, 10.0, 0.0))
+    assert each.allreduce_seconds == approx(5.0)
+    assert each.compute_seconds == approx((3 + 1) / 2) and each.exposed_seconds == approx((5 - 2) / 2)
+
+
+@pytest.mark.parametrize(
+    "compute, exposed, link, seconds, name",
+    [
+        ((5, 9), (0, 0), (1, 0), 10, "computing in stage 1"),
+        ((1, 1), (9, 0), (1, 0), 11, "the all-reduce of stage 0"),
+        ((1, 1), (0, 0), (9, 0), 11, "the traffic between stages 0 and 1"),
+        ((2, 3), (0, 1), (1, 0), 10, "filling, draining and waiting"),
+    ],
+)
+def test_the_bottleneck_is_the_largest_part(compute, exposed, link, seconds, name):
+    figures = [StageFigures(0, 0, 0, 0, c, e, x) for c, e, x in zip(compute, exposed, link, strict=True)]
+    what, how_long = bottleneck(figures, seconds)
+    assert what == name and how_long == (6 if "filling" in name else 9)
+
+
+def test_a_plan_is_explained():
+    text = told(Plan((StageSpec(0, 1), StageSpec(1, 3, 2)), num_microbatches=8), CHAIN, FREE)
+    lines = text.splitlines()
+    assert lines[:4] == [
+        "plan 1-2: 2 stage(s) on 3 of 4 ranks, 1f1b, 8 microbatches of 2 samples",
+        "30 s a minibatch of 16 samples, 1 samples/s",
+        "2.40 times as fast as one rank",
+        "0.90 times as fast as data parallelism on the same ranks",
+    ]
+    assert "bottleneck: computing in stage 0, 24 s of 30 s" in lines
+    assert any(line.startswith("the ranks' time, on average: forward 27%, ") for line in lines)
+    assert "considered, by predicted time:" in lines
+    assert lines[-1] == "1 rank(s) stay unused (3)"
+    assert "cannot be trained" not in text
+
+
+def test_no_stage_computes_longer_than_the_minibatch_takes():
+    """Three ranks on one core: with all of them at work stage 0 would compute for three times as long."""
+    shared = Cluster.flat(3, 1e9, latency_seconds=0.0)
+    shared = replace(shared, node_ranks=3, compute_speeds=(1.0, 0.5, 1 / 3))
+    text = told(Plan((StageSpec(0, 2), StageSpec(2, 3)), num_microbatches=2), CHAIN, shared)
+    (line,) = (line for line in text.splitlines() if line.startswith("bottleneck: computing in stage 0"))
+    part, whole = re.search(r", (\S+) s of (\S+) s", line).groups()
+    assert float(part) <= float(whole)
+
+
+def test_why_ranks_stay_unused():
+    slow = Cluster.flat(4, 1e9, latency_seconds=1.0)
+    candidates = search(CHAIN, slow, 2)
+    best, losing = (
+        candidates[0].plan,
+        next(c for c in candidates if c.plan.num_ranks > candidates[0].plan.num_ranks),
+    )
+    text = explain(best, candidates, CHAIN, slow)
+    loss = losing.seconds / candidates[0].seconds - 1
+    assert f"the best plan with more, {losing.plan.name} on {losing.plan.num_ranks}, loses {loss:.1%}" in text
+    assert "unused" not in explain(best, candidates, CHAIN, slow, num_ranks=best.num_ranks)
+
+
+def test_a_stage_is_described():
+    plan = Plan((StageSpec(0, 1), StageSpec(1, 3)), num_microbatches=8)
+    limited = replace(FREE, memory_bytes=(10**6, 10**6, 1, 1))
+    header, _, first, second = plan_table(plan, CHAIN, limited).splitlines()
+    assert header.startswith("stage ") and header.endswith(" memory")
+    assert first.split()[:9] == ["0", "a", "0", "3", "s", "100", "B", "40", "B"]
+    assert "b .. c (2)" in second and first.endswith("of 1 MB")
+
+
+def test_many_ranks_and_stages_stay_on_the_line():
+    profile = ModelProfile(tuple(layer(str(i)) for i in range(30)), 1)
+    plan = Plan(tuple(StageSpec(i, i + 1) for i in range(30)), num_microbatches=30)
+    text = told(plan, profile, Cluster.flat(30, 1e300, 0.0))
+    assert "plan 30 stages: 30 stage(s)" in text and "0, 1, 2, 3, 4, 5, 6, .., 28" in text
+    odd = Plan((StageSpec(0, 30, 10, tuple(range(0, 20, 2))),))
+    assert "0,2,4,6,8,10,12,..,18" in plan_table(odd, profile, Cluster.flat(30, 1e300, 0.0))
+    assert "0-9 " in plan_table(Plan.data_parallel(30, 10, 1), profile, Cluster.flat(30, 1e300, 0.0))
+
+
+def test_what_does_not_fit_is_said_of_the_others():
+    profile = ModelProfile((layer(parameters=100), layer(parameters=100)), 1)
+    text = told(Plan((StageSpec(0, 1), StageSpec(1, 2))), profile, replace(FREE, memory_bytes=250))
+    assert "as fast as one rank, which does not fit into memory" in text
+    assert "2 rank(s) stay unused (2-3): no plan with more that fits into memory is among the best" in text
+
+
+def test_a_given_plan_is_explained_without_candidates():
+    text = explain(judged(Plan.data_parallel(3, 2, 4), CHAIN, FREE), (), CHAIN, FREE)
+    assert "considered" not in text and "bottleneck: " in text
+
+
+def test_candidates_that_recompute_are_marked():
+    layers = tuple(replace(each, activation_bytes=100) for each in CHAIN.layers)
+    profile, limited = replace(CHAIN, layers=layers), replace(FREE, memory_bytes=350)
+    candidates = search(profile, limited, 8, recompute=True)
+    table = candidates_table(candidates, candidates[0].plan)
+    assert "straight, recomputing" in table and table.count("->") == 1
+    text = explain(candidates[0].plan, candidates, profile, limited)
+    assert "activations recomputed in stage(s) 0" in text and "recomputing" in text
+
+
+def test_an_asynchronous_plan_is_explained():
+    text = told(Plan.data_parallel(3, 2, 1, "pipedream"), CHAIN, FREE)
+    assert "2 of 4 ranks, pipedream, whole minibatches of 2 samples" in text
+    assert "one update every 2 minibatches" in text
+    buffered = told(Plan.data_parallel(3, 2, 4, "pipedream-2bw"), CHAIN, FREE)
+    assert "pipedream-2bw, 4 microbatches of 2 samples, weights one update old" in buffered
+    assert "in flight    versions" in text and "versions" not in told(
+        Plan.data_parallel(3, 2, 4), CHAIN, FREE
+    )
+    synced = Plan((StageSpec(0, 1), StageSpec(1, 3)), "pipedream", vertical_sync=True, max_in_flight=1)
+    text = told(synced, CHAIN, FREE)
+    assert "stale weights: those of the input stage, at most 1 in flight" in text
+
+
+def test_ranks_that_hold_several_stages_are_explained():
+    """Two ranks, one layer a stage: each computes 6 s a microbatch, in both of its stages together."""
+    profile = ModelProfile(tuple(layer(str(i)) for i in range(4)), 1)
+    plan = Plan(tuple(StageSpec(i, i + 1) for i in range(4)), "interleaved-1f1b", 4, chunks=2)
+    text = told(plan, profile, FREE)
+    assert "plan 1-1x2: 4 stage(s) on 2 of 4 ranks, interleaved-1f1b" in text
+    assert "bottleneck: computing in the stages of group 0, 24 s of 27 s" in text
+
+
+def test_a_model_that_takes_no_time_is_explained():
+    profile = ModelProfile((layer(forward=0.0, backward=0.0),), 1)
+    assert "0 us a minibatch of 4 samples" in told(Plan.data_parallel(1, 2, 4), profile, FREE)
+
+
+def test_predicted_and_measured_parts_side_by_side():
+    parts = compared(Parts(1, 2, 0, 0, 0.5, 0), Parts(1, 3, 0, 0, 0.25, 0.001))
+    assert parts["allreduce_seconds"] == {"predicted": 0.5, "measured": 0.25}
+    assert list(parts)[-1] == "idle_seconds"
+    assert [line.split() for line in parts_table(parts).splitlines()][-2:] == [
+        ["allreduce", "500", "ms", "250", "ms"],
+        ["idle", "0", "us", "1", "ms"],
+    ]
+
+
+# The command
+
+
+@pytest.fixture
+def files(tmp_path):
+    profile = ModelProfile(
+        tuple(LayerProfile(f"l{i}", 0.01, 0.02, 1000, 10, 100) for i in range(4)),
+        samples=8,
+        others=(Measurement(4, tuple(LayerProfile(f"l{i}", 0.004, 0.008, 1000, 5, 50) for i in range(4))),),
+    )
+    write_json(tmp_path / "p.json", profile)
+    write_json(tmp_path / "c.json", Cluster((Level("network", 4, 1e9, 1e-5),)))
+
+    def plan(*options):
+        return main(
+            ["plan", "--profile", str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.json"), *options]
+        )
+
+    return tmp_path, plan
+
+
+def test_plan_writes_what_it_says(files, capsys):
+    folder, plan = files
+    assert plan("--json", "--out", str(folder / "plan.json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    written = read_plan(folder / "plan.json")
+    assert document["num_microbatches"] == written.num_microbatches == 4 * 4 * 8 // 4  # 4 samples are faster
+    assert plan("--microbatch", "8", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["num_microbatches"] == 16
+
+
+def test_plan_takes_its_options(files, capsys):
+    _, plan = files
+    assert (
+        plan("--ranks", "2", "--minibatch", "32", "--search", "20", "--recompute", "--memory", "100000") == 0
+    )
+    text = capsys.readouterr().out
+    assert "of 2 ranks, 1f1b, 8 microbatches of 4 samples" in text and "of 100 kB" in text
+    assert plan("--schedule", "pipedream") == 0
+    assert "whole minibatches of 8 samples" in capsys.readouterr().out
+    assert plan("--schedule", "pipedream", "--vertical-sync", "--max-in-flight", "2", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["vertical_sync"] and document["max_in_flight"] == 2
+
+
+def test_plan_chooses_the_schedule(files, capsys):
+    _, plan = files
+    assert plan("--schedule", "auto", "--search", "5") == 0
+    text = capsys.readouterr().out
+    assert "interleaved-1f1b" in text and "zero-bubble" in text and "pipedream" not in text
+    assert plan("--schedule", "auto", "--asynchronous") == 0
+    assert "pipedream-2bw" in capsys.readouterr().out
+    assert plan("--schedule", "interleaved-1f1b", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["chunks"] >= 2
+
+
+def test_simulate_plans_anew_for_other_ranks(files, capsys):
+    folder, plan = files
+    assert plan("--schedule", "interleaved-1f1b", "--ranks", "2", "--out", str(folder / "plan.json")) == 0
+    capsys.readouterr()
+    arguments = ("--plan", "plan.json", "--profile", "p.json", "--cluster", "c.json")
+    paths = [str(folder / name) if name.endswith(".json") else name for name in arguments]
+    assert main(["simulate", *paths, "--ranks", "4"]) == 0
+    assert "after" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--ranks", "5"], "ranks must be at most the cluster's 4, got 5"),
+        (["--minibatch", "4", "--microbatch", "5"], "--microbatch must be <= --minibatch = 4, got 5"),
+        (
+            ["--schedule", "pipedream", "--minibatch", "4", "--microbatch", "2"],
+            "--microbatch must be the minibatch of 4 samples under pipedream, where it travels whole, got 2",
+        ),
+        (["--asynchronous"], "--asynchronous goes with --schedule auto, got --schedule 1f1b"),
+        (["--vertical-sync"], "vertical_sync must be false under 1f1b, got true"),
+        (["--schedule", "auto", "--vertical-sync"], "vertical_sync must be false unless asynchronous "),
+        (["--schedule", "gpipe", "--max-in-flight", "2"], "max_in_flight must not be given under gpipe"),
+        (
+            ["--schedule", "interleaved-1f1b", "--ranks", "1"],
+            "schedule interleaved-1f1b needs at least 2 ranks and 4 layers, got 1 and 4",
+        ),
+        (["--memory", "1000"], "no plan fits into memory: "),
+    ],
+)
+def test_mistakes_are_told_in_one_line(files, capsys, options, message):
+    _, plan = files
+    assert plan(*options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hybridpipe: plan: {message}") and error.count("\n") == 1
+
+
+def test_where_each_ranks_time_goes():
+    parts = {"seconds": 0.01, "forward_seconds": 0.004, "idle_seconds": 0.0, "other_seconds": 0.006}
+    header, _, row = ranks_table({3: parts}).splitlines()
+    assert header.split() == ["rank", "minibatch", "forward", "idle", "other"]
+    assert row.split() == ["3", "10", "ms", "4", "ms", "-", "6", "ms"]
+
+
+def test_memory_is_told_by_rank_whatever_the_order_of_the_plan():
+    stages = (StageSpec(0, 1, 1, (1,)), StageSpec(1, 2, 1, (0,)))
+    plan = Plan(stages, predicted=Prediction(1.0, 1.0, 0.0, (2000, 3000)))
+    _, _, *rows = memory_table(plan, peak=[9000, 8000], before=[5000, 8500]).splitlines()
+    assert [row.split() for row in rows] == [
+        ["0", "9", "kB", "5", "kB", "4", "kB", "3", "kB"],
+        ["1", "8", "kB", "8.5", "kB", "0", "B", "2", "kB"],
+    ]
+    assert memory_table(replace(plan, predicted=None), [1, 2], [1, 2]).endswith("-")

@@ -1,0 +1,57 @@
+from dataclasses import replace
+
+import pytest
+from pytest import approx
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.search.search import NoPlanFits
+from hybridpipe.training.autoplan import choose
+
+LAYER = LayerProfile("layer", 1e-2, 2e-2, 10**7, 10**5, 10**5)
+PROFILE, CLUSTER = ModelProfile((LAYER,) * 8, samples=2), Cluster.flat(4, 1e8, 1e-5)
+
+
+def test_auto_compares_schedules_and_the_baselines_are_the_simplest():
+    choice = choose("auto", PROFILE, CLUSTER, 8, schedule="auto")
+    assert choice.plan == choice.candidates[0].plan and choice.profile == PROFILE
+    assert len({candidate.plan.schedule for candidate in choice.candidates}) == 4
+    assert choose("dp", PROFILE, CLUSTER, 8, schedule="auto").plan.schedule == "1f1b"
+    assert set(choose("straight", PROFILE, CLUSTER, 8, schedule="auto").plan.replicas) == {1}
+
+
+@pytest.mark.parametrize("name", ["auto", "dp", "straight"])
+def test_under_pipedream_a_minibatch_travels_whole(name):
+    choice = choose(name, PROFILE, CLUSTER, 8, schedule="pipedream", num_ranks=2)
+    assert choice.plan.num_microbatches == 1 and choice.profile.samples == 16
+    predicted = choice.plan.predicted
+    assert predicted.samples_per_second * predicted.minibatch_seconds == approx(16)
+
+
+def test_what_is_asked_for_is_in_the_plan():
+    choice = choose("auto", PROFILE, CLUSTER, 1, schedule="pipedream", vertical_sync=True, max_in_flight=2)
+    assert choice.plan.vertical_sync and choice.plan.max_in_flight == 2
+    for name in ("dp", "straight"):
+        named = choose(name, PROFILE, CLUSTER, 1, schedule="pipedream", vertical_sync=True, max_in_flight=1)
+        assert named.plan.vertical_sync and named.plan.max_in_flight == 1
+        assert named.plan in [candidate.plan for candidate in named.candidates], "the report points at it"
+        assert choose(name, PROFILE, CLUSTER, 8, recompute=True).plan.recompute
+    limited = replace(CLUSTER, memory_bytes=41_300_000)  # hardly more than weights, gradients, messages
+    assert choose("auto", PROFILE, limited, 16, recompute=True).plan.recomputes(0)
+    with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
+        choose("auto", PROFILE, limited, 16)
+
+
+@pytest.mark.parametrize("seconds_at_2, samples, replicas", [(1e-2, 8, (4,)), (2.5e-3, 2, (1, 1, 1, 1))])
+def test_auto_chooses_the_size_of_the_microbatch(seconds_at_2, samples, replicas):
+    """Four ranks, 32 samples. Small ones cost as much as large ones, or their share; then a pipeline wins."""
+
+    def at(seconds: float) -> tuple[LayerProfile, ...]:
+        return (replace(LAYER, forward_seconds=seconds, backward_seconds=2 * seconds),) * 8
+
+    profile = ModelProfile(at(1e-2), samples=8, others=(Measurement(2, at(seconds_at_2)),))
+    cluster = Cluster.flat(4, 1e10 if samples == 8 else 1e8, 1e-5)
+    choice = choose("auto", profile, cluster, 4)
+    assert (choice.profile.samples, choice.plan.replicas) == (samples, replicas)
+    assert choice.plan.num_microbatches == 32 // samples
+    assert choose("dp", profile, cluster, 4).profile.samples == 8

@@ -1,0 +1,143 @@
+"""What outputs are worth, and when that is enough."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.training.evaluation import Accuracy, Judge, reached
+
+cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
+
+
+class PerToken(nn.Module):
+    """(N, T, C) and (N, T) as cross_entropy has them."""
+
+    def forward(self, logits, targets):
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    "shape, targets, loss, classes",
+    [
+        ((6, 4), (6,), cross_entropy, -1),
+        ((6, 5, 4), (6, 5), PerToken(), -1),
+        ((6, 4, 5, 5), (6, 5, 5), cross_entropy, 1),
+    ],
+    ids=["(N, C)", "(N, T, C)", "(N, C, H, W)"],
+)
+def test_losses_and_right_answers_add_up(shape, targets, loss, classes):
+    outputs, labels = torch.randn(shape).double(), torch.randint(0, 4, targets)
+    total, right, judged, others = Judge(loss, {})(outputs, labels)
+    assert total == pytest.approx(6 * loss(outputs, labels).item())
+    assert (right, judged, others) == ((outputs.argmax(classes) == labels).sum(), labels.numel(), 0)
+
+
+def accuracy(loss, outputs, targets) -> float | None:
+    """Of microbatches of three samples."""
+    judge = Judge(loss, {})
+    slices = [slice(i, i + 3) for i in range(0, len(targets), 3)]
+    totals = np.sum([judge(outputs[each], targets[each]) for each in slices], axis=0)
+    return judge.metrics(totals, len(targets)).get("accuracy")
+
+
+def one_hot(classes: torch.Tensor, num_classes: int = 4) -> torch.Tensor:
+    return 9 * nn.functional.one_hot(classes, num_classes).double()
+
+
+CLASSES = torch.tensor([0, 1, 2, 3, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "loss, ignored",
+    [
+        (cross_entropy, -100),
+        (partial(cross_entropy, ignore_index=2), 2),
+        (nn.CrossEntropyLoss(ignore_index=2), 2),
+        (lambda outputs, targets: cross_entropy(outputs, targets), -100),
+    ],
+)
+def test_ignored_targets_are_not_judged(loss, ignored):
+    """They counted as wrong answers."""
+    targets = CLASSES.clone()
+    targets[::2] = ignored
+    assert accuracy(loss, one_hot(CLASSES), targets) == 1.0
+    assert accuracy(loss, one_hot(CLASSES), torch.full((6,), ignored)) is None
+
+
+@pytest.mark.parametrize(
+    "loss, outputs, targets",
+    [
+        (lambda o, t: o.sum(), torch.randn(6, 1), torch.tensor([0, 1, 0, 1, 0, 1])),
+        (lambda o, t: o.sum(), torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 4, 0])),
+        (lambda o, t: o.sum(), torch.randn(6, 4), torch.tensor([0, 1, 2, 3, -1, 0])),
+        (nn.functional.poisson_nll_loss, torch.randn(6, 6), torch.zeros(6, 6, dtype=torch.long)),
+        (partial(nn.functional.huber_loss, delta=2.0), torch.randn(6, 4, 2), torch.zeros(6, 4).long()),
+        (nn.MSELoss(), torch.randn(6, 4), CLASSES),
+        (mse, torch.randn(6, 4).double(), torch.randn(6, 4).double()),
+        (lambda o, t: o.double().sum(), torch.zeros(6, 4, dtype=torch.long), CLASSES),
+    ],
+    ids=["one logit", "counts", "-1", "poisson", "huber", "mse", "floats", "integers come out"],
+)
+def test_what_is_no_classification_has_no_accuracy(loss, outputs, targets):
+    """A single logit's argmax was taken; a regression on counts had an accuracy."""
+    judge = Accuracy(loss)
+    numbers = judge(outputs, targets)
+    assert numbers[1] == 0 or numbers[2] > 0
+
+
+def test_one_target_that_is_no_class_speaks_for_the_whole_data_set():
+    targets = CLASSES.clone()
+    targets[5] = 7
+    assert accuracy(lambda o, t: o.sum(), one_hot(CLASSES), targets) is None
+
+
+def test_the_loss_tells_where_the_classes_are():
+    """As many classes as positions: the last dimension was taken, whatever the loss."""
+    labels = torch.randint(0, 4, (6, 4))
+    assert accuracy(cross_entropy, one_hot(labels).transpose(1, 2), labels) == 1.0
+    assert accuracy(PerToken(), one_hot(labels), labels) == 1.0
+
+
+def test_metrics_of_the_users_are_sums_over_counts():
+    def absolute(outputs, targets):
+        return (outputs - targets).abs().sum(), targets.numel()
+
+    outputs, targets = torch.randn(7, 2).double(), torch.randn(7, 2).double()
+    judge = Judge(mse, {"mae": absolute, "accuracy": lambda o, t: (1, 4), "none": lambda o, t: (0, 0)})
+    totals = np.sum([judge(outputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 7))], axis=0)
+    found = judge.metrics(totals, 7)
+    assert found.keys() == {"loss", "mae", "accuracy"}
+    assert found["loss"] == pytest.approx(mse(outputs, targets).item())
+    assert found["mae"] == pytest.approx((outputs - targets).abs().mean().item())
+    assert found["accuracy"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "metrics, error, told",
+    [
+        ([len], TypeError, "metrics must be a dict of functions by name, got list"),
+        ({"mae": 3}, TypeError, "metrics must be a dict of functions by name, got 'mae': 3"),
+        ({"loss": len}, ValueError, "metrics must not be called 'loss'"),
+    ],
+)
+def test_a_mistake_in_metrics_is_told(metrics, error, told):
+    with pytest.raises(error, match=told):
+        Judge(mse, metrics)
+
+
+@pytest.mark.parametrize("result", [0.5, (1, 2, 3), (torch.ones(2), 2), "ab"])
+def test_a_metric_that_returns_anything_else_is_told(result):
+    judge = Judge(mse, {"odd": lambda outputs, targets: result})
+    with pytest.raises(ValueError, match=r"metric odd must return \(sum, count\)"):
+        judge(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_a_target_is_reached_where_all_that_is_wanted_is():
+    metrics = {"accuracy": 0.9, "loss": 0.4}
+    assert reached(metrics, {"accuracy": 0.9}) and reached(metrics, {"accuracy": 0.8, "loss": 0.4})
+    assert not reached(metrics, {"accuracy": 0.91}) and not reached(metrics, {"accuracy": 0.9, "loss": 0.3})
+    with pytest.raises(ValueError, match=r"target_accuracy = 0\.9 needs targets that are classes"):
+        reached({"loss": 0.1}, {"accuracy": 0.9})

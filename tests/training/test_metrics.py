@@ -1,0 +1,122 @@
+"""What a run says of itself, from events made by hand, in a world of one rank."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.planning.plan import Plan, Prediction, StageSpec
+from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward, Step
+from hybridpipe.planning.timeline import Event
+from hybridpipe.training.metrics import WARM_UP, MinibatchRecord, Recorder
+
+
+def worker(predicted: Prediction | None = None, used: bool = True) -> SimpleNamespace:
+    executor = SimpleNamespace(bytes_sent=300, num_skipped=0, gradients=SimpleNamespace(bytes_reduced=70))
+    plan = Plan((StageSpec(0, 2),), num_microbatches=2, predicted=predicted)
+    return SimpleNamespace(
+        plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor if used else None
+    )
+
+
+def minibatch(start: float, scale: float = 1.0) -> list[Event]:
+    """Busy for 3, waiting for 1, in units of `scale` seconds."""
+    ends = [(Forward(0), 1.0), (Backward(0), 2.5), (AllReduce(), 3.5), (Step(), 4.0)]
+    events, began = [], start
+    for instruction, end in ends:
+        events.append(Event(instruction, began, start + end * scale))
+        began = start + end * scale
+    return events
+
+
+def test_a_run_in_figures():
+    recorder = Recorder()
+    recorder.begin()
+    for i in range(WARM_UP + 3):
+        slow = 10.0 if i < WARM_UP else 1.0  # the first minibatches are not typical
+        recorder.keep(minibatch(100.0 * i, slow), 1.0, full=True)
+        record = recorder.note(epoch=0, loss=5.0 - i, num_samples=8, seconds=4.0 * slow, full=True)
+        assert record == MinibatchRecord(i, 0, 5.0 - i, 8, 4.0 * slow)
+    recorder.keep(minibatch(1000.0, 0.1), 1.0, full=False)
+    recorder.note(epoch=0, loss=-1.0, num_samples=3, seconds=0.4, full=False)
+    recorder.metrics["accuracy"] = 0.5
+    recorder.training_seconds = 25.0
+    recorder.reach_target(epochs=1)
+    summary = recorder.summary(worker(Prediction(3.0, 2.7, 0.2, (1,))))
+    assert min(*summary.pop("peak_memory_bytes"), *summary.pop("memory_before_bytes")) > 1 << 20
+    assert summary == {
+        "plan": "1",
+        "schedule": "1f1b",
+        "ranks": 1,
+        "ranks_used": 1,
+        "samples_per_second": 2.0,
+        "minibatch_seconds_median": 4.0,
+        "predicted_minibatch_seconds": 3.0,
+        "predicted_memory_bytes": [1],
+        "bubble_fraction": pytest.approx(0.25),
+        "loss_first": 5.0,
+        "loss_last": -1.0,
+        "metrics": {"accuracy": 0.5},
+        "epochs_to_target": 1,
+        "seconds_to_target": 25.0,
+        "bytes_sent_p2p": 300,
+        "bytes_allreduced": 70,
+        "updates_left_out": 0,
+        "minibatches": WARM_UP + 4,
+    }
+
+
+def test_before_the_first_minibatch():
+    summary = Recorder().summary(worker())
+    assert summary["samples_per_second"] == summary["bubble_fraction"] == 0.0
+    assert summary["loss_first"] is summary["loss_last"] is summary["predicted_minibatch_seconds"] is None
+    assert Recorder().timeline(worker()) is None
+
+
+def test_fewer_minibatches_than_the_warm_up():
+    recorder = Recorder()
+    recorder.keep(minibatch(0.0), 1.0, full=True)
+    recorder.note(epoch=0, loss=1.0, num_samples=8, seconds=4.0, full=True)
+    assert recorder.summary(worker())["samples_per_second"] == 2.0
+
+
+def test_a_minibatch_takes_what_it_takes_on_the_slowest_rank():
+    """Over 100 Mbit/s the first of two stages did every epoch's first of two minibatches in 0.5 s, by itself.
+
+    The second needed 0.9 s for each, so none took 0.7 s, as the first rank's median had it.
+    """
+    recorder = Recorder()
+    for _ in range(WARM_UP + 1):
+        recorder.keep(minibatch(0.0), 4.0, full=True)
+        recorder.note(epoch=0, loss=1.0, num_samples=8, seconds=4.0, full=True)
+    two = worker()
+    two.plan = Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=2)
+    two.control = SimpleNamespace(size=2, gather=lambda mine: [mine, {**mine, "full": 8.0}])
+    summary = recorder.summary(two)
+    assert (summary["minibatch_seconds_median"], summary["samples_per_second"]) == (8.0, 1.0)
+
+
+def test_the_timeline_is_that_of_a_typical_minibatch_from_time_zero():
+    recorder = Recorder()
+    for i, scale in enumerate((1.0, 9.0, 2.0)):
+        recorder.keep(minibatch(50.0 * i, scale), 1.0, full=True)
+    recorder.keep(minibatch(500.0, 0.1), 1.0, full=False)
+    timeline = recorder.timeline(worker())
+    assert list(timeline.events) == [0]
+    assert timeline.events[0][0].start_seconds == 0
+    assert timeline.seconds == pytest.approx(8.0)  # the median of 4, 36 and 8
+    assert timeline.bubble_fraction == pytest.approx(0.25)
+
+
+def test_a_trace_without_a_flush_begins_where_every_rank_has_notes():
+    """An update of a replicated stage is of several minibatches: as many notes of it reach further back."""
+    recorder = Recorder()
+    for i in range(WARM_UP + 5):
+        recorder.keep(minibatch(10.0 * i), 10.0, full=True)
+    two = worker()
+    two.plan = Plan((StageSpec(0, 1), StageSpec(1, 2)), "pipedream", num_microbatches=1)
+    two.control = SimpleNamespace(gather=lambda mine: [mine, mine[2:]])
+    traced = recorder.traced(two)
+    assert [time.num_minibatches for time in traced.ranks.values()] == [3, 3]
+    assert [len(events) for events in traced.timeline.events.values()] == [12, 12]
