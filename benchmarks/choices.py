@@ -30,8 +30,8 @@ from peers import ENVIRONMENT, MODELS
 from rounds import steady_seconds
 from tabulate import tabulate
 
+from hybridpipe import environment
 from hybridpipe.files import write_json
-from hybridpipe.launch import mpirun
 
 SCHEDULES = ("auto", "pipedream")  # what `auto` may choose among: synchronous schedules, that one
 RANKS_HERE, NUM_HOSTS = 2, 4
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=16, help="of a training; three are warm-up")
     options = parser.parse_args()
     out = options.out.resolve()
-    if (mpirun.promised_ranks() or 1) > 1:  # a rank, whose --out is the file to write
+    if (environment.promised_ranks() or 1) > 1:  # a rank, whose --out is the file to write
         (network, model, schedule), *_ = jobs_of(options)
         measure(model, schedule, network, options.turns, options.minibatches, out)
         return

@@ -1,6 +1,8 @@
 """What loading takes of a minibatch: when it is due, and ahead by one and two processes of each rank.
 
-    python -m hybridpipe.launch.mpirun 2 -- python benchmarks/loading.py [--wait MS] [--work MS]    half a minute
+    python -m hybridpipe.launch.mpirun 2 -- python benchmarks/loading.py [--wait MS] [--work MS]
+
+Takes half a minute.
 
 The digits, each of whose samples takes so many milliseconds of waiting, as for a disk, and of computing, as
 for decoding; the plan 1-1, in turns, medians of the rounds.

@@ -24,6 +24,7 @@ from pathlib import Path
 import plots
 from tabulate import tabulate
 
+from hybridpipe import environment
 from hybridpipe.files import write_json
 from hybridpipe.launch import mpirun
 
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     out = options.out.resolve()
-    if mpirun.promised_ranks() == 2:
+    if environment.promised_ranks() == 2:
         measure(options.rounds, out)
         return
     out.mkdir(parents=True, exist_ok=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
     from hybridpipe.training.trainer import Trainer
 
-__all__ = ["Cluster", "LayerProfile", "ModelProfile", "Plan", "StageSpec", "Trainer"]
-__version__ = "0.1.0"
+__all__ = ["Cluster", "LayerProfile", "ModelProfile", "Plan", "StageSpec", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

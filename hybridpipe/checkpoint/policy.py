@@ -1,13 +1,13 @@
-"""Checkpointing: when `fit` saves, and what a manifest says of a training.
+"""The policy of checkpoints: when `fit` saves.
 
-Knows the trainer's books, not its loop. Invariant: what is published with a step holds the losses of all
-minibatches before that step and of none behind it.
+Knows the engine, not the trainer, which says what a manifest holds of a training. Invariant: what is
+published with a step holds the losses of all minibatches before that step and of none behind it.
 """
 
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +20,6 @@ from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import ceil_div, cuts_every, losses_late
 from hybridpipe.planning.schedules.resume_point import Cut
-from hybridpipe.stage.state import pack
-from hybridpipe.stage.statistics import statistics
-from hybridpipe.training.train_state import SoFar
 
 JSON = Any
 
@@ -50,22 +47,6 @@ class Checkpointing:
         positive_int("keep", self.keep)
 
 
-def described(worker: Worker, epoch: int, so_far: SoFar, run: dict[str, JSON]) -> dict[str, JSON]:
-    """What a manifest says beside the step.
-
-    Args:
-        run: what the trainer wants to know when it resumes.
-    """
-    model, means = snapshot.described_model(worker), sorted(statistics(worker.model))
-    return {
-        "epoch": epoch,
-        "position": so_far.position,
-        "plan": snapshot.plan_json(worker.plan),
-        "versions": snapshot.software(),
-        "run": pack({**run, "so_far": asdict(so_far), "model": model, "statistics": means}, "run", {}),
-    }
-
-
 def _far_enough(every: int, plan: Plan) -> int:
     """The multiple of `every` after which the losses of the last snapshot are in, on every rank.
 
@@ -78,7 +59,7 @@ def _far_enough(every: int, plan: Plan) -> int:
 
 
 class _Waiting(NamedTuple):
-    """A snapshot that waits for the losses of the epoch's first `position` minibatches."""
+    """A snapshot that waits for the losses of the stream's first `position` minibatches."""
 
     snapshot: Snapshot
     position: int
@@ -100,7 +81,7 @@ class Keeper:
         worker: Worker,
         step: int,
         saved: int | None,
-        describe: Callable[[SoFar], dict[str, JSON]],
+        describe: Callable[[], dict[str, JSON]],
     ) -> None:
         self._asked, self._saver, self._worker, self._describe = asked, saver, worker, describe
         self._last_cut, self._resumed, self._saved = step, saved, saved
@@ -121,18 +102,17 @@ class Keeper:
         """A snapshot now, unless this step has one."""
         if self._saved != step:
             self._saved = step
-            snapshot = self._guarded(lambda: snapshot.take(self._worker, step, cut))
-            self._waiting.append(_Waiting(snapshot, cut.done))
+            taken = self._guarded(lambda: snapshot.take(self._worker, step, cut))
+            self._waiting.append(_Waiting(taken, cut.done))
 
-    def losses_in(self, so_far: SoFar) -> None:
-        """One more loss is in; the snapshot that has waited for this one is written."""
-        if self._waiting and self._waiting[0].position == so_far.recorded - so_far.stream_start:
-            snapshot = self._waiting.popleft().snapshot
-            then = replace(so_far, position=so_far.recorded)  # by now it is further
-            told = self._describe(then) if self._worker.control.rank == 0 else None
-            self._saver.start(snapshot, Path(self._asked.folder), told, self._asked.keep)
+    def losses_in(self, done: int) -> None:
+        """The losses of the stream's first `done` minibatches are in; the snapshot taken there is written."""
+        if self._waiting and self._waiting[0].position == done:
+            taken = self._waiting.popleft().snapshot
+            told = self._describe() if self._worker.control.rank == 0 else None
+            self._saver.start(taken, Path(self._asked.folder), told, self._asked.keep)
 
-    def finish(self, step: int, so_far: SoFar, cut: Cut) -> None:
+    def finish(self, step: int, cut: Cut) -> None:
         """Training ends here: save that, and wait until it is published. Collective.
 
         What was saved before it was resumed is looked at, as what is saved now.
@@ -140,7 +120,7 @@ class Keeper:
         if step == self._resumed:
             self._guarded(lambda: snapshot.check_finite(self._worker, step, cut))
         self.take(step, cut)
-        self.losses_in(so_far)
+        self.losses_in(cut.done)
         self._saver.wait()
 
     def _guarded(self, work: Callable[[], Any]) -> Any:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridpipe.cli.options import COMMANDS
+from hybridpipe.environment import launched_rank
 from hybridpipe.errors import UserError
 from hybridpipe.health import exit_report, preemption
-from hybridpipe.launch.mpirun import launched_rank
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from hybridpipe import environment
 from hybridpipe.config import Config
 from hybridpipe.data.batches import Microbatches, minibatches
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.errors import UserError
-from hybridpipe.launch import mpirun
 from hybridpipe.measure.layers import measure
 from hybridpipe.model.sequential import layers_of
 from hybridpipe.planning.profile import ModelProfile
@@ -65,7 +65,7 @@ def circumstances(profile: ModelProfile) -> str:
 
 def _together() -> Callable[[Callable[..., ModelProfile]], ModelProfile]:
     """How to measure: as it is without a launcher, else on every rank at once."""
-    if (mpirun.promised_ranks() or 1) == 1:
+    if (environment.promised_ranks() or 1) == 1:
         return lambda measured: measured()
     from hybridpipe.comm.idle import measure_together, share_cores
     from hybridpipe.comm.mpi import MPI

@@ -17,6 +17,7 @@ from typing import TextIO
 from safetensors.torch import save_file
 from torch import nn
 
+from hybridpipe import environment
 from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.policy import Checkpointing
@@ -28,14 +29,13 @@ from hybridpipe.errors import UserError
 from hybridpipe.files import write_json, write_text
 from hybridpipe.health import failure
 from hybridpipe.health.watchdog import DEFAULT_SECONDS
-from hybridpipe.launch import mpirun
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.report.progress_bar import Progress
 from hybridpipe.report.tables import compared, explain, memory_table, parts_table, ranks_table
-from hybridpipe.stage.stage import Loss
 from hybridpipe.training.metrics import MinibatchRecord
 from hybridpipe.training.trainer import Trainer
+from hybridpipe.types import Loss
 
 CHECKPOINTS = "checkpoints"  # in DIR
 SUMMARY_FORMAT = "hybridpipe-summary/1"
@@ -221,7 +221,7 @@ def _trainer(
 
 def check_launcher() -> None:
     """Refuses to train in as many worlds of one rank as the launcher has started processes."""
-    promised, size = mpirun.promised_ranks() or 1, MPI.COMM_WORLD.size
+    promised, size = environment.promised_ranks() or 1, MPI.COMM_WORLD.size
     if size < promised:
         what = f"the launcher started {promised} ranks, and this one sees a world of {size}"
         failure.refuse(UserError(f"{what}: start it with srun --mpi=pmix; hybridpipe doctor tells more"))

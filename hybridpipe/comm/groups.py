@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import position
-from hybridpipe.launch.mpirun import cores
+from hybridpipe.environment import cores
 from hybridpipe.planning.plan import Place, Plan
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from hybridpipe.comm.status import position
-from hybridpipe.launch.mpirun import cores
-from hybridpipe.measure.layers import Agree
+from hybridpipe.environment import cores
 from hybridpipe.planning.cost.fit import typical
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.types import Agree
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -1,1 +1,8 @@
-"""Data sets, minibatches, and their loading."""
+"""Data sets, minibatches and their loading.
+
+Configurations name the data sets as `hybridpipe.data:digits`.
+"""
+
+from hybridpipe.data.datasets import digits, fashion_mnist
+
+__all__ = ["digits", "fashion_mnist"]

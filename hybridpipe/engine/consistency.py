@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import hybridpipe
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import position
 from hybridpipe.data.samples import check_dataset, comparable, drawn_anew, fingerprint
@@ -26,8 +25,9 @@ from hybridpipe.model.tensors import Value, expanded_dimensions, raw_bytes, tens
 from hybridpipe.optim.gradient_sync import CYCLE_TIME
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan
-from hybridpipe.stage.stage import Loss
 from hybridpipe.stage.state import kept
+from hybridpipe.types import Loss
+from hybridpipe.version import __version__
 
 _NOTHING = "nothing"
 COMPARED = "what must be the same on all ranks"  # is being compared; for reports
@@ -121,7 +121,7 @@ def facts(
 ) -> dict[str, str]:
     """What must be the same wherever a model is trained together."""
     return {
-        "the version of hybridpipe": hybridpipe.__version__,
+        "the version of hybridpipe": __version__,
         "the version of torch": torch.__version__,
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
         CYCLE_TIME: os.environ.get(CYCLE_TIME, _NOTHING),  # what Horovod joins depends on it

@@ -34,9 +34,10 @@ from hybridpipe.planning.schedules.generators import forward_program, program
 from hybridpipe.planning.schedules.instructions import Forward, Program, without_update
 from hybridpipe.planning.schedules.resume_point import Cut, resumed_program
 from hybridpipe.planning.timeline import Event
-from hybridpipe.stage.stage import Loss, Stage
+from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.state import kept
 from hybridpipe.stage.weights import sparse_parameters
+from hybridpipe.types import Loss
 
 # MPI counts in 32 bits: larger tensors move in parts.
 PART_BYTES = 2**30

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hybridpipe.launch.mpirun import launched_rank
+from hybridpipe.environment import launched_rank
 
 DIRECTORY = "HYBRIDPIPE_OUTCOMES"
 ATTEMPT = "HYBRIDPIPE_ATTEMPT"

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridpipe.environment import launched_rank
 from hybridpipe.errors import UserError, shown, suggest
-from hybridpipe.launch.mpirun import launched_rank
 
 VARIABLE = "HYBRIDPIPE_FAULT"
 ATTEMPT_VARIABLE = "HYBRIDPIPE_ATTEMPT"

@@ -19,8 +19,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from hybridpipe.environment import launched_rank
 from hybridpipe.health import exit_report
-from hybridpipe.launch.mpirun import launched_rank
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 # Whoever leaves first makes mpirun end the others, so all leave together, if the others come at all.

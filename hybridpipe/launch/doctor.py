@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridpipe import environment
 from hybridpipe.launch import mpirun
 
 TORCH_FROM, TORCH_BELOW = (2, 6), (2, 14)  # as in pyproject.toml, which says why
@@ -102,7 +103,7 @@ def thread_level() -> str:
 
 
 @check("mpirun", "run launch/setup, or put the MPI's bin folder on the PATH (module load openmpi)")
-def mpirun() -> str:
+def launcher() -> str:
     return f"{_make_and_version(mpirun.mpirun_version(_mpirun()))} at {_mpirun()}"
 
 
@@ -135,7 +136,7 @@ def horovod() -> str:
 def launcher_met() -> str:
     from mpi4py import MPI
 
-    size, promised = MPI.COMM_WORLD.size, mpirun.promised_ranks()
+    size, promised = MPI.COMM_WORLD.size, environment.promised_ranks()
     if promised is not None and size < promised:
         raise Problem(f"it started {promised} ranks, and each sees a world of {size}")
     return f"a world of {size} as started" if promised else "none: this is one process"
@@ -177,7 +178,7 @@ def all_reduce() -> str:
 def cores() -> str:
     from mpi4py import MPI
 
-    mine = (socket.gethostname(), mpirun.cores(), os.environ.get("OMPI_MCA_mpi_yield_when_idle"))
+    mine = (socket.gethostname(), environment.cores(), os.environ.get("OMPI_MCA_mpi_yield_when_idle"))
     everyone = MPI.COMM_WORLD.allgather(mine)
     lines, crowded = [], False
     for host, yields in dict.fromkeys((host, yields) for host, _, yields in everyone):
@@ -192,7 +193,16 @@ def cores() -> str:
 
 # ---- All of it -------------------------------------------------------------------------------------------
 
-ALONE = (python_version, torch_version, mpi_library, thread_level, mpirun, mpi_matches, horovod, launcher_met)
+ALONE = (
+    python_version,
+    torch_version,
+    mpi_library,
+    thread_level,
+    launcher,
+    mpi_matches,
+    horovod,
+    launcher_met,
+)
 TOGETHER = (cores, messages, all_reduce)
 
 

@@ -29,13 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from hybridpipe.environment import num_cores
+
 TOKEN = "HYBRIDPIPE_JOB"
 RING_RULES = Path(__file__).with_name("allreduce.rules")  # installed alike on every host
 # glibc asks for huge pages, which Linux mostly gives to who asks only. Messages of 64 MB take 0.57 times as
 # long, a minibatch of a VGG-11 0.85 to 0.89 times (docs/performance-log.md).
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 TIMED_OUT = 124  # the exit code that timeout(1) gives
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # of a started process
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,17 +52,6 @@ def mpirun_version(mpirun: str) -> str:
     """What `mpirun --version` says: `mpirun (Open MPI) 5.0.11`, `HYDRA build details: ...`."""
     done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return (done.stdout or done.stderr).strip()
-
-
-def cores() -> frozenset[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
-def num_cores() -> int:
-    return len(cores())
 
 
 def mpirun_command(
@@ -297,24 +287,6 @@ def _carriers(token: str) -> list[int]:
             if mark in b"\0" + entry.read_bytes():
                 found.append(int(entry.parent.name))
     return found
-
-
-def launched_rank(env: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as the launcher tells it, before MPI starts; 0 without a launcher."""
-    return next((int(env[name]) for name in RANK_VARIABLES if name in env), 0)
-
-
-def promised_ranks(env: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks the launcher around this process started; None without a launcher.
-
-    A world smaller than this means that launcher and MPI did not meet: every process believes to be alone.
-    """
-    if "SLURM_STEP_ID" in env and "OMPI_COMM_WORLD_SIZE" not in env:  # a task of srun, not a batch script
-        return int(env.get("SLURM_STEP_NUM_TASKS", "1"))
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if name in env:
-            return int(env[name])
-    return None
 
 
 def main(arguments: Sequence[str]) -> int:

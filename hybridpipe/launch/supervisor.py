@@ -3,8 +3,9 @@
 mpirun passes a signal on with no deadline, kills its ranks two seconds after a TERM, may hang in MPI_Abort,
 and its exit code tells little of the ranks. So: whatever signal asks the supervisor to end goes to the job as
 USR1, which asks it to save and stop; after the deadline, what is left is ended; the exit code is the one that
-the ranks told (hybridpipe.health.exit_report); and after a failure the job is started again, on the hosts that are left
-(hybridpipe.launch.restarts decides). Knows neither torch nor MPI: nothing that breaks a rank can break it.
+the ranks told (hybridpipe.health.exit_report); and after a failure the job is started again, on the hosts
+that are left (hybridpipe.launch.restarts decides). Knows neither torch nor MPI: nothing that breaks a
+rank can break it.
 """
 
 import contextlib

@@ -25,10 +25,9 @@ from hybridpipe.model.sequential import copied, layers_of
 from hybridpipe.model.tensors import Value, map_tensors, norms, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
-from hybridpipe.stage.stage import Loss, Stage, received
+from hybridpipe.stage.stage import Stage, received
+from hybridpipe.types import Agree, Loss, OptimizerFactory
 
-OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-Agree = Callable[[float], float]  # the largest of all measuring ranks' numbers; a barrier, too
 _Key = TypeVar("_Key", bound=Hashable)
 
 # Warm-up lets allocators and oneDNN settle. A repetition is of as many passes as it takes to see many time

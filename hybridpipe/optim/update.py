@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpipe.measure.layers import OptimizerFactory
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
+from hybridpipe.types import OptimizerFactory
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 

@@ -25,8 +25,8 @@ from hybridpipe.stage.weights import (
     trained_parameters,
 )
 from hybridpipe.stage.wgrad import MicrobatchRows, WeightProducts
+from hybridpipe.types import Loss
 
-Loss = Callable[[Any, Any], Tensor]
 _Result = TypeVar("_Result")
 
 

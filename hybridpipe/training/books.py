@@ -8,15 +8,16 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from hybridpipe.checkpoint import snapshot
 from hybridpipe.checkpoint.names import name_of, step_of
-from hybridpipe.checkpoint.policy import Checkpointing, Keeper, described
+from hybridpipe.checkpoint.policy import Checkpointing, Keeper
 from hybridpipe.checkpoint.resume import (
     Found,
     Nothing,
@@ -36,6 +37,8 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import preemption
 from hybridpipe.planning.schedules.resume_point import Cut
+from hybridpipe.stage.state import pack
+from hybridpipe.stage.statistics import statistics
 from hybridpipe.training.metrics import Past, Recorder
 from hybridpipe.training.train_state import SoFar, Standing, read_so_far
 
@@ -96,10 +99,14 @@ class Books:
         self.standing.so_far = None
         return entry
 
-    def so_far(self) -> tuple[SoFar, Cut]:
+    @property
+    def cut(self) -> Cut:
         """Where the training stands between two epochs, or where it was stopped."""
-        so_far = self.standing.so_far or SoFar(0, shuffle=True)
-        return so_far, so_far.cut(self.sizes.minibatch_size)
+        return self._so_far.cut(self.sizes.minibatch_size)
+
+    @property
+    def _so_far(self) -> SoFar:
+        return self.standing.so_far or SoFar(0, shuffle=True)
 
     def leave_if_preempted(self, folder: str | os.PathLike[str]) -> None:
         """Raises Preempted, on all ranks alike, if one was asked to stop; all there is to save is saved."""
@@ -121,20 +128,32 @@ class Books:
             with position.waiting("making communicators", range(self.world.size)):
                 self._saver = Saver(self.world.Dup())
 
-        def describe(so_far: SoFar) -> dict[str, Any]:
-            run = {
-                **self.sizes._asdict(),
-                "microbatch_size": microbatch_size,
-                "ranks": self.world.size,
-                "past": asdict(self.recorder.past()),
-                "settings": dict(self._settings()),
-                "data": dict(self._data),
-                "history": self.history,
-            }
-            return described(worker, self.standing.epoch, so_far, run)
-
+        describe = partial(self._described, worker, microbatch_size)
         saved = None if anew else self._step_in(asked.folder)
         return Keeper(asked, self._saver, worker, self.standing.step, saved, describe)
+
+    def _described(self, worker: Worker, microbatch_size: int) -> dict[str, Any]:
+        """What a manifest says beside the step, of a snapshot whose losses are just in."""
+        so_far = replace(self._so_far, position=self._so_far.recorded)  # by now it may be further
+        run = {
+            **self.sizes._asdict(),
+            "microbatch_size": microbatch_size,
+            "ranks": self.world.size,
+            "past": asdict(self.recorder.past()),
+            "settings": dict(self._settings()),
+            "data": dict(self._data),
+            "history": self.history,
+            "so_far": asdict(so_far),
+            "model": snapshot.described_model(worker),
+            "statistics": sorted(statistics(worker.model)),
+        }
+        return {
+            "epoch": self.standing.epoch,
+            "position": so_far.position,
+            "plan": snapshot.plan_json(worker.plan),
+            "versions": snapshot.software(),
+            "run": pack(run, "run", {}),
+        }
 
     def find(self, source: Path, model: nn.Module, allow_changed: bool) -> Found | Nothing:
         """A checkpoint that can be gone on with; `load` will. Collective.

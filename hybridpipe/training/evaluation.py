@@ -19,7 +19,7 @@ from hybridpipe.engine.worker import Sums, Worker
 from hybridpipe.errors import shown
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import Value, tensors_of
-from hybridpipe.stage.stage import Loss
+from hybridpipe.types import Loss
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (outputs, targets) of a microbatch → (sum, count)
 LOSS, ACCURACY = "loss", "accuracy"

@@ -116,7 +116,7 @@ class Epoch:
     def _save(self) -> None:
         if self._keeper is not None:
             self._keeper.take(self._standing.step, self._cut)
-            self._keeper.losses_in(self._so_far)
+            self._keeper.losses_in(self._so_far.losses_in)
 
     def _keep(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
         full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
@@ -131,7 +131,7 @@ class Epoch:
             behind = self._standing.step - self._so_far.position + self._so_far.recorded
             self._standing.preempt(behind + losses_late(self._worker.plan))
         if self._keeper is not None:
-            self._keeper.losses_in(self._so_far)
+            self._keeper.losses_in(self._so_far.losses_in)
         return record
 
 

@@ -32,8 +32,8 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div
-from hybridpipe.stage.stage import Loss
 from hybridpipe.training.autoplan import Choice, autoplan, check_options
+from hybridpipe.types import Loss
 
 PlanLike = Plan | str | os.PathLike[str]
 ClusterLike = Cluster | str | os.PathLike[str]

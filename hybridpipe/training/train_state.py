@@ -42,6 +42,11 @@ class SoFar:
         self.loss_sum += loss * num_samples
         self.num_samples += num_samples
 
+    @property
+    def losses_in(self) -> int:
+        """Minibatches of its stream whose losses are in."""
+        return self.recorded - self.stream_start
+
     def cut(self, minibatch_size: int) -> Cut:
         """Where this is in its stream, which ends with the epoch."""
         total = ceil_div(self.dataset_samples, minibatch_size)

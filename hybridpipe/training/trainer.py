@@ -30,7 +30,6 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, Watchdog, watch
-from hybridpipe.measure.layers import OptimizerFactory
 from hybridpipe.model.sequential import check_plan, layers_of
 from hybridpipe.model.tensors import Value, tensors_of
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
@@ -38,7 +37,6 @@ from hybridpipe.planning.checks import non_negative, plain
 from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
-from hybridpipe.stage.stage import Loss
 from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.books import Books, Sizes
@@ -55,6 +53,7 @@ from hybridpipe.training.planmaker import (
     read_given,
 )
 from hybridpipe.training.validation import integer
+from hybridpipe.types import Loss, OptimizerFactory
 
 _FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
 
@@ -340,7 +339,7 @@ class Trainer:
                 self.books.standing.preempted, epochs = True, 0
             self._fitting.run(epochs)
             if keeper is not None and self.step:
-                keeper.finish(self.step, *self.books.so_far())
+                keeper.finish(self.step, self.books.cut)
             if checkpoint is not None:
                 self.books.leave_if_preempted(checkpoint.folder)
         return self.history[first:]
@@ -369,7 +368,7 @@ class Trainer:
             raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
         asked = Checkpointing(root, keep=keep)
         keeper = self.books.keeper(self.worker, asked, self.microbatch_size, anew=True)
-        keeper.finish(self.step, *self.books.so_far())
+        keeper.finish(self.step, self.books.cut)
         return Path(root) / name_of(self.step)
 
     def resume(

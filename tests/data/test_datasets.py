@@ -52,7 +52,9 @@ def test_digits_are_those_of_scikit_learn_without_loading_it():
     ours = torch.cat([digits(train=train).tensors[0] for train in (True, False)]).flatten(1)
     found = {tuple(row) for row in (ours * 0.376 + 0.305).mul(16).round().int().tolist()}
     assert found == {tuple(row) for row in pixels.astype(int).tolist()} and len(classes) == len(ours)
-    loads = "import sys, hybridpipe.data.datasets; hybridpipe.data.datasets.digits(); print('sklearn' in sys.modules)"
+    loads = (
+        "import sys; from hybridpipe.data import datasets; datasets.digits(); print('sklearn' in sys.modules)"
+    )
     assert subprocess.check_output([sys.executable, "-c", loads], text=True) == "False\n"
 
 

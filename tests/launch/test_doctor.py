@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridpipe import environment
 from hybridpipe.launch import doctor, mpirun
 
 DOCTOR = [sys.executable, "-m", "hybridpipe.launch.doctor"]
@@ -54,7 +55,7 @@ def test_under_mpirun_it_sends_and_speaks_once():
 
 def test_crowded_cores_are_slow_but_no_failure():
     env = os.environ | {"OMPI_MCA_mpi_yield_when_idle": "0"}
-    num_ranks = mpirun.num_cores() + 1
+    num_ranks = environment.num_cores() + 1
     if num_ranks > 8:
         pytest.skip("too many cores to crowd them")
     done = mpirun.run(num_ranks, DOCTOR, env=env, stdout=subprocess.PIPE)
@@ -64,10 +65,10 @@ def test_crowded_cores_are_slow_but_no_failure():
 
 def test_ranks_bound_each_to_its_own_core_do_not_crowd_them():
     """Every rank counted the cores that it was bound to itself, one, for all the ranks of its host."""
-    if mpirun.num_cores() < 2:
+    if environment.num_cores() < 2:
         pytest.skip("needs two cores")
     env = os.environ | {"OMPI_MCA_mpi_yield_when_idle": "0"}
-    bind = "os.sched_setaffinity(0, [sorted(mpirun.cores())[int(os.environ['OMPI_COMM_WORLD_RANK'])]])"
+    bind = "os.sched_setaffinity(0, [sorted(environment.cores())[int(os.environ['OMPI_COMM_WORLD_RANK'])]])"
     code = f"import os, sys\nfrom hybridpipe import doctor, launcher\n{bind}\nsys.exit(doctor.main())"
     done = mpirun.run(2, [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
     assert done.returncode == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridpipe import environment
 from hybridpipe.launch import mpirun
 
 OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpirun (Open MPI) 5.0.11"
@@ -147,7 +148,7 @@ def test_without_mpirun_the_remedy_is_named(monkeypatch, tmp_path):
     ],
 )
 def test_promised_ranks(env, ranks):
-    assert mpirun.promised_ranks(env) == ranks
+    assert environment.promised_ranks(env) == ranks
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -1,5 +1,7 @@
-"""The model is what it is when it is used, and ranks are alike in their data; tests/training/test_model_changes.py
-has what one rank can show."""
+"""The model is what it is when it is used, and ranks are alike in their data.
+
+tests/training/test_model_changes.py has what one rank can show.
+"""
 
 
 def test_two_ranks_train_what_the_user_means_or_refuse(job):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from hybridpipe import environment
 from hybridpipe.files import read_cluster, read_profile
-from hybridpipe.launch import mpirun
 
 CONFIG = """
 [model]
@@ -58,7 +58,7 @@ def test_ranks_measure_the_model_at_once(job):
 
 
 def test_the_cores_of_bound_ranks_are_counted_together(job):
-    if mpirun.num_cores() < 2:
+    if environment.num_cores() < 2:
         pytest.skip("needs two cores")
     job(2, "bound.py")
 
