@@ -28,7 +28,7 @@ from hybridpipe.planning.cost.formula import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.search.placement import dealt
-from hybridpipe.planning.search.search import data_parallel, judged, search, straight
+from hybridpipe.planning.search.search import data_parallel, search, straight, with_prediction
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILES = Path(os.environ.get("PROFILES", ROOT / "../shared/profiles"))
@@ -126,7 +126,7 @@ def _best_cuts(replicas: tuple[int, ...], profile: ModelProfile, cluster: Cluste
         for cuts in combinations(range(1, profile.num_layers), len(replicas) - 1)
     ]
     plans.sort(key=lambda plan: estimate(plan, profile, cluster))
-    return min((judged(plan, profile, cluster) for plan in plans[:NUM_SIMULATED]), key=_seconds)
+    return min((with_prediction(plan, profile, cluster) for plan in plans[:NUM_SIMULATED]), key=_seconds)
 
 
 def _seconds(plan: Plan) -> float:

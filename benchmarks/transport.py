@@ -48,7 +48,7 @@ def measure(rounds: int, out: Path) -> None:
     with (
         MpiTransport(world.Dup(), cores_to_spare=True) as spinning,
         MpiTransport(world.Dup()) as sleeping,
-        MpiTransport(world.Dup(), cores_to_spare=True, unaided=True) as no_thread,
+        MpiTransport(world.Dup(), cores_to_spare=True, progress_thread=False) as no_thread,
     ):
         ours = {"no thread": no_thread, "spinning": spinning, "sleeping": sleeping}
         ways = {"plain": _plain(world.Dup()), **{way: _ours(each) for way, each in ours.items()}}

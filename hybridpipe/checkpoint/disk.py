@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from hybridpipe.checkpoint.manifest import FileEntry
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.errors import UserError
 from hybridpipe.files import check_replaceable
 
@@ -47,7 +47,7 @@ class NewFile:
                 self._hash.update(view[:written])
                 self._num_bytes += written
                 view = view[written:]
-                position.disk_moves()
+                rank_status.disk_moves()
                 self._unsynced += written
                 if self._unsynced >= SYNC_BYTES:
                     os.fsync(self._descriptor)

@@ -18,8 +18,8 @@ from hybridpipe.errors import UserError
 from hybridpipe.health import failure
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules.generators import ceil_div, cuts_every, losses_late
-from hybridpipe.planning.schedules.resume_point import Cut
+from hybridpipe.planning.schedules.generators import ceil_div, losses_late, resume_points_every
+from hybridpipe.planning.schedules.resume_point import ResumePoint
 
 JSON = Any
 
@@ -31,7 +31,7 @@ class Checkpointing:
     Args:
         folder: holds the checkpoints; every rank sees it.
         every: minibatches; None: at the end of each epoch. Under pipedream with replicas it is the next
-            minibatch after which every stage has updated (`planning.schedules.cuts_every`). Under
+            minibatch after which every stage has updated (`planning.schedules.resume_points_every`). Under
             asynchronous schedules a snapshot waits for its losses for so long that a small number is taken
             times 2, 3, …, so that no two copies of the whole state wait at once.
         keep: so many of the last ones stay.
@@ -54,7 +54,9 @@ def _far_enough(every: int, plan: Plan) -> int:
     """
     if not plan.is_asynchronous:
         return every
-    apart = losses_late(plan) + 2 * cuts_every(plan)  # the cut may be late, and the update before it
+    apart = losses_late(plan) + 2 * resume_points_every(
+        plan
+    )  # the resume point may be late, and the update before it
     return every * ceil_div(apart, every)
 
 
@@ -84,26 +86,26 @@ class Keeper:
         describe: Callable[[], dict[str, JSON]],
     ) -> None:
         self._asked, self._saver, self._worker, self._describe = asked, saver, worker, describe
-        self._last_cut, self._resumed, self._saved = step, saved, saved
+        self._last_point, self._resumed, self._saved = step, saved, saved
         self._every = None if asked.every is None else _far_enough(asked.every, worker.plan)
         self._waiting = deque[_Waiting]()
         self._tried = False
 
-    def at_cut(self, step: int, cut: Cut) -> None:
+    def at_resume_point(self, step: int, point: ResumePoint) -> None:
         """An update is done, and every stage will have the same minibatches after it: a snapshot, if due."""
-        every, before, self._last_cut = self._every, self._last_cut, step
-        if cut.done == cut.total if every is None else step // every > before // every:
-            self.take(step, cut)
+        every, before, self._last_point = self._every, self._last_point, step
+        if point.done == point.total if every is None else step // every > before // every:
+            self.take(step, point)
         elif not self._tried:  # what cannot be saved is told at once, not an epoch later
-            self._guarded(lambda: snapshot.referred(self._worker, cut))
+            self._guarded(lambda: snapshot.referred(self._worker, point))
         self._tried = True
 
-    def take(self, step: int, cut: Cut) -> None:
+    def take(self, step: int, point: ResumePoint) -> None:
         """A snapshot now, unless this step has one."""
         if self._saved != step:
             self._saved = step
-            taken = self._guarded(lambda: snapshot.take(self._worker, step, cut))
-            self._waiting.append(_Waiting(taken, cut.done))
+            taken = self._guarded(lambda: snapshot.take(self._worker, step, point))
+            self._waiting.append(_Waiting(taken, point.done))
 
     def losses_in(self, done: int) -> None:
         """The losses of the stream's first `done` minibatches are in; the snapshot taken there is written."""
@@ -112,15 +114,15 @@ class Keeper:
             told = self._describe() if self._worker.control.rank == 0 else None
             self._saver.start(taken, Path(self._asked.folder), told, self._asked.keep)
 
-    def finish(self, step: int, cut: Cut) -> None:
+    def finish(self, step: int, point: ResumePoint) -> None:
         """Training ends here: save that, and wait until it is published. Collective.
 
         What was saved before it was resumed is looked at, as what is saved now.
         """
         if step == self._resumed:
-            self._guarded(lambda: snapshot.check_finite(self._worker, step, cut))
-        self.take(step, cut)
-        self.losses_in(cut.done)
+            self._guarded(lambda: snapshot.check_finite(self._worker, step, point))
+        self.take(step, point)
+        self.losses_in(point.done)
         self._saver.wait()
 
     def _guarded(self, work: Callable[[], Any]) -> Any:

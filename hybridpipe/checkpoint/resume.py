@@ -20,7 +20,7 @@ from hybridpipe.checkpoint.plain import read_weights
 from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.checkpoint.snapshot import names_of, plan_json, rank_file, stage_file
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.engine.weight_policy import Stashed
+from hybridpipe.engine.weight_policy import StashedWeights
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
@@ -347,14 +347,14 @@ def _put(worker: Worker, read: _Read) -> None:
             update.catch_up(read.num_minibatches)
         elif update.scheduler is not None and read.scheduler is not None:
             update.scheduler.load_state_dict(read.scheduler.state)
-        if isinstance(executor.seen, Stashed):
+        if isinstance(executor.weight_policy, StashedWeights):
             own = _trained(names)
             device = worker.device
             older = {
                 number: {p: version[key].to(device) for p, key in own.items()}
                 for number, version in read.versions.items()
             }
-            executor.seen.restore(read.newest, older)
+            executor.weight_policy.restore(read.newest, older)
     if read.random is not None:
         read.random.put(worker.device)
 

@@ -1,4 +1,4 @@
-"""Checkpoint: all ranks' parts of one, taken at a cut, written in the background, published together.
+"""Snapshots: all ranks' parts of a checkpoint, taken at a resume point, written in the background.
 
 A snapshot is copied on the training thread, right after the update; from then on training goes its way. A
 thread on each rank writes that rank's files and tells rank 0, whose thread publishes them once every rank has
@@ -27,15 +27,15 @@ from pydantic_core import to_jsonable_python
 from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.shard import FileEntry, write_shard
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import CHECKPOINT, position
-from hybridpipe.engine.weight_policy import Before, Stashed
+from hybridpipe.comm.status import CHECKPOINT, rank_status
+from hybridpipe.engine.weight_policy import Before, StashedWeights
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.health import failure, faults
 from hybridpipe.model.sequential import layers_of
 from hybridpipe.model.tensors import not_finite
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules.resume_point import Cut, num_updates, versions_in_use
+from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
 from hybridpipe.stage.state import (
     BATCHES_AGREED,
     SAMPLES_SEEN,
@@ -114,27 +114,27 @@ def plan_json(plan: Plan) -> dict[str, JSON]:
     return {name: value for name, value in document.items() if name != "predicted" and value is not None}
 
 
-def take(worker: Worker, step: int, cut: Cut) -> Snapshot:
+def take(worker: Worker, step: int, point: ResumePoint) -> Snapshot:
     """A copy of this rank's state after `step` minibatches.
 
     Args:
-        cut: where that is in the stream, under an asynchronous schedule.
+        point: where that is in the stream, under an asynchronous schedule.
 
     Raises:
         UserError: optimizer or scheduler hold what a checkpoint cannot.
     """
     faults.at("save-snapshot", step=step)
-    files = {name: state.copied() for name, state in referred(worker, cut).items()}
+    files = {name: state.copied() for name, state in referred(worker, point).items()}
     return Snapshot(step, files, _learnt(worker))
 
 
-def check_finite(worker: Worker, step: int, cut: Cut) -> None:
+def check_finite(worker: Worker, step: int, point: ResumePoint) -> None:
     """Look at the state of which there is a checkpoint, of a version that did not look. Collective.
 
     Raises:
         NotSaved: it is not finite, on every rank.
     """
-    found = Snapshot(step, referred(worker, cut), _learnt(worker)).not_finite()
+    found = Snapshot(step, referred(worker, point), _learnt(worker)).not_finite()
     for told in worker.control.allgather(found):
         if told is not None:
             raise NotSaved(f"{told}; so it is in the checkpoint that was resumed from: take one before", step)
@@ -149,25 +149,25 @@ def _learnt(worker: Worker) -> frozenset[str]:
     return frozenset(found)
 
 
-def referred(worker: Worker, cut: Cut) -> dict[str, State]:
+def referred(worker: Worker, point: ResumePoint) -> dict[str, State]:
     """This rank's files, their tensors still those that training works on."""
     files: dict[str, State] = {}
     own = State()
     before: Before | None = None
     if worker.executor is not None:
         assert worker.place is not None
-        if isinstance(worker.executor.seen, Stashed):
-            before = worker.executor.seen.before_flight()
+        if isinstance(worker.executor.weight_policy, StashedWeights):
+            before = worker.executor.weight_policy.before_flight()
         for s, names in names_of(worker).items():
             buffers = names.buffers()
             if before is not None:
                 then = {names.of(path): copy for path, copy in before.buffers.items()}
                 buffers = {key: then.get(key, buffer) for key, buffer in buffers.items()}
             if worker.place.replica == 0:
-                files[stage_file(s)] = _of_stage(worker, s, names, buffers, cut)
+                files[stage_file(s)] = _of_stage(worker, s, names, buffers, point)
             else:
                 own.tensors |= prefixed("model", buffers)
-                _put_versions(worker, names, _own_versions(worker.plan, worker.place, cut), own)
+                _put_versions(worker, names, _own_versions(worker.plan, worker.place, point), own)
         seen = worker.executor.statistics.num_samples if before is None else before.num_samples
         own.meta[SAMPLES_SEEN] = seen
     random = Generators.now(worker.device).state()
@@ -176,7 +176,9 @@ def referred(worker: Worker, cut: Cut) -> dict[str, State]:
     return files | {rank_file(worker.control.rank): own}
 
 
-def _of_stage(worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.Tensor], cut: Cut) -> State:
+def _of_stage(
+    worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.Tensor], point: ResumePoint
+) -> State:
     assert worker.executor is not None and worker.place is not None
     update = worker.executor.update
     state = State(prefixed("model", {**names.tensors(), **buffers}))
@@ -189,24 +191,24 @@ def _of_stage(worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.
         held = pack(update.scheduler.state_dict(), "lr_scheduler", state.tensors)
         given = pack(update.given.scheduler, "lr_scheduler.given", state.tensors)
         state.meta["lr_scheduler"] = {"class": name_of(update.scheduler), "state": held, "given": given}
-    _put_versions(worker, names, versions_in_use(worker.plan, worker.place, cut), state)
+    _put_versions(worker, names, versions_in_use(worker.plan, worker.place, point), state)
     if worker.plan.is_asynchronous:
-        state.meta["newest"] = num_updates(worker.plan, worker.place.stage, cut)
+        state.meta["newest"] = num_updates(worker.plan, worker.place.stage, point)
     return state
 
 
-def _own_versions(plan: Plan, place: Place, cut: Cut) -> list[int]:
+def _own_versions(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
     """What a replica needs beyond what the first one writes: under vertical sync they may differ."""
-    written = versions_in_use(plan, Place(place.stage, 0), cut)
-    return [number for number in versions_in_use(plan, place, cut) if number not in written]
+    written = versions_in_use(plan, Place(place.stage, 0), point)
+    return [number for number in versions_in_use(plan, place, point) if number not in written]
 
 
 def _put_versions(worker: Worker, names: Names, numbers: list[int], state: State) -> None:
     state.meta["versions"] = numbers
     if not numbers:
         return
-    assert worker.executor is not None and isinstance(worker.executor.seen, Stashed)
-    for number, weights in worker.executor.seen.kept(numbers).items():
+    assert worker.executor is not None and isinstance(worker.executor.weight_policy, StashedWeights)
+    for number, weights in worker.executor.weight_policy.kept(numbers).items():
         state.tensors |= prefixed(f"version.{number}", names.weights(weights))
 
 
@@ -267,7 +269,7 @@ class Saver:
     def wait(self) -> None:
         """Return once the checkpoint that was started is published. Raises as `start`."""
         if self._thread is not None:
-            with position.waiting(CHECKPOINT, range(self._communicator.size)):
+            with rank_status.waiting(CHECKPOINT, range(self._communicator.size)):
                 self._thread.join()
             self._thread = None
         if self._error is not None:
@@ -306,7 +308,7 @@ class Saver:
             raise  # the thread's excepthook reports it, and ends the job
 
     def _lead(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON], keep: int) -> None:
-        with position.in_saving("makes the checkpoint's folder"):
+        with rank_status.in_saving("makes the checkpoint's folder"):
             folder = directory.begin(root, snapshot.step)
         others = range(1, self._communicator.size)
         for rank in others:
@@ -314,7 +316,7 @@ class Saver:
         files = _written(folder, snapshot)
         for rank in others:
             files += self._receive(rank, WRITTEN)
-        with position.in_saving("publishes the checkpoint"):
+        with rank_status.in_saving("publishes the checkpoint"):
             directory.publish(root, snapshot.step, files, manifest, keep)
         for rank in others:
             self._communicator.send(None, rank, PUBLISHED)
@@ -331,13 +333,13 @@ def _written(folder: Path, snapshot: Snapshot) -> list[FileEntry]:
             f"{folder}: is not seen on host {socket.gethostname()}: "
             "checkpoints go to a folder that all ranks share"
         ) from FileNotFoundError(folder)
-    with position.in_saving("looks whether all that was learnt is finite"):
+    with rank_status.in_saving("looks whether all that was learnt is finite"):
         found = snapshot.not_finite()
     if found is not None:
         kept = "nothing is saved; the checkpoint before, if there is one, stays the last one"
         raise NotSaved(f"{found}; {kept}", snapshot.step)
     entries = []
     for name, state in snapshot.files.items():
-        with position.in_saving(f"writes {name}"):
+        with rank_status.in_saving(f"writes {name}"):
             entries.append(write_shard(folder / name, state.tensors, state.meta))
     return entries

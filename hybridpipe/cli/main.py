@@ -137,7 +137,7 @@ def _probe(options: argparse.Namespace) -> int:
     from hybridpipe.comm.groups import this_host
     from hybridpipe.comm.idle import share_cores
     from hybridpipe.comm.mpi import MPI
-    from hybridpipe.comm.progress_thread import needs_no_thread
+    from hybridpipe.comm.progress_thread import needs_progress_thread
     from hybridpipe.health import failure
     from hybridpipe.measure.probe import probe
     from hybridpipe.report.cluster import describe
@@ -146,7 +146,8 @@ def _probe(options: argparse.Namespace) -> int:
     share_cores(MPI.COMM_WORLD)
     device = "cuda" if torch.cuda.is_available() else "cpu"  # as training has it by default
     try:
-        cluster = probe(MPI.COMM_WORLD, unaided=needs_no_thread(MPI.COMM_WORLD, torch.device(device)))
+        thread = needs_progress_thread(MPI.COMM_WORLD, torch.device(device))
+        cluster = probe(MPI.COMM_WORLD, progress_thread=thread)
     except ValueError as error:
         failure.refuse(error)
     num_cores = this_host(MPI.COMM_WORLD).num_cores
@@ -160,7 +161,7 @@ def _plan(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from hybridpipe.files import read_cluster, read_profile, write_json
-    from hybridpipe.planning.search.anneal import improved
+    from hybridpipe.planning.search.anneal import anneal_candidates
     from hybridpipe.planning.search.search import search_sizes
     from hybridpipe.report.tables import explain
 
@@ -178,7 +179,9 @@ def _plan(options: argparse.Namespace) -> int:
         found = search_sizes(profile, cluster, minibatch, **asked)
         if options.search:
             with tqdm(total=options.search, desc="search", unit="plan", disable=None) as bar:
-                found = improved(found, profile, cluster, options.search, on_progress=bar.update, **asked)
+                found = anneal_candidates(
+                    found, profile, cluster, options.search, on_progress=bar.update, **asked
+                )
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
     best = found[0]

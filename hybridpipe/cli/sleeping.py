@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.model.tensors import Value, tensors_of
+from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.planning.profile import LayerProfile
 
 ITEM_BYTES = 4  # float32
@@ -87,7 +87,7 @@ class SleepingLayer(nn.Module):
                     lambda _: pace.sleep(profile.weight_backward_seconds)
                 )
 
-    def forward(self, value: Value) -> Value:
+    def forward(self, value: TensorTree) -> TensorTree:
         """What flows on is one tensor with a gradient and, over a cut, one with the bytes that have none."""
         output: Tensor = _Sleep.apply(self, self.weight, tensors_of(value)[0])  # type: ignore[no-untyped-call]
         return (output, _alias(self.rest)) if len(self.rest) else output
@@ -130,7 +130,7 @@ class SleepingOptimizer(torch.optim.Optimizer):
         self._pace.sleep(self._seconds)
 
 
-def sleeping_loss(outputs: Value, _: Value) -> Tensor:
+def sleeping_loss(outputs: TensorTree, _: TensorTree) -> Tensor:
     """A loss that costs nothing."""
     return tensors_of(outputs)[0].sum()
 

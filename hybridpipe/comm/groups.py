@@ -1,7 +1,7 @@
 """Communicators: who talks to whom about what. Each is a private duplicate, so no traffic mixes.
 
 Every function that communicates takes the communicator as an argument; none uses MPI.COMM_WORLD. Whoever
-waits in a blocking call of one of these can be seen to do so (`position`), which is what a watchdog reports.
+waits in a blocking call of one of these can be seen to do so (`status`), which is what a watchdog reports.
 """
 
 import os
@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.environment import cores
 from hybridpipe.planning.plan import Place, Plan
 
@@ -56,7 +56,7 @@ def _watched(name: str) -> Callable[..., Any]:
 
     @wraps(blocking)
     def call(self: Watched, *arguments: Any, **options: Any) -> Any:
-        with position.waiting(name, self.ranks):
+        with rank_status.waiting(name, self.ranks):
             return blocking(self, *arguments, **options)
 
     return call
@@ -68,7 +68,7 @@ for _name in ("Barrier", "Bcast", "bcast", "Allreduce", "allreduce", "gather", "
 
 def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
     """Split the world as the plan says. Collective over `world`."""
-    with position.waiting("making communicators", range(world.size)):
+    with rank_status.waiting("making communicators", range(world.size)):
         return _split(world, plan)
 
 

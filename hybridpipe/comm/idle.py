@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.environment import cores
 from hybridpipe.planning.cost.fit import typical
 from hybridpipe.planning.profile import ModelProfile
@@ -93,6 +93,6 @@ def measure_together(world: "MPI.Comm", measure: Callable[[Agree], ModelProfile]
 
 
 def _sleep_until(world: "MPI.Comm", request: "MPI.Request") -> None:
-    with position.waiting("measuring together", range(world.size)):
+    with rank_status.waiting("measuring together", range(world.size)):
         while not request.Test():
             time.sleep(PAUSE_SECONDS)

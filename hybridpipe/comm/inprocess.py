@@ -105,10 +105,10 @@ class SharedGradients:
         self._parameters, self._replica = parameters, replica
         self._all, self._barrier = all_replicas, barrier
 
-    def arm(self) -> None:
+    def begin_final_backward(self) -> None:
         """Nothing starts early here."""
 
-    def disarm(self) -> None:
+    def end_final_backward(self) -> None:
         """Nothing did."""
 
     def finish(self) -> None:

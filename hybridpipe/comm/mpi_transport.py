@@ -3,7 +3,7 @@
 Whoever waits polls by itself; while nobody waits, the communication thread does. Without it a large
 nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
 (measured: 16 MB arrived 500 to 1100 ms late). With single copy who receives fetches a message by itself, and
-where no core is left for the thread there is none (`single_copy`). A rank that waits for long sleeps between
+where no core is left for the thread there is none (`progress_thread`). A rank that waits for long sleeps between
 polls, which leaves the cores to whoever computes: a blocking MPI receive takes 87 % of one.
 
 No receive is given to MPI before its message is there and known to have its size (matching probes): Open MPI
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybridpipe.comm.messages import ProtocolError
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import Wait, position
+from hybridpipe.comm.status import Wait, rank_status
 from hybridpipe.comm.transport import DOUBT_SECONDS, Pending, Unclaimed
 
 # A rank that waits looks again at once for so long, where every rank of its machine has a core of its own: a
@@ -118,11 +118,13 @@ class MpiTransport:
 
     Args:
         cores_to_spare: every rank of this machine has a core of its own, so that one that waits may use it.
-        unaided: messages arrive without their sender's help, and a communication thread would take a core
-            from who computes.
+        progress_thread: a thread moves messages while the rank computes. Without one they must arrive without
+            their sender's help.
     """
 
-    def __init__(self, communicator: MPI.Comm, cores_to_spare: bool = False, unaided: bool = False) -> None:
+    def __init__(
+        self, communicator: MPI.Comm, cores_to_spare: bool = False, progress_thread: bool = True
+    ) -> None:
         self._communicator = communicator
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
         self._active: list[_Request] = []  # requests of MPI
@@ -139,7 +141,7 @@ class MpiTransport:
         self._closed = False
         self._num_waiting = 0
         self.thread: threading.Thread | None = None
-        if not unaided:
+        if progress_thread:
             name = "hybridpipe-communication"
             self.thread = threading.Thread(target=self._progress, name=name, daemon=True)
             self.thread.start()
@@ -222,7 +224,7 @@ class MpiTransport:
         began = time.perf_counter()
         in_doubt = began + DOUBT_SECONDS
         pauses = _pauses()
-        before = position.wait_for(pending.what)
+        before = rank_status.wait_for(pending.what)
         try:
             while not self._test(pending):
                 if self.thread is None:
@@ -234,7 +236,7 @@ class MpiTransport:
                     doubt()
                     in_doubt = now + DOUBT_SECONDS
         finally:
-            position.wait_for(before)
+            rank_status.wait_for(before)
             with self._guard:
                 self._num_waiting -= 1  # while others waited the thread did not look, and its pauses grew
                 self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""Boundary: one rank's exchange of activations and gradients with the stages before and behind it.
+"""PointToPoint: one rank's exchange of activations and gradients with the stages before and behind it.
 
 Between transport (bytes) and executor (values). The first time a pair of ranks exchanges a microbatch of
 some size the sender describes it (`Spec`); from then on both know it, receives are posted ahead into
@@ -25,7 +25,7 @@ from hybridpipe.comm.messages import (
     views,
 )
 from hybridpipe.comm.transport import Buffers, Pending, Transport
-from hybridpipe.model.tensors import Value, tensors_of
+from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
@@ -64,7 +64,7 @@ class _Posted(NamedTuple):
             raise ProtocolError(f"from rank {self.peer}, tag {self.tag}: {error}") from None
 
 
-class Boundary:
+class PointToPoint:
     """The messages of one rank at `stage`. Call `begin` before each program.
 
     Where the rank holds several stages each has a boundary of its own, over the same transport.
@@ -93,7 +93,7 @@ class Boundary:
         self._posted: dict[ReceiveActivation | ReceiveGradient, _Posted] = {}
         self._num_posted = self._num_consumed = 0
 
-    def send_activation(self, microbatch: int, value: Value, fault: str | None = None) -> None:
+    def send_activation(self, microbatch: int, value: TensorTree, fault: str | None = None) -> None:
         """Start sending a stage's output to the stage behind."""
         tensors = tensors_of(value)
         spec = spec_of(tensors, single=isinstance(value, Tensor))
@@ -124,7 +124,7 @@ class Boundary:
         tensors = [present, *wanted]
         self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec.gradients, tensors, fault)
 
-    def receive_activation(self, microbatch: int) -> Value:
+    def receive_activation(self, microbatch: int) -> TensorTree:
         """Wait for a stage's input: leaves of this stage's graph."""
         size = self._size(microbatch, self._stage - 1)
         if size not in self._specs:

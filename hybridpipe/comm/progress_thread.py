@@ -1,4 +1,4 @@
-"""Single copy: where messages arrive without their sender's help, and a communication thread gains nothing.
+"""The progress thread: where messages need one to arrive, and where it would only take a core.
 
 Where the kernel lets a process read another's memory (CMA, XPMEM, KNEM), MPI has the receiver fetch a large
 message by itself. Whether it does is tried and not asked for, as containers may forbid it and MPI libraries
@@ -12,7 +12,7 @@ import torch
 
 from hybridpipe.comm.groups import this_host
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 
 NUM_BYTES = 2**20  # more than what MPI sends at once, over TCP too
 # In each trial. A watchdog that looks for its messages moves others', once a second: not in every trial.
@@ -20,17 +20,18 @@ ASLEEP_SECONDS = 0.04
 TRIALS = 3
 
 
-def needs_no_thread(world: MPI.Comm, device: torch.device) -> bool:
-    """Whether a communication thread would only take a core from ranks that compute. Collective over `world`.
+def needs_progress_thread(world: MPI.Comm, device: torch.device) -> bool:
+    """Whether messages are to be moved by a thread of their own. Collective over `world`.
 
-    That is where all ranks are on one host, their compute threads leave no core for one more each, and no
-    message waits for its sender. (Two ranks on two cores trained 2 to 4 % faster without: performance log.)
+    Not where all ranks are on one host, their compute threads leave no core for one more each, and no message
+    waits for its sender: there it would only take a core from ranks that compute. (Two ranks on two cores
+    trained 2 to 4 % faster without: performance log.)
     """
-    with position.waiting("finding out how messages move", range(world.size)):
+    with rank_status.waiting("finding out how messages move", range(world.size)):
         host = this_host(world)
         busy = host.local_size * (torch.get_num_threads() + 1) > host.num_cores
         mine = host.local_size == world.size > 1 and busy and device.type == "cpu"
-        return bool(world.allreduce(mine, op=MPI.LAND)) and _arrives_unaided(world)
+        return not (world.allreduce(mine, op=MPI.LAND) and _arrives_unaided(world))
 
 
 def _arrives_unaided(world: MPI.Comm) -> bool:

@@ -35,7 +35,7 @@ class Wait(NamedTuple):
         return f"{self.what} {way} rank {self.peers[0]}, tag {self.tag}, {self.num_bytes} bytes"
 
 
-class _Position:
+class RankStatus:
     stage: int | None = None
     step: int | None = None
     instruction: Instruction | None = None
@@ -99,4 +99,4 @@ class _Position:
         )
 
 
-position = _Position()
+rank_status = RankStatus()

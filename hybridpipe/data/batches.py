@@ -15,11 +15,11 @@ from torch.utils.data import TensorDataset
 from hybridpipe.data.samples import check_dataset, drawn, stacked
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.model.rng import random_key
-from hybridpipe.model.tensors import Value, map_tensors, tensors_of
+from hybridpipe.model.tensors import TensorTree, map_tensors, tensors_of
 from hybridpipe.planning.plan import Plan, microbatch_sizes
 from hybridpipe.planning.schedules.generators import ceil_div
 
-Loaded = tuple[Value, Value]  # inputs and targets of a microbatch
+Loaded = tuple[TensorTree, TensorTree]  # inputs and targets of a microbatch
 
 
 class Microbatches:
@@ -86,7 +86,7 @@ def minibatches(
             last = (i, b), microbatches[i, b] if load is None else load(i, b)
         return last[1]
 
-    def part(which: int, i: int, b: int) -> Value:
+    def part(which: int, i: int, b: int) -> TensorTree:
         return loaded(i, b)[which]
 
     for i in range(len(microbatches)):
@@ -98,7 +98,7 @@ def num_minibatches(dataset: Any, minibatch_size: int) -> int:
     return ceil_div(len(dataset), minibatch_size)
 
 
-def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Minibatch:
+def slice_minibatch(inputs: TensorTree, targets: TensorTree, microbatch_size: int) -> Minibatch:
     """A minibatch that is in memory already, samples in the first dimension."""
     counts = {len(tensor) for value in (inputs, targets) for tensor in tensors_of(value)}
     if len(counts) != 1:
@@ -108,7 +108,7 @@ def slice_minibatch(inputs: Value, targets: Value, microbatch_size: int) -> Mini
         raise ValueError("inputs and targets must hold at least one sample, got none")
     sizes = microbatch_sizes(count, microbatch_size)
 
-    def part(value: Value, microbatch: int) -> Value:
+    def part(value: TensorTree, microbatch: int) -> TensorTree:
         start = microbatch * microbatch_size
         return map_tensors(lambda tensor: tensor[start : start + microbatch_size], value)
 

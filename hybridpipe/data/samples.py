@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
-from hybridpipe.model.tensors import Value, raw_bytes
+from hybridpipe.model.tensors import TensorTree, raw_bytes
 
 A_SAMPLE = -1  # in the place of a layer's number
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def drawn(dataset: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[A
     return samples
 
 
-def stacked(samples: list[Any], indices: Sequence[int]) -> tuple[Value, Value]:
+def stacked(samples: list[Any], indices: Sequence[int]) -> tuple[TensorTree, TensorTree]:
     """Inputs and targets of a microbatch.
 
     Raises:
@@ -153,6 +153,6 @@ def _digest(value: Any) -> str:
     return hashed.hexdigest()
 
 
-def _as_value(collated: Tensor | Sequence[Tensor]) -> Value:
+def _as_value(collated: Tensor | Sequence[Tensor]) -> TensorTree:
     """`default_collate` turns tuples into lists."""
     return collated if isinstance(collated, Tensor) else tuple(collated)

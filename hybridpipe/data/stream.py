@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.model.tensors import Value
+from hybridpipe.model.tensors import TensorTree
 
 
 class Minibatch(NamedTuple):
     """One minibatch's microbatches; inputs and targets are fetched where, and when, they are needed."""
 
     sizes: Sequence[int]
-    inputs: Callable[[int], Value]
-    targets: Callable[[int], Value]
+    inputs: Callable[[int], TensorTree]
+    targets: Callable[[int], TensorTree]
 
     @property
     def num_samples(self) -> int:
@@ -25,7 +25,7 @@ class Minibatch(NamedTuple):
         return sum(self.sizes)
 
 
-class Located(NamedTuple):
+class StreamedMicrobatch(NamedTuple):
     """A microbatch of the stream: which it is of which minibatch."""
 
     minibatch: Minibatch
@@ -33,12 +33,12 @@ class Located(NamedTuple):
     microbatch: int
 
     @property
-    def inputs(self) -> Value:
+    def inputs(self) -> TensorTree:
         """What the first stage takes."""
         return self.minibatch.inputs(self.microbatch)
 
     @property
-    def targets(self) -> Value:
+    def targets(self) -> TensorTree:
         """What the loss takes."""
         return self.minibatch.targets(self.microbatch)
 
@@ -60,7 +60,9 @@ class Stream:
         self.sizes = tuple(size for minibatch in minibatches for size in minibatch.sizes)
         self._ends = list(accumulate(len(minibatch.sizes) for minibatch in minibatches))
 
-    def __getitem__(self, microbatch: int) -> Located:
+    def __getitem__(self, microbatch: int) -> StreamedMicrobatch:
         index = bisect_right(self._ends, microbatch)
         minibatch = self.minibatches[index]
-        return Located(minibatch, self.step + index, microbatch - self._ends[index] + len(minibatch.sizes))
+        return StreamedMicrobatch(
+            minibatch, self.step + index, microbatch - self._ends[index] + len(minibatch.sizes)
+        )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.data.samples import check_dataset, comparable, drawn_anew, fingerprint
-from hybridpipe.model.tensors import Value, expanded_dimensions, raw_bytes, tensors_of
+from hybridpipe.model.tensors import TensorTree, expanded_dimensions, raw_bytes, tensors_of
 from hybridpipe.optim.gradient_sync import CYCLE_TIME
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan
@@ -44,7 +44,7 @@ def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> 
     """
     if world.size == 1:
         return
-    with position.waiting(COMPARED, range(world.size)):
+    with rank_status.waiting(COMPARED, range(world.size)):
         first: Mapping[str, str] = world.bcast(facts)
         found = world.allgather(_difference(first, facts))
     told = next((each for each in found if each is not None), None)
@@ -68,7 +68,7 @@ def check_data_alike(world: MPI.Comm, name: str, dataset: Any, seed: int) -> dic
     """
     check_dataset(name, dataset)
     own = fingerprint(name, dataset, seed)
-    with position.waiting(COMPARED, range(world.size)):
+    with rank_status.waiting(COMPARED, range(world.size)):
         anew = set().union(*world.allgather(drawn_anew(own)))
     alike = comparable(own, anew)
     whole = "every rank passes the whole data set, of which hybridpipe loads each rank's part itself"
@@ -85,7 +85,7 @@ def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str]) -> None:
         )
 
 
-def check_same_minibatch(world: MPI.Comm, value: Value) -> None:
+def check_same_minibatch(world: MPI.Comm, value: TensorTree) -> None:
     """Compare the shapes, and the first and last sample, of a minibatch that is in memory. Collective.
 
     Raises:
@@ -99,7 +99,7 @@ def check_same_minibatch(world: MPI.Comm, value: Value) -> None:
         for sample in (tensor[:1], tensor[-1:]):
             digest = zlib.crc32(raw_bytes(sample), digest)
     extremes = np.array([digest, -digest])
-    with position.waiting(COMPARED, range(world.size)):
+    with rank_status.waiting(COMPARED, range(world.size)):
         world.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MIN)
     if extremes[0] != -extremes[1]:
         raise ValueError(

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from hybridpipe.comm.p2p import Boundary
-from hybridpipe.comm.status import position
+from hybridpipe.comm.p2p import PointToPoint
+from hybridpipe.comm.status import rank_status
 from hybridpipe.data.stream import Minibatch, Stream
-from hybridpipe.engine.weight_policy import Newest, Seen, Stashed
+from hybridpipe.engine.weight_policy import LatestWeights, StashedWeights, WeightPolicy
 from hybridpipe.health import faults
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.tensors import Value, map_tensors
+from hybridpipe.model.tensors import TensorTree, map_tensors
 from hybridpipe.optim.gradient_sync import Gradients
 from hybridpipe.optim.nonfinite import Finite
 from hybridpipe.optim.update import Update
@@ -40,7 +40,7 @@ from hybridpipe.planning.schedules.instructions import (
     Step,
     final_backwards,
 )
-from hybridpipe.planning.schedules.resume_point import Cut, num_updates
+from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.statistics import RunningStatistics
@@ -61,7 +61,7 @@ _POINTS: dict[type[Instruction], str] = {  # for `faults`
 }
 
 
-class Done(NamedTuple):
+class UpdateResult(NamedTuple):
     """What has come in since the update before.
 
     Args:
@@ -89,7 +89,7 @@ class Executor:
         plan: Plan,
         place: Place,
         stages: Sequence[Stage],
-        boundaries: Sequence[Boundary],
+        boundaries: Sequence[PointToPoint],
         gradients: Gradients,
         update: Update,
         finite: Finite | None = None,
@@ -97,11 +97,11 @@ class Executor:
         self.plan, self.place, self.held = plan, place, plan.held_stages(place)
         self.stages, self.boundaries = stages, boundaries
         self.gradients, self.update, self.finite = gradients, update, finite
-        self.products_wait = [plan.products_wait(s) for s in self.held]
+        self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
-        self.seen: Seen = Newest()
+        self.weight_policy: WeightPolicy = LatestWeights()
         if plan.is_asynchronous:
-            self.seen = Stashed(plan, place, stages[0].module, self.statistics)
+            self.weight_policy = StashedWeights(plan, place, stages[0].module, self.statistics)
 
     def renew(self) -> None:
         """Take up what has changed in the layers since the last run. Collective over the stage's replicas."""
@@ -109,7 +109,7 @@ class Executor:
             stage.renew()
             boundary.forget()
         self.gradients.renew()
-        self.seen.renew()
+        self.weight_policy.renew()
 
     @property
     def num_skipped(self) -> int:
@@ -121,7 +121,7 @@ class Executor:
         """Activations and gradients sent so far."""
         return sum(boundary.bytes_sent for boundary in self.boundaries)
 
-    def run(self, program: Program, stream: Stream, done: int = 0) -> Iterator[Done]:
+    def run(self, program: Program, stream: Stream, done: int = 0) -> Iterator[UpdateResult]:
         """Train on a stream; yields after each update, and at the end if anything came after the last.
 
         Args:
@@ -134,21 +134,25 @@ class Executor:
         for part in _until_steps(program):
             with self._generators_preserved():
                 for i in part:
-                    position.at(self._stage_of(program[i]), run.step, program[i])
+                    rank_status.at(self._stage_of(program[i]), run.step, program[i])
                     run.do(program[i], is_final=i in finals)
                     run.note(program[i])
-            position.outside()
+            rank_status.outside()
             if isinstance(program[part[-1]], Step):
                 yield run.take()
                 run.now = self.clock()
         for stage in self.stages:
             stage.complete_gradients()
-        self.seen.end()
+        self.weight_policy.end()
         if run.events:
             yield run.take()
 
     def infer(
-        self, program: Program, minibatch: Minibatch, judge: Callable[[int, Value, Value], None], number: int
+        self,
+        program: Program,
+        minibatch: Minibatch,
+        judge: Callable[[int, TensorTree, TensorTree], None],
+        number: int,
     ) -> None:
         """Run the forwards of `program` without a graph; the last stage hands its outputs to `judge`.
 
@@ -157,10 +161,10 @@ class Executor:
         """
         for boundary in self.boundaries:
             boundary.begin(program, minibatch.sizes, step=0, training=False)
-        values: dict[tuple[int, int], Value] = {}
+        values: dict[tuple[int, int], TensorTree] = {}
         with self._generators_preserved():
             for instruction in program:
-                position.at(self._stage_of(instruction), None, instruction)
+                rank_status.at(self._stage_of(instruction), None, instruction)
                 match instruction:
                     case ReceiveActivation(m, c):
                         values[m, c] = self.boundaries[c].receive_activation(m)
@@ -171,14 +175,14 @@ class Executor:
                             judge(m, values.pop((m, c)), self.to_device(minibatch.targets(m)))
                     case SendActivation(m, c):
                         self.boundaries[c].send_activation(m, values.pop((m, c)))
-        position.outside()
+        rank_status.outside()
 
     def _generators_preserved(self) -> AbstractContextManager[None]:
         """Around what runs layers, which seed the process's generators."""
         python_too = any(stage.draws_from_python for stage in self.stages)
         return preserved_state(self.stages[0].device, python_too)
 
-    def to_device(self, value: Value) -> Value:
+    def to_device(self, value: TensorTree) -> TensorTree:
         """Where this rank computes."""
         device = self.stages[0].device
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
@@ -199,21 +203,21 @@ class _Run:
 
     def __init__(self, executor: Executor, stream: Stream, done: int = 0) -> None:
         self.executor, self.stream, self.step = executor, stream, stream.step + done
-        self.values: dict[tuple[int, int], Value] = {}
+        self.values: dict[tuple[int, int], TensorTree] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.unchecked: dict[int, torch.Tensor] = {}  # losses that no update is made of so far
         self.events: list[Event] = []
-        cut = Cut(done, len(stream.minibatches))
-        self.num_updates = num_updates(executor.plan, executor.place.stage, cut)
+        point = ResumePoint(done, len(stream.minibatches))
+        self.num_updates = num_updates(executor.plan, executor.place.stage, point)
         self.applied = 0  # minibatches, since `take`
         self.covered = done  # minibatches, by all updates
         self.now = executor.clock()
-        executor.seen.begin(self.num_updates)
+        executor.weight_policy.begin(self.num_updates)
 
-    def take(self) -> Done:
+    def take(self) -> UpdateResult:
         """What has come in since this was called last."""
-        done = Done({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
+        done = UpdateResult({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
         self.losses, self.events, self.applied = {}, [], 0
         return done
 
@@ -259,7 +263,7 @@ class _Run:
     def forward(self, m: int, c: int, fault: str | None) -> None:
         executor, stage, at = self.executor, self.executor.stages[c], self.stream[m]
         self.step = at.step
-        weights = executor.seen.of(m)
+        weights = executor.weight_policy.of(m)
         if executor.held[c] == 0 or stage.loss is not None:
             self.fault("load", m)
         inputs = self.values.pop((m, c)) if executor.held[c] else executor.to_device(at.inputs)
@@ -278,18 +282,18 @@ class _Run:
                     "torch.no_grad(), or the loss is a constant"
                 )
             self.losses[m] = self.unchecked[m] = loss.detach()
-        executor.seen.ran(m)
+        executor.weight_policy.ran(m)
         if not c:  # each of a rank's stages sees the same
             executor.statistics.num_samples += self.stream.sizes[m]
 
     def backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
         executor, m, factor = self.executor, instruction.microbatch, 1 / self.minibatches_due
         if is_final:
-            executor.gradients.arm()
-        with executor.seen.final(m, factor) if is_final else nullcontext():
-            self.run_backward(instruction, is_final and not executor.products_wait[instruction.chunk])
-        executor.seen.collect(m, factor)
-        executor.gradients.disarm()
+            executor.gradients.begin_final_backward()
+        with executor.weight_policy.final(m, factor) if is_final else nullcontext():
+            self.run_backward(instruction, is_final and not executor.defers_wgrad[instruction.chunk])
+        executor.weight_policy.collect(m, factor)
+        executor.gradients.end_final_backward()
 
     def run_backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
         m, c = instruction.microbatch, instruction.chunk
@@ -319,7 +323,7 @@ class _Run:
         finite, step = self.executor.finite, self.stream.step + self.covered
         covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # others are ahead
         losses = {m: self.unchecked.pop(m) for m in covered}
-        with self.executor.seen.update():
+        with self.executor.weight_policy.update():
             if finite is None or finite.allows(losses, self.stream, step):
                 self.executor.update.step(count)
             else:  # a version like the one before: the numbers of versions stay those of the plan

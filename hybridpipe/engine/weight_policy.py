@@ -1,4 +1,4 @@
-"""Seen: which weights the microbatches of a stream see, and where their gradients go.
+"""WeightPolicy: which weights the microbatches of a stream see, and where their gradients go.
 
 Between the plan, which says the version, and `stage.weights`, which keeps it. A synchronous schedule has one
 version at a time, the parameters themselves.
@@ -29,7 +29,7 @@ class Before(NamedTuple):
     buffers: Mapping[str, Tensor]
 
 
-class Seen(Protocol):
+class WeightPolicy(Protocol):
     """What the executor needs of the weights.
 
     `notes_flight`: what is in flight can be saved; to be set before a stream begins.
@@ -63,7 +63,7 @@ class Seen(Protocol):
         """No microbatch is under way any more."""
 
 
-class Newest:
+class LatestWeights:
     """One version at a time."""
 
     notes_flight = False
@@ -79,7 +79,7 @@ class Newest:
         return None
 
     def ran(self, microbatch: int) -> None:
-        """At a cut nothing is in flight."""
+        """At a resume point nothing is in flight."""
 
     def final(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
         """They always do."""
@@ -97,7 +97,7 @@ class Newest:
         """Nothing is kept."""
 
 
-class Stashed:
+class StashedWeights:
     """The versions that an asynchronous plan names, of the stage at `place`.
 
     For each microbatch in flight it keeps, too, the buffers that its forward has changed, as a run that

@@ -17,14 +17,14 @@ from hybridpipe.comm.groups import communicators
 from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
-from hybridpipe.comm.p2p import Boundary
+from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.engine.executor import Executor
 from hybridpipe.health import failure, preemption
 from hybridpipe.model.sequential import layers_of
 from hybridpipe.model.structure import Structure
-from hybridpipe.model.tensors import Value, overwrite
+from hybridpipe.model.tensors import TensorTree, overwrite
 from hybridpipe.optim.gradient_sync import HorovodGradients, LocalGradients
 from hybridpipe.optim.nonfinite import Finite
 from hybridpipe.optim.update import UpdateRule
@@ -32,7 +32,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import JOINING
 from hybridpipe.planning.schedules.generators import forward_program, program
 from hybridpipe.planning.schedules.instructions import Forward, Program, without_update
-from hybridpipe.planning.schedules.resume_point import Cut, resumed_program
+from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.state import kept
@@ -43,7 +43,7 @@ from hybridpipe.types import Loss
 PART_BYTES = 2**30
 
 
-class Sums:
+class PendingLosses:
     """Numbers, one for each microbatch, being brought from where they arose to every rank.
 
     Each has one contributor and the rest add zero, so the result is exact and the same on all ranks. One more
@@ -70,7 +70,7 @@ class Worker:
     Collective over `world`; the model's weights become those of rank 0.
 
     Args:
-        unaided: of its transport.
+        progress_thread: of its transport.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Worker:
         world: MPI.Comm,
         device: torch.device,
         seed: int,
-        unaided: bool,
+        progress_thread: bool,
     ) -> None:
         self.model, self.plan, self.device = model, plan, device
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
-        self.transport = MpiTransport(self.communicators.peers, cores_to_spare(world), unaided)
+        self.transport = MpiTransport(self.communicators.peers, cores_to_spare(world), progress_thread)
         self.executor: Executor | None = None
         self._left = False
         _broadcast_state(model, self.control)
@@ -123,7 +123,7 @@ class Worker:
             plan,
             self.place,
             stages,
-            [Boundary(plan, s, self.transport, self.device) for s in held],
+            [PointToPoint(plan, s, self.transport, self.device) for s in held],
             (
                 HorovodGradients(parameters, replicas, rule.compression, sparse)
                 if replicas.size > 1
@@ -179,7 +179,9 @@ class Worker:
         if self.executor is not None:
             self.executor.update.forget_gradients()
 
-    def train(self, minibatch: Minibatch, step: int, update: bool = True) -> tuple[Sums, list[Event]]:
+    def train(
+        self, minibatch: Minibatch, step: int, update: bool = True
+    ) -> tuple[PendingLosses, list[Event]]:
         """Train on one minibatch, and flush.
 
         Args:
@@ -203,7 +205,7 @@ class Worker:
 
     def stream(
         self, minibatches: Sequence[Minibatch], step: int, done: int = 0
-    ) -> Iterator[tuple[list[Sums], list[Event]]]:
+    ) -> Iterator[tuple[list[PendingLosses], list[Event]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
         Yields, for each update of this rank, what `train` returns, with shares of the loss for each
@@ -219,8 +221,8 @@ class Worker:
         with failure.guard(), self._to_its_end():
             if self.executor is not None:
                 assert self.place is not None
-                cut = Cut(done, len(minibatches))
-                rest = resumed_program(self.plan, self.place, len(stream.sizes), cut)
+                point = ResumePoint(done, len(minibatches))
+                rest = resumed_program(self.plan, self.place, len(stream.sizes), point)
                 for update in self.executor.run(rest, stream, done):
                     for m, loss in update.losses.items():
                         at = stream[m]
@@ -242,8 +244,8 @@ class Worker:
         if not self.plan.is_asynchronous:
             whole = enumerate(sizes[begin:], begin)
             return [(i, m) for i, size in whole for m in self._loaded(self.program(size))]
-        cut = Cut(begin - stream_start, len(sizes) - stream_start)
-        program = resumed_program(self.plan, self.place, sum(sizes[stream_start:]), cut)
+        point = ResumePoint(begin - stream_start, len(sizes) - stream_start)
+        program = resumed_program(self.plan, self.place, sum(sizes[stream_start:]), point)
         places = [(i, m) for i, size in enumerate(sizes[stream_start:], stream_start) for m in range(size)]
         return [places[m] for m in self._loaded(program)]
 
@@ -260,7 +262,7 @@ class Worker:
         return [each.microbatch for each in program if isinstance(each, Forward) and held[each.chunk] in ends]
 
     def leave_stream(self) -> None:
-        """Let the generator of `stream` be closed in the middle, at a cut, by all ranks alike.
+        """Let the generator of `stream` be closed in the middle, at a resume point, by all ranks alike.
 
         Messages between them stay under way, so the worker can only be looked at afterwards.
         """
@@ -298,8 +300,12 @@ class Worker:
                 module.training = training
 
     def infer(
-        self, minibatch: Minibatch, judge: Callable[[Value, Value], list[float]], width: int, number: int
-    ) -> Sums:
+        self,
+        minibatch: Minibatch,
+        judge: Callable[[TensorTree, TensorTree], list[float]],
+        width: int,
+        number: int,
+    ) -> PendingLosses:
         """Run one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.
 
         Args:
@@ -310,7 +316,7 @@ class Worker:
         """
         numbers = np.zeros((len(minibatch.sizes), width))
 
-        def note(microbatch: int, outputs: Value, targets: Value) -> None:
+        def note(microbatch: int, outputs: TensorTree, targets: TensorTree) -> None:
             numbers[microbatch] = judge(outputs, targets)
 
         with failure.guard():
@@ -318,11 +324,13 @@ class Worker:
                 self.executor.infer(self.forward_program(len(minibatch.sizes)), minibatch, note, number)
             return self.share(numbers)
 
-    def share(self, numbers: np.ndarray) -> Sums:
+    def share(self, numbers: np.ndarray) -> PendingLosses:
         """Add `numbers` up over all ranks, in the background."""
         carried = np.append(numbers, float(preemption.asked()))
         request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
-        return Sums(carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses"))
+        return PendingLosses(
+            carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses")
+        )
 
     def average_statistics(self) -> None:
         """Let the replicas of a stage agree on their normalisation layers' statistics.

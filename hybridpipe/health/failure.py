@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.errors import UserError
 from hybridpipe.health import exit_report
 
@@ -107,9 +107,9 @@ def _at_exit() -> None:
 def _tell(error: BaseException) -> tuple[int, str]:
     """Leave word of what has happened. Returns the exit code and the report's line."""
     what = traceback.format_exception_only(error)[-1].strip()
-    where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {position}"
+    where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {rank_status}"
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    exit_report.tell(code, f"{where}: {what}", what, position.step)
+    exit_report.tell(code, f"{where}: {what}", what, rank_status.step)
     return code, f"{where}: {what}"
 
 

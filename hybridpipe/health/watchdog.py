@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.health import exit_report, failure, hang
 from hybridpipe.health.hang import State
 
@@ -58,7 +58,7 @@ class Watchdog:
         self._processes = world.allgather(_this_process())
         self._timeout_seconds = timeout_seconds
         self._pause_seconds = min(LONGEST_PAUSE_SECONDS, timeout_seconds / 10)
-        self._seen, self._still_seconds = position.count, 0.0
+        self._seen, self._still_seconds = rank_status.count, 0.0
         self._asked_by: dict[int, float] = {}  # rank -> when
         self._answers: dict[int, State] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
@@ -86,10 +86,10 @@ class Watchdog:
             now = time.monotonic()
             # a job that was suspended as a whole goes on where it was: that time counts for little
             passed, last = min(now - last, 2 * self._pause_seconds), now
-            if position.busy and position.count == self._seen:
+            if rank_status.busy and rank_status.count == self._seen:
                 self._still_seconds += passed
             else:
-                self._seen, self._still_seconds = position.count, 0.0
+                self._seen, self._still_seconds = rank_status.count, 0.0
             if self._still_seconds >= self._timeout_seconds:
                 self._end()
 
@@ -110,20 +110,20 @@ class Watchdog:
         self._sent.append((self._communicator.Isend([data, MPI.BYTE], rank, tag), data))
 
     def _state(self) -> State:
-        wait = position.wait
+        wait = rank_status.wait
         return State(
-            str(position),
+            str(rank_status),
             self._still_seconds,
             "" if wait is None else str(wait),
             () if wait is None else tuple(peer for peer in wait.peers if peer != self._rank),
             _stacks(threading.get_ident()),
-            position.saving,
-            time.monotonic() - position.moved,
+            rank_status.saving,
+            time.monotonic() - rank_status.moved,
         )
 
     def _end(self) -> None:
         """Ask, report, end the job, unless something moves after all."""
-        asked, seen = time.monotonic(), position.count
+        asked, seen = time.monotonic(), rank_status.count
         self._answers = {}
         for rank in range(len(self._processes)):
             if rank != self._rank:
@@ -131,7 +131,7 @@ class Watchdog:
         self._wait(ASK_SECONDS, enough=len(self._processes) - 1)
         if any(rank < self._rank and when >= asked - ASK_SECONDS for rank, when in self._asked_by.items()):
             self._wait(YIELD_SECONDS)
-        if position.count != seen or self._ended.is_set():
+        if rank_status.count != seen or self._ended.is_set():
             return
         states: dict[int, State | None] = dict.fromkeys(range(len(self._processes)))
         states.update(self._answers | {self._rank: self._state()})
@@ -140,7 +140,7 @@ class Watchdog:
             self._still_seconds = written
             return
         report = self._report(states)
-        exit_report.tell(1, report[-1].removeprefix("hybridpipe: "), "no progress", position.step)
+        exit_report.tell(1, report[-1].removeprefix("hybridpipe: "), "no progress", rank_status.step)
         print("\n".join(report), file=sys.stderr, flush=True)
         failure.end_launcher_if_stuck()
         failure.end_job(1)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.sequential import copied, layers_of
-from hybridpipe.model.tensors import Value, map_tensors, norms, tensors_of
+from hybridpipe.model.tensors import TensorTree, map_tensors, norms, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.stage import Stage, received
@@ -41,8 +41,8 @@ NUM_JOINED = 4  # microbatches in the largest product that is measured
 
 def measure(
     model: nn.Module,
-    inputs: Value,
-    targets: Value,
+    inputs: TensorTree,
+    targets: TensorTree,
     loss: Loss,
     optimizer: OptimizerFactory | None = None,
     device: torch.device | None = None,
@@ -65,8 +65,8 @@ class Rehearsal:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Value,
-        targets: Value,
+        inputs: TensorTree,
+        targets: TensorTree,
         loss: Loss,
         device: torch.device | None = None,
     ) -> None:
@@ -179,8 +179,8 @@ class _Joining(NamedTuple):
 class _Microbatch:
     """What the layers are measured on, and, once they ran, what of it they join."""
 
-    inputs: Value
-    targets: Value
+    inputs: TensorTree
+    targets: TensorTree
     joining: list[_Joining] = field(default_factory=list)
 
 
@@ -460,11 +460,11 @@ def _measure_updates(
     return updates, state_bytes
 
 
-def _leaves(outputs: Value, require_grad: list[bool]) -> Value:
+def _leaves(outputs: TensorTree, require_grad: list[bool]) -> TensorTree:
     return received(map_tensors(lambda tensor: tensor.detach(), outputs), require_grad)
 
 
-def _require_grad(outputs: Value) -> list[bool]:
+def _require_grad(outputs: TensorTree) -> list[bool]:
     return [tensor.requires_grad for tensor in tensors_of(outputs)]
 
 
@@ -472,7 +472,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _dtype(stages: list[Stage], inputs: Value) -> str:
+def _dtype(stages: list[Stage], inputs: TensorTree) -> str:
     parameters = (parameter for stage in stages for parameter in stage.module.parameters())
     tensor = next(parameters, tensors_of(inputs)[0])
     return str(tensor.dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridpipe.comm.idle import idle_barrier, largest
-from hybridpipe.comm.p2p import Boundary
+from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.transport import Pending, Transport
 from hybridpipe.measure.repetitions import (
     MIN_REPEATS,
@@ -185,7 +185,7 @@ def _handling(
 ) -> list[float]:
     """Processor seconds that a message of each size takes, at either end, from ranks that compute in between.
 
-    With all that `Boundary` does for it. A ping-pong's are fewer: its path stays in the caches, and a
+    With all that `PointToPoint` does for it. A ping-pong's are fewer: its path stays in the caches, and a
     communication thread asleep.
 
     Args:
@@ -209,13 +209,13 @@ def _handling(
     return [max(0.0, median(of_size)) / (2 * HANDLED) for of_size in zip(*rounds[1:], strict=True)]
 
 
-def _boundary(pair: Sequence[int], stage: int, transport: Transport) -> Boundary:
+def _boundary(pair: Sequence[int], stage: int, transport: Transport) -> PointToPoint:
     """Between two ranks that hold a stage each."""
     stages = [StageSpec(i, i + 1, ranks=(rank,)) for i, rank in enumerate(pair)]
-    return Boundary(Plan(tuple(stages), num_microbatches=HANDLED), stage, transport, torch.device("cpu"))
+    return PointToPoint(Plan(tuple(stages), num_microbatches=HANDLED), stage, transport, torch.device("cpu"))
 
 
-def _exchange_and_compute(boundary: Boundary | None, stage: int, num_bytes: int, work: Work) -> None:
+def _exchange_and_compute(boundary: PointToPoint | None, stage: int, num_bytes: int, work: Work) -> None:
     """A message goes each way while both compute, and is asked for when it has long been there."""
     activation = torch.zeros(num_bytes // 4, requires_grad=True)
     if boundary is not None:
@@ -235,7 +235,7 @@ def _exchange_and_compute(boundary: Boundary | None, stage: int, num_bytes: int,
             boundary.send_activation(turn, activation)
 
 
-def _answer(boundary: Boundary, microbatch: int) -> None:
+def _answer(boundary: PointToPoint, microbatch: int) -> None:
     """An activation's gradient, which is as large."""
     received = tensors_of(boundary.receive_activation(microbatch))
     boundary.send_gradient(microbatch, [tensor.detach() for tensor in received])

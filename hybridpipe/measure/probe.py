@@ -32,7 +32,7 @@ def probe(
     world: "MPI.Comm",
     work: Work | None = None,
     gradient_bytes: int = LARGE_BYTES[-1],
-    unaided: bool = False,
+    progress_thread: bool = True,
 ) -> Cluster:
     """Measure the machines behind `world`. Collective; the same cluster on every rank.
 
@@ -40,7 +40,7 @@ def probe(
         work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
             product of matrices, which stays in the cache, and a sum, which does not.
         gradient_bytes: of the model; 64 MiB at most are all-reduced.
-        unaided: of the transport that will train (`single_copy.needs_no_thread`).
+        progress_thread: of the transport that will train (`needs_progress_thread`).
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
@@ -53,7 +53,7 @@ def probe(
     per_machine = _equal_units(machine_leaders(world)) or per_host
     units = [("host", 1, per_host), ("network", per_host, world.size)]
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
-    open_transport = partial(MpiTransport, unaided=unaided)
+    open_transport = partial(MpiTransport, progress_thread=progress_thread)
     measure_now = partial(measure_computing, world, per_machine, work or default_work(), open_transport)
     computing = measure_now()
     links = [measure_link(world, unit, per_machine, open_transport) for unit in levels]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Value = Tensor | tuple[Tensor, ...]
+TensorTree = Tensor | tuple[Tensor, ...]
 
 
-def tensors_of(value: Value) -> tuple[Tensor, ...]:
+def tensors_of(value: TensorTree) -> tuple[Tensor, ...]:
     """The tensors of a value. Raises TypeError if it is neither a tensor nor a tuple of tensors."""
     tensors = value if isinstance(value, tuple) else (value,)
     for tensor in tensors:
@@ -24,12 +24,12 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
     return tensors
 
 
-def rebuild(tensors: tuple[Tensor, ...], like: Value) -> Value:
+def rebuild(tensors: tuple[Tensor, ...], like: TensorTree) -> TensorTree:
     """The inverse of `tensors_of`: a tuple where `like` is one."""
     return tensors if isinstance(like, tuple) else tensors[0]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Value) -> Value:
+def map_tensors(function: Callable[[Tensor], Tensor], value: TensorTree) -> TensorTree:
     """The value with `function` applied to each of its tensors."""
     return rebuild(tuple(map(function, tensors_of(value))), value)
 

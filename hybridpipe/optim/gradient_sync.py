@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost.formula import BUCKET_BYTES
 
@@ -38,10 +38,10 @@ class Gradients(Protocol):
     def renew(self) -> None:
         """Take up which parameters are trained now. Collective over the replicas, with nothing under way."""
 
-    def arm(self) -> None:
+    def begin_final_backward(self) -> None:
         """The next backward is the last of its stage: its gradients are final as they arrive."""
 
-    def disarm(self) -> None:
+    def end_final_backward(self) -> None:
         """That backward is done."""
 
     def finish(self) -> None:
@@ -56,10 +56,10 @@ class LocalGradients:
     def renew(self) -> None:
         """Nothing depends on it."""
 
-    def arm(self) -> None:
+    def begin_final_backward(self) -> None:
         """Nothing to start."""
 
-    def disarm(self) -> None:
+    def end_final_backward(self) -> None:
         """Nothing was."""
 
     def finish(self) -> None:
@@ -113,7 +113,7 @@ class HorovodGradients:
         self._unhook()
         self._buckets = _buckets([p for p in self._parameters if p.requires_grad])
         if self._buckets and self._hvd is None:
-            with position.waiting("Horovod's start", self._ranks):
+            with rank_status.waiting("Horovod's start", self._ranks):
                 self._hvd = horovod(self._replicas)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
@@ -121,11 +121,11 @@ class HorovodGradients:
             for parameter in bucket.parameters
         ]
 
-    def arm(self) -> None:
+    def begin_final_backward(self) -> None:
         """From now on a bucket is reduced as soon as it is full."""
         self._armed = self.overlaps
 
-    def disarm(self) -> None:
+    def end_final_backward(self) -> None:
         """Until further notice no gradient is final."""
         self._armed = False
 
@@ -137,7 +137,7 @@ class HorovodGradients:
         for i, bucket in enumerate(self._buckets, start=1):
             num_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
             what = f"all-reduce of {bucket.name} ({i} of {len(self._buckets)}), {num_bytes} bytes"
-            with position.waiting(what, self._ranks):
+            with rank_status.waiting(what, self._ranks):
                 self._finish(bucket)
 
     def close(self) -> None:

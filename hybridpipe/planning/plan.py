@@ -243,7 +243,7 @@ class Plan:
         """Whether a stage runs its forward again before the backward."""
         return self.recompute or self.stages[stage].recompute
 
-    def products_wait(self, stage: int) -> bool:
+    def defers_wgrad(self, stage: int) -> bool:
         """Whether products that its last backward leaves to be made are made once its gradient is sent.
 
         Not where no rank waits for that, nor where an all-reduce is to begin while the backward runs.

@@ -21,7 +21,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight_per_stage
 from hybridpipe.planning.search.placement import dealt
-from hybridpipe.planning.search.search import Candidate, fits, judged, short_name
+from hybridpipe.planning.search.search import Candidate, fits, short_name, with_prediction
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Parts, Timeline
 
@@ -235,7 +235,7 @@ def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator
     for others, ranks in (("one rank", (alone,)), ("data parallelism on the same ranks", plan.ranks)):
         other = _one_stage(plan, dealt(cluster, ranks))
         if total and other.stages != plan.stages:
-            seconds = _seconds(judged(other, profile, cluster))
+            seconds = _seconds(with_prediction(other, profile, cluster))
             misfit = "" if fits(other, profile, cluster) else ", which does not fit into memory"
             yield f"{seconds / total:.2f} times as fast as {others}{misfit}"
 

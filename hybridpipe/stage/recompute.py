@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.model.tensors import Value, map_tensors, rebuild, tensors_of
+from hybridpipe.model.tensors import TensorTree, map_tensors, rebuild, tensors_of
 from hybridpipe.stage.weights import places
 
 
@@ -60,17 +60,17 @@ def _same(now: Tensor | None, before: Tensor) -> bool:
     return now is not None and now.dtype == before.dtype and torch.equal(now, before)
 
 
-def copied(value: Value) -> Value:
+def copied(value: TensorTree) -> TensorTree:
     """The value as leaves with memory of their own, as a layer may work in place."""
     return like(map_tensors(lambda tensor: tensor.detach().clone(), value), value)
 
 
-def without_graph(value: Value) -> Value:
+def without_graph(value: TensorTree) -> TensorTree:
     """The value without its graph, still telling which of its tensors require grad."""
     return like(map_tensors(Tensor.detach, value), value)
 
 
-def like(value: Value, other: Value) -> Value:
+def like(value: TensorTree, other: TensorTree) -> TensorTree:
     """The value's tensors, as leaves that require grad where the other's do."""
     tensors = tuple(
         tensor.requires_grad_(needs.requires_grad)

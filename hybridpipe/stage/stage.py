@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
-from hybridpipe.model.tensors import Value, map_tensors, rebuild, tensors_of
+from hybridpipe.model.tensors import TensorTree, map_tensors, rebuild, tensors_of
 from hybridpipe.stage.deferred import Deferring
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
@@ -24,7 +24,7 @@ from hybridpipe.stage.weights import (
     check_no_other_weights,
     trained_parameters,
 )
-from hybridpipe.stage.wgrad import MicrobatchRows, WeightProducts
+from hybridpipe.stage.wgrad import MicrobatchRows, WeightGradients
 from hybridpipe.types import Loss
 
 _Result = TypeVar("_Result")
@@ -36,7 +36,7 @@ class _Call(NamedTuple):
     slot: int  # of the stash
     microbatch: int
     step: int
-    inputs: Value
+    inputs: TensorTree
     weights: Weights | None
     targets: Any = None
     share: float | None = None  # None where no loss follows
@@ -46,7 +46,7 @@ _Later = WeightHalf | MicrobatchRows  # where weights' gradients are left
 
 
 class _Graph(NamedTuple):
-    outputs: Value
+    outputs: TensorTree
     later: _Later | None
 
 
@@ -91,7 +91,7 @@ class Stage:
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self._substitution = Substitution(self.module)
-        self._products = WeightProducts(self.module)
+        self._products = WeightGradients(self.module)
         self._deferring = Deferring(self.module) if split_backward else self._products.deferring
         self._weights_checked, self._loss_checked = False, not check_loss
         self.renew()
@@ -127,11 +127,11 @@ class Stage:
     def forward(
         self,
         microbatch: int,
-        inputs: Value,
+        inputs: TensorTree,
         step: int,
         weights: Weights | None = None,
         slot: int | None = None,
-    ) -> Value:
+    ) -> TensorTree:
         """Run the layers and stash the graph.
 
         Args:
@@ -150,8 +150,8 @@ class Stage:
     def forward_loss(
         self,
         microbatch: int,
-        inputs: Value,
-        targets: Value,
+        inputs: TensorTree,
+        targets: TensorTree,
         share: float,
         step: int,
         weights: Weights | None = None,
@@ -171,7 +171,7 @@ class Stage:
         assert isinstance(loss, Tensor)
         return loss.detach().requires_grad_(loss.requires_grad)
 
-    def infer(self, microbatch: int, inputs: Value, step: int) -> Value:
+    def infer(self, microbatch: int, inputs: TensorTree, step: int) -> TensorTree:
         """Run the layers without a graph; nothing is stashed."""
         with torch.no_grad():
             return self._layers(inputs, step, microbatch)
@@ -233,7 +233,7 @@ class Stage:
         """The other half: parameter gradients add up in `.grad`."""
         self._weight_halves.pop(slot).finish()
 
-    def _forward(self, call: _Call) -> Value:
+    def _forward(self, call: _Call) -> TensorTree:
         if not self.recompute:
             graph = self._graph(call)
             self._stash[call.slot] = _Stashed(call._replace(targets=None), graph)
@@ -289,7 +289,7 @@ class Stage:
         with self._deferring.noting(later):
             return self._substitution.run(function, later.weights, buffers)
 
-    def _run(self, call: _Call) -> Value:
+    def _run(self, call: _Call) -> TensorTree:
         value = self._layers(map_tensors(_enter, call.inputs), call.step, call.microbatch)
         if call.share is None:
             return value
@@ -304,7 +304,7 @@ class Stage:
             self._loss_checked = True
         return mean * call.share
 
-    def _layers(self, value: Value, step: int, microbatch: int) -> Value:
+    def _layers(self, value: TensorTree, step: int, microbatch: int) -> TensorTree:
         for i, layer in enumerate(self.module):
             self._seed(step, microbatch, i)
             value = layer(value)
@@ -319,7 +319,7 @@ def _slot(slot: int | None, microbatch: int) -> int:
     return microbatch if slot is None else slot
 
 
-def received(value: Value, requires_grad: Sequence[bool]) -> Value:
+def received(value: TensorTree, requires_grad: Sequence[bool]) -> TensorTree:
     """The value as leaves of a new graph, which starts at this stage."""
     tensors = tensors_of(value)
     for tensor, needs in zip(tensors, requires_grad, strict=True):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.model.tensors import Value, tensors_of
+from hybridpipe.model.tensors import TensorTree, tensors_of
 
 # For each layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied
 # parameter stands under each of its names. Frozen parameters may be missing.
@@ -122,7 +122,7 @@ def _split_off_layer(path: str) -> tuple[int, str]:
     return int(layer), name
 
 
-def check_no_other_weights(outputs: Value, layers: nn.Sequential) -> None:
+def check_no_other_weights(outputs: TensorTree, layers: nn.Sequential) -> None:
     """Raises ValueError if the outputs' graph ends at a parameter that should have been substituted.
 
     A layer that keeps its parameters in a list of its own, say, would use the newest ones unnoticed.
@@ -139,7 +139,7 @@ def check_no_other_weights(outputs: Value, layers: nn.Sequential) -> None:
             )
 
 
-def check_no_foreign_weights(loss: Tensor, outputs: Value, layers: nn.Sequential) -> None:
+def check_no_foreign_weights(loss: Tensor, outputs: TensorTree, layers: nn.Sequential) -> None:
     """Raises ValueError if a loss uses a parameter that is not in its stage: no one would train it.
 
     Args:

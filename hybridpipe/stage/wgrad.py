@@ -26,7 +26,7 @@ LEAST_ELEMENTS = 2**18  # a smaller weight stays in the cache, and calls cost mo
 LEAST_SIDE = 256  # with a shorter one the rows weigh more than the weight
 
 
-class WeightProducts:
+class WeightGradients:
     """A stage's rows that are not multiplied yet.
 
     A weight that stands in two modules is left to autograd, and so is one whose gradient someone watches.
@@ -121,7 +121,7 @@ class MicrobatchRows:
     takes_biases = False
     weights = None  # the layers are called with their own
 
-    def __init__(self, products: WeightProducts) -> None:
+    def __init__(self, products: WeightGradients) -> None:
         self._products = products
         self._is_final = self.collecting = False
         self._rows: Counter[Tensor] = Counter()

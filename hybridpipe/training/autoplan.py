@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.config import SOURCES
 from hybridpipe.measure.probe import probe
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
@@ -20,10 +20,10 @@ from hybridpipe.planning.search.search import (
     Candidate,
     NoPlanFits,
     data_parallel,
-    judged,
     ranked,
     search_sizes,
     straight,
+    with_prediction,
 )
 from hybridpipe.planning.simulator.predict import predict
 
@@ -63,7 +63,7 @@ def autoplan(
     vertical_sync: bool = False,
     max_in_flight: int | None = None,
     compression: str = NO_COMPRESSION,
-    unaided: bool = False,
+    progress_thread: bool = True,
     cluster: Cluster | None = None,
 ) -> Choice:
     """The plan that is meant, with its prediction, the same on every rank. Collective over `world`.
@@ -73,7 +73,7 @@ def autoplan(
         profile: the model's; that of rank 0 counts.
         schedule, recompute, vertical_sync, max_in_flight: of a plan that is searched for (`search.Asked`).
         compression: of gradients (`Cluster.compressing`).
-        unaided: of the transport that will train (`probe`).
+        progress_thread: of the transport that will train (`probe`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
         cluster: the machines as measured before, if that was with as many ranks; else they are measured now.
             That of rank 0 counts.
@@ -84,7 +84,7 @@ def autoplan(
             what = f"the cluster given has {cluster.num_ranks} ranks, and there are {world.size}"
             print(f"hybridpipe: {what}: the machines are measured now", file=sys.stderr)
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
-        cluster = probe(world, work, gradient_bytes, unaided)
+        cluster = probe(world, work, gradient_bytes, progress_thread)
     cluster = cluster.compressing(compression, profile.dtype)
     choice: Choice | ValueError | None = None
     if world.rank == 0:
@@ -102,7 +102,7 @@ def autoplan(
                 choice = choose(plan, profile, cluster, num_microbatches, **asked)
         except ValueError as error:  # such as NoPlanFits: every rank is to raise it, none to wait
             choice = error
-    with position.waiting("rank 0's choice of a plan", (0,)):
+    with rank_status.waiting("rank 0's choice of a plan", (0,)):
         choice = world.bcast(choice)
     if isinstance(choice, ValueError):
         raise choice
@@ -146,7 +146,7 @@ def choose(
             raise NoPlanFits("no straight pipeline fits into memory")
     options: dict[str, Any] = {option: asked[option] for option in OPTIONS if asked.get(option)}
     if options:
-        plan = judged(replace(plan, **options), profile, cluster)
+        plan = with_prediction(replace(plan, **options), profile, cluster)
     if plan not in (candidate.plan for candidate in candidates):
         candidates = tuple(ranked([*candidates, Candidate(name, plan, profile.samples)]))
     return Choice(plan, candidates, profile, cluster)

@@ -31,12 +31,12 @@ from hybridpipe.checkpoint.resume import (
 from hybridpipe.checkpoint.snapshot import Saver
 from hybridpipe.comm.groups import meet
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 from hybridpipe.data.samples import DRAWN_ANEW
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import preemption
-from hybridpipe.planning.schedules.resume_point import Cut
+from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
 from hybridpipe.training.metrics import Past, Recorder
@@ -100,9 +100,9 @@ class Books:
         return entry
 
     @property
-    def cut(self) -> Cut:
+    def resume_point(self) -> ResumePoint:
         """Where the training stands between two epochs, or where it was stopped."""
-        return self._so_far.cut(self.sizes.minibatch_size)
+        return self._so_far.resume_point(self.sizes.minibatch_size)
 
     @property
     def _so_far(self) -> SoFar:
@@ -125,7 +125,7 @@ class Books:
             anew: also what is in the folder already.
         """
         if self._saver is None:
-            with position.waiting("making communicators", range(self.world.size)):
+            with rank_status.waiting("making communicators", range(self.world.size)):
                 self._saver = Saver(self.world.Dup())
 
         describe = partial(self._described, worker, microbatch_size)

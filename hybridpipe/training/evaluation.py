@@ -1,6 +1,6 @@
 """Judging: what a model's outputs are worth on data it was not trained on.
 
-Pure but for loss and metrics, which are the user's, and for `evaluated`, which runs the worker.
+Pure but for loss and metrics, which are the user's, and for `evaluate`, which runs the worker.
 Sums, not means: they add up over microbatches.
 """
 
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.engine.worker import Sums, Worker
+from hybridpipe.engine.worker import PendingLosses, Worker
 from hybridpipe.errors import shown
 from hybridpipe.health import faults
-from hybridpipe.model.tensors import Value, tensors_of
+from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.types import Loss
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (outputs, targets) of a microbatch → (sum, count)
@@ -49,7 +49,7 @@ _MODULES_WITHOUT = (
 )
 
 
-def evaluated(
+def evaluate(
     worker: Worker,
     batches: Iterable[Minibatch],
     judge: "Judge",
@@ -66,7 +66,7 @@ def evaluated(
     """
     worker.average_statistics()
     totals = np.zeros(judge.width)
-    previous: Sums | None = None
+    previous: PendingLosses | None = None
     with worker.evaluating():
         for number, minibatch in enumerate(batches):
             faults.at("evaluate", step=step)
@@ -109,7 +109,7 @@ class Judge:
         return 1 + 2 * len(self._metrics) + (0 if self._accuracy is None else Accuracy.width)
 
     @torch.no_grad()
-    def __call__(self, outputs: Value, targets: Value) -> list[float]:
+    def __call__(self, outputs: TensorTree, targets: TensorTree) -> list[float]:
         """The numbers of one microbatch."""
         numbers = [float(self._loss(outputs, targets)) * len(tensors_of(targets)[0])]
         for name, metric in self._metrics.items():
@@ -163,7 +163,7 @@ class Accuracy:
         self._has_classes = function not in _WITHOUT_CLASSES and not isinstance(function, _MODULES_WITHOUT)
         self._second = function in _SECOND or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
 
-    def __call__(self, outputs: Value, targets: Value) -> list[float]:
+    def __call__(self, outputs: TensorTree, targets: TensorTree) -> list[float]:
         """The numbers of one microbatch."""
         dim = self._class_dimension(outputs, targets)
         if dim is None:
@@ -175,7 +175,7 @@ class Accuracy:
         right = outputs.argmax(dim).eq(classes) & judged
         return [float(right.sum()), float(judged.sum()), float((judged & ~in_range).sum())]
 
-    def _class_dimension(self, outputs: Value, targets: Value) -> int | None:
+    def _class_dimension(self, outputs: TensorTree, targets: TensorTree) -> int | None:
         if not (self._has_classes and isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
             return None
         if targets.is_floating_point() or targets.is_complex() or not outputs.is_floating_point():

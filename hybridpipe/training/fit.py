@@ -1,4 +1,4 @@
-"""Fitting: the epochs of one `Trainer.fit`, and what ends them before the last.
+"""FitLoop: the epochs of one `Trainer.fit`, and what ends them before the last.
 
 Knows worker and books, no data set: minibatches and evaluation are handed in.
 Invariant: after an error the next `fit` begins the epoch anew.
@@ -12,11 +12,11 @@ from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine.worker import Worker
 from hybridpipe.training.books import Books
 from hybridpipe.training.evaluation import reached
-from hybridpipe.training.loop import Epoch
+from hybridpipe.training.loop import EpochLoop
 from hybridpipe.training.metrics import MinibatchRecord
 
 
-class Fitting:
+class FitLoop:
     """One `fit`.
 
     Args:
@@ -52,7 +52,7 @@ class Fitting:
     def _train(self) -> None:
         batches, standing = self._batches(), self._books.standing
         minibatch_size = self._books.sizes.minibatch_size
-        epoch = Epoch(self._worker, self._books.recorder, standing, minibatch_size, self._keeper)
+        epoch = EpochLoop(self._worker, self._books.recorder, standing, minibatch_size, self._keeper)
         self.is_training = True
         try:
             with closing(epoch.run(batches)) as records:  # an error closes it at once

@@ -1,4 +1,4 @@
-"""Epoch: minibatches in, records out, one loop for all schedules; and where in it a checkpoint is taken.
+"""EpochLoop: minibatches in, records out, one loop for all schedules; and where in it a checkpoint is taken.
 
 Losses come in late, as they travel while other minibatches run. Invariant: a snapshot is taken right after
 the update, before anything else of this rank's changes, and is published with the losses up to it.
@@ -11,18 +11,18 @@ from itertools import islice
 
 from hybridpipe.checkpoint.policy import Keeper
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.engine.worker import Sums, Worker
+from hybridpipe.engine.worker import PendingLosses, Worker
 from hybridpipe.planning.schedules.generators import losses_late
-from hybridpipe.planning.schedules.resume_point import Cut
+from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.planning.timeline import Event
 from hybridpipe.training.metrics import MinibatchRecord, Recorder
-from hybridpipe.training.train_state import SoFar, Standing, is_at_cut
+from hybridpipe.training.train_state import SoFar, Standing, is_resume_point
 
 # What an update of this rank was made of, each minibatch's losses on their way, and what went on till then.
-Trained = tuple[list[tuple[Minibatch, Sums]], list[Event]]
+Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[Event]]
 
 
-class Epoch:
+class EpochLoop:
     """What is left of one epoch.
 
     Args:
@@ -43,20 +43,22 @@ class Epoch:
         self._so_far: SoFar = standing.so_far
         self._minibatch_size = minibatch_size
         if worker.executor is not None:
-            worker.executor.seen.notes_flight = keeper is not None
+            worker.executor.weight_policy.notes_flight = keeper is not None
 
     def run(self, batches: Iterator[Minibatch]) -> Generator[MinibatchRecord, None, None]:
         """Train on the epoch's minibatches, all of which are given."""
         so_far = self._so_far
         trained = self._stream(batches) if self._worker.plan.is_asynchronous else self._one_by_one(batches)
         late = losses_late(self._worker.plan)
-        pending: deque[tuple[Minibatch, Sums, float]] = deque()  # whose losses travel while others run
+        pending: deque[tuple[Minibatch, PendingLosses, float]] = (
+            deque()
+        )  # whose losses travel while others run
         before, start = so_far.seconds, time.perf_counter()
         began = start
         for together, events in trained:
             began, seconds = (now := time.perf_counter()), now - began
             so_far.position += len(together)
-            may_stop = self._at_cut() and not self._is_done
+            may_stop = self._at_resume_point() and not self._is_done
             self._keep([minibatch for minibatch, _ in together], events, seconds)
             pending += [(*each, seconds / len(together)) for each in together]
             while len(pending) > late:
@@ -95,18 +97,18 @@ class Epoch:
             self._standing.under_way = False
 
     @property
-    def _cut(self) -> Cut:
-        return self._so_far.cut(self._minibatch_size)
+    def _point(self) -> ResumePoint:
+        return self._so_far.resume_point(self._minibatch_size)
 
     @property
     def _is_done(self) -> bool:
-        return self._cut.done == self._cut.total
+        return self._point.done == self._point.total
 
-    def _at_cut(self) -> bool:
-        if not is_at_cut(self._worker.plan, self._cut):
+    def _at_resume_point(self) -> bool:
+        if not is_resume_point(self._worker.plan, self._point):
             return False
         if self._keeper is not None:
-            self._keeper.at_cut(self._standing.step, self._cut)
+            self._keeper.at_resume_point(self._standing.step, self._point)
         return True
 
     def _stops(self) -> bool:
@@ -115,14 +117,14 @@ class Epoch:
 
     def _save(self) -> None:
         if self._keeper is not None:
-            self._keeper.take(self._standing.step, self._cut)
+            self._keeper.take(self._standing.step, self._point)
             self._keeper.losses_in(self._so_far.losses_in)
 
     def _keep(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
         full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
         self._recorder.keep(events, seconds, full, len(trained))
 
-    def _record(self, minibatch: Minibatch, sums: Sums, seconds: float) -> MinibatchRecord:
+    def _record(self, minibatch: Minibatch, sums: PendingLosses, seconds: float) -> MinibatchRecord:
         full = minibatch.num_samples == self._minibatch_size
         loss = total(sums)
         record = self._recorder.note(self._standing.epoch, loss, minibatch.num_samples, seconds, full)
@@ -135,6 +137,6 @@ class Epoch:
         return record
 
 
-def total(sums: Sums) -> float:
+def total(sums: PendingLosses) -> float:
     """Added up in the order of the microbatches: the same float on every rank and under every plan."""
     return float(sum(sums.wait().tolist()))

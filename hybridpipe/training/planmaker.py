@@ -17,7 +17,7 @@ from torch import nn
 from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.progress_thread import needs_no_thread
+from hybridpipe.comm.progress_thread import needs_progress_thread
 from hybridpipe.config import AUTO, SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
@@ -105,9 +105,12 @@ class PlanMaker:
         return self._given if isinstance(self._given, Plan) else None
 
     @cached_property
-    def unaided(self) -> bool:
-        """Of `MpiTransport`; found out once, as what is probed is to be what will train. Collective."""
-        return needs_no_thread(self._world, self._device)
+    def progress_thread(self) -> bool:
+        """Whether the transport has a progress thread. Collective.
+
+        Determined once, so that probe and training use the same transport.
+        """
+        return needs_progress_thread(self._world, self._device)
 
     def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
         """Run a checkpoint's plan, if that can be, where one is to be searched for; says what it will be.
@@ -145,7 +148,7 @@ class PlanMaker:
                 count,
                 work=work,
                 compression=self._rule.compression,
-                unaided=self.unaided,
+                progress_thread=self.progress_thread,
                 cluster=self._cluster,
                 **self._asked._asdict(),
             )

@@ -1,6 +1,6 @@
 """Standing: where a training stands, as every rank knows it; what a checkpoint says of it beside weights.
 
-Pure. Invariant: at a cut, and once the losses up to it are in, it is the same on every rank.
+Pure. Invariant: at a resume point, and once the losses up to it are in, it is the same on every rank.
 """
 
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from typing import Any
 
 from hybridpipe.errors import UserError, shown
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules.generators import ceil_div, cuts_every
-from hybridpipe.planning.schedules.resume_point import Cut
+from hybridpipe.planning.schedules.generators import ceil_div, resume_points_every
+from hybridpipe.planning.schedules.resume_point import ResumePoint
 
 _COUNTS = ("dataset_samples", "position", "recorded", "stream_start", "num_samples")
 
@@ -47,10 +47,10 @@ class SoFar:
         """Minibatches of its stream whose losses are in."""
         return self.recorded - self.stream_start
 
-    def cut(self, minibatch_size: int) -> Cut:
+    def resume_point(self, minibatch_size: int) -> ResumePoint:
         """Where this is in its stream, which ends with the epoch."""
         total = ceil_div(self.dataset_samples, minibatch_size)
-        return Cut(self.position - self.stream_start, total - self.stream_start)
+        return ResumePoint(self.position - self.stream_start, total - self.stream_start)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Standing:
         step: minibatches trained on.
         epoch: complete epochs.
         so_far: of the epoch that is under way, or is to be gone on with; None between epochs.
-        stop_from: `fit` is to end at the first cut at or behind this step, or at the epoch's end.
+        stop_from: `fit` is to end at the first resume point at or behind this step, or at the epoch's end.
         preempted: because a rank was asked to stop.
         under_way: minibatches are between ranks.
     """
@@ -74,14 +74,14 @@ class Standing:
     under_way: bool = False
 
     def preempt(self, step: int) -> None:
-        """A rank was asked to stop: end at the first cut at or behind `step`, if not before."""
+        """A rank was asked to stop: end at the first resume point at or behind `step`, if not before."""
         self.preempted = True
         self.stop_from = step if self.stop_from is None else min(step, self.stop_from)
 
 
-def is_at_cut(plan: Plan, cut: Cut) -> bool:
+def is_resume_point(plan: Plan, point: ResumePoint) -> bool:
     """Has every stage, once it gets there, the same minibatches in its weights?"""
-    return cut.done == cut.total or cut.done % cuts_every(plan) == 0
+    return point.done == point.total or point.done % resume_points_every(plan) == 0
 
 
 def read_so_far(document: object, where: str) -> SoFar:

@@ -31,7 +31,7 @@ from hybridpipe.errors import UserError
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, Watchdog, watch
 from hybridpipe.model.sequential import check_plan, layers_of
-from hybridpipe.model.tensors import Value, tensors_of
+from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative, plain
 from hybridpipe.planning.cluster import NO_COMPRESSION
@@ -40,8 +40,8 @@ from hybridpipe.planning.timeline import Timeline
 from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.books import Books, Sizes
-from hybridpipe.training.evaluation import Judge, Metric, evaluated, targets_wanted
-from hybridpipe.training.fit import Fitting
+from hybridpipe.training.evaluation import Judge, Metric, evaluate, targets_wanted
+from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.loop import total
 from hybridpipe.training.metrics import MinibatchRecord, Recorder, Traced
 from hybridpipe.training.planmaker import (
@@ -153,7 +153,7 @@ class Trainer:
         of_rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
         self.rule = UpdateRule(*of_rates, compression, on_nonfinite)
         self._updates = True
-        self._fitting: Fitting | None = None  # the last one
+        self._fitting: FitLoop | None = None  # the last one
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         keep_freed_memory()
         self.device, num_threads = device_and_threads(self.world, valid.check_device(device))
@@ -224,7 +224,7 @@ class Trainer:
             raise RuntimeError("model and machines are measured with the first minibatch; train one first")
         return self._worker
 
-    def train_step(self, inputs: Value, targets: Value) -> float:
+    def train_step(self, inputs: TensorTree, targets: TensorTree) -> float:
         """Train on one minibatch, samples in the first dimension; every rank passes the same one.
 
         Returns:
@@ -332,24 +332,25 @@ class Trainer:
             keeper = self.books.keeper(self.worker, checkpoint, self.microbatch_size)
         batches = partial(self._begin_epoch, dataset, shuffle)
         judged = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-        self._fitting = Fitting(self.worker, self.books, keeper, batches, judged, wanted, on_minibatch)
+        self._fitting = FitLoop(self.worker, self.books, keeper, batches, judged, wanted, on_minibatch)
         first = len(self.history)
         with preemption.listening(keeper is not None):
             if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
                 self.books.standing.preempted, epochs = True, 0
             self._fitting.run(epochs)
             if keeper is not None and self.step:
-                keeper.finish(self.step, self.books.cut)
+                keeper.finish(self.step, self.books.resume_point)
             if checkpoint is not None:
                 self.books.leave_if_preempted(checkpoint.folder)
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
-        """Let `fit` end at the first cut at or behind `step`, or with the epoch, whatever comes first.
+        """Let `fit` end at the first resume point at or behind `step`, or with the epoch if that is earlier.
 
-        A cut is where every stage has updated with the same minibatches. Every rank says the same step before
-        it has trained on so many; `fit` then saves, returns, and `stopped` is set. Under an asynchronous
-        schedule messages of later minibatches stay under way: the process has to end then, without `close`.
+        At a resume point every stage has updated with the same minibatches. Every rank says the same step
+        before it has trained on so many; `fit` then saves, returns, and `stopped` is set. Under an
+        asynchronous schedule messages of later minibatches stay under way: the process has to end then,
+        without `close`.
         """
         self.books.standing.stop_from = step
 
@@ -368,7 +369,7 @@ class Trainer:
             raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
         asked = Checkpointing(root, keep=keep)
         keeper = self.books.keeper(self.worker, asked, self.microbatch_size, anew=True)
-        keeper.finish(self.step, self.books.cut)
+        keeper.finish(self.step, self.books.resume_point)
         return Path(root) / name_of(self.step)
 
     def resume(
@@ -429,7 +430,7 @@ class Trainer:
         """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
         loads = self.worker.loads_to_infer
         batches = loaded(self._microbatches(dataset), loads, self._num_workers)
-        return evaluated(self.worker, batches, self._judge, len(dataset), self.step, may_stop)
+        return evaluate(self.worker, batches, self._judge, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
         """The modules whose backward is whole, though the schedule splits it; None on other ranks than 0."""
@@ -526,6 +527,13 @@ class Trainer:
         check_plan(self.model, plan)
         self.recorder.begin()
         self._worker = Worker(
-            self.model, plan, self.loss, self.rule, self.world, self.device, self.seed, self._maker.unaided
+            self.model,
+            plan,
+            self.loss,
+            self.rule,
+            self.world,
+            self.device,
+            self.seed,
+            self._maker.progress_thread,
         )
         self.books.load(self._worker)

@@ -144,13 +144,13 @@ def test_only_who_saves_notes_what_is_in_flight(make, data, tmp_path, monkeypatc
 def test_of_an_asynchronous_stream_one_snapshot_at_a_time_waits(make, data, tmp_path, monkeypatch):
     """Each is a copy of the whole state, and waits here for the losses of three minibatches more."""
     trainer = make(plan=Plan((StageSpec(0, 4),), "pipedream", num_microbatches=1))
-    copies, at_cut = [], Keeper.at_cut
+    copies, at_resume_point = [], Keeper.at_resume_point
 
-    def look(keeper, step, cut):
-        at_cut(keeper, step, cut)
+    def look(keeper, step, point):
+        at_resume_point(keeper, step, point)
         copies.append(len(keeper._waiting))
 
-    monkeypatch.setattr(Keeper, "at_cut", look)
+    monkeypatch.setattr(Keeper, "at_resume_point", look)
     trainer.fit(data, epochs=2, checkpoint=Checkpointing(tmp_path, every=1, keep=99))
     assert max(copies) == 1
     late = losses_late(trainer.plan)

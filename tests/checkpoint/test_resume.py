@@ -1,4 +1,4 @@
-"""Streams that are cut and gone on with, in threads: the weights are those of the stream that never was cut.
+"""Streams that are stopped and resumed, in threads: the weights are those of a stream without a stop.
 
 Without dropout, as threads share torch's generator; tests/mpi has it, and the files.
 """
@@ -13,8 +13,13 @@ from torch import nn
 from hybridpipe.data.batches import slice_minibatch
 from hybridpipe.data.stream import Stream
 from hybridpipe.optim.update import UpdateRule
-from hybridpipe.planning.schedules.generators import cuts_every
-from hybridpipe.planning.schedules.resume_point import Cut, num_updates, resumed_program, versions_in_use
+from hybridpipe.planning.schedules.generators import resume_points_every
+from hybridpipe.planning.schedules.resume_point import (
+    ResumePoint,
+    num_updates,
+    resumed_program,
+    versions_in_use,
+)
 from hybridpipe.stage.state import pack
 
 from .helpers import each_in_a_thread, make_executors, make_plan
@@ -49,22 +54,22 @@ def make_model() -> nn.Sequential:
 
 
 class Kept:
-    """What a rank has at a cut: what a checkpoint holds of it."""
+    """What a rank has at a point: what a checkpoint holds of it."""
 
-    def __init__(self, plan, executor, cut):
+    def __init__(self, plan, executor, point):
         module, update = executor.stages[0].module, executor.update
-        before = executor.seen.before_flight()
+        before = executor.weight_policy.before_flight()
         state = module.state_dict() | (before.buffers if before else {})
         self.module = {key: value.clone() for key, value in state.items()}
         stepping = (update.optimizer, update.scheduler) if update.optimizer else ()
         self.update = copy.deepcopy([each.state_dict() for each in stepping])
         self.num_minibatches = update.num_minibatches
-        numbers = versions_in_use(plan, executor.place, cut)
+        numbers = versions_in_use(plan, executor.place, point)
         self.versions = {
             number: [{name: leaf.detach().clone() for name, leaf in layer.items()} for layer in weights]
-            for number, weights in executor.seen.kept(numbers).items()
+            for number, weights in executor.weight_policy.kept(numbers).items()
         }
-        self.newest = num_updates(plan, executor.place.stage, cut)
+        self.newest = num_updates(plan, executor.place.stage, point)
 
     def put(self, executor):
         module, update = executor.stages[0].module, executor.update
@@ -80,12 +85,12 @@ class Kept:
             }
             for number, weights in self.versions.items()
         }
-        executor.seen.restore(self.newest, older)
+        executor.weight_policy.restore(self.newest, older)
 
 
-def train(plan, minibatches, cut=None, kept=None, wanted=()):
-    """The rest of the stream behind `cut`; what each rank has at the `wanted` cuts, and at the end."""
-    cut = cut or Cut(0, len(minibatches))
+def train(plan, minibatches, point=None, kept=None, wanted=()):
+    """The rest of the stream behind `point`; what each rank has at the `wanted` points, and at the end."""
+    point = point or ResumePoint(0, len(minibatches))
     executors, barriers = make_executors(plan, make_model(), cross_entropy, RULE)
     stream = Stream([slice_minibatch(*each, MICROBATCH) for each in minibatches], 0)
     found = {rank: {} for rank in plan.ranks}
@@ -95,14 +100,14 @@ def train(plan, minibatches, cut=None, kept=None, wanted=()):
         executor = executors[rank]
         if kept is not None:
             kept[rank].put(executor)
-        done = cut.done
+        done = point.done
         for update in executor.run(
-            resumed_program(plan, executor.place, len(stream.sizes), cut), stream, done
+            resumed_program(plan, executor.place, len(stream.sizes), point), stream, done
         ):
             done += update.num_minibatches
             losses.update(update.losses)
-            if done in wanted or done == cut.total:
-                found[rank][done] = Kept(plan, executor, Cut(done, cut.total))
+            if done in wanted or done == point.total:
+                found[rank][done] = Kept(plan, executor, ResumePoint(done, point.total))
 
     each_in_a_thread(plan, work, barriers)
     return found, losses
@@ -117,16 +122,16 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["1-1-1-1", "1-2-1", "2-2-3"])
 def test_a_cut_changes_nothing(name, kind):
-    """The second part begins with new executors, and nothing but what the first ones had at the cut."""
+    """The second part begins with new executors, and nothing but what the first ones had at the point."""
     plan = make_plan(name, 6, **KINDS[kind])
-    every = cuts_every(plan)
+    every = resume_points_every(plan)
     total = 2 * every + 8  # long enough that versions differ, and the last round is short
     data = make_data(total, MICROBATCH * plan.num_microbatches, last=2)
-    cuts = [every, total // every * every]
-    whole, losses = train(plan, data, wanted=cuts)
-    for done in cuts:
+    points = [every, total // every * every]
+    whole, losses = train(plan, data, wanted=points)
+    for done in points:
         kept = {rank: found[done] for rank, found in whole.items()}
-        rest, later = train(plan, data, Cut(done, total), kept, wanted=cuts)
+        rest, later = train(plan, data, ResumePoint(done, total), kept, wanted=points)
         assert later == {m: loss for m, loss in losses.items() if m >= done * plan.num_microbatches}
         for rank in plan.ranks:
             for at in rest[rank]:

@@ -14,7 +14,9 @@ from hybridpipe.comm.mpi_transport import MOST_ACTIVE, MpiTransport
 from hybridpipe.comm.transport import Buffers
 
 
-@pytest.fixture(params=[{}, {"cores_to_spare": True}, {"unaided": True}], ids=["", "spinning", "no-thread"])
+@pytest.fixture(
+    params=[{}, {"cores_to_spare": True}, {"progress_thread": False}], ids=["", "spinning", "no-thread"]
+)
 def transport(request):
     communicator = MPI.COMM_SELF.Dup()
     with MpiTransport(communicator, **request.param) as transport:
@@ -91,17 +93,17 @@ def test_a_collective_may_be_watched(transport):
     assert numbers.tolist() == [3.0]
 
 
-@pytest.mark.parametrize("unaided", [False, True])
-def test_close_waits_for_what_is_under_way(unaided):
+@pytest.mark.parametrize("progress_thread", [True, False])
+def test_close_waits_for_what_is_under_way(progress_thread):
     communicator = MPI.COMM_SELF.Dup()
-    transport = MpiTransport(communicator, unaided=unaided)
+    transport = MpiTransport(communicator, progress_thread=progress_thread)
     buffer = filled(1 << 22)
     receiving = transport.receive(buffer, 0, tag=0)
     transport.send(filled(1 << 22, 9), 0, tag=0)
     transport.close()
     receiving.wait()
     assert buffer.eq(9).all()
-    assert transport.thread is None if unaided else not transport.thread.is_alive()
+    assert not transport.thread.is_alive() if progress_thread else transport.thread is None
     communicator.Free()
 
 
@@ -163,7 +165,7 @@ def test_sends_that_nobody_waits_for_are_let_go(transport):
     assert len(transport._active) <= MOST_ACTIVE + 1
 
 
-@pytest.mark.parametrize("transport", [{"unaided": True}], indirect=True)
+@pytest.mark.parametrize("transport", [{"progress_thread": False}], indirect=True)
 def test_without_a_thread_who_sends_lets_go_of_what_is_sent(transport):
     """Under gpipe the first stage sends all microbatches without a wait; their buffers would all be held."""
     receiving = [transport.receive(filled(1 << 16), 0, tag=0) for _ in range(50)]

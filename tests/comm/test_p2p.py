@@ -9,7 +9,7 @@ import torch
 from hybridpipe import Plan, StageSpec
 from hybridpipe.comm.inprocess import Mailboxes, QueueTransport
 from hybridpipe.comm.messages import SPEC_BYTES, ProtocolError
-from hybridpipe.comm.p2p import ACTIVATION, GRADIENT, LOOK_AHEAD, SPEC, Boundary
+from hybridpipe.comm.p2p import ACTIVATION, GRADIENT, LOOK_AHEAD, SPEC, PointToPoint
 from hybridpipe.comm.transport import Pending
 from hybridpipe.planning.schedules.generators import forward_programs, programs
 
@@ -52,7 +52,9 @@ class Pair:
     def __init__(self):
         mailboxes = Mailboxes()
         self.transports = [Watched(mailboxes, rank, 0.1) for rank in (0, 1)]
-        self.before, self.behind = (Boundary(STRAIGHT, rank, self.transports[rank], CPU) for rank in (0, 1))
+        self.before, self.behind = (
+            PointToPoint(STRAIGHT, rank, self.transports[rank], CPU) for rank in (0, 1)
+        )
 
     def begin(self, *sizes, step=0, training=True):
         make = programs if training else forward_programs

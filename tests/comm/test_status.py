@@ -1,6 +1,6 @@
 import pytest
 
-from hybridpipe.comm.status import _Position
+from hybridpipe.comm.status import RankStatus
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward
 
 
@@ -13,14 +13,14 @@ from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forw
     ],
 )
 def test_a_report_says_where(at, told):
-    position = _Position()
-    assert str(position) == "outside a step"
-    position.at(*at)
-    assert str(position) == told
+    status = RankStatus()
+    assert str(status) == "outside a step"
+    status.at(*at)
+    assert str(status) == told
 
 
 def test_between_steps_a_report_names_the_last_one():
-    position = _Position()
-    position.at(0, 5, AllReduce())
-    position.outside()
-    assert str(position) == "outside a step, after step 5"
+    status = RankStatus()
+    status.at(0, 5, AllReduce())
+    status.outside()
+    assert str(status) == "outside a step, after step 5"

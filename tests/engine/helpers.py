@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec
 from hybridpipe.comm.inprocess import Mailboxes, QueueTransport, SharedGradients
-from hybridpipe.comm.p2p import Boundary
+from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.batches import slice_minibatch
 from hybridpipe.data.stream import Stream
 from hybridpipe.engine.executor import Executor
@@ -158,7 +158,7 @@ def make_executors(
                 plan,
                 Place(group, r),
                 stages[r],
-                [Boundary(plan, s, transport, CPU) for s in held],
+                [PointToPoint(plan, s, transport, CPU) for s in held],
                 Recorded(parameters[r], r, parameters, barriers[-1]),
                 rule.build(
                     [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))

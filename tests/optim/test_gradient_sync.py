@@ -118,7 +118,7 @@ def test_a_bucket_starts_in_the_last_backward_when_it_is_full(monkeypatch):
     net[1].register_full_backward_hook(lambda *_: order.append(hvd.names))
     backward(net)
     assert hvd.names == [], "not the last backward"
-    synced.arm()
+    synced.begin_final_backward()
     backward(net)
     assert order[-1] == ["bucket0"], "the last layer's bucket is on its way before the first layer's backward"
     assert sorted(hvd.names) == ["bucket0", "bucket1"]
@@ -133,7 +133,7 @@ def test_every_minibatch_begins_anew(monkeypatch):
     net = model()
     synced, hvd = make(monkeypatch, net.parameters())
     for _ in range(3):
-        synced.arm()
+        synced.begin_final_backward()
         backward(net)
         synced.finish()
         net.zero_grad()
@@ -155,7 +155,7 @@ def test_what_no_replica_used_has_no_gradient(monkeypatch):
     net = model()
     net.register_parameter("unused", nn.Parameter(torch.ones(3)))
     synced, _ = make(monkeypatch, net.parameters())
-    synced.arm()
+    synced.begin_final_backward()
     backward(net)
     synced.finish()
     assert net.unused.grad is None and net[0].weight.grad is not None
@@ -165,7 +165,7 @@ def test_frozen_parameters_are_left_out(monkeypatch):
     net = model()
     net[0].requires_grad_(False)
     synced, hvd = make(monkeypatch, net.parameters())
-    synced.arm()
+    synced.begin_final_backward()
     backward(net)
     synced.finish()
     assert [t.shape for t in hvd.started[0].tensors] == [(3,), (3, 8), (2,)]  # the last are the flags
@@ -175,7 +175,7 @@ def test_frozen_parameters_are_left_out(monkeypatch):
 def test_bfloat16_is_reduced_as_float32(monkeypatch):
     net = model().bfloat16()
     synced, hvd = make(monkeypatch, net.parameters())
-    synced.arm()
+    synced.begin_final_backward()
     net(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     expected = [2 * p.grad for p in net.parameters()]
     synced.finish()
@@ -196,7 +196,7 @@ def test_a_parameter_that_is_used_twice_is_ready_once(monkeypatch):
     layer = nn.Linear(4, 4)
     net = nn.Sequential(layer, nn.Tanh(), layer)
     synced, hvd = make(monkeypatch, net.parameters())
-    synced.arm()
+    synced.begin_final_backward()
     backward(net)
     assert hvd.names == ["bucket0"]
     expected = 2 * layer.weight.grad
@@ -207,7 +207,7 @@ def test_a_parameter_that_is_used_twice_is_ready_once(monkeypatch):
 def test_after_close_nothing_is_reduced(monkeypatch):
     net = model()
     synced, hvd = make(monkeypatch, net.parameters())
-    synced.arm()
+    synced.begin_final_backward()
     synced.close()
     backward(net)
     assert hvd.names == [] and hvd.ended
@@ -215,7 +215,7 @@ def test_after_close_nothing_is_reduced(monkeypatch):
 
 def test_one_replica_needs_nothing():
     local = LocalGradients()
-    local.arm()
+    local.begin_final_backward()
     local.finish()
     assert local.bytes_reduced == 0
 
@@ -270,9 +270,9 @@ def test_summing_amid_the_backward_leaves_what_it_goes_on_with_alone(monkeypatch
     net.zero_grad()
     monkeypatch.setattr(gradient_sync, "horovod", lambda _: AtOnce())
     reducer = HorovodGradients(net.parameters(), replicas=None)
-    reducer.arm()
+    reducer.begin_final_backward()
     net(inputs).square().sum().backward()
-    reducer.disarm()
+    reducer.end_final_backward()
     reducer.finish()
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
@@ -295,7 +295,7 @@ def test_a_gradient_that_comes_when_the_sum_has_begun_is_refused(monkeypatch):
     """It was lost, or added to what Horovod was summing. Torch's DDP refuses it, too."""
     net = Shared(use_reentrant=True)
     reducer, _ = make(monkeypatch, net.parameters())
-    reducer.arm()
+    reducer.begin_final_backward()
     with pytest.raises(
         RuntimeError, match=r"shape \(4.* second gradient in one backward.*use_reentrant=False"
     ):
@@ -305,6 +305,6 @@ def test_a_gradient_that_comes_when_the_sum_has_begun_is_refused(monkeypatch):
 def test_a_layer_that_other_checkpoints_share_is_summed_once(monkeypatch):
     net = Shared(use_reentrant=False)
     reducer, hvd = make(monkeypatch, net.parameters())
-    reducer.arm()
+    reducer.begin_final_backward()
     net(torch.randn(2, 4, requires_grad=True)).sum().backward()
     assert hvd.names == ["bucket0"]

@@ -10,7 +10,7 @@ from hybridpipe.files import read_plan, write_json
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
-from hybridpipe.planning.search.search import judged, search
+from hybridpipe.planning.search.search import search, with_prediction
 from hybridpipe.planning.timeline import Parts
 from hybridpipe.report.tables import (
     StageFigures,
@@ -37,7 +37,7 @@ CHAIN = ModelProfile((layer("a", output=100, gradient=40), layer("b", parameters
 
 
 def told(plan, profile, cluster, **asked):
-    plan = judged(plan, profile, cluster)
+    plan = with_prediction(plan, profile, cluster)
     found = search(profile, cluster, plan.num_microbatches, schedule=plan.schedule)
     return explain(plan, found, profile, cluster, **asked)
 
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_said_of_the_others():
 
 
 def test_a_given_plan_is_explained_without_candidates():
-    text = explain(judged(Plan.data_parallel(3, 2, 4), CHAIN, FREE), (), CHAIN, FREE)
+    text = explain(with_prediction(Plan.data_parallel(3, 2, 4), CHAIN, FREE), (), CHAIN, FREE)
     assert "considered" not in text and "bottleneck: " in text
 
 

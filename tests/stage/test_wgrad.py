@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.stage.stage import Stage
-from hybridpipe.stage.wgrad import ENOUGH_ROWS, WeightProducts
+from hybridpipe.stage.wgrad import ENOUGH_ROWS, WeightGradients
 
 SIZE = 512  # of the smallest weight that is worth it
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_gradients_are_those_of_autograd_and_hooks_run_once_when_they_are_comple
 def test_a_microbatch_of_enough_rows_is_left_to_autograd(monkeypatch):
     """And so are the others of its weight: a short one before the final one would leave rows behind."""
     noted = []
-    monkeypatch.setattr(WeightProducts, "add", lambda self, use, is_last: noted.append(use))
+    monkeypatch.setattr(WeightGradients, "add", lambda self, use, is_last: noted.append(use))
     train(nn.Sequential(linear()), [ENOUGH_ROWS, 2])
     assert not noted
     train(nn.Sequential(linear()), [ENOUGH_ROWS - 1])
@@ -162,7 +162,8 @@ def test_a_weight_s_rows_of_a_microbatch_count_together():
 def test_no_more_than_enough_rows_and_one_microbatch_are_kept(monkeypatch):
     made = []
     monkeypatch.setattr(
-        "hybridpipe.stage.stage.WeightProducts", lambda *args: made.append(WeightProducts(*args)) or made[-1]
+        "hybridpipe.stage.stage.WeightGradients",
+        lambda *args: made.append(WeightGradients(*args)) or made[-1],
     )
     train(nn.Sequential(linear()), [24] * 40)
     row_bytes = 2 * SIZE * 8
@@ -176,7 +177,7 @@ def test_no_more_than_enough_rows_and_one_microbatch_are_kept(monkeypatch):
     [nn.Linear(SIZE, SIZE - 1), nn.Conv1d(SIZE, SIZE, 1), nn.utils.parametrizations.weight_norm(linear())],
 )
 def test_what_is_small_or_no_plain_linear_layer_is_left_to_autograd(module):
-    assert WeightProducts(nn.Sequential(module)).is_empty
+    assert WeightGradients(nn.Sequential(module)).is_empty
 
 
 def test_a_weight_whose_gradient_is_watched_is_left_to_autograd():

@@ -9,7 +9,7 @@ Two users: the simulator takes a stage's pieces (`stage_costs`), the partitioner
 
 with w = f + b + h the forward, backward and handling of messages of one microbatch; e the part of the
 all-reduce that neither the backward nor the handling of the gradient sent behind it hides; u the optimizer's
-step, and what the last backward leaves to be made (`Plan.products_wait`; where the stage before waits for it,
+step, and what the last backward leaves to be made (`Plan.defers_wgrad`; where the stage before waits for it,
 it is in the sum instead); c the way of one microbatch over the cut and back, with latency; x the time that
 the microbatches keep the busiest port or shared link of the cut occupied, in the direction that carries more,
 charged at both ends. With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et
@@ -70,7 +70,7 @@ class StageCost:
 
     With recomputation the backward contains a forward. `weight_seconds` are the half of the backward that
     makes the weights' gradients, which zero-bubble does by itself. `products_seconds` is what the last
-    backward leaves to be made (`Plan.products_wait`).
+    backward leaves to be made (`Plan.defers_wgrad`).
     """
 
     forward_seconds: float
@@ -242,7 +242,7 @@ def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tup
     for s, (cost, before, behind) in enumerate(zip(costs, [0.0, *over_cuts], [*over_cuts, 0.0], strict=True)):
         stage = plan.stages[s]
         speed = stage_speed(cluster, stage.ranks, share)
-        last, inline = cost.backward_seconds, 0.0 if plan.products_wait(s) else cost.products_seconds
+        last, inline = cost.backward_seconds, 0.0 if plan.defers_wgrad(s) else cost.products_seconds
         if plan.schedule == "zero-bubble":
             last = cost.weight_seconds
         elif s:
@@ -270,10 +270,10 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     Every rank of the plan is taken to compute all the time, so ranks that share a machine's processors get
     the speed they have while all of them are active.
     """
-    return estimated(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster)
+    return estimate_from_costs(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster)
 
 
-def estimated(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
+def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
     """`estimate`, given `stage_costs`."""
     terms = stage_terms(plan, costs, cluster)
     over_stages = _interleaved if plan.schedule == "interleaved-1f1b" else _straight

@@ -350,8 +350,8 @@ def losses_late(plan: Plan) -> int:
     return max(a * b for a, b in zip(held, plan.replicas, strict=True)) + 2 * max(plan.replicas)
 
 
-def cuts_every(plan: Plan) -> int:
-    """How many minibatches of a stream lie between two cuts; at its end there is one, too.
+def resume_points_every(plan: Plan) -> int:
+    """How many minibatches of a stream lie between two resume points; at its end there is one, too.
 
     A checkpoint holds every stage's weights after the same minibatches. Under a flush that is any minibatch;
     under PipeDream a stage updates once a round.

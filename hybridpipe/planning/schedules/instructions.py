@@ -182,7 +182,7 @@ def _parse_word(word: str) -> Instruction:
 def final_backwards(program: Program) -> frozenset[int]:
     """Where, before each all-reduce, the last backward of each chunk stands.
 
-    Gradients become final in it, but for products that wait (`Plan.products_wait`).
+    Gradients become final in it, but for products that wait (`Plan.defers_wgrad`).
     """
     finals: set[int] = set()
     last: dict[int, int] = {}

@@ -1,7 +1,8 @@
-"""Cuts: where a stream of minibatches is parted into what is done and what a later run goes on with.
+"""Resume points: where a stream of minibatches is parted into what is done and what a later run goes on with.
 
-Pure, as schedules are. Nothing is drained for a cut: after `done` minibatches (a multiple of `cuts_every`)
-each rank has updated with all of them and with no later one, and later ones are in flight. The later run
+Pure, as schedules are. Nothing is drained for one: after `done` minibatches, a multiple of
+`resume_points_every`, each rank has updated with all of them and with no later one, and later ones are in
+flight. The later run
 takes the same programs without what is done; microbatches that were in flight run forward again, with the
 versions of the weights that they had. Every rank leaves out both ends of the same messages and the same
 all-reduces, so what cannot deadlock in the whole programs cannot in their rests either.
@@ -15,7 +16,7 @@ from hybridpipe.planning.schedules.generators import ceil_div, program, versions
 from hybridpipe.planning.schedules.instructions import AllReduce, Instruction, Program, Step
 
 
-class Cut(NamedTuple):
+class ResumePoint(NamedTuple):
     """A stream of `total` minibatches, of which `done` are in the weights of every stage."""
 
     done: int
@@ -27,24 +28,26 @@ class Cut(NamedTuple):
         return 0 < self.done < self.total
 
 
-def num_updates(plan: Plan, stage: int, cut: Cut) -> int:
+def num_updates(plan: Plan, stage: int, point: ResumePoint) -> int:
     """How many updates of a stage the minibatches that are done have made."""
     per_update = plan.replicas[stage] if plan.schedule == "pipedream" else 1
-    assert cut.done == cut.total or cut.done % per_update == 0, f"{cut} parts an update of {per_update}"
-    return ceil_div(cut.done, per_update)
+    assert point.done == point.total or point.done % per_update == 0, (
+        f"{point} parts an update of {per_update}"
+    )
+    return ceil_div(point.done, per_update)
 
 
-def resumed_program(plan: Plan, place: Place, num_microbatches: int, cut: Cut) -> Program:
-    """The rest of a rank's program behind a cut.
+def resumed_program(plan: Plan, place: Place, num_microbatches: int, point: ResumePoint) -> Program:
+    """The rest of a rank's program behind a resume point.
 
     Args:
         num_microbatches: of the whole stream.
     """
     whole = program(plan, place, num_microbatches)
-    if not cut.done:
+    if not point.done:
         return whole
-    first = cut.done * plan.num_microbatches  # only a stream's last minibatch may have fewer
-    updates = num_updates(plan, place.stage, cut)
+    first = point.done * plan.num_microbatches  # only a stream's last minibatch may have fewer
+    updates = num_updates(plan, place.stage, point)
     passed = Counter[type]()
     rest: list[Instruction] = []
     for instruction in whole:
@@ -57,19 +60,19 @@ def resumed_program(plan: Plan, place: Place, num_microbatches: int, cut: Cut) -
     return tuple(rest)
 
 
-def versions_in_use(plan: Plan, place: Place, cut: Cut) -> list[int]:
-    """The versions, the newest left out, that a replica's microbatches behind the cut see.
+def versions_in_use(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
+    """The versions, the newest left out, that a replica's microbatches after the resume point see.
 
     Numbered as `version_of` does, by the stage's updates since the stream began.
     """
-    if not plan.is_asynchronous or not cut.is_inside:
+    if not plan.is_asynchronous or not point.is_inside:
         return []
-    newest, version = num_updates(plan, place.stage, cut), versions(plan, place.stage)
+    newest, version = num_updates(plan, place.stage, point), versions(plan, place.stage)
     replicas = plan.replicas[place.stage]
-    first = cut.done * plan.num_microbatches
+    first = point.done * plan.num_microbatches
     first += (place.replica - first) % replicas
     found: list[int] = []
-    for microbatch in range(first, cut.total * plan.num_microbatches, replicas):
+    for microbatch in range(first, point.total * plan.num_microbatches, replicas):
         number = version(microbatch)
         if number >= newest:  # they never fall
             break

@@ -64,7 +64,7 @@ def anneal(
     if not space.fits(start):
         raise ValueError(f"start must fit into memory, plan {start.name} does not")
     random = Random(seed)
-    best = space.judged(start)
+    best = space.with_prediction(start)
     here = replace(start, predicted=None)
     first_seconds = least = _seconds(best)
     seconds = {here: least}
@@ -76,7 +76,7 @@ def anneal(
             if not space.fits(plan):
                 continue
             num_idle = 0
-            judged = space.judged(plan)
+            judged = space.with_prediction(plan)
             seconds[plan] = _seconds(judged)
             if seconds[plan] < least * (1 - search.TIE):
                 best, least = judged, seconds[plan]
@@ -88,7 +88,7 @@ def anneal(
     return best
 
 
-def improved(
+def anneal_candidates(
     candidates: Sequence[Candidate],
     profile: ModelProfile,
     cluster: Cluster,
@@ -211,8 +211,8 @@ class _Space:
     def fits(self, plan: Plan) -> bool:
         return search.fits(plan, self.profiles[plan.num_microbatches], self.cluster)
 
-    def judged(self, plan: Plan) -> Plan:
-        return search.judged(plan, self.profiles[plan.num_microbatches], self.cluster)
+    def with_prediction(self, plan: Plan) -> Plan:
+        return search.with_prediction(plan, self.profiles[plan.num_microbatches], self.cluster)
 
     def neighbour(self, plan: Plan, random: Random) -> Plan:
         """The plan with one thing changed; ranks that no figure tells apart are taken in order."""

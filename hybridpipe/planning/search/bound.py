@@ -34,7 +34,7 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import (
     StageCost,
     compute_share,
-    estimated,
+    estimate_from_costs,
     measured_speed,
     stage_costs,
     stage_speed,
@@ -61,7 +61,7 @@ def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterat
     latencies are long.
     """
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
-    seconds = estimated(plan, costs, cluster)
+    seconds = estimate_from_costs(plan, costs, cluster)
     has_bursts = any(level.burst_bytes for level in cluster.levels)
     if plan.schedule != "pipedream" or has_bursts or not cluster.are_processors_private:
         yield seconds / FASTER

@@ -238,7 +238,7 @@ def data_parallel(
     if schedule in (AUTO, "interleaved-1f1b"):
         schedule = SIMPLEST_FIRST[0]
     problem = _Problem(profile, cluster, num_microbatches, num_ranks, schedule)
-    return judged(_data_parallel(problem, range(num_ranks)), profile, cluster)
+    return with_prediction(_data_parallel(problem, range(num_ranks)), profile, cluster)
 
 
 def straight(
@@ -252,7 +252,7 @@ def straight(
     for name in considered({"schedule": schedule}):
         problem = _Problem(profile, cluster, num_microbatches, num_ranks, name)
         for plan in _straight(problem, recompute=False):
-            found.append(Candidate("straight", judged(plan, profile, cluster), profile.samples))
+            found.append(Candidate("straight", with_prediction(plan, profile, cluster), profile.samples))
     return ranked(found)[0].plan if found else None
 
 
@@ -266,7 +266,7 @@ def fits(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
     return _excess(plan, profile, cluster) <= 1
 
 
-def judged(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     """The plan with its prediction: the simulator's or, where that would take long, the formula's."""
     if is_simulated(plan):
         return replace(plan, predicted=predict(plan, profile, cluster)[1])
@@ -309,7 +309,7 @@ def _candidates(problem: _Problem) -> list[Candidate]:
         bounds = least_seconds(plan, profile, cluster)
         if origin == "exact" and any(least > best * (1 + TIE) for least in bounds):
             continue
-        found.append(Candidate(origin, judged(plan, profile, cluster), profile.samples))
+        found.append(Candidate(origin, with_prediction(plan, profile, cluster), profile.samples))
         best = min(best, found[-1].seconds)
     return found
 

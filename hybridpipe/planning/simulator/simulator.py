@@ -4,7 +4,7 @@ Computing, messages and all-reduces are jobs on the resources that `contention` 
 down wherever they share one. What is here: which instruction starts which job, and what waits for what.
 A send ends when the message is handed over; a receive when it has arrived and was taken; an all-reduce when
 all buckets are summed, one after the other, each begun when the last backward of every replica has filled it.
-What a last backward leaves to be made is made in it, or before the all-reduce (`Plan.products_wait`).
+What a last backward leaves to be made is made in it, or before the all-reduce (`Plan.defers_wgrad`).
 Where a rank holds several stages, the buckets of the last come first, as its gradients are ready first.
 """
 
@@ -52,11 +52,11 @@ class _Rank:
         costs: Sequence[StageCost],
         replicas: "_Replicas",
         machines: Machines,
-        products_wait: Callable[[int], bool],
+        defers_wgrad: Callable[[int], bool],
     ) -> None:
         self.number, self.stages, self.program = number, stages, program
         self.costs = [costs[s] for s in stages]  # by chunk
-        self.products_wait = [products_wait(s) for s in stages]
+        self.defers_wgrad = [defers_wgrad(s) for s in stages]
         self.update_seconds = sum(cost.update_seconds for cost in self.costs)
         self.replicas = replicas
         self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
@@ -138,7 +138,7 @@ class Simulation:
             held = plan.held_stages(Place(group, 0))
             replicas = _Replicas(stage.ranks, [costs[s] for s in held], self.machines)
             replicas.ranks = [
-                _Rank(rank, held, programs[rank], costs, replicas, self.machines, plan.products_wait)
+                _Rank(rank, held, programs[rank], costs, replicas, self.machines, plan.defers_wgrad)
                 for rank in stage.ranks
             ]
             self.ranks += replicas.ranks
@@ -228,7 +228,7 @@ class Simulation:
         if rank.position not in rank.finals:
             return self.compute(rank, seconds, self.finish, rank)
         products = rank.costs[instruction.chunk].products_seconds
-        if rank.products_wait[instruction.chunk]:
+        if rank.defers_wgrad[instruction.chunk]:
             rank.products_seconds += products
             products = 0.0
         if not rank.replicas.buckets:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import position
+from hybridpipe.comm.status import rank_status
 
 kind, plan_name, failing_rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
@@ -26,7 +26,7 @@ class Faulty(nn.Linear):
     """Works until the third step on the failing rank."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if MPI.COMM_WORLD.rank == failing_rank and position.step == 2:
+        if MPI.COMM_WORLD.rank == failing_rank and rank_status.step == 2:
             if kind == "thread":
                 threading.Thread(target=fail).start()
                 time.sleep(60)

@@ -7,10 +7,10 @@ import pytest
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
-from hybridpipe.planning.search.anneal import anneal, improved
+from hybridpipe.planning.search.anneal import anneal, anneal_candidates
 from hybridpipe.planning.search.partition import partition
 from hybridpipe.planning.search.placement import renumbered
-from hybridpipe.planning.search.search import fits, judged, search
+from hybridpipe.planning.search.search import fits, search, with_prediction
 
 from .helpers import free, layer, model
 
@@ -66,7 +66,7 @@ def instances(count, seed):
         count = 1 if schedule == "pipedream" else num_microbatches
         found = partition(profile, cluster, num_microbatches=count, schedule=schedule)
         if found:
-            yield judged(found[0], profile, cluster), profile, cluster
+            yield with_prediction(found[0], profile, cluster), profile, cluster
 
 
 def every_plan(like, profile, cluster):
@@ -91,7 +91,7 @@ def test_never_worse_always_fitting_and_the_same_each_time():
     for start, profile, cluster in instances(40, seed=0):
         found = anneal(start, profile, cluster, evaluations=30)
         assert seconds(found) <= seconds(start)
-        assert found == judged(found, profile, cluster) and fits(found, profile, cluster)
+        assert found == with_prediction(found, profile, cluster) and fits(found, profile, cluster)
         assert found.schedule == start.schedule
         assert found.recompute == start.recompute and found.num_microbatches == start.num_microbatches
         assert found == anneal(start, profile, cluster, evaluations=30)
@@ -104,7 +104,9 @@ def test_the_optimum_of_small_instances_is_nearly_always_found():
     the annealer's in nearly all (of 271 other instances in 199, and in 265)."""
     num_instances = num_exact = num_found = 0
     for start, profile, cluster in instances(25, seed=7):
-        best = min(seconds(judged(plan, profile, cluster)) for plan in every_plan(start, profile, cluster))
+        best = min(
+            seconds(with_prediction(plan, profile, cluster)) for plan in every_plan(start, profile, cluster)
+        )
         found = anneal(start, profile, cluster, evaluations=200)
         assert seconds(found) >= best / ALMOST
         num_instances += 1
@@ -120,11 +122,11 @@ def test_what_the_formula_cannot_see_is_found():
     profile = model(*[layer(1.0, 2.0, parameters=1000, output=300)] * 6)
     nodes = Level("node", 2, 1e9, 0.0), Level("network", 4, 200.0, 0.0, shared_bandwidth=50.0)
     cluster = Cluster(nodes)
-    exact = judged(partition(profile, cluster, num_microbatches=8)[0], profile, cluster)
+    exact = with_prediction(partition(profile, cluster, num_microbatches=8)[0], profile, cluster)
     found = anneal(exact, profile, cluster, evaluations=100)
     assert seconds(found) < 0.95 * seconds(exact)
     candidates = search(profile, cluster, 8)
-    best, *others = improved(candidates, profile, cluster, 100)
+    best, *others = anneal_candidates(candidates, profile, cluster, 100)
     assert best.origin == "search" and others == candidates
     assert best.seconds < 0.95 * candidates[0].seconds
 
@@ -145,8 +147,8 @@ def test_the_size_of_the_microbatch_is_searched_for_the_same_minibatch():
     start = Plan.data_parallel(2, 2, 16)
     found = anneal(start, profile, free(2), evaluations=50)
     assert found.num_microbatches == 4
-    assert found.predicted == judged(found, profile.scaled_to(4), free(2)).predicted
-    (best, *_) = improved(search(profile, free(2), 16), profile, free(2), 50)
+    assert found.predicted == with_prediction(found, profile.scaled_to(4), free(2)).predicted
+    (best, *_) = anneal_candidates(search(profile, free(2), 16), profile, free(2), 50)
     assert (best.origin, best.samples, best.plan.num_microbatches) == ("search", 4, 4)
     alone = replace(profile, others=())
     assert anneal(start, alone, free(2), evaluations=50).num_microbatches == 16
@@ -160,7 +162,7 @@ def test_recomputation_is_tried_where_it_is_allowed():
     assert not anneal(start, profile, cluster, evaluations=100).recompute
     slow = replace(start, recompute=True)
     found = anneal(slow, profile, free(4), evaluations=100, recompute=True)
-    assert not found.recompute and seconds(found) < seconds(judged(slow, profile, free(4)))
+    assert not found.recompute and seconds(found) < seconds(with_prediction(slow, profile, free(4)))
 
 
 def test_only_the_ranks_that_may_be_used_are():
@@ -200,7 +202,7 @@ def test_a_negative_budget_is_a_mistake():
 def test_what_is_no_better_adds_no_candidate():
     profile = model(layer(1, 2))
     candidates = search(profile, free(2), 4)
-    assert improved(candidates, profile, free(2), 20) == candidates
+    assert anneal_candidates(candidates, profile, free(2), 20) == candidates
 
 
 def test_schedules_that_are_alike_are_tried_where_they_are_allowed():
@@ -209,10 +211,14 @@ def test_schedules_that_are_alike_are_tried_where_they_are_allowed():
     cluster = Cluster.flat(4, 1e5, 1e-6)
     start = Plan(tuple(StageSpec(i, i + 1) for i in range(4)), num_microbatches=8)
     found = anneal(start, profile, cluster, evaluations=50, schedules=["gpipe", "zero-bubble"])
-    assert found.schedule == "zero-bubble" and seconds(found) < seconds(judged(start, profile, cluster))
+    assert found.schedule == "zero-bubble" and seconds(found) < seconds(
+        with_prediction(start, profile, cluster)
+    )
     assert anneal(start, profile, cluster, evaluations=50).schedule == "1f1b"
     candidates = search(profile, cluster, 8)
-    assert improved(candidates, profile, cluster, 50, schedule="auto")[0].plan.schedule == "zero-bubble"
+    assert (
+        anneal_candidates(candidates, profile, cluster, 50, schedule="auto")[0].plan.schedule == "zero-bubble"
+    )
 
 
 def test_interleaved_plans_keep_their_groups_and_chunks():
@@ -222,7 +228,7 @@ def test_interleaved_plans_keep_their_groups_and_chunks():
     start = Plan(stages, "interleaved-1f1b", 8, chunks=2)
     found = anneal(start, profile, cluster, evaluations=100, schedules=["1f1b"])
     assert (found.schedule, found.chunks, found.replicas) == ("interleaved-1f1b", 2, (2, 2, 2, 2))
-    assert seconds(found) < 0.8 * seconds(judged(start, profile, cluster))
+    assert seconds(found) < 0.8 * seconds(with_prediction(start, profile, cluster))
 
 
 @pytest.mark.parametrize("options", [{"max_in_flight": 2}, {"schedule": "pipedream", "vertical_sync": True}])

@@ -15,11 +15,11 @@ from hybridpipe.planning.search.search import (
     NoPlanFits,
     data_parallel,
     fits,
-    judged,
     ranked,
     search,
     search_sizes,
     straight,
+    with_prediction,
 )
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
@@ -295,11 +295,11 @@ def test_the_two_baselines_on_their_own():
 def test_what_would_take_minutes_to_simulate_is_estimated(num_stages, monkeypatch):
     profile = model(*[layer(1, 2, update=1)] * num_stages)
     plan = Plan(tuple(StageSpec(i, i + 1) for i in range(num_stages)), num_microbatches=2 * num_stages)
-    simulated = judged(plan, profile, free(num_stages)).predicted
+    simulated = with_prediction(plan, profile, free(num_stages)).predicted
     assert is_simulated(plan)
     monkeypatch.setattr("hybridpipe.planning.simulator.predict.MAX_INSTRUCTIONS", 1)
     assert not is_simulated(plan)
-    formula = judged(plan, profile, free(num_stages)).predicted
+    formula = with_prediction(plan, profile, free(num_stages)).predicted
     assert formula.minibatch_seconds == estimate(plan, profile, free(num_stages))
     assert formula == replace(
         simulated,
