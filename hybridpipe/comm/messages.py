@@ -29,7 +29,7 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of one tensor that crosses a boundary."""
+    """Shape and type of one tensor that crosses a cut."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything about a boundary's value but its numbers. `single`: a bare tensor, not a tuple of one."""
+    """Everything about what crosses a cut but its numbers. `single`: a bare tensor, not a tuple of one."""
 
     tensors: tuple[TensorSpec, ...]
     single: bool = False
@@ -85,7 +85,7 @@ def encode_spec(spec: Spec) -> Tensor:
     ).encode()
     if len(text) > SPEC_BYTES:
         raise ValueError(
-            f"a boundary's tensors must be described in {SPEC_BYTES} bytes, got {len(text)} bytes "
+            f"what crosses a cut must be described in {SPEC_BYTES} bytes, got {len(text)} bytes "
             f"for {len(spec.tensors)} tensors"
         )
     return torch.frombuffer(bytearray(text.ljust(SPEC_BYTES)), dtype=torch.uint8)

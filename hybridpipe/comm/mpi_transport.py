@@ -3,8 +3,8 @@
 Whoever waits polls by itself; while nobody waits, the communication thread does. Without it a large
 nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
 (measured: 16 MB arrived 500 to 1100 ms late). With single copy who receives fetches a message by itself, and
-where no core is left for the thread there is none (`progress_thread`). A rank that waits for long sleeps between
-polls, which leaves the cores to whoever computes: a blocking MPI receive takes 87 % of one.
+where no core is left for the thread there is none (`progress_thread`). A rank that waits for long sleeps
+between polls, which leaves the cores to whoever computes: a blocking MPI receive takes 87 % of one.
 
 No receive is given to MPI before its message is there and known to have its size (matching probes): Open MPI
 writes a longer message past the buffer's end, and takes a shorter one without an error.

@@ -67,7 +67,7 @@ class _Posted(NamedTuple):
 class PointToPoint:
     """The messages of one rank at `stage`. Call `begin` before each program.
 
-    Where the rank holds several stages each has a boundary of its own, over the same transport.
+    Where the rank holds several stages each has one of its own, over the same transport.
     """
 
     def __init__(self, plan: Plan, stage: int, transport: Transport, device: torch.device) -> None:
@@ -158,7 +158,7 @@ class PointToPoint:
     ) -> None:
         if spec.num_bytes > LARGEST_MESSAGE_BYTES:
             raise ValueError(
-                f"the boundary of microbatch {microbatch} weighs {spec.num_bytes} bytes, MPI takes at most "
+                f"the message of microbatch {microbatch} weighs {spec.num_bytes} bytes, MPI takes at most "
                 f"{LARGEST_MESSAGE_BYTES}; use smaller microbatches"
             )
         buffer = self._buffers.take(spec.num_bytes)

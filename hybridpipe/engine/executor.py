@@ -79,7 +79,7 @@ class Executor:
     """Runs programs for the rank at `place`.
 
     Args:
-        stages, boundaries: one for each stage that the rank holds, by chunk.
+        stages, p2p: one for each stage that the rank holds, by chunk.
         gradients, update: of all of them together.
         finite: the check before an update; None: none.
     """
@@ -89,13 +89,13 @@ class Executor:
         plan: Plan,
         place: Place,
         stages: Sequence[Stage],
-        boundaries: Sequence[PointToPoint],
+        p2p: Sequence[PointToPoint],
         gradients: Gradients,
         update: Update,
         finite: Finite | None = None,
     ) -> None:
         self.plan, self.place, self.held = plan, place, plan.held_stages(place)
-        self.stages, self.boundaries = stages, boundaries
+        self.stages, self.p2p = stages, p2p
         self.gradients, self.update, self.finite = gradients, update, finite
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
@@ -105,9 +105,9 @@ class Executor:
 
     def renew(self) -> None:
         """Take up what has changed in the layers since the last run. Collective over the stage's replicas."""
-        for stage, boundary in zip(self.stages, self.boundaries, strict=True):
+        for stage, each in zip(self.stages, self.p2p, strict=True):
             stage.renew()
-            boundary.forget()
+            each.forget()
         self.gradients.renew()
         self.weight_policy.renew()
 
@@ -119,7 +119,7 @@ class Executor:
     @property
     def bytes_sent(self) -> int:
         """Activations and gradients sent so far."""
-        return sum(boundary.bytes_sent for boundary in self.boundaries)
+        return sum(each.bytes_sent for each in self.p2p)
 
     def run(self, program: Program, stream: Stream, done: int = 0) -> Iterator[UpdateResult]:
         """Train on a stream; yields after each update, and at the end if anything came after the last.
@@ -127,8 +127,8 @@ class Executor:
         Args:
             done: so many minibatches of the stream are in the weights already, and not in `program`.
         """
-        for boundary in self.boundaries:
-            boundary.begin(program, stream.sizes, stream.step, training=True)
+        for each in self.p2p:
+            each.begin(program, stream.sizes, stream.step, training=True)
         run = _Run(self, stream, done)
         finals = final_backwards(program)
         for part in _until_steps(program):
@@ -151,30 +151,30 @@ class Executor:
         self,
         program: Program,
         minibatch: Minibatch,
-        judge: Callable[[int, TensorTree, TensorTree], None],
+        on_outputs: Callable[[int, TensorTree, TensorTree], None],
         number: int,
     ) -> None:
-        """Run the forwards of `program` without a graph; the last stage hands its outputs to `judge`.
+        """Run the forwards of `program` without a graph; the last stage hands its outputs to `on_outputs`.
 
         Args:
             number: of the minibatch in the evaluation; random draws follow from it.
         """
-        for boundary in self.boundaries:
-            boundary.begin(program, minibatch.sizes, step=0, training=False)
+        for each in self.p2p:
+            each.begin(program, minibatch.sizes, step=0, training=False)
         values: dict[tuple[int, int], TensorTree] = {}
         with self._generators_preserved():
             for instruction in program:
                 rank_status.at(self._stage_of(instruction), None, instruction)
                 match instruction:
                     case ReceiveActivation(m, c):
-                        values[m, c] = self.boundaries[c].receive_activation(m)
+                        values[m, c] = self.p2p[c].receive_activation(m)
                     case Forward(m, c):
                         inputs = values.pop((m, c)) if self.held[c] else self.to_device(minibatch.inputs(m))
                         values[m, c] = self.stages[c].infer(m, inputs, step=-1 - number)
                         if self.stages[c].loss is not None:
-                            judge(m, values.pop((m, c)), self.to_device(minibatch.targets(m)))
+                            on_outputs(m, values.pop((m, c)), self.to_device(minibatch.targets(m)))
                     case SendActivation(m, c):
-                        self.boundaries[c].send_activation(m, values.pop((m, c)))
+                        self.p2p[c].send_activation(m, values.pop((m, c)))
         rank_status.outside()
 
     def _generators_preserved(self) -> AbstractContextManager[None]:
@@ -232,19 +232,19 @@ class _Run:
         fault = self.fault(_POINTS[type(instruction)], getattr(instruction, "microbatch", None))
         match instruction:
             case ReceiveActivation(m, c):
-                self.values[m, c] = executor.boundaries[c].receive_activation(m)
+                self.values[m, c] = executor.p2p[c].receive_activation(m)
             case Forward(m, c):
                 self.forward(m, c, fault)
             case SendActivation(m, c):
-                executor.boundaries[c].send_activation(m, self.values.pop((m, c)), fault)
+                executor.p2p[c].send_activation(m, self.values.pop((m, c)), fault)
             case ReceiveGradient(m, c):
-                self.gradients[m, c] = executor.boundaries[c].receive_gradient(m)
+                self.gradients[m, c] = executor.p2p[c].receive_gradient(m)
                 if fault == "nan":
                     self.gradients[m, c] = [g if g is None else _not_numbers(g) for g in self.gradients[m, c]]
             case Backward() | BackwardInput() | BackwardWeight():
                 self.backward(instruction, is_final)
             case SendGradient(m, c):
-                executor.boundaries[c].send_gradient(m, self.gradients.pop((m, c)), fault)
+                executor.p2p[c].send_gradient(m, self.gradients.pop((m, c)), fault)
             case AllReduce():
                 self.make_products()
                 executor.gradients.finish()

@@ -302,11 +302,11 @@ class Worker:
     def infer(
         self,
         minibatch: Minibatch,
-        judge: Callable[[TensorTree, TensorTree], list[float]],
+        microbatch_metrics: Callable[[TensorTree, TensorTree], list[float]],
         width: int,
         number: int,
     ) -> PendingLosses:
-        """Run one minibatch; `judge(outputs, targets)` gives `width` numbers for a microbatch.
+        """Run one minibatch; `microbatch_metrics(outputs, targets)` gives `width` numbers for a microbatch.
 
         Args:
             number: of the minibatch in the evaluation.
@@ -317,7 +317,7 @@ class Worker:
         numbers = np.zeros((len(minibatch.sizes), width))
 
         def note(microbatch: int, outputs: TensorTree, targets: TensorTree) -> None:
-            numbers[microbatch] = judge(outputs, targets)
+            numbers[microbatch] = microbatch_metrics(outputs, targets)
 
         with failure.guard():
             if self.executor is not None:

@@ -196,49 +196,49 @@ def _handling(
     pair = [each * distance + place for each in (block & ~1, block | 1)]
     rounds: list[list[float]] = []
     with open_transport(group) as transport:
-        boundary = _boundary(pair, block & 1, transport) if pair[1] < group.size else None
+        p2p = _p2p(pair, block & 1, transport) if pair[1] < group.size else None
         for _ in range(1 + ROUNDS):
             taken = []
             for num_bytes in (0, *sizes):
                 idle_barrier(group)
                 began = time.process_time()
-                _exchange_and_compute(boundary if num_bytes else None, block & 1, num_bytes, work)
+                _exchange_and_compute(p2p if num_bytes else None, block & 1, num_bytes, work)
                 taken.append(time.process_time() - began)
-            extra = [each for each in group.allgather(boundary and taken) if each is not None]
+            extra = [each for each in group.allgather(p2p and taken) if each is not None]
             rounds.append([mean(each[i] - each[0] for each in extra) for i in range(1, len(taken))])
     return [max(0.0, median(of_size)) / (2 * HANDLED) for of_size in zip(*rounds[1:], strict=True)]
 
 
-def _boundary(pair: Sequence[int], stage: int, transport: Transport) -> PointToPoint:
+def _p2p(pair: Sequence[int], stage: int, transport: Transport) -> PointToPoint:
     """Between two ranks that hold a stage each."""
     stages = [StageSpec(i, i + 1, ranks=(rank,)) for i, rank in enumerate(pair)]
     return PointToPoint(Plan(tuple(stages), num_microbatches=HANDLED), stage, transport, torch.device("cpu"))
 
 
-def _exchange_and_compute(boundary: PointToPoint | None, stage: int, num_bytes: int, work: Work) -> None:
+def _exchange_and_compute(p2p: PointToPoint | None, stage: int, num_bytes: int, work: Work) -> None:
     """A message goes each way while both compute, and is asked for when it has long been there."""
     activation = torch.zeros(num_bytes // 4, requires_grad=True)
-    if boundary is not None:
+    if p2p is not None:
         program: Program = tuple(kind(m) for m in range(HANDLED) for kind in EXCHANGES[stage])
         sizes = [num_bytes] * HANDLED  # in place of samples, which the shapes are known by
-        boundary.begin(program, sizes, step=0, training=True)
+        p2p.begin(program, sizes, step=0, training=True)
     for turn in range(HANDLED + 2):
         for _ in range(UNITS if turn < HANDLED else 0):
             work()
-        if boundary is None:
+        if p2p is None:
             continue
         if stage == 1 and 0 < turn <= HANDLED:
-            _answer(boundary, turn - 1)
+            _answer(p2p, turn - 1)
         if stage == 0 and turn >= 2:
-            boundary.receive_gradient(turn - 2)
+            p2p.receive_gradient(turn - 2)
         if stage == 0 and turn < HANDLED:
-            boundary.send_activation(turn, activation)
+            p2p.send_activation(turn, activation)
 
 
-def _answer(boundary: PointToPoint, microbatch: int) -> None:
+def _answer(p2p: PointToPoint, microbatch: int) -> None:
     """An activation's gradient, which is as large."""
-    received = tensors_of(boundary.receive_activation(microbatch))
-    boundary.send_gradient(microbatch, [tensor.detach() for tensor in received])
+    received = tensors_of(p2p.receive_activation(microbatch))
+    p2p.send_gradient(microbatch, [tensor.detach() for tensor in received])
 
 
 def measure_wakeups(

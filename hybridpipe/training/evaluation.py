@@ -1,4 +1,4 @@
-"""Judging: what a model's outputs are worth on data it was not trained on.
+"""Evaluation: loss and metrics on data that the model was not trained on.
 
 Pure but for loss and metrics, which are the user's, and for `evaluate`, which runs the worker.
 Sums, not means: they add up over microbatches.
@@ -52,7 +52,7 @@ _MODULES_WITHOUT = (
 def evaluate(
     worker: Worker,
     batches: Iterable[Minibatch],
-    judge: "Judge",
+    metrics: "MicrobatchMetrics",
     num_samples: int,
     step: int,
     may_stop: bool = False,
@@ -65,12 +65,12 @@ def evaluate(
         may_stop: leave it when a rank was asked to stop; all do alike, and get None.
     """
     worker.average_statistics()
-    totals = np.zeros(judge.width)
+    totals = np.zeros(metrics.width)
     previous: PendingLosses | None = None
     with worker.evaluating():
         for number, minibatch in enumerate(batches):
             faults.at("evaluate", step=step)
-            current = worker.infer(minibatch, judge, judge.width, number)
+            current = worker.infer(minibatch, metrics, metrics.width, number)
             if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
                 totals += previous.wait().sum(axis=0)
                 if may_stop and previous.ask_to_stop():
@@ -78,10 +78,10 @@ def evaluate(
             previous = current
     if previous is not None:
         totals += previous.wait().sum(axis=0)
-    return judge.metrics(totals, num_samples)
+    return metrics.metrics(totals, num_samples)
 
 
-class Judge:
+class MicrobatchMetrics:
     """Makes of a microbatch numbers that add up: the summed loss and, of each metric, sum and count.
 
     Args:

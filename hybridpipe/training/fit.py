@@ -1,6 +1,6 @@
 """FitLoop: the epochs of one `Trainer.fit`, and what ends them before the last.
 
-Knows worker and books, no data set: minibatches and evaluation are handed in.
+Knows worker and train state, no data set: minibatches and evaluation are handed in.
 Invariant: after an error the next `fit` begins the epoch anew.
 """
 
@@ -10,10 +10,10 @@ from contextlib import closing
 from hybridpipe.checkpoint.policy import Keeper
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine.worker import Worker
-from hybridpipe.training.books import Books
 from hybridpipe.training.evaluation import reached
 from hybridpipe.training.loop import EpochLoop
-from hybridpipe.training.metrics import MinibatchRecord
+from hybridpipe.training.metrics import MinibatchRecord, Recorder
+from hybridpipe.training.train_state import TrainState
 
 
 class FitLoop:
@@ -30,15 +30,18 @@ class FitLoop:
     def __init__(
         self,
         worker: Worker,
-        books: Books,
+        state: TrainState,
+        recorder: Recorder,
         keeper: Keeper | None,
+        minibatch_size: int,
         batches: Callable[[], Iterator[Minibatch]],
         evaluate: Callable[[], dict[str, float] | None] | None,
         wanted: dict[str, float],
         on_minibatch: Callable[[MinibatchRecord], None] | None,
     ) -> None:
-        self._worker, self._books, self._keeper, self._batches = worker, books, keeper, batches
-        self._evaluate, self._wanted, self._on_minibatch = evaluate, wanted, on_minibatch
+        self._worker, self._state, self._recorder, self._keeper = worker, state, recorder, keeper
+        self._minibatch_size, self._batches, self._evaluate = minibatch_size, batches, evaluate
+        self._wanted, self._on_minibatch = wanted, on_minibatch
         self.is_training = False  # in the middle of an epoch
         self.stopped = False  # where `stop_from` said
 
@@ -50,9 +53,8 @@ class FitLoop:
                 break
 
     def _train(self) -> None:
-        batches, standing = self._batches(), self._books.standing
-        minibatch_size = self._books.sizes.minibatch_size
-        epoch = EpochLoop(self._worker, self._books.recorder, standing, minibatch_size, self._keeper)
+        batches = self._batches()
+        epoch = EpochLoop(self._worker, self._recorder, self._state, self._minibatch_size, self._keeper)
         self.is_training = True
         try:
             with closing(epoch.run(batches)) as records:  # an error closes it at once
@@ -60,29 +62,29 @@ class FitLoop:
                     if self._on_minibatch is not None:
                         self._on_minibatch(record)
         except BaseException:
-            standing.so_far = None
+            self._state.progress = None
             raise
         finally:
             self.is_training = False
 
     def _end_epoch(self) -> bool:
-        """Evaluate, and close the epoch's books. Returns whether there is more to train."""
-        books, metrics = self._books, None
+        """Evaluate, and count the epoch. Returns whether there is more to train."""
+        state, metrics = self._state, None
         if self._evaluate is not None:
             metrics = self._evaluate()
-            if metrics is None:  # whoever resumes evaluates first
-                books.standing.preempt(books.standing.step)
+            if metrics is None:  # the resumed training evaluates first
+                state.preempt(state.step)
                 return not self._stops()
-        books.end_epoch(metrics)
+        self._recorder.end_epoch(state.end_epoch(metrics))
         if self._stops():
             return False
         if self._wanted and metrics is not None and reached(metrics, self._wanted):
-            books.recorder.reach_target(books.standing.epoch)
+            self._recorder.reach_target(state.epoch)
             return False
         return True
 
     def _stops(self) -> bool:
-        if self._books.standing.stop_from is None:
+        if self._state.stop_from is None:
             return False
-        self._books.standing.stop_from, self.stopped = None, True
+        self._state.stop_from, self.stopped = None, True
         return True

@@ -16,7 +16,7 @@ from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.planning.timeline import Event
 from hybridpipe.training.metrics import MinibatchRecord, Recorder
-from hybridpipe.training.train_state import SoFar, Standing, is_resume_point
+from hybridpipe.training.train_state import EpochProgress, TrainState, is_resume_point
 
 # What an update of this rank was made of, each minibatch's losses on their way, and what went on till then.
 Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[Event]]
@@ -26,7 +26,7 @@ class EpochLoop:
     """What is left of one epoch.
 
     Args:
-        standing: its `so_far` says how much is done; kept up to date.
+        state: its `progress` says how much is done; kept up to date.
         keeper: saves on the way; None: nothing is saved.
     """
 
@@ -34,71 +34,71 @@ class EpochLoop:
         self,
         worker: Worker,
         recorder: Recorder,
-        standing: Standing,
+        state: TrainState,
         minibatch_size: int,
         keeper: Keeper | None,
     ) -> None:
-        assert standing.so_far is not None
-        self._worker, self._recorder, self._standing, self._keeper = worker, recorder, standing, keeper
-        self._so_far: SoFar = standing.so_far
+        assert state.progress is not None
+        self._worker, self._recorder, self._state, self._keeper = worker, recorder, state, keeper
+        self._progress: EpochProgress = state.progress
         self._minibatch_size = minibatch_size
         if worker.executor is not None:
             worker.executor.weight_policy.notes_flight = keeper is not None
 
     def run(self, batches: Iterator[Minibatch]) -> Generator[MinibatchRecord, None, None]:
         """Train on the epoch's minibatches, all of which are given."""
-        so_far = self._so_far
+        progress = self._progress
         trained = self._stream(batches) if self._worker.plan.is_asynchronous else self._one_by_one(batches)
         late = losses_late(self._worker.plan)
         pending: deque[tuple[Minibatch, PendingLosses, float]] = (
             deque()
         )  # whose losses travel while others run
-        before, start = so_far.seconds, time.perf_counter()
+        before, start = progress.seconds, time.perf_counter()
         began = start
         for together, events in trained:
             began, seconds = (now := time.perf_counter()), now - began
-            so_far.position += len(together)
+            progress.position += len(together)
             may_stop = self._at_resume_point() and not self._is_done
             self._keep([minibatch for minibatch, _ in together], events, seconds)
             pending += [(*each, seconds / len(together)) for each in together]
             while len(pending) > late:
                 yield self._record(*pending.popleft())
-                so_far.seconds = before + time.perf_counter() - start
+                progress.seconds = before + time.perf_counter() - start
             if may_stop and self._stops():
                 self._save()
-                if self._standing.under_way:
+                if self._state.under_way:
                     self._worker.leave_stream()
                 trained.close()
                 break
         while pending:
             yield self._record(*pending.popleft())
-        so_far.seconds = before + time.perf_counter() - start
-        if self._standing.stop_from is not None:
+        progress.seconds = before + time.perf_counter() - start
+        if self._state.stop_from is not None:
             self._save()
 
     def _one_by_one(self, batches: Iterator[Minibatch]) -> Generator[Trained, None, None]:
-        for minibatch in islice(batches, self._so_far.position, None):
-            sums, events = self._worker.train(minibatch, self._standing.step)
-            self._standing.step += 1
+        for minibatch in islice(batches, self._progress.position, None):
+            sums, events = self._worker.train(minibatch, self._state.step)
+            self._state.step += 1
             yield [(minibatch, sums)], events
 
     def _stream(self, batches: Iterator[Minibatch]) -> Generator[Trained, None, None]:
         """Without a flush, by updates."""
-        of_stream = list(islice(batches, self._so_far.stream_start, None))
-        done = self._so_far.position - self._so_far.stream_start
+        of_stream = list(islice(batches, self._progress.stream_start, None))
+        done = self._progress.position - self._progress.stream_start
         ahead = deque(of_stream[done:])
-        self._standing.under_way = True
+        self._state.under_way = True
         try:
-            for sums, events in self._worker.stream(of_stream, self._standing.step - done, done):
+            for sums, events in self._worker.stream(of_stream, self._state.step - done, done):
                 together = [(ahead.popleft(), each) for each in sums]
-                self._standing.step += len(together)
+                self._state.step += len(together)
                 yield together, events
         finally:
-            self._standing.under_way = False
+            self._state.under_way = False
 
     @property
     def _point(self) -> ResumePoint:
-        return self._so_far.resume_point(self._minibatch_size)
+        return self._progress.resume_point(self._minibatch_size)
 
     @property
     def _is_done(self) -> bool:
@@ -108,17 +108,17 @@ class EpochLoop:
         if not is_resume_point(self._worker.plan, self._point):
             return False
         if self._keeper is not None:
-            self._keeper.at_resume_point(self._standing.step, self._point)
+            self._keeper.at_resume_point(self._state.step, self._point)
         return True
 
     def _stops(self) -> bool:
         """All ranks know by now, and alike: who asks for a stop leaves time for the losses that tell it."""
-        return self._standing.stop_from is not None and self._standing.step >= self._standing.stop_from
+        return self._state.stop_from is not None and self._state.step >= self._state.stop_from
 
     def _save(self) -> None:
         if self._keeper is not None:
-            self._keeper.take(self._standing.step, self._point)
-            self._keeper.losses_in(self._so_far.losses_in)
+            self._keeper.take(self._state.step, self._point)
+            self._keeper.losses_in(self._progress.losses_in)
 
     def _keep(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
         full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
@@ -127,13 +127,13 @@ class EpochLoop:
     def _record(self, minibatch: Minibatch, sums: PendingLosses, seconds: float) -> MinibatchRecord:
         full = minibatch.num_samples == self._minibatch_size
         loss = total(sums)
-        record = self._recorder.note(self._standing.epoch, loss, minibatch.num_samples, seconds, full)
-        self._so_far.note(loss, minibatch.num_samples)
+        record = self._recorder.note(self._state.epoch, loss, minibatch.num_samples, seconds, full)
+        self._progress.note(loss, minibatch.num_samples)
         if sums.ask_to_stop():  # all ranks see it here, and none has trained further than this:
-            behind = self._standing.step - self._so_far.position + self._so_far.recorded
-            self._standing.preempt(behind + losses_late(self._worker.plan))
+            behind = self._state.step - self._progress.position + self._progress.recorded
+            self._state.preempt(behind + losses_late(self._worker.plan))
         if self._keeper is not None:
-            self._keeper.losses_in(self._so_far.losses_in)
+            self._keeper.losses_in(self._progress.losses_in)
         return record
 
 

@@ -130,6 +130,11 @@ class Recorder:
             self._target,
         )
 
+    def end_epoch(self, entry: dict[str, Any]) -> None:
+        """Take an epoch's entry of the history into account."""
+        self.metrics = entry.get("validation", self.metrics)
+        self.training_seconds += entry["seconds"]
+
     def begin(self) -> None:
         """Training begins: what the process weighs so far is no stage's."""
         self._memory_before = _resident_bytes()

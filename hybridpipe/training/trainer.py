@@ -39,8 +39,8 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
-from hybridpipe.training.books import Books, Sizes
-from hybridpipe.training.evaluation import Judge, Metric, evaluate, targets_wanted
+from hybridpipe.training.checkpoints import CheckpointManager, Sizes
+from hybridpipe.training.evaluation import Metric, MicrobatchMetrics, evaluate, targets_wanted
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.loop import total
 from hybridpipe.training.metrics import MinibatchRecord, Recorder, Traced
@@ -52,6 +52,7 @@ from hybridpipe.training.planmaker import (
     device_and_threads,
     read_given,
 )
+from hybridpipe.training.train_state import TrainState
 from hybridpipe.training.validation import integer
 from hybridpipe.types import Loss, OptimizerFactory
 
@@ -141,7 +142,7 @@ class Trainer:
         valid.check_model(model)
         valid.check_loss(loss, model)
         valid.check_factories(optimizer, lr_scheduler)
-        self._judge = Judge(loss, metrics)
+        self._metrics = MicrobatchMetrics(loss, metrics)
         minibatch_size = integer("minibatch_size", minibatch_size, least=1)
         if microbatch_size is not None:
             microbatch_size = integer("microbatch_size", microbatch_size, least=1)
@@ -162,7 +163,10 @@ class Trainer:
         self._hang_timeout, self._num_workers = hang_timeout, num_workers
         self._watchdog: Watchdog | None = None
         trained_by = partial(consistency.settings, model, loss, self.rule)
-        self.books = Books(Sizes(seed, minibatch_size), self.world, trained_by)
+        self.state, self.recorder = TrainState(), Recorder()
+        self._checkpoints = CheckpointManager(
+            Sizes(seed, minibatch_size), self.world, self.state, self.recorder, trained_by
+        )
         self.choice: Choice | None = None
         self._worker: Worker | None = None
         given = read_given(plan)
@@ -190,12 +194,12 @@ class Trainer:
     @property
     def step(self) -> int:
         """Minibatches trained on."""
-        return self.books.standing.step
+        return self.state.step
 
     @property
     def epoch(self) -> int:
         """Complete epochs."""
-        return self.books.standing.epoch
+        return self.state.epoch
 
     @property
     def stopped(self) -> bool:
@@ -205,12 +209,7 @@ class Trainer:
     @property
     def history(self) -> list[dict[str, Any]]:
         """What `fit` has returned for each epoch, of the runs before a checkpoint, too."""
-        return self.books.history
-
-    @property
-    def recorder(self) -> Recorder:
-        """What was measured on the way."""
-        return self.books.recorder
+        return self.state.history
 
     @property
     def plan(self) -> Plan:
@@ -248,8 +247,8 @@ class Trainer:
             )
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         sums, events = self.worker.train(minibatch, self.step, self._updates)
-        self.books.standing.step += 1
-        self.books.standing.so_far = None
+        self.state.step += 1
+        self.state.progress = None
         self._accumulated = not self._updates
         loss, seconds = total(sums), time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
@@ -329,19 +328,29 @@ class Trainer:
         self.worker.forget_gradients()
         keeper = None
         if checkpoint is not None:
-            keeper = self.books.keeper(self.worker, checkpoint, self.microbatch_size)
+            keeper = self._checkpoints.keeper(self.worker, checkpoint, self.microbatch_size)
         batches = partial(self._begin_epoch, dataset, shuffle)
         judged = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-        self._fitting = FitLoop(self.worker, self.books, keeper, batches, judged, wanted, on_minibatch)
+        self._fitting = FitLoop(
+            self.worker,
+            self.state,
+            self.recorder,
+            keeper,
+            self.minibatch_size,
+            batches,
+            judged,
+            wanted,
+            on_minibatch,
+        )
         first = len(self.history)
         with preemption.listening(keeper is not None):
             if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
-                self.books.standing.preempted, epochs = True, 0
+                self.state.preempted, epochs = True, 0
             self._fitting.run(epochs)
             if keeper is not None and self.step:
-                keeper.finish(self.step, self.books.resume_point)
+                keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
             if checkpoint is not None:
-                self.books.leave_if_preempted(checkpoint.folder)
+                self._checkpoints.leave_if_preempted(checkpoint.folder)
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
@@ -352,7 +361,7 @@ class Trainer:
         asynchronous schedule messages of later minibatches stay under way: the process has to end then,
         without `close`.
         """
-        self.books.standing.stop_from = step
+        self.state.stop_from = step
 
     def save(self, root: str | os.PathLike[str], keep: int = 3) -> Path:
         """Save the state between two steps as `root/step-...`, of which the last `keep` stay. Collective.
@@ -368,8 +377,8 @@ class Trainer:
         if self._accumulated:
             raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
         asked = Checkpointing(root, keep=keep)
-        keeper = self.books.keeper(self.worker, asked, self.microbatch_size, anew=True)
-        keeper.finish(self.step, self.books.resume_point)
+        keeper = self._checkpoints.keeper(self.worker, asked, self.microbatch_size, anew=True)
+        keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
         return Path(root) / name_of(self.step)
 
     def resume(
@@ -400,14 +409,14 @@ class Trainer:
         if path.suffix == ".safetensors":
             load_plain(self.world, self.model, path)
             return [f"weights of {path}; all else starts anew"]
-        found = self.books.find(path, self.model, allow_changed)
+        found = self._checkpoints.find(path, self.model, allow_changed)
         if isinstance(found, Nothing):
             if not or_anew:
                 raise UserError("; ".join([f"{path}: holds no checkpoint to resume from", *found.notes]))
             return [*found.notes, f"no checkpoint in {path}: training starts anew"]
         told = [*found.notes, f"resuming from {found.path}: {found.place}"]
         if self._worker is not None:
-            self.books.load(self._worker)
+            self._checkpoints.load(self._worker)
         elif (preferred := self._maker.prefer(found.plan, found.run.get("ranks"))) is not None:
             told.append(preferred)
         return told
@@ -430,7 +439,7 @@ class Trainer:
         """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
         loads = self.worker.loads_to_infer
         batches = loaded(self._microbatches(dataset), loads, self._num_workers)
-        return evaluate(self.worker, batches, self._judge, len(dataset), self.step, may_stop)
+        return evaluate(self.worker, batches, self._metrics, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
         """The modules whose backward is whole, though the schedule splits it; None on other ranks than 0."""
@@ -456,7 +465,7 @@ class Trainer:
         """
         if validation is not None:
             consistency.check_data_alike(self.world, "validation", validation, self.seed)
-        self.books.check_data(self._make_ready(dataset))
+        self._checkpoints.check_data(self._make_ready(dataset))
 
     def _make_ready(self, dataset: Any) -> dict[str, str]:
         """For a data set to train or to evaluate on. Returns its fingerprint."""
@@ -490,7 +499,7 @@ class Trainer:
 
     def close(self) -> None:
         """End what goes on in the background, give back the communicators; the model keeps its weights."""
-        self.books.close()
+        self._checkpoints.close()
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -499,8 +508,8 @@ class Trainer:
             self._watchdog = None
 
     def _begin_epoch(self, dataset: Any, shuffle: bool) -> Iterator[Minibatch]:
-        so_far = self.books.begin_epoch(len(dataset), shuffle)
-        loads = partial(self.worker.loads, begin=so_far.position, stream_start=so_far.stream_start)
+        progress = self.state.begin_epoch(len(dataset), shuffle)
+        loads = partial(self.worker.loads, begin=progress.position, stream_start=progress.stream_start)
         microbatches = self._microbatches(dataset, epoch=self.epoch, shuffle=shuffle)
         return loaded(microbatches, loads, self._num_workers)
 
@@ -508,7 +517,7 @@ class Trainer:
         return Microbatches(dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, **which)
 
     def _check_nothing_under_way(self, method: str) -> None:
-        if self.books.standing.under_way:
+        if self.state.under_way:
             raise RuntimeError(
                 f"{method} was called while minibatches are under way under {self.plan.schedule}; "
                 "call it between epochs"
@@ -536,4 +545,4 @@ class Trainer:
             self.seed,
             self._maker.progress_thread,
         )
-        self.books.load(self._worker)
+        self._checkpoints.load(self._worker)

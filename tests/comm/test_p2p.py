@@ -1,4 +1,4 @@
-"""Two boundaries in one thread: queues hold what is sent, so the receiver may come later."""
+"""Two ranks in one thread: queues hold what is sent, so the receiver may come later."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Watched(QueueTransport):
 
 
 class Pair:
-    """The boundaries of a straight plan with two stages."""
+    """Both ends of a straight plan with two stages."""
 
     def __init__(self):
         mailboxes = Mailboxes()
@@ -58,8 +58,8 @@ class Pair:
 
     def begin(self, *sizes, step=0, training=True):
         make = programs if training else forward_programs
-        for rank, boundary in enumerate((self.before, self.behind)):
-            boundary.begin(make(STRAIGHT, len(sizes))[rank], sizes, step, training)
+        for rank, side in enumerate((self.before, self.behind)):
+            side.begin(make(STRAIGHT, len(sizes))[rank], sizes, step, training)
 
     def forward(self, microbatch, value):
         self.before.send_activation(microbatch, value)
@@ -155,8 +155,8 @@ def test_a_message_of_another_step_is_refused():
     pair = Pair()
     pair.begin(2)
     pair.forward(0, torch.randn(2, 3))
-    for boundary, step in ((pair.before, 3), (pair.behind, 4)):
-        boundary.begin(programs(STRAIGHT, 1)[1 if step == 4 else 0], (2,), step, training=True)
+    for side, step in ((pair.before, 3), (pair.behind, 4)):
+        side.begin(programs(STRAIGHT, 1)[1 if step == 4 else 0], (2,), step, training=True)
     with pytest.raises(ProtocolError, match="step 3 instead of 4"):
         pair.forward(0, torch.randn(2, 3))
 

@@ -5,8 +5,8 @@ def test_batch_norm(job):
     job(3, "batchnorm.py")
 
 
-def test_values_of_many_kinds_cross_boundaries(job):
-    assert "all boundaries crossed" in job(4, "boundaries.py").stdout
+def test_values_of_many_kinds_cross_cuts(job):
+    assert "all cuts crossed" in job(4, "cuts.py").stdout
 
 
 def test_ranks_reduce_alike_whether_or_not_they_have_used_horovod_before(job):

@@ -28,7 +28,7 @@ def cut(model: nn.Sequential, *edges: int, loss=mse, seed: int = 0) -> list[Stag
 
 
 def across(value):
-    """What a boundary does: the numbers in memory of their own, as leaves."""
+    """What a cut does: the numbers in memory of their own, as leaves."""
     needs = [tensor.requires_grad for tensor in tensors_of(value)]
     return received(map_tensors(lambda t: t.detach().clone(), value), needs)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.training.evaluation import Accuracy, Judge, reached
+from hybridpipe.training.evaluation import Accuracy, MicrobatchMetrics, reached
 
 cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
 
@@ -30,17 +30,17 @@ class PerToken(nn.Module):
 )
 def test_losses_and_right_answers_add_up(shape, targets, loss, classes):
     outputs, labels = torch.randn(shape).double(), torch.randint(0, 4, targets)
-    total, right, judged, others = Judge(loss, {})(outputs, labels)
+    total, right, judged, others = MicrobatchMetrics(loss, {})(outputs, labels)
     assert total == pytest.approx(6 * loss(outputs, labels).item())
     assert (right, judged, others) == ((outputs.argmax(classes) == labels).sum(), labels.numel(), 0)
 
 
 def accuracy(loss, outputs, targets) -> float | None:
     """Of microbatches of three samples."""
-    judge = Judge(loss, {})
+    microbatch_metrics = MicrobatchMetrics(loss, {})
     slices = [slice(i, i + 3) for i in range(0, len(targets), 3)]
-    totals = np.sum([judge(outputs[each], targets[each]) for each in slices], axis=0)
-    return judge.metrics(totals, len(targets)).get("accuracy")
+    totals = np.sum([microbatch_metrics(outputs[each], targets[each]) for each in slices], axis=0)
+    return microbatch_metrics.metrics(totals, len(targets)).get("accuracy")
 
 
 def one_hot(classes: torch.Tensor, num_classes: int = 4) -> torch.Tensor:
@@ -83,8 +83,8 @@ def test_ignored_targets_are_not_judged(loss, ignored):
 )
 def test_what_is_no_classification_has_no_accuracy(loss, outputs, targets):
     """A single logit's argmax was taken; a regression on counts had an accuracy."""
-    judge = Accuracy(loss)
-    numbers = judge(outputs, targets)
+    microbatch_metrics = Accuracy(loss)
+    numbers = microbatch_metrics(outputs, targets)
     assert numbers[1] == 0 or numbers[2] > 0
 
 
@@ -106,9 +106,11 @@ def test_metrics_of_the_users_are_sums_over_counts():
         return (outputs - targets).abs().sum(), targets.numel()
 
     outputs, targets = torch.randn(7, 2).double(), torch.randn(7, 2).double()
-    judge = Judge(mse, {"mae": absolute, "accuracy": lambda o, t: (1, 4), "none": lambda o, t: (0, 0)})
-    totals = np.sum([judge(outputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 7))], axis=0)
-    found = judge.metrics(totals, 7)
+    microbatch_metrics = MicrobatchMetrics(
+        mse, {"mae": absolute, "accuracy": lambda o, t: (1, 4), "none": lambda o, t: (0, 0)}
+    )
+    totals = np.sum([microbatch_metrics(outputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 7))], axis=0)
+    found = microbatch_metrics.metrics(totals, 7)
     assert found.keys() == {"loss", "mae", "accuracy"}
     assert found["loss"] == pytest.approx(mse(outputs, targets).item())
     assert found["mae"] == pytest.approx((outputs - targets).abs().mean().item())
@@ -125,14 +127,14 @@ def test_metrics_of_the_users_are_sums_over_counts():
 )
 def test_a_mistake_in_metrics_is_told(metrics, error, told):
     with pytest.raises(error, match=told):
-        Judge(mse, metrics)
+        MicrobatchMetrics(mse, metrics)
 
 
 @pytest.mark.parametrize("result", [0.5, (1, 2, 3), (torch.ones(2), 2), "ab"])
 def test_a_metric_that_returns_anything_else_is_told(result):
-    judge = Judge(mse, {"odd": lambda outputs, targets: result})
+    microbatch_metrics = MicrobatchMetrics(mse, {"odd": lambda outputs, targets: result})
     with pytest.raises(ValueError, match=r"metric odd must return \(sum, count\)"):
-        judge(torch.ones(2, 2), torch.ones(2, 2))
+        microbatch_metrics(torch.ones(2, 2), torch.ones(2, 2))
 
 
 def test_a_target_is_reached_where_all_that_is_wanted_is():

@@ -1,4 +1,4 @@
-"""What crosses a boundary: skip connections, integers, tensors without gradient; in place, frozen, bf16."""
+"""What crosses a cut: skip connections, integers, tensors without gradient; in place, frozen, bf16."""
 
 import copy
 from functools import partial
@@ -77,4 +77,4 @@ for replicas in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
     check(torch.float64, 1e-12, replicas)
 check(torch.bfloat16, 0.05, (2, 1, 1))  # Horovod takes no bf16
 if MPI.COMM_WORLD.rank == 0:
-    print("all boundaries crossed")
+    print("all cuts crossed")
