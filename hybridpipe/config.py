@@ -18,7 +18,7 @@ from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive, positive_int
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
-from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
 
 AUTO = "auto"  # as a source: the best plan; as a schedule: the best of the synchronous ones
 SOURCES = (AUTO, "dp", "straight")
@@ -168,7 +168,7 @@ class PlanConfig:
     which takes seconds at each start, and nothing predicted stands beside what was measured.
     """
 
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT
     source: str = "auto"
     vertical_sync: bool = False
     max_in_flight: int | None = None
@@ -179,11 +179,12 @@ class PlanConfig:
         allowed = (AUTO, *SCHEDULES)
         if self.schedule not in allowed:
             raise ValueError(f"schedule must be one of {', '.join(allowed)}, got {self.schedule!r}")
-        if self.vertical_sync and self.schedule != "pipedream":
+        traits = TRAITS.get(self.schedule)  # None: auto
+        if self.vertical_sync and (traits is None or traits.versions != "stashed"):
             raise ValueError(f"vertical_sync must be false under {self.schedule}, got true")
         if self.max_in_flight is not None:
             positive_int("max_in_flight", self.max_in_flight)
-            if self.schedule not in (AUTO, "1f1b", *ASYNCHRONOUS):
+            if traits is not None and not traits.takes_max_in_flight:
                 raise ValueError(f"max_in_flight must not be given under {self.schedule}")
         if self.source not in SOURCES and not self.source.endswith(".json"):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")

@@ -6,7 +6,7 @@ import pytest
 
 from hybridpipe.config import Config, DataConfig, Factory, PlanConfig, TrainConfig, load_config
 from hybridpipe.errors import UserError
-from hybridpipe.planning.plan import SCHEDULES
+from hybridpipe.planning.schedules.registry import SCHEDULES
 
 CONFIG = """\
 [model]

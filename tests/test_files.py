@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_cluster, read_plan, read_profile, write_json
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
-from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES, Plan, Prediction, StageSpec
+from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.schedules.registry import ASYNCHRONOUS, SCHEDULES
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "plan.json": read_plan,

@@ -23,6 +23,7 @@ from hybridpipe.health import exit_report, preemption
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.schedules.registry import TRAITS
 
 if TYPE_CHECKING:
     from hybridpipe.config import Config
@@ -212,7 +213,7 @@ def _asked(options: argparse.Namespace, num_ranks: int) -> "Asked":
 
 def _minibatch(options: argparse.Namespace, samples: int, ranks: int) -> int:
     """Samples of a minibatch; UserError if the size of the microbatch does not go with it."""
-    if options.schedule == "pipedream":
+    if options.schedule in TRAITS and TRAITS[options.schedule].whole_minibatch:
         minibatch: int = options.minibatch or samples
         if options.microbatch not in (None, minibatch):
             raise UserError(
@@ -255,7 +256,7 @@ def _simulate(options: argparse.Namespace) -> int:
         events = timeline.to_chrome_trace("predicted")
         write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
     if options.plot:
-        slices = "" if plan.schedule == "pipedream" else f", {plan.num_microbatches} microbatches"
+        slices = "" if plan.traits.whole_minibatch else f", {plan.num_microbatches} microbatches"
         title = f"Plan {plan.name} under {plan.schedule}{slices}"
         write_text(options.plot, draw.svg(timeline, plan, title, curves(profile, plan, timeline), prediction))
     if not options.json:
@@ -279,7 +280,7 @@ def _changed(
     if options.ranks is None:
         return plan, changed
     count = ceil_div(plan.num_microbatches * options.ranks, cluster.num_ranks)
-    count = 1 if plan.schedule == "pipedream" else count
+    count = 1 if plan.traits.whole_minibatch else count
     choice = choose(
         "auto",
         replace(profile, others=()),  # the microbatch stays as it is

@@ -19,7 +19,7 @@ from hybridpipe.cli.values import (
     sizes,
 )
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
-from hybridpipe.planning.plan import SCHEDULES
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES
 
 Command = Callable[[str, str], argparse.ArgumentParser]  # adds one: its name, a line of help
 
@@ -69,7 +69,7 @@ def add_plan(command: Command) -> None:
     plan.add_argument(
         "--schedule",
         choices=("auto", *SCHEDULES),
-        default="1f1b",
+        default=DEFAULT,
         help="default: 1f1b; auto: the fastest of the synchronous ones",
     )
     plan.add_argument(

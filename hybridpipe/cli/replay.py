@@ -144,7 +144,7 @@ def _trainer(asked: Replay, rank: int) -> Trainer:
             cut=i + 1 in cuts,
             leads=any(i == stage.start for stage in held),
             ends=any(i + 1 == stage.stop for stage in held),
-            split=plan.schedule == "zero-bubble",
+            split=plan.traits.splits_backward,
         )
         for i, layer in enumerate(profile.layers)
     ]

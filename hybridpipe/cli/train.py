@@ -100,8 +100,11 @@ def train(
         except OSError as error:
             failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
         _tell_plan(trainer, out)
-        if trainer.plan.schedule == "pipedream" and config.train.microbatch is not None:
-            print("pipedream: train.microbatch is not used, as a minibatch travels whole", flush=True)
+        if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
+            print(
+                f"{trainer.plan.schedule}: train.microbatch is not used, as a minibatch travels whole",
+                flush=True,
+            )
         if not_split:
             print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
         for line in [*told, *_claim(out, resume)]:

@@ -29,7 +29,6 @@ from hybridpipe.optim.gradient_sync import HorovodGradients, LocalGradients
 from hybridpipe.optim.nonfinite import Finite
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.profile import JOINING
 from hybridpipe.planning.schedules.generators import forward_program, program
 from hybridpipe.planning.schedules.instructions import Forward, Program, without_update
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
@@ -112,8 +111,8 @@ class Worker:
                 seed,
                 loss if s == plan.num_stages - 1 else None,
                 recompute=plan.recomputes(s),
-                split_backward=plan.schedule == "zero-bubble",
-                join_products=plan.schedule in JOINING,
+                split_backward=plan.traits.splits_backward,
+                join_products=plan.traits.batches_wgrad,
             )
             for s in held
         ]
@@ -358,7 +357,7 @@ class Worker:
 
         Collective.
         """
-        if self.plan.schedule != "zero-bubble":
+        if not self.plan.traits.splits_backward:
             return []
         here: list[tuple[int, list[str]]] = []
         if self.executor is not None:

@@ -88,10 +88,10 @@ class UpdateRule:
                 f"delay_warm_up must be 0 under {plan.schedule}, whose gradients are never late, "
                 f"got {self.delay_warm_up}"
             )
-        if self.delay_warm_up and plan.schedule == "pipedream-2bw":
+        if self.delay_warm_up and plan.traits.versions == "two":
             raise ValueError(
-                "delay_warm_up must be 0 under pipedream-2bw, whose gradients are one update late in every "
-                f"stage, which the rule divides by 1, got {self.delay_warm_up}"
+                f"delay_warm_up must be 0 under {plan.schedule}, whose gradients are one update late in "
+                f"every stage, which the rule divides by 1, got {self.delay_warm_up}"
             )
 
     def try_out(self, parameters: Sequence[Tensor]) -> None:
@@ -110,7 +110,7 @@ class UpdateRule:
         The optimizer gets those that are not trained, too: they may be later on, and without a gradient it
         passes them by.
         """
-        scaled = plan.schedule == "pipedream" and self.scale_learning_rate
+        scaled = plan.traits.whole_minibatch and self.scale_learning_rate
         return Update(
             self._optimizer(parameters),
             self.lr_scheduler,

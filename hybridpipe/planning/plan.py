@@ -12,11 +12,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hybridpipe.planning.checks import MAX_RANKS, non_negative_int, plain, positive_int
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
-SYNCHRONOUS = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble")  # one update a minibatch, after a flush
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # no flush
-SCHEDULES = SYNCHRONOUS + ASYNCHRONOUS
 
 MOST_MICROBATCHES = 2**20  # each has its instructions in a program
 
@@ -95,7 +93,7 @@ class Plan:
     """
 
     stages: tuple[StageSpec, ...]
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT
     num_microbatches: int = 1
     num_layers: int = 0
     chunks: int = 1
@@ -141,21 +139,21 @@ class Plan:
 
     def _check_schedule(self) -> None:
         """Raises ValueError for what the schedule cannot do."""
-        if self.schedule == "pipedream" and self.num_microbatches != 1:
+        if self.traits.whole_minibatch and self.num_microbatches != 1:
             raise ValueError(
-                "num_microbatches must be 1 under pipedream, where a minibatch travels whole, "
+                f"num_microbatches must be 1 under {self.schedule}, where a minibatch travels whole, "
                 f"got {self.num_microbatches}"
             )
-        if self.vertical_sync and self.schedule != "pipedream":
+        if self.vertical_sync and self.traits.versions != "stashed":
             raise ValueError(f"vertical_sync must be false under {self.schedule}, got true")
         if self.max_in_flight is not None:
             positive_int("max_in_flight", self.max_in_flight)
-            if self.schedule not in ("1f1b", *ASYNCHRONOUS):
+            if not self.traits.takes_max_in_flight:
                 raise ValueError(
                     f"max_in_flight must not be given under {self.schedule}, got {self.max_in_flight}: "
                     "what it stashes is a part of the schedule"
                 )
-        if self.schedule != "interleaved-1f1b":
+        if not self.traits.interleaves:
             if self.chunks != 1:
                 raise ValueError(f"chunks must be 1 unless schedule is interleaved-1f1b, got {self.chunks}")
             return
@@ -177,15 +175,20 @@ class Plan:
 
     @classmethod
     def data_parallel(
-        cls, num_layers: int, num_ranks: int, num_microbatches: int, schedule: str = "1f1b"
+        cls, num_layers: int, num_ranks: int, num_microbatches: int, schedule: str = DEFAULT
     ) -> "Plan":
         """One stage, replicated on every rank."""
         return cls((StageSpec(0, num_layers, num_ranks),), schedule, num_microbatches)
 
     @property
+    def traits(self) -> ScheduleTraits:
+        """Those of its schedule."""
+        return TRAITS[self.schedule]
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether the pipeline never drains, so that its slowest stage alone sets the pace."""
-        return self.schedule in ASYNCHRONOUS
+        return self.traits.is_asynchronous
 
     @property
     def microbatch_samples(self) -> int | None:

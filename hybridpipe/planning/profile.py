@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
+from hybridpipe.planning.schedules.registry import TRAITS
 
 PROFILE_FORMAT = "hybridpipe-profile/1"
-JOINING = ("1f1b", "gpipe", "interleaved-1f1b")  # one version of the weights, and whole backwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class LayerProfile:
 
         Without the last of the `products`.
         """
-        if schedule == "zero-bubble":
+        if TRAITS[schedule].splits_backward:
             return self.input_backward_seconds + self.weights_backward(num_microbatches)
-        if self.joined is None or schedule not in JOINING:
+        if self.joined is None or not TRAITS[schedule].batches_wgrad:
             return self.backward_seconds - self.accumulate_seconds / num_microbatches
         last = self.joined.last(num_microbatches)
         products = (num_microbatches - last) // self.joined.microbatches
@@ -119,7 +119,7 @@ class LayerProfile:
 
     def products(self, schedule: str, num_microbatches: int) -> float:
         """Seconds of what the last backward of an update leaves to be made."""
-        if self.joined is None or schedule not in JOINING:
+        if self.joined is None or not TRAITS[schedule].batches_wgrad:
             return 0.0
         return self.joined.seconds(self.joined.last(num_microbatches))
 
@@ -129,7 +129,7 @@ class LayerProfile:
 
     def kept(self, schedule: str, num_microbatches: int) -> int:
         """Bytes kept at most for joined products under a schedule."""
-        if self.joined is None or schedule not in JOINING:
+        if self.joined is None or not TRAITS[schedule].batches_wgrad:
             return 0
         return self.joined.kept_bytes * min(num_microbatches, self.joined.microbatches)
 

@@ -20,6 +20,7 @@ from hybridpipe.planning.cost.memory import peak_memory_bytes, versions_per_stag
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight_per_stage
+from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.search import Candidate, fits, short_name, with_prediction
 from hybridpipe.planning.simulator.predict import is_simulated, predict
@@ -79,7 +80,7 @@ def _figures(
 ) -> StageFigures:
     replicas = plan.stages[s].replicas
     # Under pipedream the replicas take turns: a minibatch is one of theirs, and one has it.
-    takes_turns = replicas if plan.schedule == "pipedream" else 1
+    takes_turns = replicas if plan.traits.whole_minibatch else 1
     work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds + terms.products_seconds
     return StageFigures(
         work_seconds=terms.work_seconds,
@@ -242,7 +243,7 @@ def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator
 
 def _particulars(plan: Plan) -> str:
     told = []
-    if plan.schedule == "pipedream":
+    if plan.traits.whole_minibatch:
         of_input = "those of the input stage" if plan.vertical_sync else "each stage's newest"
         if plan.num_stages > 1:
             told.append(f"stale weights: {of_input}")
@@ -261,14 +262,14 @@ def _particulars(plan: Plan) -> str:
 
 
 def _slices(plan: Plan) -> str:
-    if plan.schedule == "pipedream":
+    if plan.traits.whole_minibatch:
         return "whole minibatches"
     return "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
 
 
 def _one_stage(plan: Plan, ranks: tuple[int, ...]) -> Plan:
     stages = (StageSpec(0, plan.num_layers, len(ranks), ranks),)
-    schedule = plan.schedule if plan.is_asynchronous else "1f1b"  # with one stage all synchronous are alike
+    schedule = plan.schedule if plan.is_asynchronous else DEFAULT  # with one stage all synchronous are alike
     return Plan(stages, schedule, plan.num_microbatches)
 
 

@@ -14,8 +14,8 @@ from hybridpipe.measure.probe import probe
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS
 from hybridpipe.planning.search.search import (
-    SIMPLEST_FIRST,
     Asked,
     Candidate,
     NoPlanFits,
@@ -134,8 +134,8 @@ def choose(
     if name == "auto":
         return Choice(best.plan, candidates, profile.scaled_to(best.samples), cluster)
     ranks = asked.get("num_ranks") or cluster.num_ranks
-    schedule = asked.get("schedule", SIMPLEST_FIRST[0])
-    if schedule == "pipedream":  # a minibatch travels whole
+    schedule = asked.get("schedule", DEFAULT)
+    if schedule in TRAITS and TRAITS[schedule].whole_minibatch:  # a minibatch travels whole
         profile, num_microbatches = profile.scaled_to(profile.samples * num_microbatches), 1
     plan: Plan | None
     if name == "dp":
@@ -154,7 +154,7 @@ def choose(
 
 def check_options(plan: Plan, schedule: str, options: dict[str, Any]) -> None:
     """Raises ValueError for what a plan that is given says itself, and otherwise."""
-    if schedule not in ("1f1b", plan.schedule):
+    if schedule not in (DEFAULT, plan.schedule):
         raise ValueError(f"schedule = {schedule!r} disagrees with the plan, which says {plan.schedule!r}")
     for name, value in options.items():
         if value and value != getattr(plan, name):

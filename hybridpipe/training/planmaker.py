@@ -126,7 +126,7 @@ class PlanMaker:
                 raise ValueError(f"it was made for {num_ranks} ranks, and there are {self._world.size}")
             self._check_asked(plan)
             # pipedream's minibatches travel whole, whatever size is given
-            size = None if plan.schedule == "pipedream" else self._wanted_size
+            size = None if plan.traits.whole_minibatch else self._wanted_size
             self.microbatch_size = self._fitting(plan, size)
         except ValueError as error:
             return f"{what}, does not fit here, so one is searched for: {error}"

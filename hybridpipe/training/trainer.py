@@ -36,6 +36,7 @@ from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative, plain
 from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
@@ -118,7 +119,7 @@ class Trainer:
         cluster: ClusterLike | None = None,
         minibatch_size: int,
         microbatch_size: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str = DEFAULT,
         vertical_sync: bool = False,
         max_in_flight: int | None = None,
         recompute: bool = False,

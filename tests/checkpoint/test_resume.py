@@ -21,9 +21,8 @@ from hybridpipe.planning.schedules.resume_point import (
     versions_in_use,
 )
 from hybridpipe.stage.state import pack
-
-from .helpers import each_in_a_thread, make_executors, make_plan
-from .test_asynchronous import cross_entropy, make_data
+from tests.engine.helpers import each_in_a_thread, make_executors, make_plan
+from tests.engine.test_asynchronous import cross_entropy, make_data
 
 MICROBATCH = 2
 KINDS = {

@@ -20,7 +20,6 @@ from hybridpipe.model.sequential import check_plan
 from hybridpipe.optim.nonfinite import Finite
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place
-from hybridpipe.planning.profile import JOINING
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import without_update
 from hybridpipe.planning.timeline import Event
@@ -248,7 +247,7 @@ def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
         loss=loss if s == plan.num_stages - 1 else None,
         split_backward=plan.schedule == "zero-bubble",
         recompute=plan.recomputes(s),
-        join_products=plan.schedule in JOINING,
+        join_products=plan.traits.batches_wgrad,
     )
 
 

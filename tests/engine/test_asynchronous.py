@@ -13,9 +13,8 @@ from torch import nn
 
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.stage.weights import WeightVersions
-
-from . import asynchronous_reference
-from .helpers import in_threads, make_plan
+from tests.engine import asynchronous_reference
+from tests.engine.helpers import in_threads, make_plan
 
 PLANS = ["1", "1-1", "1-1-1-1", "2-1", "1-2", "3-1", "2-2", "1-2-1", "3"]
 OPTIMIZERS = {

@@ -15,8 +15,7 @@ from hybridpipe import Plan, StageSpec
 from hybridpipe.comm.messages import ProtocolError
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import AllReduce, Forward, Load, Products, Step
-
-from .helpers import Call, OnFirst, assert_same, in_threads, make_plan, one_process
+from tests.engine.helpers import Call, OnFirst, assert_same, in_threads, make_plan, one_process
 
 FEATURES, CLASSES = 4, 3
 cross_entropy = nn.functional.cross_entropy

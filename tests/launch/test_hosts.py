@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 
-import netcluster
 import pytest
+
+from tests.launch import netcluster
 
 
 @pytest.mark.netcluster

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 
-import netcluster
 import pytest
+
+from tests.launch import netcluster
 
 PROGRAMS = ("ip", "tc", "slurmctld", "slurmd", "sbatch", "scontrol", "munged")
 STARTED = re.compile(r"resuming from .*: step (\d+)")

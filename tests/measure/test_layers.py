@@ -13,8 +13,7 @@ from hybridpipe.files import read_profile, write_json
 from hybridpipe.measure import layers as module
 from hybridpipe.measure.layers import Rehearsal, measure
 from hybridpipe.measure.stopwatch import Took
-
-from .helpers import Call, OnFirst, fork, join
+from tests.stage.helpers import Call, OnFirst, fork, join
 
 FLOAT, LONG = 4, 8  # bytes
 cross_entropy = nn.functional.cross_entropy

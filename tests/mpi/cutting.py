@@ -7,9 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import faulting
-
 from hybridpipe.launch import mpirun
+from tests.mpi import faulting
 
 ROOT = Path(__file__).resolve().parents[2]
 NETCLUSTER = Path(os.environ.get("NETCLUSTER", ROOT / "../shared/cluster/netcluster"))

@@ -5,9 +5,10 @@ A selection; `python benchmarks/faults.py` goes through the whole matrix.
 
 import re
 
-import cutting
 import pytest
-from faulting import Case, run
+
+from tests.mpi import cutting
+from tests.mpi.faulting import Case, run
 
 CASES = [
     Case("2-1", "1f1b", 1, "load", "raise"),  # a replica of the first stage

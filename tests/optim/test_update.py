@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from hybridpipe.optim.update import LearningRate, Update, UpdateRule
-
-from .helpers import assert_same, in_threads, make_plan, one_process
+from tests.engine.helpers import assert_same, in_threads, make_plan, one_process
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adam = partial(torch.optim.Adam, lr=0.01)

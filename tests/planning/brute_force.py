@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import replace
 
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
-from hybridpipe.planning.plan import ASYNCHRONOUS
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
+from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
 
 class Reference:

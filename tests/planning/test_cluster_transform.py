@@ -14,8 +14,7 @@ from hybridpipe.planning.cluster_transform import (
     with_ranks,
 )
 from hybridpipe.planning.plan import Prediction
-
-from .helpers import plan
+from tests.planning.helpers import plan
 
 NODE = Level("node", 2, 1e10, 1e-6, allreduce=AllReduce(5e9, 1e-5))
 NETWORK = Level("network", 4, 1e9, 1e-4, 5e8, AllReduce(4e8, 1e-3))

@@ -14,8 +14,7 @@ from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import Step
 from hybridpipe.planning.simulator.predict import predict, simulate
 from hybridpipe.planning.timeline import Event, Timeline
-
-from .helpers import free, layer, model, plan
+from tests.planning.helpers import free, layer, model, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLAN = plan([2, 1], 4)

@@ -19,8 +19,8 @@ from hybridpipe.cli.main import main
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 from hybridpipe.planning.cost.formula import estimate
 from hybridpipe.planning.graph.pipedream_format import parse_graph
-from hybridpipe.planning.plan import SCHEDULES
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.schedules.registry import SCHEDULES
 from hybridpipe.planning.search.anneal import anneal
 from hybridpipe.planning.search.search import fits, search
 

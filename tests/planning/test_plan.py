@@ -5,8 +5,7 @@ import pytest
 
 from hybridpipe.planning.checks import MAX_RANKS
 from hybridpipe.planning.plan import Place, Plan, StageSpec, microbatch_sizes
-
-from .helpers import plan
+from tests.planning.helpers import plan
 
 
 def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:

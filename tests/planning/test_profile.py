@@ -6,8 +6,7 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
-
-from .helpers import layer, model
+from tests.planning.helpers import layer, model
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 from hybridpipe.planning.profile import LayerProfile
 from hybridpipe.planning.scale import scaled_cluster, scaled_profile
 from hybridpipe.planning.simulator.predict import predict
-
-from .helpers import model, plan
+from tests.planning.helpers import model, plan
 
 LAYER = LayerProfile("layer", 1.0, 2.0, 8_000, 1_600, 640, 0.5, gradient_bytes=800)
 CLUSTER = Cluster(

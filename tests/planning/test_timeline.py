@@ -5,12 +5,11 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.plan import SCHEDULES
 from hybridpipe.planning.schedules.instructions import Forward, Load, parse
+from hybridpipe.planning.schedules.registry import SCHEDULES
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import Event, Timeline, kind
-
-from .helpers import layer, model, plan
+from tests.planning.helpers import layer, model, plan
 
 
 def timeline(**ranks: str) -> Timeline:

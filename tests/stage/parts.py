@@ -8,8 +8,18 @@ from torch import nn
 
 from hybridpipe.model.tensors import tensors_of
 from hybridpipe.stage.stage import Stage
-
-from .helpers import Call, Checkpointed, Implicit, OnFirst, Penalised, Shared, Stateful, Tied, fork, join
+from tests.stage.helpers import (
+    Call,
+    Checkpointed,
+    Implicit,
+    OnFirst,
+    Penalised,
+    Shared,
+    Stateful,
+    Tied,
+    fork,
+    join,
+)
 
 
 def tensor(*shape: int) -> torch.Tensor:

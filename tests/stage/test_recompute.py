@@ -9,9 +9,8 @@ from torch import nn
 
 from hybridpipe.stage.recompute import ChangingBuffers
 from hybridpipe.stage.weights import WeightVersions
-
-from .helpers import Call, Stateful, double, fork
-from .parts import CASES, case, gradients_like, stage_of, tensor
+from tests.stage.helpers import Call, Stateful, double, fork
+from tests.stage.parts import CASES, case, gradients_like, stage_of, tensor
 
 OPTIONS = [{}, {"split_backward": True}]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from .parts import CASES, case, check_same, frozen, gradients_like, stage_of, train
+from tests.stage.parts import CASES, case, check_same, frozen, gradients_like, stage_of, train
 
 
 @pytest.mark.parametrize("name", CASES)

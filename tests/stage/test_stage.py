@@ -12,8 +12,7 @@ from torch import nn
 from hybridpipe.model.rng import random_key
 from hybridpipe.model.tensors import map_tensors, tensors_of
 from hybridpipe.stage.stage import Stage, received
-
-from .helpers import Call, OnFirst, batch, double, fork, join
+from tests.stage.helpers import Call, OnFirst, batch, double, fork, join
 
 CPU = torch.device("cpu")
 mse = nn.functional.mse_loss

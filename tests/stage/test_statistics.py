@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from hybridpipe.stage.statistics import Replica, RunningStatistics, agreed, statistics
-
-from .helpers import double
+from tests.stage.helpers import double
 
 
 def net(**options) -> nn.Sequential:

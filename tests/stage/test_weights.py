@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from hybridpipe.stage.weights import WeightVersions, check_no_foreign_weights, hand_over
-
-from .helpers import Tied, batch, double
-from .parts import CASES, case, check_same, frozen, gradients_like, stage_of, tensor, train
+from tests.stage.helpers import Tied, batch, double
+from tests.stage.parts import CASES, case, check_same, frozen, gradients_like, stage_of, tensor, train
 
 OPTIONS = [{}, {"split_backward": True}, {"recompute": True}, {"split_backward": True, "recompute": True}]
 

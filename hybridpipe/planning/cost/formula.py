@@ -47,6 +47,7 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
+from hybridpipe.planning.schedules.registry import TRAITS
 
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses
 # no more than that (optim/gradient_sync.py); smaller ones start earlier, larger ones pay latency less often
@@ -243,7 +244,7 @@ def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tup
         stage = plan.stages[s]
         speed = stage_speed(cluster, stage.ranks, share)
         last, inline = cost.backward_seconds, 0.0 if plan.defers_wgrad(s) else cost.products_seconds
-        if plan.schedule == "zero-bubble":
+        if plan.traits.splits_backward:
             last = cost.weight_seconds
         elif s:
             last += handling_seconds(cluster, costs[s - 1].gradient_bytes, 1)
@@ -276,7 +277,7 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
 def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
     """`estimate`, given `stage_costs`."""
     terms = stage_terms(plan, costs, cluster)
-    over_stages = _interleaved if plan.schedule == "interleaved-1f1b" else _straight
+    over_stages = _interleaved if plan.traits.interleaves else _straight
     fill, slowest = over_stages(plan, terms)
     busy = [0.0] * plan.num_groups  # the links behind each group of ranks
     for s, (cost, (stage, behind)) in enumerate(zip(costs, pairwise(plan.stages), strict=False)):
@@ -316,14 +317,14 @@ def stage_parts(
         after: what follows it, `StageTerms.after_seconds`.
     """
     rounds = ceil_div(num_microbatches, replicas)
-    match schedule:
-        case "pipedream":
-            return work, (work + after) / replicas
-        case "pipedream-2bw":
-            return work, rounds * work + after
-        case "zero-bubble":
-            filling = np.maximum(work - 2 * weight, 0.0)
-            return filling, rounds * work - filling + after
+    traits = TRAITS[schedule]
+    if traits.whole_minibatch:
+        return work, (work + after) / replicas
+    if traits.is_asynchronous:
+        return work, rounds * work + after
+    if traits.splits_backward:
+        filling = np.maximum(work - 2 * weight, 0.0)
+        return filling, rounds * work - filling + after
     return work, (rounds - 1) * work + after
 
 

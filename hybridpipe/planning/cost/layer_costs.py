@@ -15,9 +15,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import handling_seconds, measured_speed, stage_parts
 from hybridpipe.planning.cost.memory import FUSION_BYTES, LOOK_AHEAD
-from hybridpipe.planning.plan import ASYNCHRONOUS, Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
+from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS, ScheduleTraits
 from hybridpipe.planning.search.placement import Floats, Ints, Kind
 
 
@@ -26,15 +27,15 @@ class Form:
     """What all plans of a search have in common."""
 
     num_microbatches: int
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT
     recompute: bool = False
     vertical_sync: bool = False
     max_in_flight: int | None = None
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether plans of this form have no flush."""
-        return self.schedule in ASYNCHRONOUS
+    def traits(self) -> ScheduleTraits:
+        """Those of the schedule."""
+        return TRAITS[self.schedule]
 
     def plan(self, stages: Iterable[StageSpec], chunks: int = 1) -> Plan:
         """The plan of this form with these stages."""
@@ -55,16 +56,13 @@ class Form:
     def full_rounds(self, replicas: int) -> float:
         """So many times a stage's work is at least in the maximum."""
         rounds = ceil_div(self.num_microbatches, replicas)
-        match self.schedule:
-            case "pipedream":
-                return 1 / replicas
-            case "pipedream-2bw":
-                return rounds
-        return rounds - 1
+        if self.traits.whole_minibatch:
+            return 1 / replicas
+        return rounds if self.traits.is_asynchronous else rounds - 1
 
     def versions(self, in_flight: int) -> int:
         """Of the weights, that a replica keeps."""
-        return {"pipedream": in_flight, "pipedream-2bw": 2}.get(self.schedule, 1)
+        return {"stashed": in_flight, "two": 2, "one": 1}[self.traits.versions]
 
 
 class LayerCosts:
@@ -178,7 +176,7 @@ class LayerCosts:
         cluster, form, speed = self.cluster, self.form, kind.speed
         rounds = form.per_update(kind.replicas)
         weight = self.between("weight", width, rounds) / speed
-        if form.schedule == "zero-bubble":
+        if form.traits.splits_backward:
             last = weight
         else:
             sending = np.array([handling_seconds(cluster, sent, 1) for sent in self.returned.tolist()])

@@ -91,7 +91,7 @@ def _resident(stages: Iterable[StageMemory], replicated: bool) -> int:
 
 def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
     """Peak of each rank of the plan, in stage order."""
-    if plan.schedule == "interleaved-1f1b":
+    if plan.traits.interleaves:
         each = [_interleaved_peak(profile, plan, group) for group in range(plan.num_groups)]
     else:
         stashed = in_flight_per_stage(plan, plan.num_microbatches)
@@ -133,7 +133,7 @@ def _begun(plan: Plan) -> list[int]:
 
     Where backwards are halved, also those whose weights' half follows later.
     """
-    if plan.schedule != "zero-bubble":
+    if not plan.traits.splits_backward:
         return [1] * plan.num_stages
     held = until_backward(plan, plan.num_microbatches)
     return [
@@ -150,7 +150,7 @@ def versions_per_stage(plan: Plan) -> tuple[int, ...]:
     """
     if not plan.is_asynchronous:
         return (1,) * plan.num_stages
-    if plan.schedule == "pipedream-2bw":
+    if plan.traits.versions == "two":
         return (2,) * plan.num_stages
     held = until_backward(plan, 1)
     if not plan.vertical_sync:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
-from hybridpipe.planning.plan import ASYNCHRONOUS, Place, Plan
+from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
     Backward,
@@ -27,6 +27,7 @@ from hybridpipe.planning.schedules.instructions import (
     Step,
     add_communication,
 )
+from hybridpipe.planning.schedules.registry import TRAITS
 
 UPDATE: Program = (AllReduce(), Step())
 UNLIMITED = 2**62
@@ -50,7 +51,7 @@ def per_update(schedule: str, num_microbatches: int, replicas: int) -> int:
     Args:
         num_microbatches: of a minibatch.
     """
-    return 1 if schedule == "pipedream" else ceil_div(num_microbatches, replicas)
+    return 1 if TRAITS[schedule].whole_minibatch else ceil_div(num_microbatches, replicas)
 
 
 def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> int:
@@ -66,10 +67,11 @@ def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> i
         replicas: of this stage.
         behind: what all replicas of the stage behind hold together; 0 for the last stage.
     """
-    if schedule == "gpipe":
+    traits = TRAITS[schedule]
+    if not traits.has_warm_up:
         return microbatches
     held = 1 + ceil_div(behind, replicas)
-    return held if schedule in ASYNCHRONOUS else min(held, microbatches)
+    return held if traits.is_asynchronous else min(held, microbatches)
 
 
 def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
@@ -77,10 +79,10 @@ def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
 
     Where backwards are halved, a microbatch is stashed until the weights' half.
     """
-    if plan.schedule == "interleaved-1f1b":
+    if plan.traits.interleaves:
         return _interleaved_in_flight(plan, num_microbatches)
     held = until_backward(plan, num_microbatches)
-    if plan.schedule == "zero-bubble":
+    if plan.traits.splits_backward:
         return tuple(min(max(held), ceil_div(num_microbatches, replicas)) for replicas in plan.replicas)
     return held
 
@@ -91,7 +93,7 @@ def until_backward(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
     behind = 0
     for replicas in reversed(plan.replicas):
         held = in_flight(plan.schedule, ceil_div(num_microbatches, replicas), replicas, behind)
-        if plan.schedule == "pipedream-2bw":  # no more than two minibatches are on their way
+        if plan.traits.versions == "two":  # no more than two minibatches are on their way
             held = min(held, ceil_div(2 * plan.num_microbatches, replicas))
         counts.append(held)
         behind = replicas * held
@@ -110,7 +112,7 @@ def _limited(plan: Plan, counts: Sequence[int], limit: int) -> Iterator[int]:
     more than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts
     only once its round is complete.
     """
-    rounds = plan.schedule == "pipedream"
+    rounds = plan.traits.whole_minibatch
     most, room = max(counts), UNLIMITED
     for held, replicas in zip(counts, plan.replicas, strict=True):
         held = min(ceil_div(held * limit, most), 1 + room // replicas if rounds else ceil_div(room, replicas))
@@ -280,34 +282,65 @@ def _alternate(
         yield from after_each
 
 
+class _Rank(NamedTuple):
+    """What a generator is told of a rank.
+
+    Args:
+        total: microbatches of the minibatch or, under an asynchronous schedule, of the whole stream.
+        in_flight: of each stage; empty where ranks hold several.
+    """
+
+    plan: Plan
+    place: Place
+    total: int
+    in_flight: tuple[int, ...]
+
+    @property
+    def microbatches(self) -> range:
+        """Those that this rank computes."""
+        return self.plan.microbatches_of(self.place, self.total)
+
+    @property
+    def held(self) -> int:
+        """The most of them in flight."""
+        return self.in_flight[self.place.stage]
+
+
+def _interleaved_of(rank: _Rank) -> Iterator[Instruction]:
+    return interleaved_1f1b(rank.microbatches, rank.place.stage, rank.plan.num_groups, rank.plan.chunks)
+
+
+def _zero_bubble_of(rank: _Rank) -> Iterator[Instruction]:
+    return zero_bubble(rank.microbatches, rank.held, max(rank.in_flight) - rank.held)
+
+
+def _pipedream_of(rank: _Rank) -> Iterator[Instruction]:
+    replicas = rank.plan.replicas[rank.place.stage]
+    return pipedream(rank.microbatches, rank.held, ceil_div(rank.total, replicas), replicas)
+
+
+def _two_buffered_of(rank: _Rank) -> Iterator[Instruction]:
+    plan = rank.plan
+    counts = zip(rank.in_flight, plan.replicas[: rank.place.stage], strict=False)
+    room = min((held * replicas for held, replicas in counts), default=UNLIMITED)
+    size = plan.num_microbatches
+    return two_buffered(rank.microbatches, rank.held, size, ceil_div(rank.total, size), room)
+
+
+GENERATORS: dict[str, Callable[[_Rank], Iterator[Instruction]]] = {
+    "1f1b": lambda rank: one_f_one_b(rank.microbatches, rank.held),
+    "gpipe": lambda rank: gpipe(rank.microbatches),
+    "zero-bubble": _zero_bubble_of,
+    "interleaved-1f1b": _interleaved_of,
+    "pipedream": _pipedream_of,
+    "pipedream-2bw": _two_buffered_of,
+}
+
+
 def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction]]:
-    """What the rank at a place computes."""
-    if plan.schedule == "interleaved-1f1b":
-        return lambda place: interleaved_1f1b(
-            plan.microbatches_of(place, count), place.stage, plan.num_groups, plan.chunks
-        )
-    in_flight = until_backward(plan, count)
-
-    def of_one_stage(place: Place) -> Iterator[Instruction]:
-        mine, held = plan.microbatches_of(place, count), in_flight[place.stage]
-        match plan.schedule:
-            case "gpipe":
-                return gpipe(mine)
-            case "1f1b":
-                return one_f_one_b(mine, held)
-            case "zero-bubble":
-                return zero_bubble(mine, held, max(in_flight) - held)
-            case "pipedream":
-                replicas = plan.replicas[place.stage]
-                return pipedream(mine, held, ceil_div(count, replicas), replicas)
-            case "pipedream-2bw":
-                counts = zip(in_flight, plan.replicas[: place.stage], strict=False)
-                room = min((held * replicas for held, replicas in counts), default=UNLIMITED)
-                size = plan.num_microbatches
-                return two_buffered(mine, held, size, ceil_div(count, size), room)
-        raise AssertionError(plan.schedule)
-
-    return of_one_stage
+    """The instructions that the rank at a place computes by."""
+    in_flight = () if plan.traits.interleaves else until_backward(plan, count)
+    return lambda place: GENERATORS[plan.schedule](_Rank(plan, place, count, in_flight))
 
 
 def version_of(plan: Plan, stage: int, microbatch: int) -> int:
@@ -321,9 +354,9 @@ def version_of(plan: Plan, stage: int, microbatch: int) -> int:
 
 def versions(plan: Plan, stage: int) -> Callable[[int], int]:
     """`version_of` of one stage, for many microbatches."""
-    if plan.schedule == "pipedream-2bw":
+    if plan.traits.versions == "two":
         return lambda microbatch: max(0, microbatch // plan.num_microbatches - 1)
-    if plan.schedule != "pipedream":
+    if plan.traits.versions == "one":
         raise ValueError(f"{plan.schedule} has one version of the weights at a time")
     asked = 0 if plan.vertical_sync else stage
     held, replicas, here = until_backward(plan, 1)[asked], plan.replicas[asked], plan.replicas[stage]
@@ -334,7 +367,7 @@ def delay_of(plan: Plan, stage: int) -> int:
     """How many updates a stage's gradients are late once the pipeline is full; 0 under a flush."""
     if not plan.is_asynchronous:
         return 0
-    per_update = plan.num_microbatches if plan.schedule == "pipedream-2bw" else plan.replicas[stage]
+    per_update = plan.replicas[stage] if plan.traits.whole_minibatch else plan.num_microbatches
     late = 2 * per_update * math.lcm(*plan.replicas) * max(in_flight_per_stage(plan, UNLIMITED))
     return late // per_update - version_of(plan, stage, late)
 
@@ -356,7 +389,7 @@ def resume_points_every(plan: Plan) -> int:
     A checkpoint holds every stage's weights after the same minibatches. Under a flush that is any minibatch;
     under PipeDream a stage updates once a round.
     """
-    return math.lcm(*plan.replicas) if plan.schedule == "pipedream" else 1
+    return math.lcm(*plan.replicas) if plan.traits.whole_minibatch else 1
 
 
 def minibatches_in_update(plan: Plan, stage: int, update: int, num_minibatches: int) -> int:
@@ -364,7 +397,7 @@ def minibatches_in_update(plan: Plan, stage: int, update: int, num_minibatches: 
 
     Under PipeDream the replicas' round, of which the last may have fewer; else a minibatch is an update.
     """
-    if plan.schedule != "pipedream":
+    if not plan.traits.whole_minibatch:
         return 1
     replicas = plan.replicas[stage]
     return min(replicas, num_minibatches - update * replicas)

@@ -30,7 +30,7 @@ class ResumePoint(NamedTuple):
 
 def num_updates(plan: Plan, stage: int, point: ResumePoint) -> int:
     """How many updates of a stage the minibatches that are done have made."""
-    per_update = plan.replicas[stage] if plan.schedule == "pipedream" else 1
+    per_update = plan.replicas[stage] if plan.traits.whole_minibatch else 1
     assert point.done == point.total or point.done % per_update == 0, (
         f"{point} parts an update of {per_update}"
     )

@@ -121,12 +121,10 @@ class _Rank:
 
     def update_of(self, microbatch: int) -> int:
         """The update that a microbatch's gradients belong to."""
-        match self.plan.schedule:
-            case "pipedream":
-                return microbatch // self.plan.replicas[self.place.stage]
-            case "pipedream-2bw":
-                return microbatch // self.plan.num_microbatches
-        return 0
+        if not self.plan.is_asynchronous:
+            return 0
+        whole = self.plan.traits.whole_minibatch
+        return microbatch // (self.plan.replicas[self.place.stage] if whole else self.plan.num_microbatches)
 
     # Updates
 
@@ -215,13 +213,13 @@ class _Rank:
         if self.is_reduced:
             self.fail("it must come before the all-reduce of its update")
         self.returned += 1
-        if self.plan.schedule == "pipedream-2bw" and self.versions is not None:
+        if self.plan.traits.versions == "two" and self.versions is not None:
             self.check_version(m, self.versions(m))
 
     def check_version(self, m: int, version: int) -> None:
         if version > self.updates:
             self.fail(f"it uses version {version}, and {self.updates} updates are before it")
-        if self.plan.schedule == "pipedream-2bw":
+        if self.plan.traits.versions == "two":
             minibatch = self.update_of(m)
             if version != max(0, minibatch - 1):
                 self.fail(f"minibatch {minibatch} must use the version of the one before, not {version}")

@@ -19,6 +19,7 @@ from hybridpipe.planning.checks import non_negative_int
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.planning.search import search
 from hybridpipe.planning.search.placement import renumbered
 from hybridpipe.planning.search.search import Asked, Candidate
@@ -26,7 +27,8 @@ from hybridpipe.planning.search.search import Asked, Candidate
 # Temperatures relative to the first plan's time: at first and in the end, a change that costs so much is
 # accepted in one case of e.
 HOT, COLD = 0.05, 0.0005
-ALIKE = ("1f1b", "gpipe", "zero-bubble", "pipedream-2bw")  # a plan of one is a plan of the others
+# A plan of one is a plan of the others.
+ALIKE = tuple(name for name, each in TRAITS.items() if not (each.whole_minibatch or each.interleaves))
 MAX_IDLE = 500  # changes in a row to plans that are known or do not fit: there is little left to find
 
 Progress = Callable[[], object]
@@ -198,7 +200,7 @@ class _Space:
         self.ranks = range(cluster.num_ranks if max_ranks is None else min(max_ranks, cluster.num_ranks))
         start.check_world(len(self.ranks))
         minibatch = profile.samples * start.num_microbatches
-        sizes = () if start.schedule == "pipedream" else profile.sizes
+        sizes = () if start.traits.whole_minibatch else profile.sizes
         fitting = {minibatch // size: profile.scaled_to(size) for size in sizes if minibatch % size == 0}
         self.profiles = fitting | {start.num_microbatches: profile}  # by number of microbatches
         self.schedules = [name for name in dict.fromkeys([start.schedule, *schedules]) if name in ALIKE]

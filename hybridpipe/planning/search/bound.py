@@ -63,7 +63,7 @@ def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterat
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     seconds = estimate_from_costs(plan, costs, cluster)
     has_bursts = any(level.burst_bytes for level in cluster.levels)
-    if plan.schedule != "pipedream" or has_bursts or not cluster.are_processors_private:
+    if not plan.traits.whole_minibatch or has_bursts or not cluster.are_processors_private:
         yield seconds / FASTER
         return
     yield seconds

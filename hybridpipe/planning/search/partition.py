@@ -34,6 +34,7 @@ from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED
+from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.placement import (
     Ints,
     Layout,
@@ -72,7 +73,7 @@ def partition(
     cluster: Cluster,
     *,
     num_microbatches: int,
-    schedule: str = "1f1b",
+    schedule: str = DEFAULT,
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
     recompute: bool = False,
@@ -136,7 +137,7 @@ class _Search:
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
-        self.compares_lines = alike and form.schedule == "pipedream"  # see `walk_asynchronous`
+        self.compares_lines = alike and form.traits.whole_minibatch  # see `walk_asynchronous`
         self.reached = self.beaten = math.inf  # least maximum of plans that fit, on all lines and on others
         self.too_few = 0  # how many of the counts of microbatches held let plans pass that do not fit
 
@@ -276,14 +277,14 @@ class _Search:
         """No maximum may reach it: what a first look is worth, less the least sum there can be."""
         fastest = max(kind.speed for kind in graph.kinds)
         least = self.costs.least_work.sum()
-        if self.form.schedule == "zero-bubble":
+        if self.form.traits.splits_backward:
             least -= 2 * self.costs.of_update("weight", self.form.per_update(1)).sum()
-        least = 0.0 if self.form.is_asynchronous else max(0.0, float(least)) / fastest
+        least = 0.0 if self.form.traits.is_asynchronous else max(0.0, float(least)) / fastest
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 
     def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """Plans along the front of sum and maximum, down to where none can be better than the best."""
-        if self.form.is_asynchronous:
+        if self.form.traits.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
         bound = program.bound

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import compute_share, stage_speed
 from hybridpipe.planning.cost.links import cut_figures_of
-from hybridpipe.planning.plan import ASYNCHRONOUS
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight
+from hybridpipe.planning.schedules.registry import TRAITS
 
 Ints = NDArray[np.intp]
 Floats = NDArray[np.float64]
@@ -295,7 +295,7 @@ def slot_graph(
 
     def may_hold(replicas: int, behind: int) -> int:
         held = in_flight(schedule, ceil_div(num_microbatches, replicas), replicas, behind)
-        if schedule == "pipedream-2bw":  # no more than two minibatches are on their way
+        if TRAITS[schedule].versions == "two":  # no more than two minibatches are on their way
             held = min(held, ceil_div(2 * num_microbatches, replicas))
         return min(held, max_in_flight)
 
@@ -311,7 +311,7 @@ def slot_graph(
         layout.ranks,
         np.stack(np.divmod(used[0], len(layout.ranks))),
         num_microbatches,
-        schedule in ASYNCHRONOUS,
+        TRAITS[schedule].is_asynchronous,
     )
     kinds: dict[Kind, int] = {}
     stands = {s: _stand(cluster, layout.ranks[s], share) for s in set(slot.tolist())}

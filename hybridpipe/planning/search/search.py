@@ -21,9 +21,10 @@ from hybridpipe.planning.cluster_transform import with_ranks
 from hybridpipe.planning.cost.formula import compute_share, estimate, measured_speed, stage_costs, stage_speed
 from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.cost.memory import peak_memory_bytes
-from hybridpipe.planning.plan import ASYNCHRONOUS, SCHEDULES, Plan, Prediction, StageSpec
+from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
 from hybridpipe.planning.search.bound import least_seconds
 from hybridpipe.planning.search.interleave import interleaved_plans
 from hybridpipe.planning.search.partition import partition
@@ -31,9 +32,6 @@ from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
 AUTO = "auto"
-# Among schedules that take equally long the first one is chosen.
-SIMPLEST_FIRST = ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b", "pipedream", "pipedream-2bw")
-
 # Beyond these an answer would take minutes; far beyond, the input is a slip of the pen.
 MAX_RANKS = 4096
 MAX_LAYERS = 100_000
@@ -174,12 +172,13 @@ def _problems(
             cluster.num_ranks if ranks is None else ranks,
             schedule,
             asked.get("recompute", False),
-            asked.get("vertical_sync", False) and (len(schedules) == 1 or schedule == "pipedream"),
+            asked.get("vertical_sync", False)
+            and (len(schedules) == 1 or TRAITS[schedule].versions == "stashed"),
             asked.get("max_in_flight"),
             is_alternative=schedule != schedules[0],
         )
         for schedule in schedules
-        for samples, count in ({minibatch: 1} if schedule == "pipedream" else sizes).items()
+        for samples, count in ({minibatch: 1} if TRAITS[schedule].whole_minibatch else sizes).items()
     ]
 
 
@@ -189,7 +188,7 @@ def considered(asked: Asked) -> list[str]:
     Raises:
         ValueError: there is no such schedule, or none of them can do what is asked.
     """
-    schedule = asked.get("schedule", SIMPLEST_FIRST[0])
+    schedule = asked.get("schedule", DEFAULT)
     if schedule not in (AUTO, *SCHEDULES):
         raise ValueError(f"schedule must be one of {', '.join((AUTO, *SCHEDULES))}, got {schedule!r}")
     if schedule != AUTO:
@@ -200,8 +199,8 @@ def considered(asked: Asked) -> list[str]:
     limited = asked.get("max_in_flight") is not None
     return [
         name
-        for name in SIMPLEST_FIRST
-        if (is_allowed or name not in ASYNCHRONOUS) and (not limited or name in ("1f1b", *ASYNCHRONOUS))
+        for name, traits in TRAITS.items()
+        if (is_allowed or not traits.is_asynchronous) and (not limited or traits.takes_max_in_flight)
     ]
 
 
@@ -225,7 +224,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int, tuple[int, ...]]:
     plan = candidate.plan
-    return SIMPLEST_FIRST.index(plan.schedule), plan.num_ranks, plan.num_stages, plan.ranks
+    return SCHEDULES.index(plan.schedule), plan.num_ranks, plan.num_stages, plan.ranks
 
 
 def data_parallel(
@@ -235,8 +234,8 @@ def data_parallel(
 
     Under 1f1b where the schedule is not a matter of one stage.
     """
-    if schedule in (AUTO, "interleaved-1f1b"):
-        schedule = SIMPLEST_FIRST[0]
+    if schedule == AUTO or TRAITS[schedule].interleaves:
+        schedule = DEFAULT
     problem = _Problem(profile, cluster, num_microbatches, num_ranks, schedule)
     return with_prediction(_data_parallel(problem, range(num_ranks)), profile, cluster)
 
@@ -329,14 +328,14 @@ def _proposals(problem: _Problem) -> Iterator[tuple[str, Plan]]:
 
 
 def _proposed(problem: _Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
-    if problem.schedule == "interleaved-1f1b":
+    if TRAITS[problem.schedule].interleaves:
         yield from (("interleaved", plan) for plan in _interleaved(problem, recompute))
         return
     for one_stage in _data_parallel_plans(problem):
         yield "dp", replace(one_stage, recompute=recompute)
     in_line = _straight(problem, recompute)
     yield from (("straight", plan) for plan in in_line[:1])
-    count = NUM_EXACT_ASYNCHRONOUS if problem.schedule in ASYNCHRONOUS else NUM_EXACT
+    count = NUM_EXACT_ASYNCHRONOUS if TRAITS[problem.schedule].is_asynchronous else NUM_EXACT
     for exact in _partition(problem, recompute)[:count] + in_line[1:]:
         yield "exact", exact
 
@@ -384,13 +383,13 @@ def _straight(problem: _Problem, recompute: bool) -> list[Plan]:
     Of an asynchronous one, of which the formula says less, the best few.
     """
     problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
-    if problem.schedule == "interleaved-1f1b":
+    if TRAITS[problem.schedule].interleaves:
         plans = _interleaved(problem, recompute, max_replicas=1)
         plans = [plan for plan in plans if fits(plan, problem.profile, problem.cluster)]
     else:
         plans = _partition(problem, recompute, max_replicas=1)
     longer = [plan for plan in plans if plan.num_stages > 1]
-    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.schedule in ASYNCHRONOUS else 1]
+    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if TRAITS[problem.schedule].is_asynchronous else 1]
 
 
 def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
@@ -483,15 +482,15 @@ def _remedies(problem: _Problem) -> Iterator[tuple[str, _Problem]]:
     samples = problem.profile.samples
     minibatch = samples * problem.num_microbatches
     for size in (samples // 2, samples // 4):
-        if size and problem.schedule != "pipedream":
+        if size and not TRAITS[problem.schedule].whole_minibatch:
             smaller = problem.profile.scaled_to(size)
             count = ceil_div(minibatch, size)
             yield (
                 f"microbatches of {size} sample(s)",
                 replace(problem, profile=smaller, num_microbatches=count),
             )
-    if problem.schedule in ("gpipe", "zero-bubble", "interleaved-1f1b"):
-        yield "the schedule 1f1b", replace(problem, schedule="1f1b")
+    if problem.schedule != DEFAULT and not TRAITS[problem.schedule].is_asynchronous:
+        yield f"the schedule {DEFAULT}", replace(problem, schedule=DEFAULT)
     for factor in (2, 4):
         ranks = factor * problem.num_ranks
         if ranks <= MAX_RANKS:

@@ -190,7 +190,7 @@ class StageProgram:
             slowest = max(slowest, float(self.stage_maxima[kind][d, start]))
             edges.append(start + d + 1)
             if edges[-1] == self.costs.num_layers:
-                seconds = slowest + total * (not self.costs.form.is_asynchronous)
+                seconds = slowest + total * (not self.costs.form.traits.is_asynchronous)
                 return Path(slots, edges, total, slowest, seconds)
             run, stop = slice(graph.first[slot], graph.first[slot + 1]), edges[-1]
             options = combine(least[graph.behind[run], stop], cuts[graph.cut[run], stop])

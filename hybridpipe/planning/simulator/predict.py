@@ -18,6 +18,7 @@ from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, in_flight_per_stage, programs
 from hybridpipe.planning.schedules.instructions import Backward, Program
+from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.simulator.simulator import Deadlock, Simulation
 from hybridpipe.planning.timeline import Event, Timeline
 
@@ -132,7 +133,7 @@ def _representative(plan: Plan) -> tuple[int, ...]:
     total, round_length = plan.num_microbatches, math.lcm(*plan.replicas)
     if total * _instructions_per_microbatch(plan) <= MAX_INSTRUCTIONS:
         return (total,)
-    if plan.schedule == "interleaved-1f1b":  # whose ranks take turns in groups of so many
+    if plan.traits.interleaves:  # whose ranks take turns in groups of so many
         round_length *= plan.num_groups
     step = ceil_div(_depth(plan), round_length) * round_length
     short = total % round_length + 3 * step
@@ -223,8 +224,8 @@ def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:
 
 def _depth(plan: Plan) -> int:
     """Microbatches in flight while the pipeline is full; GPipe's, which never is, counts as 1F1B's."""
-    if plan.schedule == "gpipe":
-        plan = replace(plan, schedule="1f1b")
+    if not plan.traits.has_warm_up:
+        plan = replace(plan, schedule=DEFAULT)
     return in_flight_per_stage(plan, UNLIMITED)[0] * plan.replicas[0]
 
 
@@ -233,7 +234,7 @@ def _instructions_per_microbatch(plan: Plan) -> int:
 
     A backward in halves counts twice.
     """
-    halves = plan.num_stages * (plan.schedule == "zero-bubble")
+    halves = plan.num_stages * plan.traits.splits_backward
     updates = 2 * plan.num_stages * plan.is_asynchronous // plan.num_microbatches
     return 6 * plan.num_stages - 4 + halves + updates
 

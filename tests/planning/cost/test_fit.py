@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hybridpipe.planning.cost import fit
 from hybridpipe.planning.profile import Measurement
-
-from .helpers import layer, model
+from tests.planning.helpers import layer, model
 
 SIZES = [64 * 4**i for i in range(9)]
 

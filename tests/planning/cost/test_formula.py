@@ -17,8 +17,7 @@ from hybridpipe.planning.cost.formula import (
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import JoinedProducts
 from hybridpipe.planning.simulator.predict import predict
-
-from .helpers import free, layer, model, plan
+from tests.planning.helpers import free, layer, model, plan
 
 HALF = BUCKET_BYTES // 2
 

@@ -13,13 +13,13 @@ from hybridpipe.planning.cost.memory import (
     peak_memory_bytes,
     versions_per_stage,
 )
-from hybridpipe.planning.plan import SYNCHRONOUS, Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import JoinedProducts
 from hybridpipe.planning.schedules.generators import programs, version_of
 from hybridpipe.planning.schedules.instructions import Backward, Forward, Step
+from hybridpipe.planning.schedules.registry import SYNCHRONOUS
 from hybridpipe.planning.simulator.predict import predict
-
-from .helpers import free, layer, model, plan
+from tests.planning.helpers import free, layer, model, plan
 
 
 @pytest.mark.parametrize(

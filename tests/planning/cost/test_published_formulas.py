@@ -8,8 +8,7 @@ from hybridpipe.planning.cost.memory import peak_memory_bytes, versions_per_stag
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import Backward, BackwardWeight, Forward
 from hybridpipe.planning.simulator.predict import predict, simulate
-
-from .helpers import free, layer, model, plan
+from tests.planning.helpers import free, layer, model, plan
 
 FULL = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (4, 32), (8, 16)]  # m is a multiple of p
 

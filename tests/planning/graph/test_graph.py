@@ -6,8 +6,7 @@ import pytest
 
 from hybridpipe.planning.graph.graph import LayerGraph
 from hybridpipe.planning.profile import LayerProfile
-
-from .graphs import Drawing
+from tests.planning.graphs import Drawing
 
 LAYER = LayerProfile("layer", 1.0, 2.0, 4, 8, 8)
 

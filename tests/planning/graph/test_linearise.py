@@ -9,8 +9,7 @@ from hybridpipe.planning.graph import linearise
 from hybridpipe.planning.graph.graph import LayerGraph
 from hybridpipe.planning.graph.linearise import narrow_order
 from hybridpipe.planning.profile import LayerProfile
-
-from .graphs import Drawing, inception, nasnet, parallel, straight
+from tests.planning.graphs import Drawing, inception, nasnet, parallel, straight
 
 
 @st.composite

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hybridpipe.planning.graph.linearise import narrow_order
 from hybridpipe.planning.graph.pipedream_format import parse_graph
 from hybridpipe.planning.profile import LayerProfile
-
-from .graphs import nasnet, straight, text_of
+from tests.planning.graphs import nasnet, straight, text_of
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "profiles"
 

@@ -24,8 +24,7 @@ from hybridpipe.planning.schedules.instructions import (
     text,
 )
 from hybridpipe.planning.simulator.predict import predict
-
-from .helpers import free, layer, model, plan
+from tests.planning.helpers import free, layer, model, plan
 
 PLANS = st.builds(
     plan,

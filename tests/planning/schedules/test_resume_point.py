@@ -15,8 +15,7 @@ from hybridpipe.planning.schedules.resume_point import (
     versions_in_use,
 )
 from hybridpipe.planning.simulator.predict import simulate
-
-from .helpers import free, plan
+from tests.planning.helpers import free, plan
 
 ASYNCHRONOUS = {
     "pipedream": {"schedule": "pipedream", "num_microbatches": 1},

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpipe.planning.plan import SYNCHRONOUS
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
@@ -17,9 +16,9 @@ from hybridpipe.planning.schedules.instructions import (
     Step,
     parse,
 )
+from hybridpipe.planning.schedules.registry import SYNCHRONOUS
 from hybridpipe.planning.schedules.validate import InvalidProgram, validate
-
-from .helpers import plan
+from tests.planning.helpers import plan
 
 LIMITED = ("1f1b", "pipedream", "pipedream-2bw")
 

@@ -11,8 +11,7 @@ from hybridpipe.planning.search.anneal import anneal, anneal_candidates
 from hybridpipe.planning.search.partition import partition
 from hybridpipe.planning.search.placement import renumbered
 from hybridpipe.planning.search.search import fits, search, with_prediction
-
-from .helpers import free, layer, model
+from tests.planning.helpers import free, layer, model
 
 ALMOST = 1 + 1e-9
 

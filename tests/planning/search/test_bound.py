@@ -12,8 +12,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.search.bound import FASTER, least_seconds
 from hybridpipe.planning.simulator.predict import predict
-
-from .helpers import layer, model, plan
+from tests.planning.helpers import layer, model, plan
 
 # Two replicas in front, whose activations take 4 s each and share a port; all gradients pass at once.
 FRONT = LayerProfile("front", 1.0, 2.0, 40, 400, 0, 0.5, gradient_bytes=0)

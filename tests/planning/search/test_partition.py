@@ -17,9 +17,8 @@ from hybridpipe.planning.search import partition as module
 from hybridpipe.planning.search import placement
 from hybridpipe.planning.search.partition import _Search, partition
 from hybridpipe.planning.search.placement import dealt
-
-from .brute_force import Reference, every_placement, random_instance
-from .helpers import free, layer, model
+from tests.planning.brute_force import Reference, every_placement, random_instance
+from tests.planning.helpers import free, layer, model
 
 NUM_INSTANCES = 1500  # of which more than 1000 have a plan that fits
 

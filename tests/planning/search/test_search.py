@@ -22,8 +22,7 @@ from hybridpipe.planning.search.search import (
     with_prediction,
 )
 from hybridpipe.planning.simulator.predict import is_simulated, predict
-
-from .helpers import free, layer, model
+from tests.planning.helpers import free, layer, model
 
 FOUR = model(*[layer(1, 2, parameters=100, output=10)] * 4)
 

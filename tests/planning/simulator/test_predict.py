@@ -19,8 +19,7 @@ from hybridpipe.planning.schedules.instructions import (
     text,
 )
 from hybridpipe.planning.simulator.predict import Deadlock, predict, simulate
-
-from .helpers import free, layer, model, plan, times
+from tests.planning.helpers import free, layer, model, plan, times
 
 STRAIGHT = ("1f1b", "gpipe")
 FLUSHED = (*STRAIGHT, "zero-bubble")

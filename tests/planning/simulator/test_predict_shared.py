@@ -21,8 +21,7 @@ from hybridpipe.planning.schedules.instructions import (
     parse,
 )
 from hybridpipe.planning.simulator.predict import Deadlock, predict, simulate
-
-from .helpers import free, layer, model, plan, times
+from tests.planning.helpers import free, layer, model, plan, times
 
 # Processors
 

@@ -11,8 +11,7 @@ from hybridpipe.planning.profile import JoinedProducts
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Products, Step
 from hybridpipe.planning.simulator.predict import predict, simulate
-
-from .helpers import free, layer, model, plan, times
+from tests.planning.helpers import free, layer, model, plan, times
 
 BUCKETS = (GradientBucket(10, 0.4), GradientBucket(10, 1.0))  # of interest to replicas only
 COST = StageCost(1.0, 2.0, update_seconds=0.5, buckets=BUCKETS, products_seconds=3.0)

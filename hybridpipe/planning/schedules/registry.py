@@ -1,0 +1,49 @@
+"""The schedules and their traits: one row each.
+
+A new schedule is one generator (`generators.GENERATORS`) and one row. Pure data; knows no plan. Invariant:
+nothing else in the package compares the name of a schedule.
+"""
+
+from typing import Literal, NamedTuple
+
+
+class ScheduleTraits(NamedTuple):
+    """What planner, simulator and engine ask of a schedule.
+
+    Args:
+        is_asynchronous: the pipeline is never flushed; stages update as they go.
+        versions: of the weights. "one": the newest; "stashed": one for each update that microbatches in
+            flight need (weight stashing); "two": the newest and the one before (double buffering).
+        whole_minibatch: a minibatch is one microbatch. Replicas take turns; each round is an update.
+        has_warm_up: a stage starts with a few forwards, then alternates. Without it all forwards come first.
+        splits_backward: the gradients of inputs and of weights are separate instructions.
+        batches_wgrad: gradients of large weights are computed for several microbatches at once.
+        interleaves: each rank holds several stages (chunks), all of which have equal replicas.
+        takes_max_in_flight: the number of microbatches in flight can be limited.
+    """
+
+    is_asynchronous: bool = False
+    versions: Literal["one", "stashed", "two"] = "one"
+    whole_minibatch: bool = False
+    has_warm_up: bool = True
+    splits_backward: bool = False
+    batches_wgrad: bool = False
+    interleaves: bool = False
+    takes_max_in_flight: bool = False
+
+
+# The simplest first: of schedules that take equally long the planner chooses the first one.
+TRAITS = {
+    "1f1b": ScheduleTraits(batches_wgrad=True, takes_max_in_flight=True),
+    "gpipe": ScheduleTraits(batches_wgrad=True, has_warm_up=False),
+    "zero-bubble": ScheduleTraits(splits_backward=True),
+    "interleaved-1f1b": ScheduleTraits(batches_wgrad=True, interleaves=True),
+    "pipedream": ScheduleTraits(
+        is_asynchronous=True, versions="stashed", whole_minibatch=True, takes_max_in_flight=True
+    ),
+    "pipedream-2bw": ScheduleTraits(is_asynchronous=True, versions="two", takes_max_in_flight=True),
+}
+DEFAULT = "1f1b"
+SCHEDULES = tuple(TRAITS)
+ASYNCHRONOUS = tuple(name for name, traits in TRAITS.items() if traits.is_asynchronous)
+SYNCHRONOUS = tuple(name for name, traits in TRAITS.items() if not traits.is_asynchronous)
