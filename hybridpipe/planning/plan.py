@@ -16,8 +16,6 @@ from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, S
 
 PLAN_FORMAT = "hybridpipe-plan/1"
 
-MOST_MICROBATCHES = 2**20  # each has its instructions in a program
-
 
 class Place(NamedTuple):
     """Where a rank stands: which stage it holds, as which replica."""
@@ -113,11 +111,6 @@ class Plan:
         for name in ("num_microbatches", "num_layers", "chunks", "max_in_flight"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         positive_int("num_microbatches", self.num_microbatches)
-        if self.num_microbatches > MOST_MICROBATCHES:
-            raise ValueError(
-                f"num_microbatches must be an integer <= {MOST_MICROBATCHES}, got {self.num_microbatches}: "
-                "use larger microbatches or a smaller minibatch"
-            )
         positive_int("chunks", self.chunks)
         object.__setattr__(self, "stages", _with_ranks(tuple(self.stages), self.chunks))
         if not self.num_layers:
