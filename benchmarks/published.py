@@ -27,6 +27,7 @@ from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.formula import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.search import data_parallel, search, straight, with_prediction
 
@@ -98,7 +99,7 @@ def planned(
     taken: list[float] = []
     while not taken or (taken[0] < 1 and len(taken) < 3):
         began = time.process_time()
-        best = search(profile, cluster, num_microbatches, schedule=schedule)[0]
+        best = search(profile, cluster, num_microbatches, PlanRequest(schedule))[0]
         taken.append(time.process_time() - began)
     return best.plan, statistics.median(taken)
 

@@ -35,6 +35,7 @@ from hybridpipe.files import read_costs, write_json
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.scale import scaled_cluster
 from hybridpipe.planning.search.search import search
 
@@ -96,7 +97,7 @@ def runs(model: str, profile: ModelProfile) -> Iterator[Run]:
     yield Run("dp-after", dp, BY_HOST, 6, "", ("--no-overlap",))
     yield Run("dp-ours", dp, BY_HOST, 6)
     theirs = published(model, profile, BY_HOST)
-    ours = search(profile, BY_HOST, 1, schedule="pipedream")[0].plan
+    ours = search(profile, BY_HOST, 1, PlanRequest("pipedream"))[0].plan
     plans = {"published": theirs, "ours": ours}
     for name, plan in plans.items():
         if plan is not None and plan.num_stages > 1 and not (name == "ours" and plan == theirs):

@@ -26,6 +26,7 @@ from hybridpipe.files import read_costs, write_json
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.search import search, short_name
 from hybridpipe.planning.simulator.predict import predict
 
@@ -49,7 +50,7 @@ class Point:
 def plans(profile: ModelProfile, ranks: int) -> Iterator[tuple[str, Plan]]:
     """Data parallelism, and the best plan if it is another one."""
     yield "dp", Plan.data_parallel(profile.num_layers, ranks, ranks)
-    yield "best", search(profile, cluster(ranks), 1, schedule="pipedream")[0].plan
+    yield "best", search(profile, cluster(ranks), 1, PlanRequest("pipedream"))[0].plan
 
 
 def cluster(ranks: int) -> Cluster:

@@ -8,7 +8,7 @@ import inspect
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,9 +18,8 @@ from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive, positive_int
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
-from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
+from hybridpipe.planning.request import AUTO, PlanRequest
 
-AUTO = "auto"  # as a source: the best plan; as a schedule: the best of the synchronous ones
 SOURCES = (AUTO, "dp", "straight")
 
 
@@ -160,34 +159,26 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(PlanRequest):
     """Where the plan comes from: one of `SOURCES`, or a plan.json, which says all the rest itself.
 
-    `schedule`, `vertical_sync`, `max_in_flight` and `recompute` are asked of a plan that is searched for
-    (`planning.search.Asked`). `predict = false`: a plan.json is run without measuring model and machines,
-    which takes seconds at each start, and nothing predicted stands beside what was measured.
+    The fields of `PlanRequest` are asked of a plan that is searched for. `predict = false`: a plan.json is
+    run without measuring model and machines, which takes seconds at each start, and nothing predicted
+    stands beside what was measured.
     """
 
-    schedule: str = DEFAULT
     source: str = "auto"
-    vertical_sync: bool = False
-    max_in_flight: int | None = None
-    recompute: bool = False
     predict: bool = True
 
     def __post_init__(self) -> None:
-        allowed = (AUTO, *SCHEDULES)
-        if self.schedule not in allowed:
-            raise ValueError(f"schedule must be one of {', '.join(allowed)}, got {self.schedule!r}")
-        traits = TRAITS.get(self.schedule)  # None: auto
-        if self.vertical_sync and (traits is None or traits.versions != "stashed"):
-            raise ValueError(f"vertical_sync must be false under {self.schedule}, got true")
-        if self.max_in_flight is not None:
-            positive_int("max_in_flight", self.max_in_flight)
-            if traits is not None and not traits.takes_max_in_flight:
-                raise ValueError(f"max_in_flight must not be given under {self.schedule}")
+        super().__post_init__()
         if self.source not in SOURCES and not self.source.endswith(".json"):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What is asked of the plan, by the keywords of `Trainer`."""
+        return {field.name: getattr(self, field.name) for field in fields(PlanRequest)}
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def test_wrong_overrides(path: Path, override: str, told: str):
             "[trian]",
             "trian: unknown field (did you mean 'train'? allowed: model, data, optimizer, ",
         ),
-        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, source, vertical_sync"),
+        ("[train]", "[plan]", "plan.minibatch: unknown field (allowed: schedule, asynchronous, recompute, "),
         ("minibatch = 64\n", "", "train.minibatch: is required, but missing"),
         (
             "[train]",

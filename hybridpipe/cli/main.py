@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,7 +27,7 @@ from hybridpipe.planning.schedules.registry import TRAITS
 
 if TYPE_CHECKING:
     from hybridpipe.config import Config
-    from hybridpipe.planning.search.search import Asked
+    from hybridpipe.planning.request import PlanRequest
 
 RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
 
@@ -175,13 +175,13 @@ def _plan(options: argparse.Namespace) -> int:
     if options.microbatch:
         profile = replace(profile.scaled_to(options.microbatch), others=())
     minibatch = _minibatch(options, profile.samples, ranks)
-    asked = _asked(options, ranks)
+    request = _request(options)
     try:
-        found = search_sizes(profile, cluster, minibatch, **asked)
+        found = search_sizes(profile, cluster, minibatch, request, ranks)
         if options.search:
             with tqdm(total=options.search, desc="search", unit="plan", disable=None) as bar:
                 found = anneal_candidates(
-                    found, profile, cluster, options.search, on_progress=bar.update, **asked
+                    found, profile, cluster, options.search, request, ranks, on_progress=bar.update
                 )
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
@@ -195,20 +195,14 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(options: argparse.Namespace, num_ranks: int) -> "Asked":
+def _request(options: argparse.Namespace) -> "PlanRequest":
     """What the options ask of plans; UserError if they do not go together."""
-    from hybridpipe.planning.search.search import AUTO, Asked
+    from hybridpipe.planning.request import PlanRequest
 
-    if options.asynchronous and options.schedule != AUTO:
-        raise UserError(f"plan: --asynchronous goes with --schedule auto, got --schedule {options.schedule}")
-    return Asked(
-        num_ranks=num_ranks,
-        schedule=options.schedule,
-        asynchronous=options.asynchronous,
-        recompute=options.recompute,
-        vertical_sync=options.vertical_sync,
-        max_in_flight=options.max_in_flight,
-    )
+    try:
+        return PlanRequest(**{field.name: getattr(options, field.name) for field in fields(PlanRequest)})
+    except ValueError as error:
+        raise UserError(f"plan: {error}") from None
 
 
 def _minibatch(options: argparse.Namespace, samples: int, ranks: int) -> int:
@@ -273,6 +267,7 @@ def _changed(
     A plan is for its number of ranks: for another it is chosen anew, with as many microbatches a rank.
     """
     from hybridpipe.planning import cluster_transform
+    from hybridpipe.planning.request import PlanRequest
     from hybridpipe.planning.schedules.generators import ceil_div
     from hybridpipe.training.autoplan import choose
 
@@ -286,11 +281,8 @@ def _changed(
         replace(profile, others=()),  # the microbatch stays as it is
         changed,
         count,
-        num_ranks=options.ranks,
-        schedule=plan.schedule,
-        recompute=any(map(plan.recomputes, range(plan.num_stages))),
-        vertical_sync=plan.vertical_sync,
-        max_in_flight=plan.max_in_flight,
+        PlanRequest.of(plan),
+        options.ranks,
     )
     return choice.plan, changed
 

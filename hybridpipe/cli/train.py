@@ -23,12 +23,13 @@ from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.config import AUTO, Config
+from hybridpipe.config import Config
 from hybridpipe.data.batches import num_minibatches
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json, write_text
 from hybridpipe.health import failure
 from hybridpipe.health.watchdog import DEFAULT_SECONDS
+from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.report.progress_bar import Progress
@@ -205,10 +206,7 @@ def _trainer(
         cluster=cluster,
         minibatch_size=config.train.minibatch,
         microbatch_size=config.train.microbatch,
-        schedule=config.plan.schedule,
-        vertical_sync=config.plan.vertical_sync,
-        max_in_flight=config.plan.max_in_flight,
-        recompute=config.plan.recompute,
+        **config.plan.request,
         lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
         clip_grad_norm=config.train.clip_grad_norm,
         scale_learning_rate=config.train.scale_learning_rate,

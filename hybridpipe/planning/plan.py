@@ -69,6 +69,20 @@ class Prediction:
     peak_memory_bytes: tuple[int, ...]
 
 
+def check_takes(schedule: str, vertical_sync: bool, max_in_flight: int | None) -> None:
+    """Raises ValueError for an option that the schedule cannot take."""
+    traits = TRAITS[schedule]
+    if vertical_sync and traits.versions != "stashed":
+        raise ValueError(f"vertical_sync must be false under {schedule}, got true")
+    if max_in_flight is not None:
+        positive_int("max_in_flight", max_in_flight)
+        if not traits.takes_max_in_flight:
+            raise ValueError(
+                f"max_in_flight must not be given under {schedule}, got {max_in_flight}: "
+                "what it stashes is a part of the schedule"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Stages in the order of the layers, a schedule, and the microbatches of a full minibatch.
@@ -137,15 +151,7 @@ class Plan:
                 f"num_microbatches must be 1 under {self.schedule}, where a minibatch travels whole, "
                 f"got {self.num_microbatches}"
             )
-        if self.vertical_sync and self.traits.versions != "stashed":
-            raise ValueError(f"vertical_sync must be false under {self.schedule}, got true")
-        if self.max_in_flight is not None:
-            positive_int("max_in_flight", self.max_in_flight)
-            if not self.traits.takes_max_in_flight:
-                raise ValueError(
-                    f"max_in_flight must not be given under {self.schedule}, got {self.max_in_flight}: "
-                    "what it stashes is a part of the schedule"
-                )
+        check_takes(self.schedule, self.vertical_sync, self.max_in_flight)
         if not self.traits.interleaves:
             if self.chunks != 1:
                 raise ValueError(f"chunks must be 1 unless schedule is interleaved-1f1b, got {self.chunks}")
@@ -234,6 +240,10 @@ class Plan:
     def held_stages(self, place: Place) -> range:
         """The stages that the rank at `place` holds, by chunk."""
         return range(place.stage, self.num_stages, self.num_groups)
+
+    def version_stage(self, stage: int) -> int:
+        """The stage by whose updates the weights are chosen that a microbatch uses in `stage`."""
+        return 0 if self.vertical_sync else stage
 
     def recomputes(self, stage: int) -> bool:
         """Whether a stage runs its forward again before the backward."""

@@ -244,7 +244,7 @@ def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator
 def _particulars(plan: Plan) -> str:
     told = []
     if plan.traits.whole_minibatch:
-        of_input = "those of the input stage" if plan.vertical_sync else "each stage's newest"
+        of_input = "each stage's newest" if plan.version_stage(1) else "those of the input stage"
         if plan.num_stages > 1:
             told.append(f"stale weights: {of_input}")
         if plan.replicas[0] > 1:

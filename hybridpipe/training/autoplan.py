@@ -6,7 +6,7 @@ Effects at the edge: all ranks probe, rank 0 decides, everyone gets the same ans
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING
 
 from hybridpipe.comm.status import rank_status
 from hybridpipe.config import SOURCES
@@ -14,9 +14,9 @@ from hybridpipe.measure.probe import probe
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS
+from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
+from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.planning.search.search import (
-    Asked,
     Candidate,
     NoPlanFits,
     data_parallel,
@@ -29,13 +29,6 @@ from hybridpipe.planning.simulator.predict import predict
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-OPTIONS: tuple[Literal["recompute", "vertical_sync", "max_in_flight"], ...] = (
-    "recompute",
-    "vertical_sync",
-    "max_in_flight",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +49,9 @@ def autoplan(
     world: "MPI.Comm",
     profile: ModelProfile,
     num_microbatches: int,
-    schedule: str,
+    request: PlanRequest,
     work: Callable[[], object] | None = None,
     *,
-    recompute: bool = False,
-    vertical_sync: bool = False,
-    max_in_flight: int | None = None,
     compression: str = NO_COMPRESSION,
     progress_thread: bool = True,
     cluster: Cluster | None = None,
@@ -71,7 +61,7 @@ def autoplan(
     Args:
         plan: one of SOURCES, or a plan that is only to be predicted; then there are no candidates.
         profile: the model's; that of rank 0 counts.
-        schedule, recompute, vertical_sync, max_in_flight: of a plan that is searched for (`search.Asked`).
+        request: of a plan that is searched for.
         compression: of gradients (`Cluster.compressing`).
         progress_thread: of the transport that will train (`probe`).
         work: computes something of the model's, for how ranks that compute at once hamper each other.
@@ -93,13 +83,7 @@ def autoplan(
                 predicted = replace(plan, predicted=predict(plan, profile, cluster)[1])
                 choice = Choice(predicted, (), profile, cluster)
             else:
-                asked = Asked(
-                    schedule=schedule,
-                    recompute=recompute,
-                    vertical_sync=vertical_sync,
-                    max_in_flight=max_in_flight,
-                )
-                choice = choose(plan, profile, cluster, num_microbatches, **asked)
+                choice = choose(plan, profile, cluster, num_microbatches, request)
         except ValueError as error:  # such as NoPlanFits: every rank is to raise it, none to wait
             choice = error
     with rank_status.waiting("rank 0's choice of a plan", (0,)):
@@ -115,7 +99,8 @@ def choose(
     profile: ModelProfile,
     cluster: Cluster,
     num_microbatches: int,
-    **asked: Unpack[Asked],
+    request: PlanRequest = DEFAULT_REQUEST,
+    num_ranks: int | None = None,
 ) -> Choice:
     """The plan that `name` stands for; data parallelism also where it does not fit into memory.
 
@@ -129,13 +114,12 @@ def choose(
     """
     if name not in SOURCES:
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
-    candidates = tuple(search_sizes(profile, cluster, profile.samples * num_microbatches, **asked))
+    candidates = tuple(search_sizes(profile, cluster, profile.samples * num_microbatches, request, num_ranks))
     best = candidates[0]
-    if name == "auto":
+    if name == AUTO:
         return Choice(best.plan, candidates, profile.scaled_to(best.samples), cluster)
-    ranks = asked.get("num_ranks") or cluster.num_ranks
-    schedule = asked.get("schedule", DEFAULT)
-    if schedule in TRAITS and TRAITS[schedule].whole_minibatch:  # a minibatch travels whole
+    ranks, schedule = num_ranks or cluster.num_ranks, request.schedule
+    if schedule != AUTO and TRAITS[schedule].whole_minibatch:  # a minibatch travels whole
         profile, num_microbatches = profile.scaled_to(profile.samples * num_microbatches), 1
     plan: Plan | None
     if name == "dp":
@@ -144,18 +128,8 @@ def choose(
         plan = straight(profile, cluster, ranks, num_microbatches, schedule)
         if plan is None:
             raise NoPlanFits("no straight pipeline fits into memory")
-    options: dict[str, Any] = {option: asked[option] for option in OPTIONS if asked.get(option)}
-    if options:
-        plan = with_prediction(replace(plan, **options), profile, cluster)
+    if (asked := request.applied_to(plan)) != plan:
+        plan = with_prediction(asked, profile, cluster)
     if plan not in (candidate.plan for candidate in candidates):
         candidates = tuple(ranked([*candidates, Candidate(name, plan, profile.samples)]))
     return Choice(plan, candidates, profile, cluster)
-
-
-def check_options(plan: Plan, schedule: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for what a plan that is given says itself, and otherwise."""
-    if schedule not in (DEFAULT, plan.schedule):
-        raise ValueError(f"schedule = {schedule!r} disagrees with the plan, which says {plan.schedule!r}")
-    for name, value in options.items():
-        if value and value != getattr(plan, name):
-            raise ValueError(f"{name} = {value} disagrees with the plan, which says {getattr(plan, name)}")

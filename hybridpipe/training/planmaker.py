@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.progress_thread import needs_progress_thread
-from hybridpipe.config import AUTO, SOURCES
+from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.errors import UserError, suggest
@@ -31,8 +30,10 @@ from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
-from hybridpipe.training.autoplan import Choice, autoplan, check_options
+from hybridpipe.planning.schedules.validate import validate_plan
+from hybridpipe.training.autoplan import Choice, autoplan
 from hybridpipe.types import Loss
 
 PlanLike = Plan | str | os.PathLike[str]
@@ -54,15 +55,6 @@ def read_given(plan: PlanLike) -> Plan | str:
     return read_plan(path)
 
 
-class Asked(NamedTuple):
-    """What is asked of a plan that goes by a name."""
-
-    schedule: str
-    vertical_sync: bool
-    max_in_flight: int | None
-    recompute: bool
-
-
 class PlanMaker:
     """Makes the plan of one training.
 
@@ -73,7 +65,7 @@ class PlanMaker:
     def __init__(
         self,
         given: Plan | str,
-        asked: Asked,
+        request: PlanRequest,
         model: nn.Module,
         loss: Loss,
         rule: UpdateRule,
@@ -83,7 +75,7 @@ class PlanMaker:
         microbatch_size: int | None,
         cluster: ClusterLike | None = None,
     ) -> None:
-        self._asked, self._model, self._loss, self._rule = asked, model, loss, rule
+        self._request, self._model, self._loss, self._rule = request, model, loss, rule
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
         self._given, self._wanted_size = given, microbatch_size
@@ -91,8 +83,8 @@ class PlanMaker:
             cluster = read_cluster(Path(cluster))
         self._cluster = cluster
         if isinstance(given, Plan):
-            options = {name: value for name, value in asked._asdict().items() if name != "schedule"}
-            check_options(given, asked.schedule, options)
+            request.check_given(given)
+            validate_plan(given)
             self.microbatch_size = self._fitting(given, microbatch_size)
         else:
             self.microbatch_size = microbatch_size or ceil_div(minibatch_size, world.size)
@@ -124,7 +116,7 @@ class PlanMaker:
         try:
             if num_ranks != self._world.size:
                 raise ValueError(f"it was made for {num_ranks} ranks, and there are {self._world.size}")
-            self._check_asked(plan)
+            self._request.check_found(plan)
             # pipedream's minibatches travel whole, whatever size is given
             size = None if plan.traits.whole_minibatch else self._wanted_size
             self.microbatch_size = self._fitting(plan, size)
@@ -146,11 +138,11 @@ class PlanMaker:
                 self._world,
                 profile,
                 count,
-                work=work,
+                self._request,
+                work,
                 compression=self._rule.compression,
                 progress_thread=self.progress_thread,
                 cluster=self._cluster,
-                **self._asked._asdict(),
             )
         except ValueError as error:  # the same on every rank
             if not isinstance(self._given, Plan):
@@ -161,15 +153,6 @@ class PlanMaker:
         self._rule.check(choice.plan)
         self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
         return choice.plan, choice
-
-    def _check_asked(self, plan: Plan) -> None:
-        """Raises ValueError unless a search could have come to this plan."""
-        for name in ("schedule", "vertical_sync", "max_in_flight"):
-            value = getattr(self._asked, name)
-            if value not in (AUTO, getattr(plan, name)):
-                raise ValueError(f"{name} = {value} is asked for")
-        if not self._asked.recompute and any(map(plan.recomputes, range(plan.num_stages))):
-            raise ValueError("recompute = False is asked for")  # True: where it must, which may be nowhere
 
     def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
         """The size of the plan's microbatches. Raises ValueError if it does not fit."""

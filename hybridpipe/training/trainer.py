@@ -33,9 +33,10 @@ from hybridpipe.health.watchdog import DEFAULT_SECONDS, Watchdog, watch
 from hybridpipe.model.sequential import check_plan, layers_of
 from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
-from hybridpipe.planning.checks import non_negative, plain
+from hybridpipe.planning.checks import non_negative
 from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.training import validation as valid
@@ -46,7 +47,6 @@ from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.loop import total
 from hybridpipe.training.metrics import MinibatchRecord, Recorder, Traced
 from hybridpipe.training.planmaker import (
-    Asked,
     ClusterLike,
     PlanLike,
     PlanMaker,
@@ -74,8 +74,8 @@ class Trainer:
         microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank, and with
             "auto" to that, a half or a quarter of it, whichever is fastest by prediction (BatchNorm's
             statistics are a microbatch's). A `Plan` says itself how many microbatches there are.
-        schedule, vertical_sync, max_in_flight, recompute: likewise for a plan that goes by a name; "auto"
-            is the best synchronous schedule.
+        schedule, asynchronous, vertical_sync, max_in_flight, recompute: likewise for a plan that goes by a
+            name (`PlanRequest`); the schedule "auto" is the fastest, of the synchronous ones by default.
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
             step_size=100)`; it counts minibatches, those of `no_sync` and the one that applies them as one.
         clip_grad_norm: gradients are scaled down to this norm over the whole model, if they exceed it. Not
@@ -120,6 +120,7 @@ class Trainer:
         minibatch_size: int,
         microbatch_size: int | None = None,
         schedule: str = DEFAULT,
+        asynchronous: bool = False,
         vertical_sync: bool = False,
         max_in_flight: int | None = None,
         recompute: bool = False,
@@ -171,14 +172,16 @@ class Trainer:
         self.choice: Choice | None = None
         self._worker: Worker | None = None
         given = read_given(plan)
+        if isinstance(given, Plan) and schedule == DEFAULT:
+            schedule = given.schedule
+        request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
         sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
         judged = {name: consistency.callable_text(metric) for name, metric in metrics.items()}
         alike = {"seed": seed, "schedule": schedule, "hang_timeout": hang_timeout, "metrics": judged, **sizes}
         consistency.check_alike(self.world, consistency.facts(model, loss, self.rule, given, **alike))
         self._watch()
-        asked = Asked(schedule, vertical_sync, plain(max_in_flight), recompute)
         trained = model, loss, self.rule, self.world, self.device
-        self._maker = PlanMaker(given, asked, *trained, minibatch_size, microbatch_size, cluster)
+        self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster)
         if self._maker.plan is not None and not predict:
             self._start(self._maker.plan)
 

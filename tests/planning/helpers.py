@@ -6,8 +6,12 @@ from typing import Any
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.search import partition as partition_module
+from hybridpipe.planning.search import search as search_module
 
 
 def layer(forward=1.0, backward=2.0, parameters=0, output=0, activation=0, update=0.0) -> LayerProfile:
@@ -38,3 +42,19 @@ def times(timeline, rank, kind):
         for event in timeline.events[rank]
         if isinstance(event.instruction, kind)
     ]
+
+
+def search(profile, cluster, num_microbatches, num_ranks=None, **asked):
+    """`search.search`, with the fields of a request by name."""
+    return search_module.search(profile, cluster, num_microbatches, PlanRequest(**asked), num_ranks)
+
+
+def search_sizes(profile, cluster, minibatch, **asked):
+    """`search.search_sizes`, with the fields of a request by name."""
+    return search_module.search_sizes(profile, cluster, minibatch, PlanRequest(**asked))
+
+
+def partition(profile, cluster, *, num_microbatches, ranks=None, max_replicas=None, **asked):
+    """`partition.partition`, with the fields of a form by name."""
+    form = Form(num_microbatches, PlanRequest(**asked))
+    return partition_module.partition(profile, cluster, form, ranks=ranks, max_replicas=max_replicas)

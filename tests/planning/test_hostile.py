@@ -22,7 +22,8 @@ from hybridpipe.planning.graph.pipedream_format import parse_graph
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
 from hybridpipe.planning.schedules.registry import SCHEDULES
 from hybridpipe.planning.search.anneal import anneal
-from hybridpipe.planning.search.search import fits, search
+from hybridpipe.planning.search.search import fits
+from tests.planning.helpers import search
 
 SECONDS = 20  # against hanging only
 PHASES = (Phase.explicit, Phase.generate)  # shrinking takes minutes, and the case is told without

@@ -10,7 +10,7 @@ from hybridpipe.files import read_plan, write_json
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
-from hybridpipe.planning.search.search import search, with_prediction
+from hybridpipe.planning.search.search import with_prediction
 from hybridpipe.planning.timeline import Parts
 from hybridpipe.report.tables import (
     StageFigures,
@@ -26,6 +26,7 @@ from hybridpipe.report.tables import (
     size,
     stage_figures,
 )
+from tests.planning.helpers import search
 
 
 def layer(name="layer", forward=1.0, backward=2.0, parameters=0, output=0, update=0.0, gradient=None):
@@ -292,7 +293,7 @@ def test_simulate_plans_anew_for_other_ranks(files, capsys):
             ["--schedule", "pipedream", "--minibatch", "4", "--microbatch", "2"],
             "--microbatch must be the minibatch of 4 samples under pipedream, where it travels whole, got 2",
         ),
-        (["--asynchronous"], "--asynchronous goes with --schedule auto, got --schedule 1f1b"),
+        (["--asynchronous"], "asynchronous must be false under 1f1b, got true: it goes with auto"),
         (["--vertical-sync"], "vertical_sync must be false under 1f1b, got true"),
         (["--schedule", "auto", "--vertical-sync"], "vertical_sync must be false unless asynchronous "),
         (["--schedule", "gpipe", "--max-in-flight", "2"], "max_in_flight must not be given under gpipe"),

@@ -5,6 +5,7 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.search import NoPlanFits
 from hybridpipe.training.autoplan import choose
 
@@ -13,31 +14,35 @@ PROFILE, CLUSTER = ModelProfile((LAYER,) * 8, samples=2), Cluster.flat(4, 1e8, 1
 
 
 def test_auto_compares_schedules_and_the_baselines_are_the_simplest():
-    choice = choose("auto", PROFILE, CLUSTER, 8, schedule="auto")
+    choice = choose("auto", PROFILE, CLUSTER, 8, PlanRequest(schedule="auto"))
     assert choice.plan == choice.candidates[0].plan and choice.profile == PROFILE
     assert len({candidate.plan.schedule for candidate in choice.candidates}) == 4
-    assert choose("dp", PROFILE, CLUSTER, 8, schedule="auto").plan.schedule == "1f1b"
-    assert set(choose("straight", PROFILE, CLUSTER, 8, schedule="auto").plan.replicas) == {1}
+    assert choose("dp", PROFILE, CLUSTER, 8, PlanRequest(schedule="auto")).plan.schedule == "1f1b"
+    assert set(choose("straight", PROFILE, CLUSTER, 8, PlanRequest(schedule="auto")).plan.replicas) == {1}
 
 
 @pytest.mark.parametrize("name", ["auto", "dp", "straight"])
 def test_under_pipedream_a_minibatch_travels_whole(name):
-    choice = choose(name, PROFILE, CLUSTER, 8, schedule="pipedream", num_ranks=2)
+    choice = choose(name, PROFILE, CLUSTER, 8, PlanRequest(schedule="pipedream"), 2)
     assert choice.plan.num_microbatches == 1 and choice.profile.samples == 16
     predicted = choice.plan.predicted
     assert predicted.samples_per_second * predicted.minibatch_seconds == approx(16)
 
 
 def test_what_is_asked_for_is_in_the_plan():
-    choice = choose("auto", PROFILE, CLUSTER, 1, schedule="pipedream", vertical_sync=True, max_in_flight=2)
+    choice = choose(
+        "auto", PROFILE, CLUSTER, 1, PlanRequest(schedule="pipedream", vertical_sync=True, max_in_flight=2)
+    )
     assert choice.plan.vertical_sync and choice.plan.max_in_flight == 2
     for name in ("dp", "straight"):
-        named = choose(name, PROFILE, CLUSTER, 1, schedule="pipedream", vertical_sync=True, max_in_flight=1)
+        named = choose(
+            name, PROFILE, CLUSTER, 1, PlanRequest(schedule="pipedream", vertical_sync=True, max_in_flight=1)
+        )
         assert named.plan.vertical_sync and named.plan.max_in_flight == 1
         assert named.plan in [candidate.plan for candidate in named.candidates], "the report points at it"
-        assert choose(name, PROFILE, CLUSTER, 8, recompute=True).plan.recompute
+        assert choose(name, PROFILE, CLUSTER, 8, PlanRequest(recompute=True)).plan.recompute
     limited = replace(CLUSTER, memory_bytes=41_300_000)  # hardly more than weights, gradients, messages
-    assert choose("auto", PROFILE, limited, 16, recompute=True).plan.recomputes(0)
+    assert choose("auto", PROFILE, limited, 16, PlanRequest(recompute=True)).plan.recomputes(0)
     with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
         choose("auto", PROFILE, limited, 16)
 

@@ -17,37 +17,37 @@ from hybridpipe.planning.cost.formula import handling_seconds, measured_speed, s
 from hybridpipe.planning.cost.memory import FUSION_BYTES, LOOK_AHEAD
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
-from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS, ScheduleTraits
+from hybridpipe.planning.schedules.registry import TRAITS, ScheduleTraits
 from hybridpipe.planning.search.placement import Floats, Ints, Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What all plans of a search have in common."""
+    """What all plans of a search under one schedule have in common."""
 
     num_microbatches: int
-    schedule: str = DEFAULT
-    recompute: bool = False
-    vertical_sync: bool = False
-    max_in_flight: int | None = None
+    request: PlanRequest = DEFAULT_REQUEST
+
+    @property
+    def schedule(self) -> str:
+        """The schedule that is asked for."""
+        return self.request.schedule
 
     @property
     def traits(self) -> ScheduleTraits:
         """Those of the schedule."""
-        return TRAITS[self.schedule]
+        return TRAITS[self.request.schedule]
+
+    @property
+    def recompute(self) -> bool:
+        """Whether every stage recomputes."""
+        return self.request.recompute
 
     def plan(self, stages: Iterable[StageSpec], chunks: int = 1) -> Plan:
         """The plan of this form with these stages."""
-        return Plan(
-            tuple(stages),
-            self.schedule,
-            self.num_microbatches,
-            chunks=chunks,
-            vertical_sync=self.vertical_sync,
-            max_in_flight=self.max_in_flight,
-            recompute=self.recompute,
-        )
+        return self.request.plan(stages, self.num_microbatches, chunks)
 
     def per_update(self, replicas: int) -> int:
         """Microbatches of an update on one of so many replicas."""

@@ -1,6 +1,6 @@
 """Validate: whether programs keep what their plan's schedule promises, whoever wrote them.
 
-Pure. Known here are the rules, not the generators in `schedules`; of these only what they promise:
+Pure. Known here are the rules, not how generators keep them; of these only what they promise,
 `in_flight_per_stage` and `versions`. The rules:
 
 - each microbatch once a stage, on the plan's rank, forward before backward; a backward whole or in halves
@@ -18,7 +18,13 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules.generators import in_flight_per_stage, versions
+from hybridpipe.planning.schedules.generators import (
+    UNLIMITED,
+    ceil_div,
+    in_flight_per_stage,
+    programs,
+    versions,
+)
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
     Backward,
@@ -48,8 +54,26 @@ FROM_BEHIND = (ReceiveGradient, SendActivation)  # they need a stage behind; the
 FROM_BEFORE = (ReceiveActivation, SendGradient)
 
 
+MOST_INSTRUCTIONS = 2**13  # that a plan is checked by, which take 0.1 s
+
+
 class InvalidProgram(ValueError):
     """A program breaks a rule; one line that names the rank, the instruction and the rule."""
+
+
+def validate_plan(plan: Plan) -> None:
+    """Check the programs that a plan leads to, over a part of its minibatch where that is very long.
+
+    Raises:
+        InvalidProgram: the plan cannot be run; or a generator has a fault.
+    """
+    most = max(1, MOST_INSTRUCTIONS // (6 * plan.num_stages))  # forward, backward, two messages each way
+    filled = 2 * plan.replicas[0] * in_flight_per_stage(plan, UNLIMITED)[0]
+    wanted = filled if plan.is_asynchronous else plan.num_microbatches
+    whole = plan.num_microbatches if plan.traits.versions == "two" else 1
+    count = ceil_div(min(wanted, most), whole) * whole
+    if count * 6 * plan.num_stages <= 2 * MOST_INSTRUCTIONS:
+        validate(plan, programs(plan, count), count)
 
 
 def validate(

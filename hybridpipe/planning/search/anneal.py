@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
-from typing import Unpack
 
 from hybridpipe.planning.checks import non_negative_int
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.planning.search import search
 from hybridpipe.planning.search.placement import renumbered
-from hybridpipe.planning.search.search import Asked, Candidate
+from hybridpipe.planning.search.search import Candidate
 
 # Temperatures relative to the first plan's time: at first and in the end, a change that costs so much is
 # accepted in one case of e.
@@ -95,9 +95,10 @@ def anneal_candidates(
     profile: ModelProfile,
     cluster: Cluster,
     evaluations: int,
+    request: PlanRequest = DEFAULT_REQUEST,
+    num_ranks: int | None = None,
     *,
     on_progress: Progress | None = None,
-    **asked: Unpack[Asked],
 ) -> list[Candidate]:
     """The candidates, best first, and the best plan found around the first one, of origin "search"."""
     best = candidates[0]
@@ -106,9 +107,9 @@ def anneal_candidates(
         profile.scaled_to(best.samples),
         cluster,
         evaluations=evaluations,
-        max_ranks=asked.get("num_ranks"),
-        recompute=asked.get("recompute", False),
-        schedules=search.considered(asked),
+        max_ranks=num_ranks,
+        recompute=request.recompute,
+        schedules=request.schedules,
         on_progress=on_progress,
     )
     if found == best.plan:

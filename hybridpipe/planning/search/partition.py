@@ -34,7 +34,6 @@ from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED
-from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.placement import (
     Ints,
     Layout,
@@ -71,14 +70,10 @@ TIE = 1e-13  # of the best estimate: what a rank costs, so that ties go to fewer
 def partition(
     profile: ModelProfile,
     cluster: Cluster,
+    form: Form,
     *,
-    num_microbatches: int,
-    schedule: str = DEFAULT,
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
-    recompute: bool = False,
-    vertical_sync: bool = False,
-    max_in_flight: int | None = None,
 ) -> list[Plan]:
     """Plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
@@ -86,12 +81,10 @@ def partition(
     fewer ranks first, then fewer stages.
 
     Args:
+        form: of the plans, under a schedule that gives each rank one stage.
         ranks: which ranks may be used; None: all.
-        schedule: any but interleaved-1f1b.
         max_replicas: per stage; 1 asks for the best straight pipeline.
-        recompute, vertical_sync, max_in_flight: of the plans (`Plan`).
     """
-    form = Form(num_microbatches, schedule, recompute, vertical_sync, max_in_flight)
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # what takes for ever is infinite
         search = _Search(profile, cluster, form, usable, max_replicas)
@@ -239,7 +232,7 @@ class _Search:
                 starts,
                 num_microbatches=self.form.num_microbatches,
                 schedule=self.form.schedule,
-                max_in_flight=self.form.max_in_flight or UNLIMITED,
+                max_in_flight=self.form.request.max_in_flight or UNLIMITED,
                 held_a_rank=counts_held[tried],
             )
             program = self.program(graph)

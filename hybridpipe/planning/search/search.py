@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypedDict, Unpack
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cluster_transform import with_ranks
@@ -23,15 +22,15 @@ from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
-from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 from hybridpipe.planning.search.bound import least_seconds
 from hybridpipe.planning.search.interleave import interleaved_plans
 from hybridpipe.planning.search.partition import partition
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
-AUTO = "auto"
 # Beyond these an answer would take minutes; far beyond, the input is a slip of the pen.
 MAX_RANKS = 4096
 MAX_LAYERS = 100_000
@@ -49,26 +48,6 @@ TIE = 1e-9  # relative: times that differ by less are equal
 
 class NoPlanFits(ValueError):
     """Every plan needs more memory than a rank has."""
-
-
-class Asked(TypedDict, total=False):
-    """What may be asked of plans; what is left out is as in `Plan`, and all ranks may be used.
-
-    Args:
-        num_ranks: how many ranks may be used, the first ones.
-        schedule: one of SCHEDULES, or AUTO.
-        asynchronous: under AUTO asynchronous schedules compete, too.
-        recompute: plans whose stages recompute activations where they must compete, too.
-        vertical_sync: of plans under pipedream.
-        max_in_flight: of plans under 1f1b and asynchronous schedules, all that AUTO then considers.
-    """
-
-    num_ranks: int | None
-    schedule: str
-    asynchronous: bool
-    recompute: bool
-    vertical_sync: bool
-    max_in_flight: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +78,7 @@ class _Problem:
     cluster: Cluster
     num_microbatches: int
     num_ranks: int
-    schedule: str
-    recompute: bool = False
-    vertical_sync: bool = False
-    max_in_flight: int | None = None
+    request: PlanRequest  # under one schedule
     is_alternative: bool = False  # to the simplest schedule
 
     def __post_init__(self) -> None:
@@ -125,29 +101,47 @@ class _Problem:
     def size(self) -> int:
         return self.profile.num_layers * self.num_ranks
 
+    @property
+    def schedule(self) -> str:
+        return self.request.schedule
+
+    @property
+    def traits(self) -> ScheduleTraits:
+        return TRAITS[self.request.schedule]
+
     def form(self, recompute: bool = False) -> Form:
-        return Form(self.num_microbatches, self.schedule, recompute, self.vertical_sync, self.max_in_flight)
+        return Form(self.num_microbatches, replace(self.request, recompute=recompute))
 
 
 def search(
-    profile: ModelProfile, cluster: Cluster, num_microbatches: int, **asked: Unpack[Asked]
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_microbatches: int,
+    request: PlanRequest = DEFAULT_REQUEST,
+    num_ranks: int | None = None,
 ) -> list[Candidate]:
     """All candidates that fit into memory, best prediction first; ties go to the simplest (`ranked`).
 
     Args:
         profile: of one microbatch.
+        num_ranks: how many ranks may be used, the first ones; None: all.
 
     Raises:
         NoPlanFits: no candidate fits into `cluster.memory_bytes`.
-        ValueError: more ranks are asked for than the cluster has, the model or the cluster is too large, or
-            the schedule cannot do what is asked.
+        ValueError: more ranks are asked for than the cluster has, or the model or the cluster is too large.
     """
-    sizes = {profile.samples: num_microbatches}
-    return _searched(_problems(profile, cluster, profile.samples * num_microbatches, sizes, asked))
+    minibatch = profile.samples * num_microbatches
+    return _searched(
+        _problems(profile, cluster, minibatch, {profile.samples: num_microbatches}, request, num_ranks)
+    )
 
 
 def search_sizes(
-    profile: ModelProfile, cluster: Cluster, minibatch: int, **asked: Unpack[Asked]
+    profile: ModelProfile,
+    cluster: Cluster,
+    minibatch: int,
+    request: PlanRequest = DEFAULT_REQUEST,
+    num_ranks: int | None = None,
 ) -> list[Candidate]:
     """`search` over every size of the microbatch that was measured, for the same minibatch of samples.
 
@@ -155,52 +149,29 @@ def search_sizes(
     """
     sizes = [samples for samples in profile.sizes if samples <= minibatch] or [minibatch]
     counts = {samples: ceil_div(minibatch, samples) for samples in sizes}
-    return _searched(_problems(profile, cluster, minibatch, counts, asked))
+    return _searched(_problems(profile, cluster, minibatch, counts, request, num_ranks))
 
 
 def _problems(
-    profile: ModelProfile, cluster: Cluster, minibatch: int, sizes: Mapping[int, int], asked: Asked
+    profile: ModelProfile,
+    cluster: Cluster,
+    minibatch: int,
+    sizes: Mapping[int, int],
+    request: PlanRequest,
+    num_ranks: int | None,
 ) -> list[_Problem]:
     """One for each schedule that is asked for and each size of the microbatch; `sizes` give their numbers."""
-    ranks = asked.get("num_ranks")
-    schedules = considered(asked)
     return [
         _Problem(
             profile.scaled_to(samples),
             cluster,
             count,
-            cluster.num_ranks if ranks is None else ranks,
-            schedule,
-            asked.get("recompute", False),
-            asked.get("vertical_sync", False)
-            and (len(schedules) == 1 or TRAITS[schedule].versions == "stashed"),
-            asked.get("max_in_flight"),
-            is_alternative=schedule != schedules[0],
+            cluster.num_ranks if num_ranks is None else num_ranks,
+            request.under(schedule),
+            is_alternative=schedule != request.schedules[0],
         )
-        for schedule in schedules
+        for schedule in request.schedules
         for samples, count in ({minibatch: 1} if TRAITS[schedule].whole_minibatch else sizes).items()
-    ]
-
-
-def considered(asked: Asked) -> list[str]:
-    """The schedules that are asked for, the simplest first.
-
-    Raises:
-        ValueError: there is no such schedule, or none of them can do what is asked.
-    """
-    schedule = asked.get("schedule", DEFAULT)
-    if schedule not in (AUTO, *SCHEDULES):
-        raise ValueError(f"schedule must be one of {', '.join((AUTO, *SCHEDULES))}, got {schedule!r}")
-    if schedule != AUTO:
-        return [schedule]
-    is_allowed = asked.get("asynchronous", False)
-    if asked.get("vertical_sync", False) and not is_allowed:
-        raise ValueError("vertical_sync must be false unless asynchronous schedules are allowed, got true")
-    limited = asked.get("max_in_flight") is not None
-    return [
-        name
-        for name, traits in TRAITS.items()
-        if (is_allowed or not traits.is_asynchronous) and (not limited or traits.takes_max_in_flight)
     ]
 
 
@@ -236,7 +207,7 @@ def data_parallel(
     """
     if schedule == AUTO or TRAITS[schedule].interleaves:
         schedule = DEFAULT
-    problem = _Problem(profile, cluster, num_microbatches, num_ranks, schedule)
+    problem = _Problem(profile, cluster, num_microbatches, num_ranks, PlanRequest(schedule))
     return with_prediction(_data_parallel(problem, range(num_ranks)), profile, cluster)
 
 
@@ -248,8 +219,8 @@ def straight(
     It may leave ranks unused.
     """
     found = []
-    for name in considered({"schedule": schedule}):
-        problem = _Problem(profile, cluster, num_microbatches, num_ranks, name)
+    for name in PlanRequest(schedule).schedules:
+        problem = _Problem(profile, cluster, num_microbatches, num_ranks, PlanRequest(name))
         for plan in _straight(problem, recompute=False):
             found.append(Candidate("straight", with_prediction(plan, profile, cluster), profile.samples))
     return ranked(found)[0].plan if found else None
@@ -322,20 +293,20 @@ def _fitting(problem: _Problem) -> Iterator[tuple[str, Plan]]:
 def _proposals(problem: _Problem) -> Iterator[tuple[str, Plan]]:
     # Recomputing costs time and saves memory: it is of no use where memory is not limited.
     limited = problem.cluster.memory_bytes is not None
-    for recompute in (False, True) if problem.recompute and limited else (False,):
+    for recompute in (False, True) if problem.request.recompute and limited else (False,):
         for origin, plan in _proposed(problem, recompute):
             yield origin, _where_needed(plan, problem) if recompute else plan
 
 
 def _proposed(problem: _Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
-    if TRAITS[problem.schedule].interleaves:
+    if problem.traits.interleaves:
         yield from (("interleaved", plan) for plan in _interleaved(problem, recompute))
         return
     for one_stage in _data_parallel_plans(problem):
         yield "dp", replace(one_stage, recompute=recompute)
     in_line = _straight(problem, recompute)
     yield from (("straight", plan) for plan in in_line[:1])
-    count = NUM_EXACT_ASYNCHRONOUS if TRAITS[problem.schedule].is_asynchronous else NUM_EXACT
+    count = NUM_EXACT_ASYNCHRONOUS if problem.traits.is_asynchronous else NUM_EXACT
     for exact in _partition(problem, recompute)[:count] + in_line[1:]:
         yield "exact", exact
 
@@ -351,16 +322,9 @@ def _where_needed(plan: Plan, problem: _Problem) -> Plan:
 
 
 def _partition(problem: _Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
+    ranks = range(problem.num_ranks)
     return partition(
-        problem.profile,
-        problem.cluster,
-        num_microbatches=problem.num_microbatches,
-        schedule=problem.schedule,
-        ranks=range(problem.num_ranks),
-        max_replicas=max_replicas,
-        recompute=recompute,
-        vertical_sync=problem.vertical_sync,
-        max_in_flight=problem.max_in_flight,
+        problem.profile, problem.cluster, problem.form(recompute), ranks=ranks, max_replicas=max_replicas
     )
 
 
@@ -383,13 +347,13 @@ def _straight(problem: _Problem, recompute: bool) -> list[Plan]:
     Of an asynchronous one, of which the formula says less, the best few.
     """
     problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
-    if TRAITS[problem.schedule].interleaves:
+    if problem.traits.interleaves:
         plans = _interleaved(problem, recompute, max_replicas=1)
         plans = [plan for plan in plans if fits(plan, problem.profile, problem.cluster)]
     else:
         plans = _partition(problem, recompute, max_replicas=1)
     longer = [plan for plan in plans if plan.num_stages > 1]
-    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if TRAITS[problem.schedule].is_asynchronous else 1]
+    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.traits.is_asynchronous else 1]
 
 
 def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
@@ -445,7 +409,7 @@ def _closest(problem: _Problem) -> Plan:
 
     unlimited = replace(problem, cluster=replace(problem.cluster, memory_bytes=None))
     closest = min(
-        (replace(plan, recompute=problem.recompute) for _, plan in _proposals(unlimited)), key=excess
+        (replace(plan, recompute=problem.request.recompute) for _, plan in _proposals(unlimited)), key=excess
     )
     too_little = 1.0
     for _ in range(NUM_BISECTIONS if problem.size <= MAX_ADVISED else 0):
@@ -477,20 +441,20 @@ def _with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 def _remedies(problem: _Problem) -> Iterator[tuple[str, _Problem]]:
     """What a user could change, easiest first."""
-    if not problem.recompute:
-        yield "recomputation", replace(problem, recompute=True)
+    if not problem.request.recompute:
+        yield "recomputation", replace(problem, request=replace(problem.request, recompute=True))
     samples = problem.profile.samples
     minibatch = samples * problem.num_microbatches
     for size in (samples // 2, samples // 4):
-        if size and not TRAITS[problem.schedule].whole_minibatch:
+        if size and not problem.traits.whole_minibatch:
             smaller = problem.profile.scaled_to(size)
             count = ceil_div(minibatch, size)
             yield (
                 f"microbatches of {size} sample(s)",
                 replace(problem, profile=smaller, num_microbatches=count),
             )
-    if problem.schedule != DEFAULT and not TRAITS[problem.schedule].is_asynchronous:
-        yield f"the schedule {DEFAULT}", replace(problem, schedule=DEFAULT)
+    if problem.schedule != DEFAULT and not problem.traits.is_asynchronous:
+        yield f"the schedule {DEFAULT}", replace(problem, request=replace(problem.request, schedule=DEFAULT))
     for factor in (2, 4):
         ranks = factor * problem.num_ranks
         if ranks <= MAX_RANKS:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpipe.planning.schedules import generators
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
@@ -17,7 +18,7 @@ from hybridpipe.planning.schedules.instructions import (
     parse,
 )
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS
-from hybridpipe.planning.schedules.validate import InvalidProgram, validate
+from hybridpipe.planning.schedules.validate import InvalidProgram, validate, validate_plan
 from tests.planning.helpers import plan
 
 LIMITED = ("1f1b", "pipedream", "pipedream-2bw")
@@ -42,6 +43,7 @@ def cases(draw):
 
 
 def check(made, count):
+    validate_plan(made)
     validate(made, programs(made, count), count, synchronous_sends=made.schedule == "gpipe")
 
 
@@ -261,3 +263,12 @@ def test_halves_are_as_good_as_a_whole_backward():
     made = plan([1, 1], 2)
     halved = [line.replace("B1", "I1").replace(" all-reduce", " W1 all-reduce") for line in PAIR]
     validate(made, dict(enumerate(map(parse, halved))))
+
+
+def test_a_plan_whose_programs_break_a_rule_is_refused(monkeypatch):
+    """Whoever adds a schedule hears of its fault before training."""
+    forwards = generators.GENERATORS["gpipe"]
+    without_step = {"gpipe": lambda rank: itertools.islice(forwards(rank), 2 * len(rank.microbatches))}
+    monkeypatch.setattr(generators, "GENERATORS", generators.GENERATORS | without_step)
+    with pytest.raises(InvalidProgram, match="there must be 1 updates, got 0"):
+        validate_plan(plan([1, 1], 4, "gpipe"))

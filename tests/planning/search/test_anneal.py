@@ -7,11 +7,11 @@ import pytest
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.anneal import anneal, anneal_candidates
-from hybridpipe.planning.search.partition import partition
 from hybridpipe.planning.search.placement import renumbered
-from hybridpipe.planning.search.search import fits, search, with_prediction
-from tests.planning.helpers import free, layer, model
+from hybridpipe.planning.search.search import fits, with_prediction
+from tests.planning.helpers import free, layer, model, partition, search
 
 ALMOST = 1 + 1e-9
 
@@ -216,7 +216,8 @@ def test_schedules_that_are_alike_are_tried_where_they_are_allowed():
     assert anneal(start, profile, cluster, evaluations=50).schedule == "1f1b"
     candidates = search(profile, cluster, 8)
     assert (
-        anneal_candidates(candidates, profile, cluster, 50, schedule="auto")[0].plan.schedule == "zero-bubble"
+        anneal_candidates(candidates, profile, cluster, 50, PlanRequest("auto"))[0].plan.schedule
+        == "zero-bubble"
     )
 
 

@@ -10,11 +10,12 @@ from pytest import approx
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.formula import estimate
 from hybridpipe.planning.cost.layer_costs import Form
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.interleave import SLACKS, _cuts, interleaved_plans, slowest_stage
 from hybridpipe.planning.simulator.predict import predict
 from tests.planning.helpers import free, layer, model
 
-INTERLEAVED = Form(8, "interleaved-1f1b")
+INTERLEAVED = Form(8, PlanRequest("interleaved-1f1b"))
 SIXTEEN = model(*[layer(1, 2, parameters=100, output=10)] * 16)
 
 

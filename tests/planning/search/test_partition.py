@@ -13,12 +13,13 @@ from hybridpipe.planning.cost.formula import estimate
 from hybridpipe.planning.cost.layer_costs import Form, LayerCosts
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search import partition as module
 from hybridpipe.planning.search import placement
-from hybridpipe.planning.search.partition import _Search, partition
+from hybridpipe.planning.search.partition import _Search
 from hybridpipe.planning.search.placement import dealt
 from tests.planning.brute_force import Reference, every_placement, random_instance
-from tests.planning.helpers import free, layer, model
+from tests.planning.helpers import free, layer, model, partition
 
 NUM_INSTANCES = 1500  # of which more than 1000 have a plan that fits
 
@@ -48,13 +49,9 @@ def test_equals_brute_force(batch):
 
 def found_on(profile, cluster, ranks, max_replicas, options):
     """All that a search comes upon, balanced plans that it begins with left out."""
-    search = _Search(
-        profile,
-        cluster,
-        Form(**options),
-        tuple(ranks),
-        max_replicas,
-    )
+    asked = dict(options)
+    form = Form(asked.pop("num_microbatches"), PlanRequest(**asked))
+    search = _Search(profile, cluster, form, tuple(ranks), max_replicas)
     search.run()
     return [found for found in search.found.values() if not math.isnan(found.program_seconds)]
 

@@ -16,13 +16,11 @@ from hybridpipe.planning.search.search import (
     data_parallel,
     fits,
     ranked,
-    search,
-    search_sizes,
     straight,
     with_prediction,
 )
 from hybridpipe.planning.simulator.predict import is_simulated, predict
-from tests.planning.helpers import free, layer, model
+from tests.planning.helpers import free, layer, model, search, search_sizes
 
 FOUR = model(*[layer(1, 2, parameters=100, output=10)] * 4)
 

@@ -1,0 +1,121 @@
+"""The request for a plan: what the user asks of a plan that is searched for.
+
+Pure data, shared by the search, the configuration, the command line and `Trainer`; knows neither model nor
+machines. Invariant: a request that exists can be met by some schedule.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from hybridpipe.planning.checks import plain, positive_int
+from hybridpipe.planning.plan import Plan, StageSpec, check_takes
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked of a plan.
+
+    Args:
+        schedule: one of SCHEDULES, or AUTO: the fastest by prediction.
+        asynchronous: under AUTO asynchronous schedules compete, too.
+        recompute: stages may recompute activations where that saves what memory lacks.
+        vertical_sync: under pipedream every stage uses the weights that the input stage saw.
+        max_in_flight: the most microbatches that a replica may stash. AUTO then considers schedules that can
+            be limited only.
+
+    Raises:
+        ValueError: there is no such schedule, or it cannot do what is asked.
+    """
+
+    schedule: str = DEFAULT
+    asynchronous: bool = False
+    recompute: bool = False
+    vertical_sync: bool = False
+    max_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        allowed = (AUTO, *SCHEDULES)
+        if self.schedule not in allowed:
+            raise ValueError(f"schedule must be one of {', '.join(allowed)}, got {self.schedule!r}")
+        if self.asynchronous and self.schedule != AUTO:
+            raise ValueError(
+                f"asynchronous must be false under {self.schedule}, got true: it goes with {AUTO}"
+            )
+        object.__setattr__(self, "max_in_flight", plain(self.max_in_flight))
+        if self.max_in_flight is not None:
+            positive_int("max_in_flight", self.max_in_flight)
+        if self.schedule == AUTO and self.vertical_sync and not self.asynchronous:
+            raise ValueError(
+                "vertical_sync must be false unless asynchronous schedules are allowed, got true"
+            )
+        if self.schedule != AUTO:
+            check_takes(self.schedule, self.vertical_sync, self.max_in_flight)
+
+    @classmethod
+    def of(cls, plan: Plan) -> "PlanRequest":
+        """The request that asks for plans like this one."""
+        recompute = any(map(plan.recomputes, range(plan.num_stages)))
+        return cls(plan.schedule, False, recompute, plan.vertical_sync, plan.max_in_flight)
+
+    @property
+    def schedules(self) -> list[str]:
+        """The schedules that are considered, the simplest first."""
+        if self.schedule != AUTO:
+            return [self.schedule]
+        limited = self.max_in_flight is not None
+        return [
+            name
+            for name, traits in TRAITS.items()
+            if (self.asynchronous or not traits.is_asynchronous)
+            and (traits.takes_max_in_flight or not limited)
+        ]
+
+    def under(self, schedule: str) -> "PlanRequest":
+        """The request of one of `schedules`; what that cannot do is left out."""
+        synced = self.vertical_sync and TRAITS[schedule].versions == "stashed"
+        return replace(self, schedule=schedule, asynchronous=False, vertical_sync=synced)
+
+    def plan(self, stages: Iterable[StageSpec], num_microbatches: int, chunks: int = 1) -> Plan:
+        """The plan of these stages as asked, under a schedule that is not AUTO."""
+        return Plan(
+            tuple(stages),
+            self.schedule,
+            num_microbatches,
+            chunks=chunks,
+            vertical_sync=self.vertical_sync,
+            max_in_flight=self.max_in_flight,
+            recompute=self.recompute,
+        )
+
+    def check_found(self, plan: Plan) -> None:
+        """Raises ValueError unless a search could have come to this plan."""
+        if plan.schedule not in self.schedules:
+            raise ValueError(f"schedule = {self.schedule} is asked for")
+        asked = self.under(plan.schedule)
+        for name in ("vertical_sync", "max_in_flight"):
+            if getattr(asked, name) != getattr(plan, name):
+                raise ValueError(f"{name} = {getattr(asked, name)} is asked for")
+        if not self.recompute and any(map(plan.recomputes, range(plan.num_stages))):
+            raise ValueError("recompute = False is asked for")  # True: where it must, which may be nowhere
+
+    def applied_to(self, plan: Plan) -> Plan:
+        """A plan with the options that are asked for and the schedule can take."""
+        return replace(
+            plan,
+            recompute=plan.recompute or self.recompute,
+            vertical_sync=plan.vertical_sync or self.under(plan.schedule).vertical_sync,
+            max_in_flight=self.max_in_flight or plan.max_in_flight,
+        )
+
+    def check_given(self, plan: Plan) -> None:
+        """Raises ValueError for what is asked of a plan that is given, and says otherwise."""
+        for field in fields(PlanRequest):
+            asked, given = getattr(self, field.name), getattr(plan, field.name, None)
+            if asked not in (field.default, given):
+                raise ValueError(f"{field.name} = {asked!r} disagrees with the plan, which says {given!r}")
+
+
+DEFAULT_REQUEST = PlanRequest()
