@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.policy import Checkpointing
-from hybridpipe.checkpoint.resume import Nothing, load_plain
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.data.batches import Microbatches, minibatches, slice_minibatch
 from hybridpipe.data.loader import loaded
@@ -27,7 +27,6 @@ from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine import consistency
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.engine.worker import Worker
-from hybridpipe.errors import UserError
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, Watchdog, watch
 from hybridpipe.model.sequential import check_plan, layers_of
@@ -50,7 +49,7 @@ from hybridpipe.training.planmaker import (
     ClusterLike,
     PlanLike,
     PlanMaker,
-    device_and_threads,
+    device_with_threads,
     read_given,
 )
 from hybridpipe.training.train_state import TrainState
@@ -150,7 +149,7 @@ class Trainer:
             microbatch_size = integer("microbatch_size", microbatch_size, least=1)
         valid.check_sizes(minibatch_size, microbatch_size)
         non_negative("hang_timeout", hang_timeout)
-        seed, num_workers = integer("seed", seed), integer("num_workers", num_workers, least=0)
+        seed, self._num_workers = integer("seed", seed), integer("num_workers", num_workers, least=0)
         self.model, self.loss, self.seed, self.minibatch_size = model, loss, seed, minibatch_size
         delay_warm_up = integer("delay_warm_up", delay_warm_up, least=0)
         of_rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
@@ -159,11 +158,7 @@ class Trainer:
         self._fitting: FitLoop | None = None  # the last one
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         keep_freed_memory()
-        self.device, num_threads = device_and_threads(self.world, valid.check_device(device))
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self._hang_timeout, self._num_workers = hang_timeout, num_workers
-        self._watchdog: Watchdog | None = None
+        self.device = device_with_threads(self.world, valid.check_device(device))
         trained_by = partial(consistency.settings, model, loss, self.rule)
         self.state, self.recorder = TrainState(), Recorder()
         self._checkpoints = CheckpointManager(
@@ -175,11 +170,16 @@ class Trainer:
         if isinstance(given, Plan) and schedule == DEFAULT:
             schedule = given.schedule
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
-        sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size}
-        judged = {name: consistency.callable_text(metric) for name, metric in metrics.items()}
-        alike = {"seed": seed, "schedule": schedule, "hang_timeout": hang_timeout, "metrics": judged, **sizes}
+        alike = {
+            "seed": seed,
+            **asdict(request),
+            "hang_timeout": hang_timeout,
+            "metrics": {name: consistency.callable_text(metric) for name, metric in metrics.items()},
+            "minibatch_size": minibatch_size,
+            "microbatch_size": microbatch_size,
+        }
         consistency.check_alike(self.world, consistency.facts(model, loss, self.rule, given, **alike))
-        self._watch()
+        self._watchdog = watch(self.world, hang_timeout)  # from now on ranks wait for each other
         trained = model, loss, self.rule, self.world, self.device
         self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster)
         if self._maker.plan is not None and not predict:
@@ -409,20 +409,11 @@ class Trainer:
         self._check_nothing_under_way("resume")
         of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
         consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
-        path = Path(source)
-        if path.suffix == ".safetensors":
-            load_plain(self.world, self.model, path)
-            return [f"weights of {path}; all else starts anew"]
-        found = self._checkpoints.find(path, self.model, allow_changed)
-        if isinstance(found, Nothing):
-            if not or_anew:
-                raise UserError("; ".join([f"{path}: holds no checkpoint to resume from", *found.notes]))
-            return [*found.notes, f"no checkpoint in {path}: training starts anew"]
-        told = [*found.notes, f"resuming from {found.path}: {found.place}"]
-        if self._worker is not None:
+        found, told = self._checkpoints.find(Path(source), self.model, or_anew, allow_changed)
+        if found is not None and self._worker is not None:
             self._checkpoints.load(self._worker)
-        elif (preferred := self._maker.prefer(found.plan, found.run.get("ranks"))) is not None:
-            told.append(preferred)
+        elif found is not None and (plan := self._maker.prefer(found.plan, found.run.get("ranks"))):
+            told.append(plan)
         return told
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
@@ -530,11 +521,6 @@ class Trainer:
     def _make_plan(self, minibatch: Minibatch) -> None:
         plan, self.choice = self._maker.make(minibatch)
         self._start(plan)
-
-    def _watch(self) -> None:
-        """From now on ranks wait for each other."""
-        if self._watchdog is None:
-            self._watchdog = watch(self.world, self._hang_timeout)
 
     def _start(self, plan: Plan) -> None:
         check_plan(self.model, plan)
