@@ -23,10 +23,10 @@ from tabulate import tabulate
 
 from hybridpipe.files import write_json
 
-sys.path.insert(0, str(ROOT / "tests" / "mpi"))
+sys.path.insert(0, str(ROOT))
 
-import cutting  # beside the tests, which use them too
-from faulting import Case
+from tests.mpi import cutting
+from tests.mpi.faulting import Case
 
 KINDS = ("raise", "exit", "thread", "kill", "segv")
 HANG_SECONDS = 5.0

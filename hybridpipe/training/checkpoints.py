@@ -26,6 +26,7 @@ from hybridpipe.checkpoint.resume import (
     find,
     is_exact,
     load,
+    load_plain,
     refuse_changed,
 )
 from hybridpipe.checkpoint.snapshot import Saver
@@ -120,18 +121,31 @@ class CheckpointManager:
             "run": pack(run, "run", {}),
         }
 
-    def find(self, source: Path, model: nn.Module, allow_changed: bool) -> Found | Nothing:
-        """A checkpoint that can be gone on with; `load` will. Collective.
+    def find(
+        self, source: Path, model: nn.Module, or_anew: bool, allow_changed: bool
+    ) -> tuple[Found | None, list[str]]:
+        """Find a checkpoint to resume from, which `load` will load; a file of weights is loaded at once.
+
+        Collective.
 
         Args:
-            allow_changed: settings may be others than the checkpoint's training had; the new ones count.
+            or_anew: a folder may hold none.
+            allow_changed: settings may differ from those of the checkpoint's training; the new ones count.
+
+        Returns:
+            the checkpoint, if there is one, and lines that tell what was found.
 
         Raises:
-            UserError: it is damaged, or of another training.
+            UserError: it is damaged, of another training, or there is none and `or_anew` is False.
         """
+        if source.suffix == ".safetensors":
+            load_plain(self._world, model, source)
+            return None, [f"weights of {source}; all else starts anew"]
         found = find(self._world, source)
         if isinstance(found, Nothing):
-            return found
+            if not or_anew:
+                raise UserError("; ".join([f"{source}: holds no checkpoint to resume from", *found.notes]))
+            return None, [*found.notes, f"no checkpoint in {source}: training starts anew"]
         where = str(found.path)
         check_model(found, model)
         for name, value in self._sizes._asdict().items():
@@ -143,7 +157,7 @@ class CheckpointManager:
         self._allow_changed = allow_changed
         self._compare(found, _settings_of(found), self._settings())
         self._found = self._found_data = found
-        return found
+        return found, [*found.notes, f"resuming from {found.path}: {found.place}"]
 
     def check_data(self, facts: Mapping[str, str]) -> None:
         """Compare the first data set after `find` with the one that the checkpoint's training had.

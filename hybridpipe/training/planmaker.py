@@ -175,8 +175,8 @@ class PlanMaker:
             raise RuntimeError("the first microbatch failed while the model was measured") from error
 
 
-def device_and_threads(world: MPI.Comm, device: torch.device | str | None) -> tuple[torch.device, int | None]:
-    """This rank's device, and its compute threads (None: the user has set them)."""
+def device_with_threads(world: MPI.Comm, device: torch.device | str | None) -> torch.device:
+    """Choose this rank's device, and set its compute threads unless the user has. Collective."""
     host = this_host(world)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
@@ -186,4 +186,7 @@ def device_and_threads(world: MPI.Comm, device: torch.device | str | None) -> tu
         device = torch.device("cuda", host.local_rank % gpus)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
-    return device, default_num_threads(host)
+    num_threads = default_num_threads(host)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return device

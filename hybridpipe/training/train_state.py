@@ -95,6 +95,11 @@ class TrainState:
         self.preempted = True
         self.stop_from = step if self.stop_from is None else min(step, self.stop_from)
 
+    def check_nothing_under_way(self, method: str) -> None:
+        """Raises RuntimeError while minibatches of an asynchronous schedule are between ranks."""
+        if self.under_way:
+            raise RuntimeError(f"{method} was called while minibatches are under way; call it between epochs")
+
     def begin_epoch(self, dataset_samples: int, shuffle: bool) -> EpochProgress:
         """Go on with the epoch that a checkpoint, or a stop, has left begun; else begin one."""
         begun = self.progress

@@ -4,7 +4,6 @@ The same script runs under `mpirun -n 4 python train.py` and, with one rank, by 
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from hybridpipe.engine import consistency
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.engine.worker import Worker
 from hybridpipe.health import failure, preemption
-from hybridpipe.health.watchdog import DEFAULT_SECONDS, Watchdog, watch
+from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model.sequential import check_plan, layers_of
 from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
@@ -38,6 +37,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.timeline import Timeline
+from hybridpipe.training import planmaker
 from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.checkpoints import CheckpointManager, Sizes
@@ -45,15 +45,8 @@ from hybridpipe.training.evaluation import Metric, MicrobatchMetrics, evaluate, 
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.loop import total
 from hybridpipe.training.metrics import MinibatchRecord, Recorder, Traced
-from hybridpipe.training.planmaker import (
-    ClusterLike,
-    PlanLike,
-    PlanMaker,
-    device_with_threads,
-    read_given,
-)
+from hybridpipe.training.planmaker import ClusterLike, PlanLike, PlanMaker
 from hybridpipe.training.train_state import TrainState
-from hybridpipe.training.validation import integer
 from hybridpipe.types import Loss, OptimizerFactory
 
 _FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
@@ -144,21 +137,21 @@ class Trainer:
         valid.check_loss(loss, model)
         valid.check_factories(optimizer, lr_scheduler)
         self._metrics = MicrobatchMetrics(loss, metrics)
-        minibatch_size = integer("minibatch_size", minibatch_size, least=1)
-        if microbatch_size is not None:
-            microbatch_size = integer("microbatch_size", microbatch_size, least=1)
-        valid.check_sizes(minibatch_size, microbatch_size)
+        minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)
         non_negative("hang_timeout", hang_timeout)
-        seed, self._num_workers = integer("seed", seed), integer("num_workers", num_workers, least=0)
+        seed, self._num_workers = (
+            valid.integer("seed", seed),
+            valid.integer("num_workers", num_workers, least=0),
+        )
         self.model, self.loss, self.seed, self.minibatch_size = model, loss, seed, minibatch_size
-        delay_warm_up = integer("delay_warm_up", delay_warm_up, least=0)
-        of_rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
-        self.rule = UpdateRule(*of_rates, compression, on_nonfinite)
+        delay_warm_up = valid.integer("delay_warm_up", delay_warm_up, least=0)
+        rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
+        self.rule = UpdateRule(*rates, compression, on_nonfinite)
         self._updates = True
         self._fitting: FitLoop | None = None  # the last one
         self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         keep_freed_memory()
-        self.device = device_with_threads(self.world, valid.check_device(device))
+        self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
         trained_by = partial(consistency.settings, model, loss, self.rule)
         self.state, self.recorder = TrainState(), Recorder()
         self._checkpoints = CheckpointManager(
@@ -166,7 +159,7 @@ class Trainer:
         )
         self.choice: Choice | None = None
         self._worker: Worker | None = None
-        given = read_given(plan)
+        given = planmaker.read_given(plan)
         if isinstance(given, Plan) and schedule == DEFAULT:
             schedule = given.schedule
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
@@ -245,10 +238,8 @@ class Trainer:
         if not self._accumulated:
             self.worker.forget_gradients()
         if self.plan.is_asynchronous:
-            raise ValueError(
-                f"train_step makes no sense under {self.plan.schedule}, whose minibatches follow each other "
-                "without a pause; use fit"
-            )
+            what = f"{self.plan.schedule}, whose minibatches follow each other without a pause"
+            raise ValueError(f"train_step makes no sense under {what}; use fit")
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         sums, events = self.worker.train(minibatch, self.step, self._updates)
         self.state.step += 1
@@ -304,8 +295,7 @@ class Trainer:
             target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
                 this loss, is the last; with both, the first that has both. The summary tells when it was.
 
-        After `resume` the first epoch is the one that the checkpoint stands in, whatever is left of it. After
-        `stop_from` it ends early, with `stopped` set, and all ranks at one step.
+        After `resume` the first epoch is the rest of the one that the checkpoint stands in.
 
         Returns:
             for each epoch its number, mean loss, seconds of training on this rank and, with `validation`,
@@ -321,31 +311,21 @@ class Trainer:
         self._check_now("fit")
         if not self._updates or self._accumulated:
             raise ValueError("fit makes no sense inside no_sync, or before the update that is to follow it")
-        epochs = integer("epochs", epochs, least=0)
+        epochs = valid.integer("epochs", epochs, least=0)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
         self.prepare(dataset, validation)
-        if self.world.rank == 0 and not any(module.training for module in self.model.modules()):
-            what = "all of the model is in evaluation mode, and is trained so; model.train() changes that"
-            print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
+        if self.world.rank == 0:
+            valid.warn_if_in_evaluation_mode(self.model)
         self.worker.forget_gradients()
         keeper = None
         if checkpoint is not None:
             keeper = self._checkpoints.keeper(self.worker, checkpoint, self.microbatch_size)
+        trained = self.worker, self.state, self.recorder, keeper, self.minibatch_size
         batches = partial(self._begin_epoch, dataset, shuffle)
-        judged = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-        self._fitting = FitLoop(
-            self.worker,
-            self.state,
-            self.recorder,
-            keeper,
-            self.minibatch_size,
-            batches,
-            judged,
-            wanted,
-            on_minibatch,
-        )
+        validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
+        self._fitting = FitLoop(*trained, batches, validate, wanted, on_minibatch)
         first = len(self.history)
         with preemption.listening(keeper is not None):
             if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
@@ -360,10 +340,9 @@ class Trainer:
     def stop_from(self, step: int) -> None:
         """Let `fit` end at the first resume point at or behind `step`, or with the epoch if that is earlier.
 
-        At a resume point every stage has updated with the same minibatches. Every rank says the same step
-        before it has trained on so many; `fit` then saves, returns, and `stopped` is set. Under an
-        asynchronous schedule messages of later minibatches stay under way: the process has to end then,
-        without `close`.
+        Every rank names the same step, before it has trained on so many. `fit` then saves and returns, with
+        `stopped` set and all ranks at one step. Under an asynchronous schedule messages of later minibatches
+        stay under way: the process has to end then, without `close`.
         """
         self.state.stop_from = step
 
@@ -375,9 +354,7 @@ class Trainer:
             UserError: it cannot be saved.
         """
         if self._fitting is not None and self._fitting.is_training:
-            raise RuntimeError(
-                "save was called while fit is training, which has checkpoint=Checkpointing(...)"
-            )
+            raise RuntimeError("save was called while fit trains, which has checkpoint=Checkpointing(...)")
         if self._accumulated:
             raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
         asked = Checkpointing(root, keep=keep)
@@ -395,26 +372,25 @@ class Trainer:
 
         Args:
             or_anew: a folder may hold none; training then starts anew.
-            allow_changed: optimizer options, scheduler, clipping, loss, data set and what is frozen may be
-                others than the checkpoint's training had. The new ones count, and are told; a scheduler
-                stands where it would by now. An optimizer of another class has no state to go on with.
+            allow_changed: optimizer options, scheduler, clipping, loss, data set and what is frozen may have
+                changed. The new ones count, and are told; a scheduler stands where it would by now.
 
         Returns:
             what there is to tell, in lines.
 
         Raises:
-            UserError: it is damaged, or of another model, optimizer, seed or minibatch, or of other settings
-                that were not allowed; nothing has changed. Of another data set: raised by `fit`.
+            UserError: it is damaged, of another model, optimizer class, seed or minibatch, or of other
+                settings that were not allowed; nothing has changed. Of another data set: raised by `fit`.
         """
-        self._check_nothing_under_way("resume")
+        self.state.check_nothing_under_way("resume")
         of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
         consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
-        found, told = self._checkpoints.find(Path(source), self.model, or_anew, allow_changed)
+        found, lines = self._checkpoints.find(Path(source), self.model, or_anew, allow_changed)
         if found is not None and self._worker is not None:
             self._checkpoints.load(self._worker)
-        elif found is not None and (plan := self._maker.prefer(found.plan, found.run.get("ranks"))):
-            told.append(plan)
-        return told
+        elif found is not None and (line := self._maker.prefer(found.plan, found.run.get("ranks"))):
+            lines.append(line)
+        return lines
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Mean loss and metrics over a data set, the same on every rank.
@@ -446,7 +422,7 @@ class Trainer:
         Raises:
             RuntimeError: as `evaluate`; each stage would be at another update.
         """
-        self._check_nothing_under_way("full_state_dict")
+        self.state.check_nothing_under_way("full_state_dict")
         return self.worker.full_state_dict()
 
     def prepare(self, dataset: Any, validation: Any = None) -> None:
@@ -474,7 +450,7 @@ class Trainer:
 
     def _check_now(self, method: str) -> None:
         """Refuse what users may have changed, or put around the call, since the last one."""
-        self._check_nothing_under_way(method)
+        self.state.check_nothing_under_way(method)
         valid.check_surroundings(method)
         valid.check_model_now(self.model)
         if method != "evaluate":
@@ -511,13 +487,6 @@ class Trainer:
     def _microbatches(self, dataset: Any, **which: Any) -> Microbatches:
         return Microbatches(dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, **which)
 
-    def _check_nothing_under_way(self, method: str) -> None:
-        if self.state.under_way:
-            raise RuntimeError(
-                f"{method} was called while minibatches are under way under {self.plan.schedule}; "
-                "call it between epochs"
-            )
-
     def _make_plan(self, minibatch: Minibatch) -> None:
         plan, self.choice = self._maker.make(minibatch)
         self._start(plan)
@@ -525,14 +494,6 @@ class Trainer:
     def _start(self, plan: Plan) -> None:
         check_plan(self.model, plan)
         self.recorder.begin()
-        self._worker = Worker(
-            self.model,
-            plan,
-            self.loss,
-            self.rule,
-            self.world,
-            self.device,
-            self.seed,
-            self._maker.progress_thread,
-        )
+        trained = self.model, plan, self.loss, self.rule
+        self._worker = Worker(*trained, self.world, self.device, self.seed, self._maker.progress_thread)
         self._checkpoints.load(self._worker)

@@ -4,6 +4,7 @@ Knows torch, no ranks and no plan; data sets are `samples`' affair.
 Every function raises TypeError or ValueError that says what is accepted.
 """
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from types import CellType
@@ -36,12 +37,17 @@ def integer(name: str, value: Any, least: int = -(2**63)) -> int:
     return int(value)
 
 
-def check_sizes(minibatch_size: int, microbatch_size: int | None) -> None:
-    """A microbatch is a slice of the minibatch."""
-    if microbatch_size is not None and microbatch_size > minibatch_size:
+def sizes(minibatch_size: Any, microbatch_size: Any) -> tuple[int, int | None]:
+    """The two sizes as integers; a microbatch, where it is given, is no larger than the minibatch."""
+    minibatch_size = integer("minibatch_size", minibatch_size, least=1)
+    if microbatch_size is None:
+        return minibatch_size, None
+    microbatch_size = integer("microbatch_size", microbatch_size, least=1)
+    if microbatch_size > minibatch_size:
         raise ValueError(
             f"microbatch_size must be <= minibatch_size = {minibatch_size}, got {microbatch_size}"
         )
+    return minibatch_size, microbatch_size
 
 
 def check_factories(optimizer: Any, lr_scheduler: Any) -> None:
@@ -187,3 +193,10 @@ def check_trains(model: nn.Module) -> None:
     """Some parameter is to be trained."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has nothing to train: no parameter has requires_grad = True")
+
+
+def warn_if_in_evaluation_mode(model: nn.Module) -> None:
+    """Tell that the model trains as it is, where all of it is in evaluation mode."""
+    if not any(module.training for module in model.modules()):
+        what = "all of the model is in evaluation mode, and is trained so; model.train() changes that"
+        print(f"hybridpipe: {what}", file=sys.stderr, flush=True)

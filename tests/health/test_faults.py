@@ -65,5 +65,5 @@ def test_a_mistake_is_told_in_one_line(text, told):
 
 
 def test_the_points_of_saving_need_neither_torch_nor_mpi():
-    probe = "import sys; from hybridpipe.runtime import faults; print({'torch', 'mpi4py'} & {*sys.modules})"
+    probe = "import sys; from hybridpipe.health import faults; print({'torch', 'mpi4py'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", probe], text=True) == "set()\n"

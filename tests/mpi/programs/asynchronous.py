@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "runtime"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
 import asynchronous_reference as reference
 
 from hybridpipe import Plan, StageSpec, Trainer
