@@ -78,7 +78,7 @@ PLAN = "plan --profile p.json --cluster c.json"
     ],
 )
 def test_it_is_told_in_one_line(folder, capsys, monkeypatch, command, told):
-    monkeypatch.setattr(supervisor.launcher, "start", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(supervisor.mpirun, "start", lambda *_, **__: pytest.fail("ranks were started"))
     before = sorted(folder.rglob("*"))
     try:
         code = main.main(command.split())

@@ -20,7 +20,6 @@ from hybridpipe.checkpoint.plain import read_weights
 from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.checkpoint.snapshot import names_of, plan_json, rank_file, stage_file
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.engine.weight_policy import StashedWeights
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
@@ -281,8 +280,8 @@ class _Reading:
         where, result = str(self.found.path), self.result
         found = {key: result.model[key] for key in self.wanted if key in result.model}
         check_fits(described(found), self.wanted, where)
-        update = None if self.worker.executor is None else self.worker.executor.update
-        if update is None or update.optimizer is None:
+        update = self.worker.executor.update
+        if update.optimizer is None:
             return
         names, now = _parameters(self.names), name_of(update.optimizer)
         for other in result.optimizers - {now}:
@@ -329,32 +328,29 @@ def _put(worker: Worker, read: _Read) -> None:
     for of_stage in names.values():
         for key, tensor in of_stage.tensors().items():
             overwrite(tensor, read.model[key])
-    executor = worker.executor
-    if executor is not None:
-        executor.statistics.begin_anew()
-        if read.samples_seen is not None:
-            executor.statistics.num_samples = read.samples_seen
-            executor.statistics.num_batches = [
-                {path: read.batches_agreed.get(of_stage.of(path), own) for path, own in before.items()}
-                for of_stage, before in zip(names.values(), executor.statistics.num_batches, strict=True)
-            ]
-        update = executor.update
-        update.num_minibatches = read.num_minibatches
-        if update.optimizer is not None:
-            put_optimizer(update.optimizer, _parameters(names), read.parameters, not read.is_fresh)
-        if read.is_fresh:  # the new schedule, as far as it would have got by now
-            update.num_minibatches = 0
-            update.catch_up(read.num_minibatches)
-        elif update.scheduler is not None and read.scheduler is not None:
-            update.scheduler.load_state_dict(read.scheduler.state)
-        if isinstance(executor.weight_policy, StashedWeights):
-            own = _trained(names)
-            device = worker.device
-            older = {
-                number: {p: version[key].to(device) for p, key in own.items()}
-                for number, version in read.versions.items()
-            }
-            executor.weight_policy.restore(read.newest, older)
+    statistics, update = worker.executor.statistics, worker.executor.update
+    statistics.begin_anew()
+    if read.samples_seen is not None:
+        statistics.num_samples = read.samples_seen
+        statistics.num_batches = [
+            {path: read.batches_agreed.get(of_stage.of(path), own) for path, own in before.items()}
+            for of_stage, before in zip(names.values(), statistics.num_batches, strict=True)
+        ]
+    update.num_minibatches = read.num_minibatches
+    if update.optimizer is not None:
+        put_optimizer(update.optimizer, _parameters(names), read.parameters, not read.is_fresh)
+    if read.is_fresh:  # the new schedule, as far as it would have got by now
+        update.num_minibatches = 0
+        update.catch_up(read.num_minibatches)
+    elif update.scheduler is not None and read.scheduler is not None:
+        update.scheduler.load_state_dict(read.scheduler.state)
+    if worker.executor.stashed is not None:
+        own = _trained(names)
+        older = {
+            number: {p: version[key].to(worker.device) for p, key in own.items()}
+            for number, version in read.versions.items()
+        }
+        worker.executor.stashed.restore(read.newest, older)
     if read.random is not None:
         read.random.put(worker.device)
 

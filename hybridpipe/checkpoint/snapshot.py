@@ -28,7 +28,7 @@ from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.shard import FileEntry, write_shard
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import CHECKPOINT, rank_status
-from hybridpipe.engine.weight_policy import Before, StashedWeights
+from hybridpipe.engine.stashed_weights import Before
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.health import failure, faults
@@ -98,8 +98,6 @@ def rank_file(rank: int) -> str:
 
 def names_of(worker: Worker) -> dict[int, Names]:
     """For each stage that this rank holds, the names of its tensors."""
-    if worker.executor is None:
-        return {}
     layers = list(layers_of(worker.model))
     held = zip(worker.executor.held, worker.executor.stages, strict=True)
     return {
@@ -154,10 +152,9 @@ def referred(worker: Worker, point: ResumePoint) -> dict[str, State]:
     files: dict[str, State] = {}
     own = State()
     before: Before | None = None
-    if worker.executor is not None:
-        assert worker.place is not None
-        if isinstance(worker.executor.weight_policy, StashedWeights):
-            before = worker.executor.weight_policy.before_flight()
+    if worker.place is not None:
+        if worker.executor.stashed is not None:
+            before = worker.executor.stashed.before_flight()
         for s, names in names_of(worker).items():
             buffers = names.buffers()
             if before is not None:
@@ -179,7 +176,7 @@ def referred(worker: Worker, point: ResumePoint) -> dict[str, State]:
 def _of_stage(
     worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.Tensor], point: ResumePoint
 ) -> State:
-    assert worker.executor is not None and worker.place is not None
+    assert worker.place is not None
     update = worker.executor.update
     state = State(prefixed("model", {**names.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
@@ -207,8 +204,8 @@ def _put_versions(worker: Worker, names: Names, numbers: list[int], state: State
     state.meta["versions"] = numbers
     if not numbers:
         return
-    assert worker.executor is not None and isinstance(worker.executor.weight_policy, StashedWeights)
-    for number, weights in worker.executor.weight_policy.kept(numbers).items():
+    assert worker.executor.stashed is not None
+    for number, weights in worker.executor.stashed.kept(numbers).items():
         state.tensors |= prefixed(f"version.{number}", names.weights(weights))
 
 

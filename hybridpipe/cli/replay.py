@@ -23,7 +23,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
 from hybridpipe.health import failure
-from hybridpipe.optim.gradient_sync import HorovodGradients
+from hybridpipe.optim.gradient_sync import HorovodSync
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import StageCost, stage_costs
 from hybridpipe.planning.plan import Plan
@@ -96,9 +96,9 @@ def replay(asked: Replay, out: Path) -> int:
         failure.refuse(error)
     except OSError as error:
         failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
-    executor = trainer.worker.executor
-    if executor is not None and isinstance(executor.gradients, HorovodGradients):
-        executor.gradients.overlaps = asked.overlap
+    sync = trainer.worker.executor.sync
+    if isinstance(sync, HorovodSync):
+        sync.overlaps = asked.overlap
     size = asked.plan.num_microbatches
     samples = torch.zeros((asked.num_minibatches or enough_minibatches(asked.plan)) * size, 1)
     before = _processor_time()

@@ -8,11 +8,15 @@ knows what it expects and compares the header before it looks at the rest.
 import json
 import math
 import struct
+import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 64
@@ -146,3 +150,26 @@ def _fields(buffer: Tensor) -> tuple[int, ...]:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Buffers:
+    """Byte buffers that are used again: fresh memory costs a page fault every 4 KiB.
+
+    A buffer comes back by itself once no tensor looks at its memory any more. No one could give it back
+    by hand in time: autograd may keep a view of a received gradient as a parameter's `.grad`.
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
+        self._pinned = pinned
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A buffer of that many bytes, with anything in it."""
+        free = self._free[num_bytes]
+        if free:
+            memory = free.pop()
+        else:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        alias = memory.view()  # the tensor's storage holds the alias; its end is the end of the last tensor
+        weakref.finalize(alias, free.append, memory).atexit = False
+        return torch.from_numpy(alias)

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.messages import ProtocolError
+from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
 from hybridpipe.comm.transport import DOUBT_SECONDS, Pending, Unclaimed
@@ -120,12 +120,18 @@ class MpiTransport:
         cores_to_spare: every rank of this machine has a core of its own, so that one that waits may use it.
         progress_thread: a thread moves messages while the rank computes. Without one they must arrive without
             their sender's help.
+        device: where this rank computes; by default the CPU.
     """
 
     def __init__(
-        self, communicator: MPI.Comm, cores_to_spare: bool = False, progress_thread: bool = True
+        self,
+        communicator: MPI.Comm,
+        cores_to_spare: bool = False,
+        progress_thread: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self._communicator = communicator
+        self.buffer = Buffers(pinned=device is not None and device.type == "cuda").take
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
         self._active: list[_Request] = []  # requests of MPI
         # by (peer, tag), in order, while there are any
@@ -224,7 +230,7 @@ class MpiTransport:
         began = time.perf_counter()
         in_doubt = began + DOUBT_SECONDS
         pauses = _pauses()
-        before = rank_status.wait_for(pending.what)
+        before, rank_status.wait = rank_status.wait, pending.what
         try:
             while not self._test(pending):
                 if self.thread is None:
@@ -236,7 +242,7 @@ class MpiTransport:
                     doubt()
                     in_doubt = now + DOUBT_SECONDS
         finally:
-            rank_status.wait_for(before)
+            rank_status.wait = before
             with self._guard:
                 self._num_waiting -= 1  # while others waited the thread did not look, and its pauses grew
                 self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)

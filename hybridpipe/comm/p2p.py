@@ -6,7 +6,7 @@ reused buffers, and a sender whose tensors have changed shape says so instead of
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from hybridpipe.comm.messages import (
     spec_of,
     views,
 )
-from hybridpipe.comm.transport import Buffers, Pending, Transport
+from hybridpipe.comm.transport import Pending, Transport
 from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
@@ -73,8 +73,9 @@ class PointToPoint:
     def __init__(self, plan: Plan, stage: int, transport: Transport, device: torch.device) -> None:
         self._plan, self._stage, self._transport, self._device = plan, stage, transport, device
         self._chunk = stage // plan.num_groups
+        self._num_stages = plan.num_stages
         self._num_tags = LARGEST_TAG // (KINDS * plan.num_stages)
-        self._buffers = Buffers(pinned=device.type == "cuda")
+        self._rank_of = lru_cache(maxsize=1024)(plan.rank_of)
         self._specs: dict[_Size, Spec] = {}
         self.bytes_sent = 0
 
@@ -93,7 +94,7 @@ class PointToPoint:
         self._posted: dict[ReceiveActivation | ReceiveGradient, _Posted] = {}
         self._num_posted = self._num_consumed = 0
 
-    def send_activation(self, microbatch: int, value: TensorTree, fault: str | None = None) -> None:
+    def send_activation(self, microbatch: int, value: TensorTree) -> None:
         """Start sending a stage's output to the stage behind."""
         tensors = tensors_of(value)
         spec = spec_of(tensors, single=isinstance(value, Tensor))
@@ -107,11 +108,9 @@ class PointToPoint:
                 f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes and types that "
                 "depend on the number of samples only"
             )
-        self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors, fault)
+        self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors)
 
-    def send_gradient(
-        self, microbatch: int, gradients: Sequence[Tensor | None], fault: str | None = None
-    ) -> None:
+    def send_gradient(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Start sending the gradients of a stage's input to the stage before.
 
         Args:
@@ -122,7 +121,7 @@ class PointToPoint:
         wanted = [g for g, tensor in zip(gradients, spec.tensors, strict=True) if tensor.requires_grad]
         present = torch.tensor([gradient is not None for gradient in wanted], dtype=torch.uint8)
         tensors = [present, *wanted]
-        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec.gradients, tensors, fault)
+        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec.gradients, tensors)
 
     def receive_activation(self, microbatch: int) -> TensorTree:
         """Wait for a stage's input: leaves of this stage's graph."""
@@ -154,22 +153,16 @@ class PointToPoint:
         peer: int,
         spec: Spec,
         tensors: Sequence[Tensor | None],
-        fault: str | None,
     ) -> None:
         if spec.num_bytes > LARGEST_MESSAGE_BYTES:
             raise ValueError(
                 f"the message of microbatch {microbatch} weighs {spec.num_bytes} bytes, MPI takes at most "
                 f"{LARGEST_MESSAGE_BYTES}; use smaller microbatches"
             )
-        buffer = self._buffers.take(spec.num_bytes)
+        buffer = self._transport.buffer(spec.num_bytes)
         pack(buffer, spec, tensors, (kind, self._step, microbatch, cut))
         self.bytes_sent += spec.num_bytes
-        tag = self._tag(kind, microbatch, cut)
-        if fault == "badsize":
-            buffer = torch.cat([buffer, buffer])
-        elif fault == "badtag":
-            tag = self._tag(kind, microbatch + 1, cut)
-        self._transport.send(buffer, peer, tag)
+        self._transport.send(buffer, peer, self._tag(kind, microbatch, cut))
 
     def _receive(self, instruction: ReceiveActivation | ReceiveGradient) -> tuple[Tensor, ...]:
         self._num_consumed += 1
@@ -191,7 +184,7 @@ class PointToPoint:
                 return
             spec = known if forward else known.gradients
             kind, cut = (ACTIVATION, self._stage - 1) if forward else (GRADIENT, self._stage)
-            buffer = self._buffers.take(spec.num_bytes)
+            buffer = self._transport.buffer(spec.num_bytes)
             tag = self._tag(kind, m, cut)
             pending = self._transport.receive(buffer, size.peer, tag)
             header = (kind, self._step, m, cut)
@@ -216,12 +209,12 @@ class PointToPoint:
                 )
 
     def _size(self, microbatch: int, stage: int) -> _Size:
-        cut, peer = min(stage, self._stage), self._plan.rank_of(stage, microbatch)
+        cut, peer = min(stage, self._stage), self._rank_of(stage, microbatch)
         return _Size(cut, peer, self._sizes[microbatch], self._training)
 
     def _tag(self, kind: int, microbatch: int, cut: int) -> int:
         """Tags come round again; messages of one tag arrive in the order in which they were sent."""
-        return kind + KINDS * (cut + self._plan.num_stages * (microbatch % self._num_tags))
+        return kind + KINDS * (cut + self._num_stages * (microbatch % self._num_tags))
 
 
 def _describe(spec: Spec) -> str:

@@ -1,6 +1,7 @@
-"""Position: what this rank is doing. Written at every instruction and wait, read when a report says where.
+"""Status: what this rank is doing, written at every instruction and wait, read when a report says where.
 
-Beside it what the thread does that saves in the background, and when the disk last took something from it.
+Plain attributes, as the writer is in the middle of a step. Knows no MPI.
+Invariant: a new object in `doing` or `wait` means that the rank has moved.
 """
 
 import math
@@ -35,39 +36,51 @@ class Wait(NamedTuple):
         return f"{self.what} {way} rank {self.peers[0]}, tag {self.tag}, {self.num_bytes} bytes"
 
 
+class Doing(NamedTuple):
+    """A place in a program.
+
+    Args:
+        step: minibatches trained on before this one; None in an evaluation.
+        instruction: None between programs, when the rank is in its caller's hands.
+    """
+
+    stage: int | None
+    step: int | None
+    instruction: Instruction | None
+
+
 class RankStatus:
-    stage: int | None = None
-    step: int | None = None
-    instruction: Instruction | None = None
-    wait: Wait | None = None  # of the main thread
-    count = 0  # changes whenever something else is being done
-    saving = ""  # what the saving thread is at, while it is not waiting for others'
-    moved = -math.inf  # when that last got on, by time.monotonic()
+    """The status of this process's rank.
 
-    def at(self, stage: int, step: int | None, instruction: Instruction) -> None:
-        """This instruction starts now; `step` is None in an evaluation."""
-        self.stage, self.step, self.instruction = stage, step, instruction
-        self.count += 1
+    Args:
+        doing: by the main thread.
+        wait: of the main thread, for other ranks.
+        saving: by the thread that saves, while it does not wait for other ranks'.
+        moved: when that thread last got on, in seconds of time.monotonic().
+    """
 
-    def outside(self) -> None:
-        """The program is done; what follows is the caller's."""
-        self.instruction = None
-        self.count += 1
+    doing = Doing(None, None, None)
+    wait: Wait | None = None
+    saving = ""
+    moved = -math.inf
 
-    def wait_for(self, wait: Wait | None) -> Wait | None:
-        """From now on the main thread waits for that. Returns what it waited for before, to be put back."""
-        before, self.wait = self.wait, wait
-        self.count += 1
-        return before
+    @property
+    def step(self) -> int | None:
+        """The step that the rank is in, or was in last."""
+        return self.doing.step
+
+    def has_moved_since(self, doing: Doing, wait: Wait | None) -> bool:
+        """Whether the rank has begun anything else since it had that status."""
+        return self.doing is not doing or self.wait is not wait
 
     @contextmanager
     def waiting(self, what: str, peers: Iterable[int]) -> Iterator[None]:
         """Around waiting for other ranks, or for a collective with them."""
-        before = self.wait_for(Wait(what, tuple(peers)))
+        before, self.wait = self.wait, Wait(what, tuple(peers))
         try:
             yield
         finally:
-            self.wait_for(before)
+            self.wait = before
 
     @contextmanager
     def in_saving(self, what: str) -> Iterator[None]:
@@ -86,16 +99,17 @@ class RankStatus:
 
     @property
     def busy(self) -> bool:
-        """With something that ends by itself, unless the job hangs; else it is the caller's turn."""
-        return self.instruction is not None or self.wait is not None
+        """Whether it does what ends by itself, unless the job hangs; else it is the caller's turn."""
+        return self.doing.instruction is not None or self.wait is not None
 
     def __str__(self) -> str:
-        if self.instruction is None:
-            return OUTSIDE if self.step is None else f"{OUTSIDE}, after step {self.step}"
-        microbatch = getattr(self.instruction, "microbatch", None)
+        stage, step, instruction = self.doing
+        if instruction is None:
+            return OUTSIDE if step is None else f"{OUTSIDE}, after step {step}"
+        microbatch = getattr(instruction, "microbatch", None)
         return (
-            f"stage {self.stage}, step {'none (evaluation)' if self.step is None else self.step}, "
-            f"microbatch {'none' if microbatch is None else microbatch}, instruction {self.instruction}"
+            f"stage {stage}, step {'none (evaluation)' if step is None else step}, "
+            f"microbatch {'none' if microbatch is None else microbatch}, instruction {instruction}"
         )
 
 

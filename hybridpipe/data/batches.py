@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hybridpipe.data.samples import check_dataset, drawn, stacked
-from hybridpipe.data.stream import Minibatch
+from hybridpipe.data.stream import Minibatch, microbatch_sizes
 from hybridpipe.model.rng import random_key
-from hybridpipe.model.tensors import TensorTree, map_tensors, tensors_of
-from hybridpipe.planning.plan import Plan, microbatch_sizes
+from hybridpipe.model.tensors import TensorTree
+from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import ceil_div
 
 Loaded = tuple[TensorTree, TensorTree]  # inputs and targets of a microbatch
@@ -96,23 +96,6 @@ def minibatches(
 def num_minibatches(dataset: Any, minibatch_size: int) -> int:
     """How many minibatches an epoch has."""
     return ceil_div(len(dataset), minibatch_size)
-
-
-def slice_minibatch(inputs: TensorTree, targets: TensorTree, microbatch_size: int) -> Minibatch:
-    """A minibatch that is in memory already, samples in the first dimension."""
-    counts = {len(tensor) for value in (inputs, targets) for tensor in tensors_of(value)}
-    if len(counts) != 1:
-        raise ValueError(f"inputs and targets must hold equally many samples, got {sorted(counts)}")
-    count = counts.pop()
-    if not count:
-        raise ValueError("inputs and targets must hold at least one sample, got none")
-    sizes = microbatch_sizes(count, microbatch_size)
-
-    def part(value: TensorTree, microbatch: int) -> TensorTree:
-        start = microbatch * microbatch_size
-        return map_tensors(lambda tensor: tensor[start : start + microbatch_size], value)
-
-    return Minibatch(sizes, lambda m: part(inputs, m), lambda m: part(targets, m))
 
 
 def microbatch_size_of(plan: Plan, minibatch_size: int, microbatch_size: int | None = None) -> int:

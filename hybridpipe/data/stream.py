@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.model.tensors import TensorTree
+from hybridpipe.model.tensors import TensorTree, map_tensors, tensors_of
 
 
 class Minibatch(NamedTuple):
@@ -23,6 +23,29 @@ class Minibatch(NamedTuple):
     def num_samples(self) -> int:
         """Samples in all microbatches."""
         return sum(self.sizes)
+
+
+def microbatch_sizes(num_samples: int, microbatch_size: int) -> list[int]:
+    """Samples in each microbatch of a minibatch: all of one size but for the last."""
+    full, rest = divmod(num_samples, microbatch_size)
+    return [microbatch_size] * full + [rest] * (rest > 0)
+
+
+def slice_minibatch(inputs: TensorTree, targets: TensorTree, microbatch_size: int) -> Minibatch:
+    """A minibatch that is in memory already, samples in the first dimension."""
+    counts = {len(tensor) for value in (inputs, targets) for tensor in tensors_of(value)}
+    if len(counts) != 1:
+        raise ValueError(f"inputs and targets must hold equally many samples, got {sorted(counts)}")
+    count = counts.pop()
+    if not count:
+        raise ValueError("inputs and targets must hold at least one sample, got none")
+    sizes = microbatch_sizes(count, microbatch_size)
+
+    def part(value: TensorTree, microbatch: int) -> TensorTree:
+        start = microbatch * microbatch_size
+        return map_tensors(lambda tensor: tensor[start : start + microbatch_size], value)
+
+    return Minibatch(sizes, lambda m: part(inputs, m), lambda m: part(targets, m))
 
 
 class StreamedMicrobatch(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import rank_status
+from hybridpipe.comm.status import Wait, rank_status
 from hybridpipe.data.samples import check_dataset, comparable, drawn_anew, fingerprint
 from hybridpipe.model.tensors import TensorTree, expanded_dimensions, raw_bytes, tensors_of
 from hybridpipe.optim.gradient_sync import CYCLE_TIME
@@ -99,8 +99,9 @@ def check_same_minibatch(world: MPI.Comm, value: TensorTree) -> None:
         for sample in (tensor[:1], tensor[-1:]):
             digest = zlib.crc32(raw_bytes(sample), digest)
     extremes = np.array([digest, -digest])
-    with rank_status.waiting(COMPARED, range(world.size)):
-        world.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MIN)
+    rank_status.wait = Wait(COMPARED, tuple(range(world.size)))
+    world.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MIN)
+    rank_status.wait = None
     if extremes[0] != -extremes[1]:
         raise ValueError(
             "train_step: inputs and targets must be the same on all ranks, and are not: every rank passes "

@@ -1,28 +1,25 @@
 """Executor: translates one rank's program into calls, and records when each instruction ran.
 
-The only place where a schedule's data becomes action. It decides nothing: what to do next is in the
-program, which weights a microbatch sees and who the peers are in the plan, how bytes move in the transport.
+The only place where a schedule's data becomes action. Decides nothing: the program says what comes next, the
+plan which weights a microbatch sees and who the peers are, the transport how bytes move.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hybridpipe.comm.p2p import PointToPoint
-from hybridpipe.comm.status import rank_status
+from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.data.stream import Minibatch, Stream
-from hybridpipe.engine.weight_policy import LatestWeights, StashedWeights, WeightPolicy
-from hybridpipe.health import faults
+from hybridpipe.device import clock_of
+from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import TensorTree, map_tensors
-from hybridpipe.optim.gradient_sync import Gradients
-from hybridpipe.optim.nonfinite import Finite
+from hybridpipe.optim.gradient_sync import GradientSync
+from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules.generators import minibatches_in_update
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
     Backward,
@@ -31,43 +28,32 @@ from hybridpipe.planning.schedules.instructions import (
     Forward,
     Instruction,
     Load,
+    Part,
     Products,
-    Program,
+    RankProgram,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
     SendGradient,
     Step,
-    final_backwards,
 )
-from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates
+from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.statistics import RunningStatistics
+from hybridpipe.stage.weights import Weights
 
 Gradient = Sequence[torch.Tensor | None]
-
-_POINTS: dict[type[Instruction], str] = {  # for `faults`
-    ReceiveActivation: "receive-activation",
-    Forward: "forward",
-    SendActivation: "send-activation",
-    ReceiveGradient: "receive-gradient",
-    Backward: "backward",
-    BackwardInput: "backward",
-    BackwardWeight: "backward",
-    SendGradient: "send-gradient",
-    AllReduce: "all-reduce",
-    Step: "step",
-}
+OnOutputs = Callable[[int, TensorTree, TensorTree], None]
 
 
 class UpdateResult(NamedTuple):
-    """What has come in since the update before.
+    """All that has come in since the update before.
 
     Args:
-        losses: the share of the loss of each microbatch that ended here (the last stage's ranks have them).
+        losses: the share of the loss of each microbatch that ended here; on the last stage's ranks only.
         events: in seconds of this host's monotonic clock.
-        num_minibatches: that the update was made of; 0 without one.
+        num_minibatches: number of minibatches behind the update; 0 without one.
     """
 
     losses: dict[int, float]
@@ -76,280 +62,300 @@ class UpdateResult(NamedTuple):
 
 
 class Executor:
-    """Runs programs for the rank at `place`.
+    """Runs programs for the rank at `place`. A rank that the plan leaves unused holds no stage.
 
     Args:
         stages, p2p: one for each stage that the rank holds, by chunk.
-        gradients, update: of all of them together.
-        finite: the check before an update; None: none.
+        sync: sums gradients over the stage's replicas; None where there is one.
+        update: the optimizer of all its stages.
+        check: looks for NaN and infinity before an update; None: nothing does.
     """
 
     def __init__(
         self,
         plan: Plan,
-        place: Place,
+        place: Place | None,
+        device: torch.device,
         stages: Sequence[Stage],
         p2p: Sequence[PointToPoint],
-        gradients: Gradients,
+        sync: GradientSync | None,
         update: Update,
-        finite: Finite | None = None,
+        check: NonfiniteCheck | None = None,
     ) -> None:
-        self.plan, self.place, self.held = plan, place, plan.held_stages(place)
-        self.stages, self.p2p = stages, p2p
-        self.gradients, self.update, self.finite = gradients, update, finite
+        self.place, self.held = place, () if place is None else plan.held_stages(place)
+        self.device, self.stages, self.p2p = device, stages, p2p
+        self.sync, self.update, self.check = sync, update, check
+        self.clock = clock_of(device)
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
-        self.weight_policy: WeightPolicy = LatestWeights()
-        if plan.is_asynchronous:
-            self.weight_policy = StashedWeights(plan, place, stages[0].module, self.statistics)
+        self.stashed: StashedWeights | None = None
+        if plan.is_asynchronous and place is not None:
+            self.stashed = StashedWeights(plan, place, stages[0].module, self.statistics)
 
     def renew(self) -> None:
         """Take up what has changed in the layers since the last run. Collective over the stage's replicas."""
-        for stage, each in zip(self.stages, self.p2p, strict=True):
+        for stage, p2p in zip(self.stages, self.p2p, strict=True):
             stage.renew()
-            each.forget()
-        self.gradients.renew()
-        self.weight_policy.renew()
+            p2p.forget()
+        if self.sync is not None:
+            self.sync.renew()
+        if self.stashed is not None:
+            self.stashed.renew()
 
     @property
     def num_skipped(self) -> int:
         """Updates left out so far, because a number was not finite."""
-        return 0 if self.finite is None else self.finite.num_skipped
+        return 0 if self.check is None else self.check.num_skipped
 
     @property
     def bytes_sent(self) -> int:
         """Activations and gradients sent so far."""
         return sum(each.bytes_sent for each in self.p2p)
 
-    def run(self, program: Program, stream: Stream, done: int = 0) -> Iterator[UpdateResult]:
+    @property
+    def bytes_reduced(self) -> int:
+        """Gradients handed to the all-reduce so far."""
+        return 0 if self.sync is None else self.sync.bytes_reduced
+
+    def run(self, program: RankProgram, stream: Stream, done: int = 0) -> Iterator[UpdateResult]:
         """Train on a stream; yields after each update, and at the end if anything came after the last.
 
         Args:
-            done: so many minibatches of the stream are in the weights already, and not in `program`.
+            done: number of minibatches of the stream that are in the weights already, and not in `program`.
         """
         for each in self.p2p:
-            each.begin(program, stream.sizes, stream.step, training=True)
-        run = _Run(self, stream, done)
-        finals = final_backwards(program)
-        for part in _until_steps(program):
-            with self._generators_preserved():
-                for i in part:
-                    rank_status.at(self._stage_of(program[i]), run.step, program[i])
-                    run.do(program[i], is_final=i in finals)
-                    run.note(program[i])
-            rank_status.outside()
-            if isinstance(program[part[-1]], Step):
+            each.begin(program.instructions, stream.sizes, stream.step, training=True)
+        run = self.begin(stream, done)
+        for part in program.parts:
+            self._execute(run, program, part)
+            if part.num_minibatches:
                 yield run.take()
                 run.now = self.clock()
         for stage in self.stages:
             stage.complete_gradients()
-        self.weight_policy.end()
+        run.end()
         if run.events:
             yield run.take()
 
-    def infer(
-        self,
-        program: Program,
-        minibatch: Minibatch,
-        on_outputs: Callable[[int, TensorTree, TensorTree], None],
-        number: int,
-    ) -> None:
+    def begin(self, stream: Stream, done: int) -> "ProgramRun":
+        """Start the run of a program over a stream."""
+        kind = ProgramRun if self.stashed is None else StashedRun
+        return kind(self, stream, done)
+
+    def infer(self, program: RankProgram, minibatch: Minibatch, on_outputs: OnOutputs, number: int) -> None:
         """Run the forwards of `program` without a graph; the last stage hands its outputs to `on_outputs`.
 
         Args:
             number: of the minibatch in the evaluation; random draws follow from it.
         """
         for each in self.p2p:
-            each.begin(program, minibatch.sizes, step=0, training=False)
-        values: dict[tuple[int, int], TensorTree] = {}
-        with self._generators_preserved():
-            for instruction in program:
-                rank_status.at(self._stage_of(instruction), None, instruction)
-                match instruction:
-                    case ReceiveActivation(m, c):
-                        values[m, c] = self.p2p[c].receive_activation(m)
-                    case Forward(m, c):
-                        inputs = values.pop((m, c)) if self.held[c] else self.to_device(minibatch.inputs(m))
-                        values[m, c] = self.stages[c].infer(m, inputs, step=-1 - number)
-                        if self.stages[c].loss is not None:
-                            on_outputs(m, values.pop((m, c)), self.to_device(minibatch.targets(m)))
-                    case SendActivation(m, c):
-                        self.p2p[c].send_activation(m, values.pop((m, c)))
-        rank_status.outside()
+            each.begin(program.instructions, minibatch.sizes, step=0, training=False)
+        run = InferenceRun(self, minibatch, on_outputs, number)
+        for part in program.parts:
+            self._execute(run, program, part)
 
-    def _generators_preserved(self) -> AbstractContextManager[None]:
-        """Around what runs layers, which seed the process's generators."""
+    def _execute(self, run: "ProgramRun", program: RankProgram, part: Part) -> None:
+        """Run the instructions up to the next update; layers seed the process's generators."""
         python_too = any(stage.draws_from_python for stage in self.stages)
-        return preserved_state(self.stages[0].device, python_too)
+        run.minibatches_due = part.num_minibatches
+        with preserved_state(self.device, python_too):
+            for i in part.range:
+                run.do(program.instructions[i], i in program.finals)
+        rank_status.doing = rank_status.doing._replace(instruction=None)
 
     def to_device(self, value: TensorTree) -> TensorTree:
-        """Where this rank computes."""
-        device = self.stages[0].device
-        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
-
-    def _stage_of(self, instruction: Instruction) -> int:
-        return self.held[getattr(instruction, "chunk", 0)]
-
-    def clock(self) -> float:
-        """The time, once the device is done with what it was given."""
-        device = self.stages[0].device
-        if device.type == "cuda":  # else an event would end when its kernels are queued
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+        """Move the value to where this rank computes."""
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
 
 
-class _Run:
+class ProgramRun:
     """A program under way: what is between two instructions, by (microbatch, chunk)."""
 
+    weights: Weights | None = None  # to call the layers with; None: their own parameters
+
     def __init__(self, executor: Executor, stream: Stream, done: int = 0) -> None:
-        self.executor, self.stream, self.step = executor, stream, stream.step + done
+        self.executor, self.stream = executor, stream
+        self.step: int | None = stream.step + done  # for reports; None in an evaluation
         self.values: dict[tuple[int, int], TensorTree] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.unchecked: dict[int, torch.Tensor] = {}  # losses that no update is made of so far
         self.events: list[Event] = []
-        point = ResumePoint(done, len(stream.minibatches))
-        self.num_updates = num_updates(executor.plan, executor.place.stage, point)
+        self.is_final = False  # the last backward of a chunk before its gradients are used
+        self.minibatches_due = 0  # in the next update
         self.applied = 0  # minibatches, since `take`
         self.covered = done  # minibatches, by all updates
         self.now = executor.clock()
-        executor.weight_policy.begin(self.num_updates)
+        self.handlers: dict[type[Instruction], Callable[[Any], None]] = {
+            ReceiveActivation: self.receive_activation,
+            Forward: self.forward,
+            SendActivation: self.send_activation,
+            ReceiveGradient: self.receive_gradient,
+            Backward: self.backward,
+            BackwardInput: self.backward_input,
+            BackwardWeight: self.backward_weight,
+            SendGradient: self.send_gradient,
+            AllReduce: self.all_reduce,
+            Step: self.update,
+        }
 
-    def take(self) -> UpdateResult:
-        """What has come in since this was called last."""
-        done = UpdateResult({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
-        self.losses, self.events, self.applied = {}, [], 0
-        return done
+    def do(self, instruction: Instruction, is_final: bool) -> None:
+        """Run one instruction."""
+        stage = self.executor.held[getattr(instruction, "chunk", 0)]
+        rank_status.doing = Doing(stage, self.step, instruction)
+        if is_final:
+            self.finally_do(instruction)
+        else:
+            self.handlers[type(instruction)](instruction)
+        self.note(instruction)
+
+    def finally_do(self, instruction: Instruction) -> None:
+        """Run the last backward before the gradients are used: each is final as it arrives."""
+        sync, self.is_final = self.executor.sync, True
+        if sync is not None:
+            sync.begin_final_backward()
+        self.handlers[type(instruction)](instruction)
+        if sync is not None:
+            sync.end_final_backward()
+        self.is_final = False
 
     def note(self, instruction: Instruction | Load | Products) -> None:
-        """It took from the end of the event before until now."""
+        """Record that it took from the end of the event before until now."""
         began, self.now = self.now, self.executor.clock()
         self.events.append(Event(instruction, began, self.now))
 
-    def do(self, instruction: Instruction, is_final: bool) -> None:
-        """One instruction. `is_final`: the last backward of a chunk before its gradients are used."""
-        executor = self.executor
-        fault = self.fault(_POINTS[type(instruction)], getattr(instruction, "microbatch", None))
-        match instruction:
-            case ReceiveActivation(m, c):
-                self.values[m, c] = executor.p2p[c].receive_activation(m)
-            case Forward(m, c):
-                self.forward(m, c, fault)
-            case SendActivation(m, c):
-                executor.p2p[c].send_activation(m, self.values.pop((m, c)), fault)
-            case ReceiveGradient(m, c):
-                self.gradients[m, c] = executor.p2p[c].receive_gradient(m)
-                if fault == "nan":
-                    self.gradients[m, c] = [g if g is None else _not_numbers(g) for g in self.gradients[m, c]]
-            case Backward() | BackwardInput() | BackwardWeight():
-                self.backward(instruction, is_final)
-            case SendGradient(m, c):
-                executor.p2p[c].send_gradient(m, self.gradients.pop((m, c)), fault)
-            case AllReduce():
-                self.make_products()
-                executor.gradients.finish()
-            case Step():
-                self.apply(fault)
+    def take(self) -> UpdateResult:
+        """Return what has come in since the last call."""
+        result = UpdateResult({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
+        self.losses, self.events, self.applied = {}, [], 0
+        return result
 
-    def fault(self, point: str, m: int | None) -> str | None:
-        """Passes a point where something may be asked to go wrong."""
-        if not faults.any_left():
-            return None
-        if m is None:
-            return faults.at(point, step=self.stream.step + self.covered)
-        at = self.stream[m]
-        return faults.at(point, step=at.step, microbatch=at.microbatch)
+    def end(self) -> None:
+        """The program is done; no microbatch is under way."""
 
-    def forward(self, m: int, c: int, fault: str | None) -> None:
-        executor, stage, at = self.executor, self.executor.stages[c], self.stream[m]
+    def receive_activation(self, instruction: ReceiveActivation) -> None:
+        m, c = instruction.microbatch, instruction.chunk
+        self.values[m, c] = self.executor.p2p[c].receive_activation(m)
+
+    def send_activation(self, instruction: SendActivation) -> None:
+        m, c = instruction.microbatch, instruction.chunk
+        self.executor.p2p[c].send_activation(m, self.values.pop((m, c)))
+
+    def receive_gradient(self, instruction: ReceiveGradient) -> None:
+        m, c = instruction.microbatch, instruction.chunk
+        self.gradients[m, c] = self.executor.p2p[c].receive_gradient(m)
+
+    def send_gradient(self, instruction: SendGradient) -> None:
+        m, c = instruction.microbatch, instruction.chunk
+        self.executor.p2p[c].send_gradient(m, self.gradients.pop((m, c)))
+
+    def forward(self, instruction: Forward) -> None:
+        m, c = instruction.microbatch, instruction.chunk
+        stage, at = self.executor.stages[c], self.stream[m]
         self.step = at.step
-        weights = executor.weight_policy.of(m)
-        if executor.held[c] == 0 or stage.loss is not None:
-            self.fault("load", m)
-        inputs = self.values.pop((m, c)) if executor.held[c] else executor.to_device(at.inputs)
-        targets = None if stage.loss is None else executor.to_device(at.targets)
-        if executor.held[c] == 0 or targets is not None:
+        held = self.executor.held[c]
+        inputs = self.values.pop((m, c)) if held else self.executor.to_device(at.inputs)
+        targets = None if stage.loss is None else self.executor.to_device(at.targets)
+        if not held or targets is not None:
             self.note(Load(m, c))
-        if fault == "nan":
-            inputs = map_tensors(_not_numbers, inputs)
         if targets is None:
-            self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, weights, slot=m)
+            self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, self.weights, slot=m)
         else:
-            loss = stage.forward_loss(at.microbatch, inputs, targets, at.share, at.step, weights, slot=m)
+            share = at.share, at.step, self.weights
+            loss = stage.forward_loss(at.microbatch, inputs, targets, *share, slot=m)
             if not loss.requires_grad:
                 raise ValueError(
                     "the loss depends on nothing that is trained: the outputs were detached or made under "
                     "torch.no_grad(), or the loss is a constant"
                 )
             self.losses[m] = self.unchecked[m] = loss.detach()
-        executor.weight_policy.ran(m)
-        if not c:  # each of a rank's stages sees the same
-            executor.statistics.num_samples += self.stream.sizes[m]
+        if not c:  # each of a rank's stages sees the same samples
+            self.executor.statistics.num_samples += self.stream.sizes[m]
 
-    def backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
-        executor, m, factor = self.executor, instruction.microbatch, 1 / self.minibatches_due
-        if is_final:
-            executor.gradients.begin_final_backward()
-        with executor.weight_policy.final(m, factor) if is_final else nullcontext():
-            self.run_backward(instruction, is_final and not executor.defers_wgrad[instruction.chunk])
-        executor.weight_policy.collect(m, factor)
-        executor.gradients.end_final_backward()
-
-    def run_backward(self, instruction: Backward | BackwardInput | BackwardWeight, is_final: bool) -> None:
+    def backward(self, instruction: Backward) -> None:
         m, c = instruction.microbatch, instruction.chunk
-        stage = self.executor.stages[c]
-        match instruction:
-            case Backward():
-                self.gradients[m, c] = stage.backward(m, self.gradients.pop((m, c), ()), is_final)
-            case BackwardInput():
-                self.gradients[m, c] = stage.backward_input(m, self.gradients.pop((m, c), ()))
-            case BackwardWeight():
-                stage.backward_weight(m)
-        if self.executor.held[c] == 0:
-            self.gradients.pop((m, c), None)  # no one before it
+        completes = self.is_final and not self.executor.defers_wgrad[c]
+        gradients = self.executor.stages[c].backward(m, self.gradients.pop((m, c), ()), completes)
+        if self.executor.held[c]:  # else no stage is before it
+            self.gradients[m, c] = gradients
 
-    def make_products(self) -> None:
-        """What backwards have left behind, now that no other rank waits for this one."""
-        for stage in self.executor.stages:
+    def backward_input(self, instruction: BackwardInput) -> None:
+        m, c = instruction.microbatch, instruction.chunk
+        gradients = self.executor.stages[c].backward_input(m, self.gradients.pop((m, c), ()))
+        if self.executor.held[c]:
+            self.gradients[m, c] = gradients
+
+    def backward_weight(self, instruction: BackwardWeight) -> None:
+        self.executor.stages[instruction.chunk].backward_weight(instruction.microbatch)
+
+    def all_reduce(self, _: AllReduce) -> None:
+        for stage in self.executor.stages:  # no other rank waits for this one now
             if stage.keeps_back:
                 stage.complete_gradients()
                 self.note(Products())
+        if self.executor.sync is not None:
+            self.executor.sync.finish()
 
-    def apply(self, fault: str | None) -> None:
-        """The update that is due."""
-        count = self.minibatches_due
-        if fault == "nan":
-            self.executor.update.spoil()
-        finite, step = self.executor.finite, self.stream.step + self.covered
+    def update(self, instruction: Step) -> None:
+        count, check, step = instruction.num_minibatches, self.executor.check, self.stream.step + self.covered
         covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # others are ahead
         losses = {m: self.unchecked.pop(m) for m in covered}
-        with self.executor.weight_policy.update():
-            if finite is None or finite.allows(losses, self.stream, step):
-                self.executor.update.step(count)
-            else:  # a version like the one before: the numbers of versions stay those of the plan
-                self.executor.update.leave_out(count)
-        self.num_updates += 1
+        if check is None or check.allows(losses, self.stream, step):
+            self.executor.update.step(count)
+        else:  # a version like the one before: the numbers of versions stay those of the plan
+            self.executor.update.leave_out(count)
         self.applied += count
         self.covered += count
 
-    @property
-    def minibatches_due(self) -> int:
-        """What goes into the next update."""
-        plan, stage, count = self.executor.plan, self.executor.place.stage, len(self.stream.minibatches)
-        return minibatches_in_update(plan, stage, self.num_updates, count)
+
+class StashedRun(ProgramRun):
+    """A run whose microbatches see stashed weights. Source: weight stashing, PipeDream (SOSP 2019)."""
+
+    def __init__(self, executor: Executor, stream: Stream, done: int = 0) -> None:
+        super().__init__(executor, stream, done)
+        assert executor.stashed is not None
+        self.stashed = executor.stashed
+        self.stashed.begin(ResumePoint(done, len(stream.minibatches)))
+
+    def forward(self, instruction: Forward) -> None:
+        self.weights = self.stashed.of(instruction.microbatch)
+        super().forward(instruction)
+        self.weights = None  # only a microbatch in flight keeps a version alive
+        self.stashed.ran(instruction.microbatch)
+
+    def finally_do(self, instruction: Instruction) -> None:
+        assert isinstance(instruction, Backward)
+        with self.stashed.handing_over(instruction.microbatch, 1 / self.minibatches_due):
+            super().finally_do(instruction)
+
+    def backward(self, instruction: Backward) -> None:
+        super().backward(instruction)
+        self.stashed.collect(instruction.microbatch, 1 / self.minibatches_due)
+
+    def update(self, instruction: Step) -> None:
+        with self.stashed.update():
+            super().update(instruction)
+
+    def end(self) -> None:
+        self.stashed.end()
 
 
-def _until_steps(program: Program) -> Iterator[range]:
-    """The indices of a program's instructions, in parts that end with a step or with the program."""
-    start = 0
-    for i, instruction in enumerate(program):
-        if isinstance(instruction, Step) or i + 1 == len(program):
-            yield range(start, i + 1)
-            start = i + 1
+class InferenceRun(ProgramRun):
+    """A run of forwards without a graph."""
 
+    def __init__(self, executor: Executor, minibatch: Minibatch, on_outputs: OnOutputs, number: int) -> None:
+        super().__init__(executor, Stream([minibatch], -1 - number))
+        self.on_outputs, self.step = on_outputs, None
 
-def _not_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """In the place of a tensor that could hold them; others stay."""
-    if not tensor.is_floating_point():
-        return tensor
-    return torch.full_like(tensor, torch.nan, requires_grad=tensor.requires_grad)
+    def note(self, instruction: Instruction | Load | Products) -> None:
+        """An evaluation records no events."""
+
+    def forward(self, instruction: Forward) -> None:
+        m, c = instruction.microbatch, instruction.chunk
+        stage, at = self.executor.stages[c], self.stream[m]
+        inputs = self.values.pop((m, c)) if self.executor.held[c] else self.executor.to_device(at.inputs)
+        outputs = stage.infer(m, inputs, at.step)
+        if stage.loss is None:
+            self.values[m, c] = outputs
+        else:
+            self.on_outputs(m, outputs, self.executor.to_device(at.targets))

@@ -21,16 +21,17 @@ from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.engine.executor import Executor
-from hybridpipe.health import failure, preemption
+from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
+from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.sequential import layers_of
 from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import TensorTree, overwrite
-from hybridpipe.optim.gradient_sync import HorovodGradients, LocalGradients
-from hybridpipe.optim.nonfinite import Finite
-from hybridpipe.optim.update import UpdateRule
+from hybridpipe.optim.gradient_sync import HorovodSync
+from hybridpipe.optim.nonfinite import NonfiniteCheck
+from hybridpipe.optim.update import Update, UpdateRule
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import forward_program, program
-from hybridpipe.planning.schedules.instructions import Forward, Program, without_update
+from hybridpipe.planning.schedules.instructions import Forward, RankProgram, without_update
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.stage import Stage
@@ -56,6 +57,10 @@ class PendingLosses:
         """The numbers, once they are there."""
         self._pending.wait()
         return self._numbers[:-1].reshape(self._shape)
+
+    def total(self) -> float:
+        """Add the losses up in the order of the microbatches: one float on all ranks and under all plans."""
+        return float(sum(self.wait().tolist()))
 
     def ask_to_stop(self) -> bool:
         """Was any rank asked to stop when it gave its numbers? All ranks find the same."""
@@ -84,24 +89,26 @@ class Worker:
         progress_thread: bool,
     ) -> None:
         self.model, self.plan, self.device = model, plan, device
+        self.flushes = not plan.is_asynchronous  # after each minibatch
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
-        self.transport = MpiTransport(self.communicators.peers, cores_to_spare(world), progress_thread)
-        self.executor: Executor | None = None
+        transport = FaultyTransport if faults.any_left() else MpiTransport
+        peers, to_spare = self.communicators.peers, cores_to_spare(world)
+        self.transport = transport(peers, to_spare, progress_thread, device)
         self._left = False
         _broadcast_state(model, self.control)
-        if self.place is not None:
-            self.executor = self._executor(loss, rule, seed)
+        self.executor = self._executor(loss, rule, seed)
         self._structure = Structure(model)
         self._settings = self._structure.settings()
-        self.program = lru_cache(maxsize=8)(self._program)
-        self.forward_program = lru_cache(maxsize=8)(self._forward_program)
+        self._program = lru_cache(maxsize=8)(self._make_program)
+        self._forward_program = lru_cache(maxsize=8)(self._make_forward_program)
 
     def _executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
-        assert self.place is not None and self.communicators.replicas is not None
-        plan, replicas = self.plan, self.communicators.replicas
-        held = plan.held_stages(self.place)
+        plan, place, replicas = self.plan, self.place, self.communicators.replicas
+        if place is None or replicas is None:
+            return Executor(plan, None, self.device, [], [], None, Update(None))
+        held = plan.held_stages(place)
         layers = list(layers_of(self.model).values())
         stages = [
             Stage(
@@ -116,21 +123,25 @@ class Worker:
             )
             for s in held
         ]
-        parameters = [parameter for stage in stages for parameter in stage.module.parameters()]
-        sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
-        return Executor(
+        parameters: Sequence[Tensor] = [p for stage in stages for p in stage.module.parameters()]
+        sync = None
+        if replicas.size > 1:
+            sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
+            sync = HorovodSync(parameters, replicas, rule.compression, sparse)
+            parameters = sync.owned
+        pieces = (
             plan,
-            self.place,
+            place,
+            self.device,
             stages,
             [PointToPoint(plan, s, self.transport, self.device) for s in held],
-            (
-                HorovodGradients(parameters, replicas, rule.compression, sparse)
-                if replicas.size > 1
-                else LocalGradients()
-            ),
-            rule.build(parameters, plan, self.place.stage, self._add_up),
-            Finite(rule.on_nonfinite, plan, self.place, stages, self._largest),
+            sync,
+            rule.build(parameters, plan, place.stage, self._add_up),
+            NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._largest),
         )
+        if isinstance(self.transport, FaultyTransport):
+            return FaultyExecutor(*pieces, transport=self.transport, num_stages=plan.num_stages)
+        return Executor(*pieces)
 
     def renew(self) -> None:
         """Take up what users have changed in the model since it was last used. Collective.
@@ -143,17 +154,24 @@ class Worker:
         self._structure.check()
         settings, before = self._structure.settings(), self._settings
         self._settings = settings
-        if settings == before or self.executor is None:
-            return
-        self.executor.renew()
+        if settings != before:
+            self.executor.renew()
 
-    def _program(self, num_microbatches: int) -> Program:
-        assert self.place is not None
-        return program(self.plan, self.place, num_microbatches)
+    def _make_program(self, num_microbatches: int, update: bool = True) -> RankProgram:
+        if self.place is None:
+            return RankProgram(())
+        whole = program(self.plan, self.place, num_microbatches)
+        return RankProgram(whole if update else without_update(whole))
 
-    def _forward_program(self, num_microbatches: int) -> Program:
-        assert self.place is not None
-        return forward_program(self.plan, self.place, num_microbatches)
+    def _make_forward_program(self, num_microbatches: int) -> RankProgram:
+        if self.place is None:
+            return RankProgram(())
+        return RankProgram(forward_program(self.plan, self.place, num_microbatches))
+
+    def _rest_of_stream(self, num_microbatches: int, point: ResumePoint) -> RankProgram:
+        if self.place is None:
+            return RankProgram(())
+        return RankProgram(resumed_program(self.plan, self.place, num_microbatches, point))
 
     def _add_up(self, number: float) -> float:
         """The sum over the stages; replicas have the same number."""
@@ -175,8 +193,12 @@ class Worker:
 
     def forget_gradients(self) -> None:
         """Drop what is in `.grad`, as the zero_grad() before a minibatch of any loop does."""
-        if self.executor is not None:
-            self.executor.update.forget_gradients()
+        self.executor.update.forget_gradients()
+
+    def note_flight(self, wanted: bool) -> None:
+        """Keep, or not, what saving the microbatches in flight takes; set it before a stream begins."""
+        if self.executor.stashed is not None:
+            self.executor.stashed.notes_flight = wanted
 
     def train(
         self, minibatch: Minibatch, step: int, update: bool = True
@@ -191,16 +213,16 @@ class Worker:
         """
         losses: dict[int, float] = {}
         events: list[Event] = []
-        with failure.guard():
-            if self.executor is not None:
-                todo = self.program(len(minibatch.sizes))
-                if not update:
-                    todo = without_update(todo)
-                for done in self.executor.run(todo, Stream([minibatch], step)):
-                    losses, events = done.losses, done.events
+        try:
+            todo = self._program(len(minibatch.sizes), update)
+            for done in self.executor.run(todo, Stream([minibatch], step)):
+                losses, events = done.losses, done.events
             numbers = np.zeros(len(minibatch.sizes))
             numbers[list(losses)] = list(losses.values())
             return self.share(numbers), events
+        except BaseException as error:  # which a caller may catch, while other ranks wait for messages
+            failure.end_job_for(error)
+            raise
 
     def stream(
         self, minibatches: Sequence[Minibatch], step: int, done: int = 0
@@ -218,15 +240,12 @@ class Worker:
         numbers = [np.zeros(len(minibatch.sizes)) for minibatch in minibatches]
         ahead = deque(numbers[done:])
         with failure.guard(), self._to_its_end():
-            if self.executor is not None:
-                assert self.place is not None
-                point = ResumePoint(done, len(minibatches))
-                rest = resumed_program(self.plan, self.place, len(stream.sizes), point)
-                for update in self.executor.run(rest, stream, done):
-                    for m, loss in update.losses.items():
-                        at = stream[m]
-                        numbers[at.step - step][at.microbatch] = loss
-                    yield [self.share(ahead.popleft()) for _ in range(update.num_minibatches)], update.events
+            rest = self._rest_of_stream(len(stream.sizes), ResumePoint(done, len(minibatches)))
+            for update in self.executor.run(rest, stream, done):
+                for m, loss in update.losses.items():
+                    at = stream[m]
+                    numbers[at.step - step][at.microbatch] = loss
+                yield [self.share(ahead.popleft()) for _ in range(update.num_minibatches)], update.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
 
@@ -238,27 +257,23 @@ class Worker:
             begin: the first minibatch that was not trained on before.
             stream_start: the first one of the stream, under an asynchronous schedule.
         """
-        if self.place is None:
-            return []
-        if not self.plan.is_asynchronous:
+        if self.flushes:
             whole = enumerate(sizes[begin:], begin)
-            return [(i, m) for i, size in whole for m in self._loaded(self.program(size))]
+            return [(i, m) for i, size in whole for m in self._loaded(self._program(size))]
         point = ResumePoint(begin - stream_start, len(sizes) - stream_start)
-        program = resumed_program(self.plan, self.place, sum(sizes[stream_start:]), point)
+        rest = self._rest_of_stream(sum(sizes[stream_start:]), point)
         places = [(i, m) for i, size in enumerate(sizes[stream_start:], stream_start) for m in range(size)]
-        return [places[m] for m in self._loaded(program)]
+        return [places[m] for m in self._loaded(rest)]
 
     def loads_to_infer(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """As `loads`, of an epoch that it evaluates on."""
-        if self.place is None:
-            return []
-        return [(i, m) for i, size in enumerate(sizes) for m in self._loaded(self.forward_program(size))]
+        return [(i, m) for i, size in enumerate(sizes) for m in self._loaded(self._forward_program(size))]
 
-    def _loaded(self, program: Program) -> list[int]:
+    def _loaded(self, program: RankProgram) -> list[int]:
         """The microbatches whose inputs or targets a program takes."""
-        assert self.place is not None
-        held, ends = self.plan.held_stages(self.place), (0, self.plan.num_stages - 1)
-        return [each.microbatch for each in program if isinstance(each, Forward) and held[each.chunk] in ends]
+        held, ends = self.executor.held, (0, self.plan.num_stages - 1)
+        forwards = (each for each in program.instructions if isinstance(each, Forward))
+        return [each.microbatch for each in forwards if held[each.chunk] in ends]
 
     def leave_stream(self) -> None:
         """Let the generator of `stream` be closed in the middle, at a resume point, by all ranks alike.
@@ -288,7 +303,7 @@ class Worker:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """This rank's layers in evaluation mode; afterwards each is in the mode that it was in."""
-        stages = [] if self.executor is None else self.executor.stages
+        stages = self.executor.stages
         modes = [(module, module.training) for stage in stages for module in stage.module.modules()]
         for stage in stages:
             stage.module.eval()
@@ -319,13 +334,12 @@ class Worker:
             numbers[microbatch] = microbatch_metrics(outputs, targets)
 
         with failure.guard():
-            if self.executor is not None:
-                self.executor.infer(self.forward_program(len(minibatch.sizes)), minibatch, note, number)
+            self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)
             return self.share(numbers)
 
     def share(self, numbers: np.ndarray) -> PendingLosses:
         """Add `numbers` up over all ranks, in the background."""
-        carried = np.append(numbers, float(preemption.asked()))
+        carried = np.append(numbers, float(preemption.state.asked))
         request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
         return PendingLosses(
             carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses")
@@ -337,7 +351,7 @@ class Worker:
         In training each replica sees its own microbatches only.
         """
         replicas = self.communicators.replicas
-        if self.executor is None or replicas is None or replicas.size == 1:
+        if replicas is None or replicas.size == 1:
             return
 
         def add_up(tensor: Tensor) -> Tensor:
@@ -359,11 +373,8 @@ class Worker:
         """
         if not self.plan.traits.splits_backward:
             return []
-        here: list[tuple[int, list[str]]] = []
-        if self.executor is not None:
-            held = zip(self.executor.held, self.executor.stages, strict=True)
-            here = [(s, stage.not_split) for s, stage in held]
-        gathered = self.control.gather(here)
+        held = zip(self.executor.held, self.executor.stages, strict=True)
+        gathered = self.control.gather([(s, stage.not_split) for s, stage in held])
         if gathered is None:
             return None
         by_stage = dict(each for ranks_own in gathered for each in ranks_own)  # replicas say the same
@@ -396,8 +407,8 @@ class Worker:
         """
         if self._left and self.control.size > 1:
             return
-        if self.executor is not None and isinstance(self.executor.gradients, HorovodGradients):
-            self.executor.gradients.close()
+        if self.executor.sync is not None:
+            self.executor.sync.close()
         self.transport.close()
         self.communicators.free()
 

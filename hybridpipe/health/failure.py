@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import rank_status
+from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.errors import UserError
 from hybridpipe.health import exit_report
 
@@ -39,8 +39,22 @@ LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")  # of 
 
 _reporting = threading.Lock()
 _original_exit = sys.exit
-_exit_code: Any = None  # of a `sys.exit` that is not known to be caught
-_exit_stack: list[str] = []  # where it was called: at exit, the exception does not know any more
+
+
+class _Exit(NamedTuple):
+    """A call of `sys.exit`, which the caller may catch.
+
+    Args:
+        stack: where it was called: at exit, the exception does not know any more.
+        doing: by the rank then; a rank that does anything else has caught it.
+    """
+
+    code: Any
+    stack: list[str]
+    doing: Doing
+
+
+_last_exit: _Exit | None = None
 
 
 def install() -> None:
@@ -70,15 +84,18 @@ def look_first_at_exit() -> None:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Around a step: an error that the caller catches would leave the peers waiting for messages."""
-    global _exit_code
-    _exit_code = None  # whoever is still at work has caught the exit that was asked for
+    """Around work with other ranks: an error that the caller catches would leave them waiting."""
     try:
         yield
     except BaseException as error:
-        if MPI.COMM_WORLD.size > 1:
-            _abort(error)
+        end_job_for(error)
         raise
+
+
+def end_job_for(error: BaseException) -> None:
+    """Report an error and end the job; returns where there are no other ranks."""
+    if MPI.COMM_WORLD.size > 1:
+        _abort(error)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -91,17 +108,18 @@ def _excepthook(kind: type[BaseException], error: BaseException | None, trace: T
 
 
 def _exit(code: Any = None) -> None:
-    global _exit_code, _exit_stack
-    _exit_code, _exit_stack = code, traceback.format_stack()[:-1]
+    global _last_exit
+    _last_exit = _Exit(code, traceback.format_stack()[:-1], rank_status.doing)
     _original_exit(code)
 
 
 def _at_exit() -> None:
-    if _exit_code in (None, 0):
+    last = _last_exit
+    if last is None or last.code in (None, 0) or rank_status.doing is not last.doing:
         return
     if MPI.COMM_WORLD.size > 1:
-        _abort(SystemExit(_exit_code), _exit_stack)
-    _tell(SystemExit(_exit_code))
+        _abort(SystemExit(last.code), last.stack)
+    _tell(SystemExit(last.code))
 
 
 def _tell(error: BaseException) -> tuple[int, str]:

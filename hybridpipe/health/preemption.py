@@ -42,23 +42,28 @@ class Preempted(SystemExit):
 
 
 class _State:
+    """This rank's part in a preemption.
+
+    Args:
+        listening: signals ask.
+        noted: a signal has come while the rank listened, perhaps too late for the training that did.
+        asked: the rank is to stop; False for a training that does not listen, as it would end unsaved.
+        leaving: the process is about to end.
+    """
+
     listening = False
+    noted = False
     asked = False
     leaving = False
 
 
-_state = _State()
-
-
-def asked() -> bool:
-    """Was this rank asked to stop? Not for a training that does not listen: it would end unsaved."""
-    return _state.listening and _state.asked
+state = _State()
 
 
 @contextlib.contextmanager
 def listening(wanted: bool = True) -> Iterator[None]:
     """Inside, if wanted, the signals ask; outside they end the process. Only the main thread can listen."""
-    if not wanted or _state.listening or threading.current_thread() is not threading.main_thread():
+    if not wanted or state.listening or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
@@ -66,10 +71,10 @@ def listening(wanted: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        if not _state.leaving:  # else a second signal would end what is about to end with 75
+        if not state.leaving:  # else a second signal would end what is about to end with 75
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-            _state.listening = False
+            state.listening = state.asked = False
 
 
 def listen() -> None:
@@ -77,11 +82,11 @@ def listen() -> None:
     for signum in SIGNALS:
         signal.signal(signum, _note)
         signal.siginterrupt(signum, False)  # a read in C, of whoever, goes on
-    _state.listening = True
+    state.listening, state.asked = True, state.noted
 
 
 def _note(_signum: int, _frame: object) -> None:
-    _state.asked = True  # a second signal changes nothing
+    state.noted = state.asked = True  # a second signal changes nothing
 
 
 def _in_child() -> None:
@@ -89,10 +94,10 @@ def _in_child() -> None:
 
     USR1, which Slurm sends to every process of a step, does not: the rank needs its children to save.
     """
-    if _state.listening:
+    if state.listening:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        _state.listening = _state.asked = False
+        state.listening = state.noted = state.asked = False
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -108,7 +113,7 @@ def stop(what: str, step: int, barrier: Callable[[float], None]) -> NoReturn:
     Raises:
         Preempted: always.
     """
-    _state.leaving = True
+    state.leaving = True
     exit_report.tell(exit_report.PREEMPTED, what, step=step)
     if launched_rank() == 0:
         print(f"hybridpipe: {what}", file=sys.stderr, flush=True)

@@ -58,7 +58,7 @@ class Watchdog:
         self._processes = world.allgather(_this_process())
         self._timeout_seconds = timeout_seconds
         self._pause_seconds = min(LONGEST_PAUSE_SECONDS, timeout_seconds / 10)
-        self._seen, self._still_seconds = rank_status.count, 0.0
+        self._seen, self._still_seconds = (rank_status.doing, rank_status.wait), 0.0
         self._asked_by: dict[int, float] = {}  # rank -> when
         self._answers: dict[int, State] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
@@ -86,10 +86,10 @@ class Watchdog:
             now = time.monotonic()
             # a job that was suspended as a whole goes on where it was: that time counts for little
             passed, last = min(now - last, 2 * self._pause_seconds), now
-            if rank_status.busy and rank_status.count == self._seen:
+            if rank_status.busy and not rank_status.has_moved_since(*self._seen):
                 self._still_seconds += passed
             else:
-                self._seen, self._still_seconds = rank_status.count, 0.0
+                self._seen, self._still_seconds = (rank_status.doing, rank_status.wait), 0.0
             if self._still_seconds >= self._timeout_seconds:
                 self._end()
 
@@ -123,7 +123,7 @@ class Watchdog:
 
     def _end(self) -> None:
         """Ask, report, end the job, unless something moves after all."""
-        asked, seen = time.monotonic(), rank_status.count
+        asked, seen = time.monotonic(), (rank_status.doing, rank_status.wait)
         self._answers = {}
         for rank in range(len(self._processes)):
             if rank != self._rank:
@@ -131,7 +131,7 @@ class Watchdog:
         self._wait(ASK_SECONDS, enough=len(self._processes) - 1)
         if any(rank < self._rank and when >= asked - ASK_SECONDS for rank, when in self._asked_by.items()):
             self._wait(YIELD_SECONDS)
-        if rank_status.count != seen or self._ended.is_set():
+        if rank_status.has_moved_since(*seen) or self._ended.is_set():
             return
         states: dict[int, State | None] = dict.fromkeys(range(len(self._processes)))
         states.update(self._answers | {self._rank: self._state()})

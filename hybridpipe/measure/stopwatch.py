@@ -5,11 +5,12 @@ taken to have waited for nothing.
 """
 
 import os
-import time
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+
+from hybridpipe.device import clock_of
 
 
 class Took(NamedTuple):
@@ -28,7 +29,7 @@ class Stopwatch:
     """For the thread that makes it, and a device whose queue it waits for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._clock = clock_of(device)
         self._file: int | None = None
         with suppress(OSError):  # no Linux, or no /proc
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -37,19 +38,14 @@ class Stopwatch:
 
     def now(self) -> Took:
         """Since some moment in the past; to begin with."""
-        self._synchronize()
+        self._clock()  # what was queued before does not count
         waited_seconds = self._waited_seconds()  # first, as looking takes a microsecond
-        return Took(time.perf_counter(), waited_seconds)
+        return Took(self._clock(), waited_seconds)
 
     def since(self, began: Took) -> Took:
         """Between `began`, from `now`, and now."""
-        self._synchronize()
-        seconds = time.perf_counter() - began.seconds
+        seconds = self._clock() - began.seconds
         return Took(seconds, min(seconds, self._waited_seconds() - began.waited_seconds))
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":  # else kernels would count when they are queued
-            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -1,6 +1,6 @@
-"""Structure: the modules and parameters that a worker was built on.
+"""Structure: the modules and parameters that a worker was built on, and what users may change in them.
 
-Between two runs users may change modes, hooks and what is trained, which is taken up; the objects themselves
+Between two calls users may change modes, hooks and what is trained, which is taken up; the objects themselves
 must stay, since optimizers, buckets and stages hold them. Knows one model, no ranks and no plan.
 """
 
@@ -8,6 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+# What users hang on a module, and `nn.Sequential.forward` between stages would never call.
+_ROOT_HOOKS = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_state_dict_hooks": "state_dict hooks",
+    "_state_dict_pre_hooks": "state_dict hooks",
+    "_load_state_dict_pre_hooks": "load_state_dict hooks",
+    "_load_state_dict_post_hooks": "load_state_dict hooks",
+}
 
 
 class _Table(NamedTuple):
@@ -60,3 +72,31 @@ class Structure:
 
 
 _ANEW = "than when the trainer was made: make a new Trainer after such changes"
+
+
+def check_model_now(model: nn.Module) -> None:
+    """Called before each training and evaluation, as users add hooks in between."""
+    for attribute, words in _ROOT_HOOKS.items():
+        if getattr(model, attribute):
+            raise ValueError(
+                f"the model itself must have no hooks, as each rank calls its own layers only, got {words}: "
+                "register them on layers, or make it one layer, nn.Sequential(model)"
+            )
+
+
+def check_surroundings(method: str) -> None:
+    """Refuse what is in force around a call and would silently train something else."""
+    for device_type in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            raise RuntimeError(
+                f"{method} must not be called inside torch.autocast({device_type!r}), which keeps the "
+                "weights that it has cast once: enter it in the forward of layers"
+            )
+    if method != "evaluate" and not torch.is_grad_enabled():
+        raise RuntimeError(f"{method} must not be called under torch.no_grad() or inference_mode()")
+
+
+def check_trains(model: nn.Module) -> None:
+    """Some parameter is to be trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("the model has nothing to train: no parameter has requires_grad = True")

@@ -1,4 +1,4 @@
-"""Gradients: summed over a stage's replicas while the last backward is still running.
+"""GradientSync: gradients summed over a stage's replicas while the last backward is still running.
 
 Each microbatch's loss is weighted by its share of the minibatch's samples, so the sum over microbatches
 and replicas is the mean over the minibatch, however unevenly they are spread. Parameters are gathered
@@ -8,7 +8,7 @@ and Horovod's tensor fusion joins the bucket's tensors. A stage with one replica
 
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,10 +30,14 @@ CYCLE_TIME = "HOROVOD_CYCLE_TIME"  # milliseconds between two looks of Horovod's
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # bytes
 
 
-class Gradients(Protocol):
-    """How a stage's replicas come to one gradient."""
+class GradientSync(Protocol):
+    """Sums the gradients over a stage's replicas."""
 
     bytes_reduced: int
+
+    @property
+    def owned(self) -> Sequence[Tensor]:
+        """The parameters whose gradients this rank has, and whose update it makes, after `finish`."""
 
     def renew(self) -> None:
         """Take up which parameters are trained now. Collective over the replicas, with nothing under way."""
@@ -44,26 +48,11 @@ class Gradients(Protocol):
     def end_final_backward(self) -> None:
         """That backward is done."""
 
-    def finish(self) -> None:
-        """Return once every `.grad` holds the sum over the replicas."""
-
-
-class LocalGradients:
-    """A stage with one replica: its gradients are the sum already."""
-
-    bytes_reduced = 0
-
-    def renew(self) -> None:
-        """Nothing depends on it."""
-
-    def begin_final_backward(self) -> None:
-        """Nothing to start."""
-
-    def end_final_backward(self) -> None:
-        """Nothing was."""
+    def close(self) -> None:
+        """Give back what summing takes. Collective over the replicas."""
 
     def finish(self) -> None:
-        """Nothing to wait for."""
+        """Return once the `.grad` of every owned parameter holds the sum over the replicas."""
 
 
 class _Bucket:
@@ -76,7 +65,7 @@ class _Bucket:
         self.handle: Any = None
 
 
-class HorovodGradients:
+class HorovodSync:
     """Horovod's ring all-reduce over the stage's communicator.
 
     A replica that had no gradient for a parameter adds zeros, as one that got no microbatch does; where no
@@ -108,8 +97,13 @@ class HorovodGradients:
         self._hooks: list[Any] = []
         self.renew()
 
+    @property
+    def owned(self) -> Sequence[Tensor]:
+        """All of the stage's parameters: an all-reduce leaves the whole sum on each replica."""
+        return self._parameters
+
     def renew(self) -> None:
-        """Fill buckets anew with the parameters that require grad now."""
+        """Fill buckets again, with the parameters that require grad now."""
         self._unhook()
         self._buckets = _buckets([p for p in self._parameters if p.requires_grad])
         if self._buckets and self._hvd is None:

@@ -1,4 +1,4 @@
-"""Finite: numbers gone bad are noticed before an update makes weights of them, and named.
+"""NonfiniteCheck: numbers gone bad are noticed before an update makes weights of them, and named.
 
 One norm of all gradients, and the losses, tell whether anything is wrong (a pass over the gradients at the
 speed of memory: 3 ms for 64 MiB on one core); only then is looked for what it is. Knows stages, no messages:
@@ -30,7 +30,7 @@ class NotFinite(RuntimeError):
         self.stagger_seconds = stagger_seconds
 
 
-class Finite:
+class NonfiniteCheck:
     """The check of the rank at `place`.
 
     Args:

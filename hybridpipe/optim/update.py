@@ -221,14 +221,9 @@ class Update:
             warnings.simplefilter("ignore", UserWarning)
             self.leave_out(num_minibatches)
 
-    def spoil(self) -> None:
-        """For `faults`: one gradient is not a number any more."""
-        for gradient in _gradients(self.optimizer)[:1]:
-            gradient.fill_(math.nan)
-
     def _clip(self, max_norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_ over the whole model."""
-        gradients = _gradients(self.optimizer)
+        gradients = gradients_of(self.optimizer)
         norms = list(torch._foreach_norm(gradients)) if gradients else []
         here = float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
         factor = max_norm / (math.sqrt(self.add_up(here)) + 1e-6)
@@ -236,7 +231,8 @@ class Update:
             torch._foreach_mul_(gradients, factor)
 
 
-def _gradients(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+def gradients_of(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """The gradients that the optimizer would apply."""
     if optimizer is None:
         return []
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -274,12 +274,6 @@ class Plan:
             raise ValueError(f"plan names rank {max(self.ranks)}, the world has ranks 0 to {world_size - 1}")
 
 
-def microbatch_sizes(num_samples: int, microbatch_size: int) -> list[int]:
-    """Samples in each microbatch of a minibatch: all of one size but for the last."""
-    full, rest = divmod(num_samples, microbatch_size)
-    return [microbatch_size] * full + [rest] * (rest > 0)
-
-
 def _with_ranks(stages: Sequence[StageSpec], chunks: int) -> tuple[StageSpec, ...]:
     """The stages with ranks in stage order where none are named; from one chunk to the next they repeat."""
     named = [bool(stage.ranks) for stage in stages]

@@ -92,6 +92,7 @@ class Stage:
         self._weight_halves: dict[int, WeightHalf] = {}
         self._substitution = Substitution(self.module)
         self._products = WeightGradients(self.module)
+        self.can_join = not self._products.is_empty  # it has layers for whose weight gradients that pays
         self._deferring = Deferring(self.module) if split_backward else self._products.deferring
         self._weights_checked, self._loss_checked = False, not check_loss
         self.renew()
@@ -195,14 +196,9 @@ class Stage:
         return of_inputs
 
     @property
-    def can_join(self) -> bool:
-        """Whether it has layers for whose weight gradients that pays."""
-        return not self._products.is_empty
-
-    @property
     def keeps_back(self) -> bool:
         """Whether `complete_gradients` has anything to do."""
-        return self._products.has_rows
+        return self.can_join and self._products.has_rows
 
     @property
     def most_kept_bytes(self) -> int:
@@ -220,7 +216,8 @@ class Stage:
 
     def complete_gradients(self) -> None:
         """Bring into `.grad` what backwards have kept back, where no final one came."""
-        self._products.multiply_all()
+        if self.can_join:
+            self._products.multiply_all()
 
     def backward_input(self, slot: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
         """The half of `backward` that the stage before waits for; no parameter gets a gradient yet."""
@@ -267,7 +264,7 @@ class Stage:
         later: _Later | None = None
         if self.split_backward:
             later = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
-        elif self.join_products:
+        elif self.join_products and self.can_join:
             later = MicrobatchRows(self._products)
         outputs = self._holding(call.weights, later, lambda: self._run(call), buffers)
         tensors_of(outputs)  # raises TypeError where the layers gave anything else
@@ -284,6 +281,8 @@ class Stage:
         buffers: Mapping[str, Tensor] | None = None,
     ) -> _Result:
         """Run `function` while the layers hold what the microbatch needs them to."""
+        if later is None and weights is None and not buffers:
+            return function()
         if later is None:
             return self._substitution.run(function, weights, buffers)
         with self._deferring.noting(later):

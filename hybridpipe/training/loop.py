@@ -42,8 +42,7 @@ class EpochLoop:
         self._worker, self._recorder, self._state, self._keeper = worker, recorder, state, keeper
         self._progress: EpochProgress = state.progress
         self._minibatch_size = minibatch_size
-        if worker.executor is not None:
-            worker.executor.weight_policy.notes_flight = keeper is not None
+        worker.note_flight(keeper is not None)
 
     def run(self, batches: Iterator[Minibatch]) -> Generator[MinibatchRecord, None, None]:
         """Train on the epoch's minibatches, all of which are given."""
@@ -126,7 +125,7 @@ class EpochLoop:
 
     def _record(self, minibatch: Minibatch, sums: PendingLosses, seconds: float) -> MinibatchRecord:
         full = minibatch.num_samples == self._minibatch_size
-        loss = total(sums)
+        loss = sums.total()
         record = self._recorder.note(self._state.epoch, loss, minibatch.num_samples, seconds, full)
         self._progress.note(loss, minibatch.num_samples)
         if sums.ask_to_stop():  # all ranks see it here, and none has trained further than this:
@@ -135,8 +134,3 @@ class EpochLoop:
         if self._keeper is not None:
             self._keeper.losses_in(self._progress.losses_in)
         return record
-
-
-def total(sums: PendingLosses) -> float:
-    """Added up in the order of the microbatches: the same float on every rank and under every plan."""
-    return float(sum(sums.wait().tolist()))

@@ -12,8 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from hybridpipe.device import peak_memory_bytes
 from hybridpipe.engine.worker import Worker
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.timeline import COMPUTE, Event, Spent, Timeline
@@ -143,7 +142,7 @@ class Recorder:
         """The events of an update and the time since the one before; short minibatches are not typical."""
         if full and num_minibatches:
             self._kept.append(_Kept(events, seconds, num_minibatches))
-            busy = sum(event.seconds for event in events if isinstance(event.instruction, COMPUTE))
+            busy = sum(end - start for instruction, start, end in events if isinstance(instruction, COMPUTE))
             self._busy_seconds.append(busy / num_minibatches)
 
     def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
@@ -183,11 +182,11 @@ class Recorder:
             {
                 "busy": statistics.median(busy) if busy else 0.0,
                 "full": statistics.median(full) if full else 0.0,
-                "memory": _peak_memory_bytes(worker.device),
+                "memory": peak_memory_bytes(worker.device),
                 "before": self._memory_before,
-                "p2p": worker.executor.bytes_sent if worker.executor else 0,
-                "allreduced": worker.executor.gradients.bytes_reduced if worker.executor else 0,
-                "left_out": worker.executor.num_skipped if worker.executor else 0,
+                "p2p": worker.executor.bytes_sent,
+                "allreduced": worker.executor.bytes_reduced,
+                "left_out": worker.executor.num_skipped,
             }
         )
         if notes is None:
@@ -332,13 +331,6 @@ def _begin(events: list[list[Event]]) -> float:
 
 def _median_index(values: list[float]) -> int:
     return values.index(statistics.median_low(values))
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    """Of the device's allocator on a GPU; of the whole process, Python and torch included, on a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _resident_bytes() -> int:

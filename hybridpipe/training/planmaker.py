@@ -20,6 +20,7 @@ from hybridpipe.comm.progress_thread import needs_progress_thread
 from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
+from hybridpipe.device import device_of_rank
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.health import failure
@@ -178,15 +179,8 @@ class PlanMaker:
 def device_with_threads(world: MPI.Comm, device: torch.device | str | None) -> torch.device:
     """Choose this rank's device, and set its compute threads unless the user has. Collective."""
     host = this_host(world)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None:
-        device = "cuda" if gpus else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", host.local_rank % gpus)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
+    chosen = device_of_rank(host.local_rank, device)
     num_threads = default_num_threads(host)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    return device
+    return chosen

@@ -5,7 +5,7 @@ Pure. Invariant: at a resume point, and once the losses up to it are in, it is t
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from hybridpipe.errors import UserError, shown
 from hybridpipe.planning.plan import Plan
@@ -98,7 +98,12 @@ class TrainState:
     def check_nothing_under_way(self, method: str) -> None:
         """Raises RuntimeError while minibatches of an asynchronous schedule are between ranks."""
         if self.under_way:
-            raise RuntimeError(f"{method} was called while minibatches are under way; call it between epochs")
+            self.refuse(method)
+
+    @staticmethod
+    def refuse(method: str) -> NoReturn:
+        """Raises RuntimeError for a method that is called while minibatches are under way."""
+        raise RuntimeError(f"{method} was called while minibatches are under way; call it between epochs")
 
     def begin_epoch(self, dataset_samples: int, shuffle: bool) -> EpochProgress:
         """Go on with the epoch that a checkpoint, or a stop, has left begun; else begin one."""

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.data.batches import Microbatches, minibatches, slice_minibatch
+from hybridpipe.data.batches import Microbatches, minibatches
 from hybridpipe.data.loader import loaded
-from hybridpipe.data.stream import Minibatch
+from hybridpipe.data.stream import Minibatch, slice_minibatch
 from hybridpipe.engine import consistency
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.engine.worker import Worker
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
+from hybridpipe.model import structure
 from hybridpipe.model.sequential import check_plan, layers_of
 from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
@@ -43,7 +44,6 @@ from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.checkpoints import CheckpointManager, Sizes
 from hybridpipe.training.evaluation import Metric, MicrobatchMetrics, evaluate, targets_wanted
 from hybridpipe.training.fit import FitLoop
-from hybridpipe.training.loop import total
 from hybridpipe.training.metrics import MinibatchRecord, Recorder, Traced
 from hybridpipe.training.planmaker import ClusterLike, PlanLike, PlanMaker
 from hybridpipe.training.train_state import TrainState
@@ -237,15 +237,15 @@ class Trainer:
         self.worker.renew()
         if not self._accumulated:
             self.worker.forget_gradients()
-        if self.plan.is_asynchronous:
+        if not self.worker.flushes:
             what = f"{self.plan.schedule}, whose minibatches follow each other without a pause"
             raise ValueError(f"train_step makes no sense under {what}; use fit")
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
-        sums, events = self.worker.train(minibatch, self.step, self._updates)
+        losses, events = self.worker.train(minibatch, self.step, self._updates)
         self.state.step += 1
         self.state.progress = None
         self._accumulated = not self._updates
-        loss, seconds = total(sums), time.perf_counter() - began
+        loss, seconds = losses.total(), time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
         self.recorder.keep(events, seconds, full)
         return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full).loss
@@ -450,11 +450,12 @@ class Trainer:
 
     def _check_now(self, method: str) -> None:
         """Refuse what users may have changed, or put around the call, since the last one."""
-        self.state.check_nothing_under_way(method)
-        valid.check_surroundings(method)
-        valid.check_model_now(self.model)
+        if self.state.under_way:
+            self.state.refuse(method)
+        structure.check_surroundings(method)
+        structure.check_model_now(self.model)
         if method != "evaluate":
-            valid.check_trains(self.model)
+            structure.check_trains(self.model)
 
     def timeline(self) -> Timeline | None:
         """On rank 0 what every rank did in a typical full minibatch; None elsewhere."""

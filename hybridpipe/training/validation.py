@@ -16,18 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from hybridpipe.planning.checks import plain
 
-# What users hang on a module, and `nn.Sequential.forward` between stages would never call.
-_ROOT_HOOKS = {
-    "_forward_hooks": "forward hooks",
-    "_forward_pre_hooks": "forward pre-hooks",
-    "_backward_hooks": "backward hooks",
-    "_backward_pre_hooks": "backward pre-hooks",
-    "_state_dict_hooks": "state_dict hooks",
-    "_state_dict_pre_hooks": "state_dict hooks",
-    "_load_state_dict_pre_hooks": "load_state_dict hooks",
-    "_load_state_dict_post_hooks": "load_state_dict hooks",
-}
-
 
 def integer(name: str, value: Any, least: int = -(2**63)) -> int:
     """A Python integer of at most 64 bits, from that or from NumPy's."""
@@ -165,34 +153,6 @@ def _overlaps(tensor: Tensor) -> bool:
             return True
         reach = stride * (size - 1) + reach
     return False
-
-
-def check_model_now(model: nn.Module) -> None:
-    """Called before each training and evaluation, as users add hooks in between."""
-    for attribute, words in _ROOT_HOOKS.items():
-        if getattr(model, attribute):
-            raise ValueError(
-                f"the model itself must have no hooks, as each rank calls its own layers only, got {words}: "
-                "register them on layers, or make it one layer, nn.Sequential(model)"
-            )
-
-
-def check_surroundings(method: str) -> None:
-    """Refuse what is in force around a call and would silently train something else."""
-    for device_type in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device_type):
-            raise RuntimeError(
-                f"{method} must not be called inside torch.autocast({device_type!r}), which keeps the "
-                "weights that it has cast once: enter it in the forward of layers"
-            )
-    if method != "evaluate" and not torch.is_grad_enabled():
-        raise RuntimeError(f"{method} must not be called under torch.no_grad() or inference_mode()")
-
-
-def check_trains(model: nn.Module) -> None:
-    """Some parameter is to be trained."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("the model has nothing to train: no parameter has requires_grad = True")
 
 
 def warn_if_in_evaluation_mode(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest, verify
 from hybridpipe.checkpoint.policy import Checkpointing, Keeper
 from hybridpipe.checkpoint.snapshot import Snapshot
-from hybridpipe.engine import weight_policy
+from hybridpipe.engine import stashed_weights
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.stage.state import State
@@ -130,9 +130,9 @@ def test_what_is_saved_is_the_state_right_behind_the_update(make, data, tmp_path
 def test_only_who_saves_notes_what_is_in_flight(make, data, tmp_path, monkeypatch):
     """It copies the buffers that a forward changes."""
     trainer, noted = make(plan=Plan((StageSpec(0, 4),), "pipedream", num_microbatches=1)), []
-    before = weight_policy.ChangingBuffers.before
+    before = stashed_weights.ChangingBuffers.before
     note = lambda buffers: noted.append(buffers) or before(buffers)  # noqa: E731
-    monkeypatch.setattr(weight_policy.ChangingBuffers, "before", note)
+    monkeypatch.setattr(stashed_weights.ChangingBuffers, "before", note)
     trainer.fit(data)
     assert not noted
     trainer.fit(data, checkpoint=Checkpointing(tmp_path))
@@ -311,18 +311,18 @@ def test_nothing_to_resume_from(make, tmp_path):
 
 
 def test_a_failed_write_ends_fit_in_one_line_and_the_one_before_stays(make, data, tmp_path, monkeypatch):
-    import hybridpipe.checkpoint.snapshot as runtime
+    from hybridpipe.checkpoint import snapshot
 
     trainer = make()
     trainer.fit(data, checkpoint=Checkpointing(tmp_path))
-    real = runtime.write_shard
+    real = snapshot.write_shard
 
     def full(path, *arguments):
         if path.name.startswith("rank"):
             raise UserError(f"{path}: cannot be written: No space left on device")
         return real(path, *arguments)
 
-    monkeypatch.setattr(runtime, "write_shard", full)
+    monkeypatch.setattr(snapshot, "write_shard", full)
     with pytest.raises(NotSaved, match=r"/rank-0000\.safetensors: cannot be written: No space left") as told:
         trainer.fit(data, checkpoint=Checkpointing(tmp_path))
     assert (told.value.exit_code, told.value.step) == (1, 10)  # no mistake: `launch` may start it again
@@ -408,14 +408,14 @@ def test_state_that_cannot_be_saved_is_told_with_the_first_minibatch(make, data,
     seen = []
     with pytest.raises(UserError, match=r"^optimizer\.0\.weight\.when: a checkpoint holds tensors, numbers"):
         make(optimizer=partial(Odd, lr=0.1)).fit(
-            data, on_minibatch=weight_policy.append, checkpoint=Checkpointing(tmp_path)
+            data, on_minibatch=seen.append, checkpoint=Checkpointing(tmp_path)
         )
     assert not seen
 
 
 def test_save_waits_for_a_moment_when_there_is_something_to_save(make, data, tmp_path):
     trainer = make()
-    with pytest.raises(RuntimeError, match="save was called while fit is training"):
+    with pytest.raises(RuntimeError, match="save was called while fit trains"):
         trainer.fit(data, on_minibatch=lambda _: trainer.save(tmp_path))
     with trainer.no_sync():
         trainer.train_step(*data[:8])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.data.batches import slice_minibatch
-from hybridpipe.data.stream import Stream
+from hybridpipe.data.stream import Stream, slice_minibatch
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.schedules.generators import resume_points_every
+from hybridpipe.planning.schedules.instructions import RankProgram
 from hybridpipe.planning.schedules.resume_point import (
     ResumePoint,
     num_updates,
@@ -57,7 +57,7 @@ class Kept:
 
     def __init__(self, plan, executor, point):
         module, update = executor.stages[0].module, executor.update
-        before = executor.weight_policy.before_flight()
+        before = executor.stashed.before_flight()
         state = module.state_dict() | (before.buffers if before else {})
         self.module = {key: value.clone() for key, value in state.items()}
         stepping = (update.optimizer, update.scheduler) if update.optimizer else ()
@@ -66,7 +66,7 @@ class Kept:
         numbers = versions_in_use(plan, executor.place, point)
         self.versions = {
             number: [{name: leaf.detach().clone() for name, leaf in layer.items()} for layer in weights]
-            for number, weights in executor.weight_policy.kept(numbers).items()
+            for number, weights in executor.stashed.kept(numbers).items()
         }
         self.newest = num_updates(plan, executor.place.stage, point)
 
@@ -84,7 +84,7 @@ class Kept:
             }
             for number, weights in self.versions.items()
         }
-        executor.weight_policy.restore(self.newest, older)
+        executor.stashed.restore(self.newest, older)
 
 
 def train(plan, minibatches, point=None, kept=None, wanted=()):
@@ -101,7 +101,7 @@ def train(plan, minibatches, point=None, kept=None, wanted=()):
             kept[rank].put(executor)
         done = point.done
         for update in executor.run(
-            resumed_program(plan, executor.place, len(stream.sizes), point), stream, done
+            RankProgram(resumed_program(plan, executor.place, len(stream.sizes), point)), stream, done
         ):
             done += update.num_minibatches
             losses.update(update.losses)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from hybridpipe.comm import mpi_transport
-from hybridpipe.comm.messages import ProtocolError
+from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MOST_ACTIVE, MpiTransport
-from hybridpipe.comm.transport import Buffers
 
 
 @pytest.fixture(

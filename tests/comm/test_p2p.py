@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hybridpipe import Plan, StageSpec
-from hybridpipe.comm.inprocess import Mailboxes, QueueTransport
 from hybridpipe.comm.messages import SPEC_BYTES, ProtocolError
 from hybridpipe.comm.p2p import ACTIVATION, GRADIENT, LOOK_AHEAD, SPEC, PointToPoint
 from hybridpipe.comm.transport import Pending
 from hybridpipe.planning.schedules.generators import forward_programs, programs
+from tests.engine.inprocess import Mailboxes, QueueTransport
 
 CPU = torch.device("cpu")
 STRAIGHT = Plan((StageSpec(0, 1), StageSpec(1, 2)), schedule="gpipe", num_microbatches=4)

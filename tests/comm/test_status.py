@@ -1,6 +1,6 @@
 import pytest
 
-from hybridpipe.comm.status import RankStatus
+from hybridpipe.comm.status import Doing, RankStatus
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward
 
 
@@ -15,12 +15,11 @@ from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forw
 def test_a_report_says_where(at, told):
     status = RankStatus()
     assert str(status) == "outside a step"
-    status.at(*at)
+    status.doing = Doing(*at)
     assert str(status) == told
 
 
 def test_between_steps_a_report_names_the_last_one():
     status = RankStatus()
-    status.at(0, 5, AllReduce())
-    status.outside()
+    status.doing = Doing(0, 5, None)
     assert str(status) == "outside a step, after step 5"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hybridpipe.comm.inprocess import Mailboxes, QueueTransport
-from hybridpipe.comm.transport import Buffers
+from hybridpipe.comm.messages import Buffers
+from tests.engine.inprocess import Mailboxes, QueueTransport
 
 
 def test_memory_is_used_again_after_the_last_view():

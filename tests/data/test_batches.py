@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hybridpipe.data import batches
-from hybridpipe.data.batches import Microbatches, num_minibatches, parts_of, slice_minibatch
+from hybridpipe.data.batches import Microbatches, num_minibatches, parts_of
+from hybridpipe.data.stream import microbatch_sizes, slice_minibatch
 
 
 class Counted(Dataset):
@@ -193,3 +194,10 @@ def test_what_cannot_be_sliced_is_refused(inputs, targets, told):
 )
 def test_parts_of_a_share(share, minibatch, parts):
     assert parts_of(share, minibatch) == parts
+
+
+@pytest.mark.parametrize(
+    "num_samples, size, expected", [(8, 4, [4, 4]), (9, 4, [4, 4, 1]), (3, 4, [3]), (0, 4, [])]
+)
+def test_microbatch_sizes(num_samples, size, expected):
+    assert microbatch_sizes(num_samples, size) == expected

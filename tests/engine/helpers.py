@@ -11,19 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec
-from hybridpipe.comm.inprocess import Mailboxes, QueueTransport, SharedGradients
 from hybridpipe.comm.p2p import PointToPoint
-from hybridpipe.data.batches import slice_minibatch
-from hybridpipe.data.stream import Stream
+from hybridpipe.data.stream import Stream, slice_minibatch
 from hybridpipe.engine.executor import Executor
 from hybridpipe.model.sequential import check_plan
-from hybridpipe.optim.nonfinite import Finite
+from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place
 from hybridpipe.planning.schedules.generators import programs
-from hybridpipe.planning.schedules.instructions import without_update
+from hybridpipe.planning.schedules.instructions import RankProgram, without_update
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.stage import Stage
+from tests.engine.inprocess import Mailboxes, QueueTransport, SharedSync
 
 CPU = torch.device("cpu")
 
@@ -51,7 +50,7 @@ class OnFirst(nn.Module):
         return self.inner(first), *others
 
 
-class Recorded(SharedGradients):
+class Recorded(SharedSync):
     """Keeps what the replicas agreed on."""
 
     def __init__(self, *args):
@@ -156,13 +155,14 @@ def make_executors(
             executors[rank] = Executor(
                 plan,
                 Place(group, r),
+                CPU,
                 stages[r],
                 [PointToPoint(plan, s, transport, CPU) for s in held],
                 Recorded(parameters[r], r, parameters, barriers[-1]),
                 rule.build(
                     [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
                 ),
-                Finite("stop", plan, Place(group, r), stages[r], int),
+                NonfiniteCheck("stop", plan, Place(group, r), stages[r], int),
             )
     return executors, barriers
 
@@ -212,7 +212,7 @@ def in_threads(
             program = programs(plan, len(stream.sizes))[rank]
             if (i + 1) % accumulate:
                 program = without_update(program)
-            for done in executors[rank].run(program, stream):
+            for done in executors[rank].run(RankProgram(program), stream):
                 for m, share in done.losses.items():
                     shares[stream[m].step][stream[m].microbatch] = share
                 events[rank].append(done.events)
@@ -231,7 +231,7 @@ def in_threads(
     seen = [] if plan.is_asynchronous or plan.chunks > 1 else range(len(minibatches) // accumulate)
     return Result(
         [sum(part[m] for m in sorted(part)) for part in shares],
-        [list(chain(*(each.gradients.seen[i] for each in first))) for i in seen],
+        [list(chain(*(each.sync.seen[i] for each in first))) for i in seen],
         [parameter for _, stage in in_order for parameter in stage.module.parameters()],
         events,
         executors,

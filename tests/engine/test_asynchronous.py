@@ -152,7 +152,7 @@ def test_no_more_versions_than_the_schedule_needs_are_alive(monkeypatch, schedul
     plan, data = make_plan("1-1-1", 3, count, schedule, **options), make_data(12, 4, last=4)
     result = in_threads(plan, model, data, 4 // count, cross_entropy, OPTIMIZERS["sgd"])
     for layer, executor, most in zip(model, result.executors.values(), versions, strict=True):
-        assert max(alive[executor.weight_policy.versions]) == most
+        assert max(alive[executor.stashed.versions]) == most
         num_bytes = sum(parameter.nbytes for parameter in layer.parameters())
-        assert max(extra_bytes[executor.weight_policy.versions]) == (most - 1) * num_bytes
-        assert executor.weight_policy.versions.extra_bytes == 0, "after the drain the newest is the only one"
+        assert max(extra_bytes[executor.stashed.versions]) == (most - 1) * num_bytes
+        assert executor.stashed.versions.extra_bytes == 0, "after the drain the newest is the only one"

@@ -15,16 +15,16 @@ import numpy
 from hybridpipe.health import preemption
 other = threading.Thread(target=time.sleep, args=(2,), daemon=True)
 other.start()
-assert not preemption.asked()
+assert not preemption.state.asked
 with preemption.listening():
     signal.pthread_kill(other.ident, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(0.01)
-    assert preemption.asked()
+    assert preemption.state.asked
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
-        assert not preemption.asked()
+        assert not preemption.state.asked
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm signals the children of a rank, too
         os.write(writes, b"x")
         time.sleep(5)
@@ -33,9 +33,9 @@ with preemption.listening():
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM, status
-assert not preemption.asked()  # by a training that is not saved
+assert not preemption.state.asked  # by a training that is not saved
 with preemption.listening():
-    assert preemption.asked()  # what came too late for the one before
+    assert preemption.state.asked  # what came too late for the one before
 print("so far", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 """
@@ -88,7 +88,7 @@ def test_importing_loads_neither_torch_nor_mpi():
 
 def test_listening_in_this_process_is_undone(monkeypatch):
     monkeypatch.setattr(
-        preemption._state, "asked", False
+        preemption.state, "noted", False
     )  # and again at the end: else the next `fit` would stop
     before = [signal.getsignal(signum) for signum in preemption.SIGNALS]
     with preemption.listening():

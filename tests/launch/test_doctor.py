@@ -16,7 +16,7 @@ DOCTOR = [sys.executable, "-m", "hybridpipe.launch.doctor"]
 
 def examine(code="", **env):
     """A doctor of its own, with `code` run before it."""
-    code = f"import sys\nfrom hybridpipe import doctor, launcher\n{code}\nsys.exit(doctor.main())"
+    code = f"import sys\nfrom hybridpipe.launch import doctor, mpirun\n{code}\nsys.exit(doctor.main())"
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
 
@@ -69,7 +69,8 @@ def test_ranks_bound_each_to_its_own_core_do_not_crowd_them():
         pytest.skip("needs two cores")
     env = os.environ | {"OMPI_MCA_mpi_yield_when_idle": "0"}
     bind = "os.sched_setaffinity(0, [sorted(environment.cores())[int(os.environ['OMPI_COMM_WORLD_RANK'])]])"
-    code = f"import os, sys\nfrom hybridpipe import doctor, launcher\n{bind}\nsys.exit(doctor.main())"
+    imports = "import os, sys\nfrom hybridpipe import environment\nfrom hybridpipe.launch import doctor"
+    code = f"{imports}\n{bind}\nsys.exit(doctor.main())"
     done = mpirun.run(2, [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
     assert done.returncode == 0
     assert "2 ranks on 2 cores" in done.stdout
@@ -83,7 +84,7 @@ def test_horovod_missing(shadow):
 
 def test_horovod_missing_on_one_rank_only(tmp_path):
     hide = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': sys.modules['horovod'] = None"
-    code = f"import sys\nfrom hybridpipe import doctor\n{hide}\nsys.exit(doctor.main())"
+    code = f"import sys\nfrom hybridpipe.launch import doctor\n{hide}\nsys.exit(doctor.main())"
     done = mpirun.run(2, [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     failed(done, "Horovod", r"\(rank 1, .*\)", "launch/setup")
 
@@ -102,12 +103,12 @@ def test_mixed_mpis(tmp_path):
     fake = tmp_path / "mpirun"
     fake.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 3.0.1'\n")
     fake.chmod(0o755)
-    done = examine(f"launcher.find_program = lambda name: {str(fake)!r}")
+    done = examine(f"mpirun.find_program = lambda name: {str(fake)!r}")
     failed(done, "one MPI", "mpirun is Open MPI 3.0.1 but the library is", "first on the PATH")
 
 
 def test_no_mpirun():
-    done = examine("launcher.find_program = lambda name: None")
+    done = examine("mpirun.find_program = lambda name: None")
     failed(done, "mpirun", "there is none", "launch/setup")
 
 
@@ -117,7 +118,7 @@ def test_srun_without_pmix():
 
 
 def test_the_range_of_torch_is_that_of_pyproject():
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     low, high = re.search(r'"torch>=([\d.]+),<([\d.]+)"', text).groups()
     assert (low, high) == tuple(".".join(map(str, v)) for v in (doctor.TORCH_FROM, doctor.TORCH_BELOW))
 

@@ -25,9 +25,9 @@ def mpirun_says(tmp_path, monkeypatch):
     """Puts an mpirun that only tells its version beside a pretended Python."""
 
     def says(version):
-        mpirun = tmp_path / "mpirun"
-        mpirun.write_text(f"#!/bin/sh\necho '{version}'\n")
-        mpirun.chmod(0o755)
+        program = tmp_path / "mpirun"
+        program.write_text(f"#!/bin/sh\necho '{version}'\n")
+        program.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         mpirun.mpirun_version.cache_clear()
 

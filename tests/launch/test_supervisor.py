@@ -229,7 +229,7 @@ def test_ranks_that_are_not_up_are_told_at_half_of_the_deadline_and_end_of_it(la
 def test_a_mistake_is_told_in_one_line(words, mistake):
     done = subprocess.run(
         [sys.executable, "-m", "hybridpipe", "launch", *words],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60,
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
         env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
     )  # fmt: skip
     assert done.returncode == 2 and mistake in done.stderr and done.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.optim import gradient_sync
-from hybridpipe.optim.gradient_sync import HorovodGradients, LocalGradients, _buckets
+from hybridpipe.optim.gradient_sync import HorovodSync, _buckets
 from hybridpipe.planning.cost import formula
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
@@ -57,10 +57,10 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", 100)
 
 
-def make(monkeypatch, parameters, compression="none", **options) -> tuple[HorovodGradients, Horovod]:
+def make(monkeypatch, parameters, compression="none", **options) -> tuple[HorovodSync, Horovod]:
     hvd = Horovod(**options)
     monkeypatch.setattr(gradient_sync, "horovod", lambda _: hvd)
-    return HorovodGradients(parameters, replicas=None, compression=compression), hvd
+    return HorovodSync(parameters, replicas=None, compression=compression), hvd
 
 
 def sizes(buckets) -> list[list[int]]:
@@ -213,13 +213,6 @@ def test_after_close_nothing_is_reduced(monkeypatch):
     assert hvd.names == [] and hvd.ended
 
 
-def test_one_replica_needs_nothing():
-    local = LocalGradients()
-    local.begin_final_backward()
-    local.finish()
-    assert local.bytes_reduced == 0
-
-
 @pytest.mark.parametrize(
     "dtype, travels_as", [(torch.float32, torch.float16), (torch.float64, torch.float64)]
 )
@@ -269,7 +262,7 @@ def test_summing_amid_the_backward_leaves_what_it_goes_on_with_alone(monkeypatch
     expected = [2 * parameter.grad for parameter in net.parameters()]
     net.zero_grad()
     monkeypatch.setattr(gradient_sync, "horovod", lambda _: AtOnce())
-    reducer = HorovodGradients(net.parameters(), replicas=None)
+    reducer = HorovodSync(net.parameters(), replicas=None)
     reducer.begin_final_backward()
     net(inputs).square().sum().backward()
     reducer.end_final_backward()

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from hybridpipe.planning.checks import MAX_RANKS
-from hybridpipe.planning.plan import Place, Plan, StageSpec, microbatch_sizes
+from hybridpipe.planning.plan import Place, Plan, StageSpec
 from tests.planning.helpers import plan
 
 
@@ -142,13 +142,6 @@ def test_routing_is_round_robin(replicas, num_microbatches):
     assert sorted(handled) == [
         (s, b, sum(replicas[:s]) + b % m) for s, m in enumerate(replicas) for b in range(num_microbatches)
     ]
-
-
-@pytest.mark.parametrize(
-    "num_samples, size, expected", [(8, 4, [4, 4]), (9, 4, [4, 4, 1]), (3, 4, [3]), (0, 4, [])]
-)
-def test_microbatch_sizes(num_samples, size, expected):
-    assert microbatch_sizes(num_samples, size) == expected
 
 
 def test_a_plan_of_a_million_ranks_is_checked_at_once():

@@ -227,17 +227,22 @@ def _stash(count: int, group: int, num_groups: int, chunks: int) -> frozenset[St
     return frozenset(seen)
 
 
-def pipedream(
-    minibatches: Sequence[int], in_flight: int, num_rounds: int, replicas: int
-) -> Iterator[Instruction]:
+def pipedream(minibatches: Sequence[int], in_flight: int, total: int, replicas: int) -> Iterator[Instruction]:
     """1F1B without a flush: an update after each backward, with the mean over the stage's replicas.
 
-    In a round each replica handles one minibatch; one that has none in the last round still joins the
+    In a round each replica handles one minibatch. One that has none in the last round still joins the
     all-reduce.
+
+    Args:
+        total: number of minibatches of the stream, those of the other replicas included.
     """
-    update: Program = UPDATE if replicas > 1 else UPDATE[1:]
-    yield from _alternate(minibatches, in_flight, update)
-    for _ in range(len(minibatches), num_rounds):
+    reduce: Program = UPDATE[:1] if replicas > 1 else ()
+    updates = ((*reduce, Step(min(replicas, total - start))) for start in range(0, total, replicas))
+    for instruction in _alternate(minibatches, in_flight):
+        yield instruction
+        if isinstance(instruction, Backward):
+            yield from next(updates)
+    for update in updates:
         yield from update
 
 
@@ -270,16 +275,13 @@ def two_buffered(
             updates += 1
 
 
-def _alternate(
-    microbatches: Sequence[int], in_flight: int, after_each: Program = ()
-) -> Iterator[Instruction]:
+def _alternate(microbatches: Sequence[int], in_flight: int) -> Iterator[Instruction]:
     warm_up = min(max(in_flight - 1, 0), len(microbatches))
     yield from map(Forward, microbatches[:warm_up])
     for ahead, m in zip_longest(microbatches[warm_up:], microbatches):
         if ahead is not None:
             yield Forward(ahead)
         yield Backward(m)
-        yield from after_each
 
 
 class _Rank(NamedTuple):
@@ -316,7 +318,7 @@ def _zero_bubble_of(rank: _Rank) -> Iterator[Instruction]:
 
 def _pipedream_of(rank: _Rank) -> Iterator[Instruction]:
     replicas = rank.plan.replicas[rank.place.stage]
-    return pipedream(rank.microbatches, rank.held, ceil_div(rank.total, replicas), replicas)
+    return pipedream(rank.microbatches, rank.held, rank.total, replicas)
 
 
 def _two_buffered_of(rank: _Rank) -> Iterator[Instruction]:
@@ -390,17 +392,6 @@ def resume_points_every(plan: Plan) -> int:
     under PipeDream a stage updates once a round.
     """
     return math.lcm(*plan.replicas) if plan.traits.whole_minibatch else 1
-
-
-def minibatches_in_update(plan: Plan, stage: int, update: int, num_minibatches: int) -> int:
-    """How many minibatches a stage's update is the mean of, out of a stream of so many.
-
-    Under PipeDream the replicas' round, of which the last may have fewer; else a minibatch is an update.
-    """
-    if not plan.traits.whole_minibatch:
-        return 1
-    replicas = plan.replicas[stage]
-    return min(replicas, num_minibatches - update * replicas)
 
 
 def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Program]:

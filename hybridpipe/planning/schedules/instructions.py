@@ -14,8 +14,8 @@ receives around them, so that no schedule has to know its neighbours.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,16 @@ class AllReduce(_OnStage):
     symbol = "all-reduce"
 
 
+@dataclass(frozen=True, slots=True)
 class Step(_OnStage):
-    """The optimizer updates the stage's weights."""
+    """The optimizer updates the stage's weights.
 
-    __slots__ = ()
-    symbol = "step"
+    Args:
+        num_minibatches: number of minibatches whose gradients the update applies; not in the text form.
+    """
+
+    num_minibatches: int = field(default=1, compare=False)
+    symbol: ClassVar[str] = "step"
 
 
 class Load(_OnMicrobatch):
@@ -193,6 +198,41 @@ def final_backwards(program: Program) -> frozenset[int]:
             finals.update(last.values())
             last.clear()
     return frozenset(finals)
+
+
+class Part(NamedTuple):
+    """The instructions from one update to the next.
+
+    Args:
+        range: their indices in the program.
+        num_minibatches: number of minibatches in the update that ends the part; 0 where none does.
+    """
+
+    range: range
+    num_minibatches: int
+
+
+class RankProgram:
+    """A program, and what follows from it, computed once for as many runs as there are.
+
+    Args:
+        instructions: the program.
+    """
+
+    def __init__(self, instructions: Program) -> None:
+        self.instructions = instructions
+        self.finals = final_backwards(instructions)
+        self.parts = tuple(_parts(instructions))
+
+
+def _parts(program: Program) -> Iterator[Part]:
+    start = 0
+    for i, instruction in enumerate(program):
+        if isinstance(instruction, Step):
+            yield Part(range(start, i + 1), instruction.num_minibatches)
+            start = i + 1
+    if start < len(program):
+        yield Part(range(start, len(program)), 0)
 
 
 def without_update(program: Program) -> Program:

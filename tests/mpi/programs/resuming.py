@@ -178,7 +178,7 @@ def state_by_name(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The optimizer's state of this rank's parameters, by name."""
     found = {}
     executor = trainer.worker.executor
-    if executor is None or executor.update.optimizer is None:
+    if executor.update.optimizer is None:
         return found
     for names in names_of(trainer.worker).values():
         for parameter, key in names.parameters().items():

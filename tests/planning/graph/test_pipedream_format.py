@@ -10,7 +10,7 @@ from hybridpipe.planning.graph.pipedream_format import parse_graph
 from hybridpipe.planning.profile import LayerProfile
 from tests.planning.graphs import nasnet, straight, text_of
 
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "profiles"
+PUBLISHED = Path(__file__).resolve().parents[4] / "shared" / "profiles"
 
 GRAPH = """\
 node2 -- Conv2d(3, 4, kernel_size=(3, 3)) -- forward_compute_time=2.000, backward_compute_time=4.000, \

@@ -1,7 +1,4 @@
-"""In-process: the same executor with a thread for each rank, queues for the wire. No MPI messages move.
-
-For tests and for looking at a plan at work in a debugger.
-"""
+"""In-process: the same executor with a thread for each rank, queues for the wire. No MPI messages move."""
 
 import threading
 from collections import defaultdict
@@ -11,7 +8,7 @@ from queue import Empty, Queue
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.messages import ProtocolError
+from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.transport import DOUBT_SECONDS, Pending, Unclaimed
 
 
@@ -75,6 +72,7 @@ class QueueTransport:
 
     def __init__(self, mailboxes: Mailboxes, rank: int, timeout_seconds: float = 30.0) -> None:
         self._mailboxes, self._rank, self._timeout_seconds = mailboxes, rank, timeout_seconds
+        self.buffer = Buffers().take
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Put a copy into the peer's mailbox."""
@@ -90,7 +88,7 @@ class QueueTransport:
         return self._mailboxes.lying(peer, self._rank)
 
 
-class SharedGradients:
+class SharedSync:
     """Gradients summed over the replicas of a stage, which are threads of one process."""
 
     bytes_reduced = 0
@@ -104,6 +102,17 @@ class SharedGradients:
     ) -> None:
         self._parameters, self._replica = parameters, replica
         self._all, self._barrier = all_replicas, barrier
+
+    @property
+    def owned(self) -> list[Tensor]:
+        """All of them."""
+        return self._parameters
+
+    def renew(self) -> None:
+        """Nothing depends on what is trained."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def begin_final_backward(self) -> None:
         """Nothing starts early here."""

@@ -1,17 +1,18 @@
-"""WeightPolicy: which weights the microbatches of a stream see, and where their gradients go.
+"""StashedWeights: the weights that microbatches see under an asynchronous schedule, and their gradients.
 
-Between the plan, which says the version, and `stage.weights`, which keeps it. A synchronous schedule has one
-version at a time, the parameters themselves.
+Between the plan, which says the version, and `stage.weights`, which keeps it. Knows no messages and no
+optimizer. Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); PipeDream-2BW (ICML 2021).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.generators import versions
+from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates
 from hybridpipe.stage.recompute import ChangingBuffers
 from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.weights import Weights, WeightVersions
@@ -29,74 +30,6 @@ class Before(NamedTuple):
     buffers: Mapping[str, Tensor]
 
 
-class WeightPolicy(Protocol):
-    """What the executor needs of the weights.
-
-    `notes_flight`: what is in flight can be saved; to be set before a stream begins.
-    """
-
-    notes_flight: bool
-
-    def renew(self) -> None:
-        """Take up which parameters are trained now, with no microbatch under way."""
-
-    def begin(self, num_updates: int = 0) -> None:
-        """A stream begins, or goes on after so many updates: what is numbered counts from its beginning."""
-
-    def of(self, microbatch: int) -> Weights | None:
-        """Before its forward, and its data: what a microbatch is to be given; None: the parameters."""
-
-    def ran(self, microbatch: int) -> None:
-        """After its forward."""
-
-    def final(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
-        """Around the last backward before gradients are used: they arrive at the parameters amid it."""
-
-    def collect(self, microbatch: int, factor: float) -> None:
-        """After its backward: its gradients, times `factor`, add up in the parameters'."""
-
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """Around an update."""
-
-    def end(self) -> None:
-        """No microbatch is under way any more."""
-
-
-class LatestWeights:
-    """One version at a time."""
-
-    notes_flight = False
-
-    def renew(self) -> None:
-        """Nothing depends on it."""
-
-    def begin(self, num_updates: int = 0) -> None:
-        """Nothing to count."""
-
-    def of(self, microbatch: int) -> Weights | None:
-        """The parameters."""
-        return None
-
-    def ran(self, microbatch: int) -> None:
-        """At a resume point nothing is in flight."""
-
-    def final(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
-        """They always do."""
-        return nullcontext()
-
-    def collect(self, microbatch: int, factor: float) -> None:
-        """Gradients arrive where they belong, weighted by the loss."""
-
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """In place."""
-        yield
-
-    def end(self) -> None:
-        """Nothing is kept."""
-
-
 class StashedWeights:
     """The versions that an asynchronous plan names, of the stage at `place`.
 
@@ -109,6 +42,7 @@ class StashedWeights:
     def __init__(
         self, plan: Plan, place: Place, layers: nn.Sequential, statistics: RunningStatistics
     ) -> None:
+        self._plan, self._stage = plan, place.stage
         self.versions = WeightVersions(layers)
         self._layers, self._statistics = layers, statistics
         self._number = versions(plan, place.stage)
@@ -123,14 +57,17 @@ class StashedWeights:
         self.versions.renew(self._layers)
         self._buffers = ChangingBuffers(self._layers)
 
-    def begin(self, num_updates: int = 0) -> None:
-        """The newest weights are the stream's first, or those after `num_updates`."""
+    def begin(self, point: ResumePoint) -> None:
+        """Start a stream, or continue it after the minibatches that are done."""
         self._of, self._before = {}, {}
-        self._first = self.versions.newest - num_updates
+        self._first = self.versions.newest - num_updates(self._plan, self._stage, point)
         self.versions.keep_from(self._first)
 
     def of(self, microbatch: int) -> Weights:
-        """The version it is due. Older than the next microbatch's: kept by those in flight only."""
+        """Before its forward, and its data: the version that the microbatch is due.
+
+        From now on versions older than the next microbatch's are kept by those in flight only.
+        """
         if self.notes_flight:
             self._num_samples, self._unchanged = self._statistics.num_samples, self._buffers.before()
         weights = self._of[microbatch] = self.versions.version(self._first + self._number(microbatch))
@@ -138,29 +75,32 @@ class StashedWeights:
         return weights
 
     def ran(self, microbatch: int) -> None:
-        """What it has changed is known."""
+        """After its forward: note which buffers it has changed."""
         if self.notes_flight:
             self._before[microbatch] = Before(self._num_samples, self._buffers.after(self._unchanged))
 
-    def final(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
-        """One by one, where there are replicas to sum them with; all at once is cheaper."""
+    def handing_over(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
+        """Around the last backward before gradients are used: they arrive at the parameters while it runs.
+
+        One by one, where there are replicas to sum them with; all at once, in `collect`, is cheaper.
+        """
         if self._replicas == 1:
             return nullcontext()
         return self.versions.handing_over(self._of[microbatch], factor)
 
     def collect(self, microbatch: int, factor: float) -> None:
-        """From the version's leaves."""
+        """After its backward: add its gradients, times `factor`, to the parameters'."""
         self._before.pop(microbatch, None)
         self.versions.collect(self._of.pop(microbatch), factor)
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """What it changes is a new version."""
+        """Around an update: it makes a new version."""
         with self.versions.update():
             yield
 
     def end(self) -> None:
-        """Only the newest is left."""
+        """Forget all versions but the newest."""
         self.versions.keep_from(self.versions.newest)
 
     def kept(self, numbers: Iterable[int]) -> dict[int, Weights]:

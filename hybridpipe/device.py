@@ -1,0 +1,47 @@
+"""Devices: where a rank computes, how its time is read and its memory counted.
+
+Knows torch, no model and no ranks but this one's place on its host.
+Invariant: nothing else in the package asks whether a device is a CPU or a GPU to tell the time.
+"""
+
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def device_of_rank(local_rank: int, device: torch.device | str | None) -> torch.device:
+    """Choose a rank's device: the GPU of its number on this host where there is one, else the CPU.
+
+    Args:
+        device: as the user gave it; "cuda" without a number is the rank's own.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        device = "cuda" if num_gpus else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", local_rank % num_gpus)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
+    return device
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return a clock in seconds that reads once the device is done with what it was given."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)  # else an event would end when its kernels are queued
+        return time.perf_counter()
+
+    return clock
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory used: of a GPU's allocator; on a CPU of the process, libraries included."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,119 @@
+"""Faulty: an executor and a transport at whose points something goes wrong, for HYBRIDPIPE_FAULT.
+
+Installed by the worker only where a fault is asked for, so that training passes no point otherwise. The
+points and kinds are those of `health.faults`; this module knows how messages and gradients are spoilt.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpipe.comm.mpi_transport import MpiTransport
+from hybridpipe.comm.p2p import KINDS, SPEC
+from hybridpipe.comm.transport import Pending
+from hybridpipe.data.stream import Stream
+from hybridpipe.engine.executor import Executor, ProgramRun
+from hybridpipe.health import faults
+from hybridpipe.model.tensors import TensorTree, map_tensors
+from hybridpipe.optim.update import gradients_of
+from hybridpipe.planning.schedules.instructions import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Step,
+)
+
+_POINTS: dict[type[Instruction], str] = {
+    ReceiveActivation: "receive-activation",
+    Forward: "forward",
+    SendActivation: "send-activation",
+    ReceiveGradient: "receive-gradient",
+    Backward: "backward",
+    BackwardInput: "backward",
+    BackwardWeight: "backward",
+    SendGradient: "send-gradient",
+    AllReduce: "all-reduce",
+    Step: "step",
+}
+
+
+class FaultyTransport(MpiTransport):
+    """A transport that sends the next message wrongly if `fault` says how."""
+
+    fault: str | None = None
+    next_tag = 0  # what lies between the tags of a microbatch's message and the next one's
+
+    def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
+        """Start sending."""
+        if tag % KINDS != SPEC:
+            if self.fault == "badsize":
+                buffer = torch.cat([buffer, buffer])
+            elif self.fault == "badtag":
+                tag += self.next_tag
+        return super().send(buffer, peer, tag)
+
+
+class FaultyExecutor(Executor):
+    """An executor that passes the points of `health.faults` on its way."""
+
+    def __init__(self, *arguments: Any, transport: FaultyTransport, num_stages: int) -> None:
+        super().__init__(*arguments)
+        self._transport, self._spoils_inputs = transport, False
+        transport.next_tag = KINDS * num_stages
+
+    def begin(self, stream: Stream, done: int) -> ProgramRun:
+        """Start the run of a program over a stream."""
+        run = super().begin(stream, done)
+        for kind, handle in run.handlers.items():
+            run.handlers[kind] = partial(self._pass, run, _POINTS[kind], handle)
+        return run
+
+    def to_device(self, value: TensorTree) -> TensorTree:
+        """Move the value to where this rank computes."""
+        moved = super().to_device(value)
+        return map_tensors(_not_numbers, moved) if self._spoils_inputs else moved
+
+    def _pass(
+        self, run: ProgramRun, point: str, handle: Callable[[Any], None], instruction: Instruction
+    ) -> None:
+        if isinstance(instruction, AllReduce | Step):
+            m, chunk = -1, 0
+        else:
+            m, chunk = instruction.microbatch, instruction.chunk
+        if isinstance(instruction, Forward) and (not self.held[chunk] or self.stages[chunk].loss is not None):
+            self._fault(run, "load", m)
+        fault = self._fault(run, point, m)
+        if fault == "nan" and isinstance(instruction, Step):
+            for gradient in gradients_of(self.update.optimizer)[:1]:
+                gradient.fill_(torch.nan)
+        elif fault == "nan" and (m, chunk) in run.values:
+            run.values[m, chunk] = map_tensors(_not_numbers, run.values[m, chunk])
+        self._spoils_inputs, self._transport.fault = fault == "nan", fault
+        handle(instruction)
+        self._spoils_inputs, self._transport.fault = False, None
+        if fault == "nan" and isinstance(instruction, ReceiveGradient):
+            gradients = run.gradients[m, chunk]
+            run.gradients[m, chunk] = [g if g is None else _not_numbers(g) for g in gradients]
+
+    def _fault(self, run: ProgramRun, point: str, m: int) -> str | None:
+        if m < 0:
+            return faults.at(point, step=run.stream.step + run.covered)
+        at = run.stream[m]
+        return faults.at(point, step=at.step, microbatch=at.microbatch)
+
+
+def _not_numbers(tensor: Tensor) -> Tensor:
+    """NaN in the place of a tensor that could hold it; others stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.full_like(tensor, torch.nan, requires_grad=tensor.requires_grad)
