@@ -13,6 +13,7 @@ from tabulate import tabulate
 from torch import nn
 
 from hybridpipe.engine.allocator import keep_freed_memory
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.stage.stage import Stage
 
 SIZES = (512, 1024, 2048, 4096)
@@ -46,7 +47,10 @@ def main() -> None:
             }
             stages = {
                 name: Stage(
-                    [nn.Linear(size, size)], 0, rows.device, loss=nn.functional.mse_loss, join_products=joined
+                    StageModule([nn.Linear(size, size)]),
+                    rows.device,
+                    loss=nn.functional.mse_loss,
+                    join_products=joined,
                 )
                 for name, (joined, _) in ways.items()
             }

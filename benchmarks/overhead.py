@@ -20,6 +20,7 @@ from tabulate import tabulate
 from torch import nn
 
 from hybridpipe.engine.allocator import keep_freed_memory
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.weights import WeightVersions
 
@@ -34,7 +35,7 @@ def ways(task: Task) -> dict[str, tuple[nn.Module, Callable[[], object]]]:
     inputs, targets = task.samples(task.minibatch // 2).tensors
 
     def stage(**options: bool) -> Stage:
-        return Stage(list(task.build()), 0, inputs.device, loss=task.loss, **options)
+        return Stage(StageModule(list(task.build())), inputs.device, loss=task.loss, **options)
 
     plain, whole, joins, versioned = task.build(), stage(), stage(join_products=True), stage()
     versions = WeightVersions(versioned.module)

@@ -18,18 +18,18 @@ from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.plain import read_weights
 from hybridpipe.checkpoint.shard import read_shard
-from hybridpipe.checkpoint.snapshot import names_of, plan_json, rank_file, stage_file
+from hybridpipe.checkpoint.snapshot import plan_json, rank_file, stage_file, stage_modules
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.state import (
     SAMPLES_SEEN,
     Generators,
-    Names,
     OfParameter,
     State,
     batches_agreed,
@@ -185,7 +185,7 @@ class _Reading:
     def __init__(self, worker: Worker, found: Found, allow_changed: bool) -> None:
         self.worker, self.found, self.allow_changed = worker, found, allow_changed
         self.exact = is_exact(found, worker.plan)
-        self.names = names_of(worker)
+        self.names = stage_modules(worker)
         self.wanted = {key: t for names in self.names.values() for key, t in names.tensors().items()}
         self.result = _Read()
         self.batches: dict[str, int] = {}
@@ -261,7 +261,7 @@ class _Reading:
     def averages(self) -> dict[str, Tensor]:
         """The statistics that the replicas of each stage of the checkpoint agree on."""
         found: dict[str, Tensor] = {}
-        wanted = {names.of(path) for names in self.names.values() for path in statistics(names.module)}
+        wanted = {names.key(path) for names in self.names.values() for path in statistics(names.module)}
         # each once, though under an interleaved plan the same ranks hold several stages
         for ranks in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
             if wanted and len(ranks) > 1:
@@ -324,7 +324,7 @@ class _Reading:
 
 
 def _put(worker: Worker, read: _Read) -> None:
-    names = names_of(worker)
+    names = stage_modules(worker)
     for of_stage in names.values():
         for key, tensor in of_stage.tensors().items():
             overwrite(tensor, read.model[key])
@@ -333,7 +333,7 @@ def _put(worker: Worker, read: _Read) -> None:
     if read.samples_seen is not None:
         statistics.num_samples = read.samples_seen
         statistics.num_batches = [
-            {path: read.batches_agreed.get(of_stage.of(path), own) for path, own in before.items()}
+            {path: read.batches_agreed.get(of_stage.key(path), own) for path, own in before.items()}
             for of_stage, before in zip(names.values(), statistics.num_batches, strict=True)
         ]
     update.num_minibatches = read.num_minibatches
@@ -355,11 +355,11 @@ def _put(worker: Worker, read: _Read) -> None:
         read.random.put(worker.device)
 
 
-def _parameters(names: dict[int, Names]) -> dict[Tensor, str]:
+def _parameters(names: dict[int, StageModule]) -> dict[Tensor, str]:
     return {p: key for of_stage in names.values() for p, key in of_stage.parameters().items()}
 
 
-def _trained(names: dict[int, Names]) -> dict[Tensor, str]:
+def _trained(names: dict[int, StageModule]) -> dict[Tensor, str]:
     return {p: key for p, key in _parameters(names).items() if p.requires_grad}
 
 

@@ -32,7 +32,7 @@ from hybridpipe.engine.stashed_weights import Before
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.health import failure, faults
-from hybridpipe.model.sequential import layers_of
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import not_finite
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
@@ -40,7 +40,6 @@ from hybridpipe.stage.state import (
     BATCHES_AGREED,
     SAMPLES_SEEN,
     Generators,
-    Names,
     State,
     described,
     name_of,
@@ -96,14 +95,10 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
-def names_of(worker: Worker) -> dict[int, Names]:
-    """For each stage that this rank holds, the names of its tensors."""
-    layers = list(layers_of(worker.model))
-    held = zip(worker.executor.held, worker.executor.stages, strict=True)
-    return {
-        s: Names(layers[worker.plan.stages[s].start : worker.plan.stages[s].stop], stage.module)
-        for s, stage in held
-    }
+def stage_modules(worker: Worker) -> dict[int, StageModule]:
+    """Return the layers of each stage that this rank holds."""
+    executor = worker.executor
+    return {s: stage.layers for s, stage in zip(executor.held, executor.stages, strict=True)}
 
 
 def plan_json(plan: Plan) -> dict[str, JSON]:
@@ -141,9 +136,9 @@ def check_finite(worker: Worker, step: int, point: ResumePoint) -> None:
 def _learnt(worker: Worker) -> frozenset[str]:
     """The keys of this rank's trained parameters, and of running statistics."""
     found = set()
-    for names in names_of(worker).values():
-        found |= {key for parameter, key in names.parameters().items() if parameter.requires_grad}
-        found |= {names.of(path) for path in statistics(names.module)}
+    for layers in stage_modules(worker).values():
+        found |= {key for parameter, key in layers.parameters().items() if parameter.requires_grad}
+        found |= {layers.key(path) for path in statistics(layers.module)}
     return frozenset(found)
 
 
@@ -155,16 +150,16 @@ def referred(worker: Worker, point: ResumePoint) -> dict[str, State]:
     if worker.place is not None:
         if worker.executor.stashed is not None:
             before = worker.executor.stashed.before_flight()
-        for s, names in names_of(worker).items():
-            buffers = names.buffers()
+        for s, layers in stage_modules(worker).items():
+            buffers = layers.buffers()
             if before is not None:
-                then = {names.of(path): copy for path, copy in before.buffers.items()}
+                then = {layers.key(path): copy for path, copy in before.buffers.items()}
                 buffers = {key: then.get(key, buffer) for key, buffer in buffers.items()}
             if worker.place.replica == 0:
-                files[stage_file(s)] = _of_stage(worker, s, names, buffers, point)
+                files[stage_file(s)] = _of_stage(worker, s, layers, buffers, point)
             else:
                 own.tensors |= prefixed("model", buffers)
-                _put_versions(worker, names, _own_versions(worker.plan, worker.place, point), own)
+                _put_versions(worker, layers, _own_versions(worker.plan, worker.place, point), own)
         seen = worker.executor.statistics.num_samples if before is None else before.num_samples
         own.meta[SAMPLES_SEEN] = seen
     random = Generators.now(worker.device).state()
@@ -174,21 +169,21 @@ def referred(worker: Worker, point: ResumePoint) -> dict[str, State]:
 
 
 def _of_stage(
-    worker: Worker, s: int, names: Names, buffers: Mapping[str, torch.Tensor], point: ResumePoint
+    worker: Worker, s: int, layers: StageModule, buffers: Mapping[str, torch.Tensor], point: ResumePoint
 ) -> State:
     assert worker.place is not None
     update = worker.executor.update
-    state = State(prefixed("model", {**names.tensors(), **buffers}))
+    state = State(prefixed("model", {**layers.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
     batches = worker.executor.statistics.num_batches[worker.executor.held.index(s)]
-    state.meta[BATCHES_AGREED] = {names.of(path): number for path, number in batches.items()}
+    state.meta[BATCHES_AGREED] = {layers.key(path): number for path, number in batches.items()}
     if update.optimizer is not None:
-        take_optimizer(update.optimizer, names.parameters(), state, update.given.options)
+        take_optimizer(update.optimizer, layers.parameters(), state, update.given.options)
     if update.scheduler is not None:
         held = pack(update.scheduler.state_dict(), "lr_scheduler", state.tensors)
         given = pack(update.given.scheduler, "lr_scheduler.given", state.tensors)
         state.meta["lr_scheduler"] = {"class": name_of(update.scheduler), "state": held, "given": given}
-    _put_versions(worker, names, versions_in_use(worker.plan, worker.place, point), state)
+    _put_versions(worker, layers, versions_in_use(worker.plan, worker.place, point), state)
     if worker.plan.is_asynchronous:
         state.meta["newest"] = num_updates(worker.plan, worker.place.stage, point)
     return state
@@ -200,13 +195,13 @@ def _own_versions(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
     return [number for number in versions_in_use(plan, place, point) if number not in written]
 
 
-def _put_versions(worker: Worker, names: Names, numbers: list[int], state: State) -> None:
+def _put_versions(worker: Worker, layers: StageModule, numbers: list[int], state: State) -> None:
     state.meta["versions"] = numbers
     if not numbers:
         return
     assert worker.executor.stashed is not None
     for number, weights in worker.executor.stashed.kept(numbers).items():
-        state.tensors |= prefixed(f"version.{number}", names.weights(weights))
+        state.tensors |= prefixed(f"version.{number}", layers.weights(weights))
 
 
 def software() -> dict[str, str]:

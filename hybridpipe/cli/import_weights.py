@@ -14,7 +14,7 @@ from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config import Config
 from hybridpipe.errors import UserError
-from hybridpipe.model.sequential import layers_of
+from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.training.trainer import Trainer
@@ -40,7 +40,7 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
         model,
         loss=config.loss.build(),
         optimizer=config.optimizer.build,
-        plan=Plan((StageSpec(0, len(layers_of(model))),), num_microbatches=count),
+        plan=Plan((StageSpec(0, num_layers(model)),), num_microbatches=count),
         minibatch_size=minibatch,
         lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
         seed=config.train.seed,

@@ -16,7 +16,7 @@ from hybridpipe.data.batches import Microbatches, minibatches
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.measure.layers import measure
-from hybridpipe.model.sequential import layers_of
+from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.profile import ModelProfile
 
 
@@ -33,7 +33,7 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
     keep_freed_memory()  # as in training: a gradient of 16 MB took twice as long
     model, dataset, loss = build_model(config), config.data.build(), config.loss.build()
     try:
-        layers_of(model)
+        num_layers(model)
     except TypeError as error:
         raise UserError(f"{config.model.where}: {error}") from None
     if max(sizes, default=0) > len(dataset):

@@ -71,7 +71,7 @@ class PointToPoint:
     """
 
     def __init__(self, plan: Plan, stage: int, transport: Transport, device: torch.device) -> None:
-        self._plan, self._stage, self._transport, self._device = plan, stage, transport, device
+        self._stage, self._transport, self._device = stage, transport, device
         self._chunk = stage // plan.num_groups
         self._num_stages = plan.num_stages
         self._num_tags = LARGEST_TAG // (KINDS * plan.num_stages)

@@ -23,7 +23,7 @@ from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.health import failure, faults, preemption
-from hybridpipe.model.sequential import layers_of
+from hybridpipe.model.sequential import stage_module, stage_of_keys
 from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import TensorTree, overwrite
 from hybridpipe.optim.gradient_sync import HorovodSync
@@ -109,11 +109,9 @@ class Worker:
         if place is None or replicas is None:
             return Executor(plan, None, self.device, [], [], None, Update(None))
         held = plan.held_stages(place)
-        layers = list(layers_of(self.model).values())
         stages = [
             Stage(
-                layers[plan.stages[s].start : plan.stages[s].stop],
-                plan.stages[s].start,
+                stage_module(self.model, plan.stages[s].start, plan.stages[s].stop),
                 self.device,
                 seed,
                 loss if s == plan.num_stages - 1 else None,
@@ -383,13 +381,10 @@ class Worker:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """On rank 0 the whole model's state as it is now, on the CPU; None elsewhere."""
         self.average_statistics()
-        owner = {}
-        for stage in self.plan.stages:
-            for name in list(layers_of(self.model))[stage.start : stage.stop]:
-                owner[name] = stage.ranks[0]
+        stage_of = stage_of_keys(self.model, self.plan)
         state = {}
         for key, tensor in self.model.state_dict().items():
-            rank = owner[key.split(".", 1)[0]]
+            rank = self.plan.stages[stage_of[key]].ranks[0]
             values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             if rank != 0 and self.control.rank == rank:
                 for part in _parts(values):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.sequential import copied, layers_of
+from hybridpipe.model.sequential import copied, num_layers, stage_module
 from hybridpipe.model.tensors import TensorTree, map_tensors, norms, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
@@ -71,16 +71,21 @@ class Rehearsal:
         device: torch.device | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        layers = layers_of(model)
-        self.names = list(layers)
-        losses = [*[None] * (len(layers) - 1), loss]
+        count = num_layers(model)
         self.stages, self.halving = (
             [
-                Stage([layer], i, self.device, loss=own, split_backward=halves, check_loss=False)
-                for i, (layer, own) in enumerate(zip(layers.values(), losses, strict=True))
+                Stage(
+                    stage_module(model, i, i + 1),
+                    self.device,
+                    loss=loss if i + 1 == count else None,
+                    split_backward=halves,
+                    check_loss=False,
+                )
+                for i in range(count)
             ]
             for halves in (False, True)
         )
+        self.names = [stage.layers.names[0] for stage in self.stages]
         self.inputs, self.targets = (  # copies, as the first layer may work in place
             map_tensors(lambda tensor: tensor.to(self.device, copy=True), value)
             for value in (inputs, targets)

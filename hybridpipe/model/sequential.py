@@ -1,18 +1,106 @@
-"""Split: a model's layers in order, and the ones that a stage holds.
+"""Sequential: a model's layers in order, the ones that a stage holds, and what their tensors are called.
 
-An `nn.Sequential` is cut between its children. The stage's modules are the model's own, not copies.
+Only this module knows that a model is an `nn.Sequential`, cut between its children, and how a path in a stage
+becomes a key of the whole model. Invariant: a stage's modules are the model's own, not copies.
 """
 
 import copy
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
 from hybridpipe.planning.plan import Plan
 
 
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers by name, in order.
+class StageModule:
+    """The layers of one stage, and the keys of their tensors in the whole model's `state_dict()`.
+
+    A path is that of a tensor or a module in the stage, such as "0.weight".
+
+    Args:
+        layers: in order.
+        first_layer: the index of the first in the whole model.
+        names: of the layers in the model; by default their indices.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], first_layer: int = 0, names: Sequence[str] | None = None
+    ) -> None:
+        self.module, self.first_layer = nn.Sequential(*layers), first_layer
+        self.names = names or [str(first_layer + i) for i in range(len(layers))]
+
+    def key(self, path: str) -> str:
+        """Return the key of the tensor at a path."""
+        index, _, rest = path.partition(".")
+        return f"{self.names[int(index)]}.{rest}"
+
+    def numbered(self, path: str) -> str:
+        """Return the path in the whole model, its layer by number: "3.norm"."""
+        index, dot, rest = path.partition(".")
+        return f"{self.first_layer + int(index)}{dot}{rest}"
+
+    def described(self, path: str) -> str:
+        """Return words for a path: "layer 3 (Linear), weight"."""
+        index, _, rest = path.partition(".")
+        return f"layer {self.first_layer + int(index)} ({type(self.module[int(index)]).__name__}), {rest}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all that the stage's `state_dict()` holds, the tensors themselves, by key."""
+        held = self.module.state_dict(keep_vars=True)
+        return {self.key(path): tensor for path, tensor in held.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return those of `tensors` that are no parameters."""
+        return {k: t for k, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
+
+    def parameters(self) -> dict[Tensor, str]:
+        """Return the key of each parameter; of a tied one the first."""
+        found: dict[Tensor, str] = {}
+        for path, parameter in self.module.named_parameters(remove_duplicate=False):
+            found.setdefault(parameter, self.key(path))
+        return found
+
+    def weights(self, weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return a version's leaves by the keys of the parameters in whose place they are.
+
+        Args:
+            weights: for each layer its leaves, by the parameter's name within the layer.
+        """
+        wanted = {key for parameter, key in self.parameters().items() if parameter.requires_grad}
+        named = {
+            f"{layer}.{name}": leaf
+            for layer, leaves in zip(self.names, weights, strict=True)
+            for name, leaf in leaves.items()
+        }
+        return {key: leaf for key, leaf in named.items() if key in wanted}
+
+
+def num_layers(model: nn.Module) -> int:
+    """Return the number of layers that a plan cuts.
+
+    Raises:
+        TypeError: the model is not an `nn.Sequential`, or does more than call its children in order.
+        ValueError: it has no children.
+    """
+    return len(_layers_of(model))
+
+
+def stage_module(model: nn.Module, start: int, stop: int) -> StageModule:
+    """Return the layers from `start` up to, not including, `stop`."""
+    layers = list(_layers_of(model).items())[start:stop]
+    return StageModule([layer for _, layer in layers], start, [name for name, _ in layers])
+
+
+def stage_of_keys(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Return the stage that holds each tensor of the model, by its key."""
+    layers = list(_layers_of(model))
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in layers[stage.start : stage.stop]}
+    return {key: stage_of[key.partition(".")[0]] for key in model.state_dict()}
+
+
+def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers by name, in order.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`, or does more than call its children in order.
@@ -47,7 +135,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
 
     No two uses of a parameter or buffer are parted, and no SyncBatchNorm stands in a replicated stage.
     """
-    layers = layers_of(model)
+    layers = _layers_of(model)
     if plan.num_layers != len(layers):
         raise ValueError(f"the plan cuts num_layers = {plan.num_layers}, the model has {len(layers)} layers")
     holder: dict[int, tuple[int, str]] = {}
@@ -90,7 +178,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 def _not_copied(model: nn.Module, error: Exception) -> str:
     """The first layer that refuses, and why."""
-    for name, layer in layers_of(model).items():
+    for name, layer in _layers_of(model).items():
         try:
             copy.deepcopy(layer)
         except Exception as refused:

@@ -96,9 +96,5 @@ class NonfiniteCheck:
                     continue
                 found = not_finite(dense(parameter.grad))
                 if found is not None:
-                    index, _, rest = name.partition(".")
-                    layer = (
-                        f"layer {stage.first_layer + int(index)} ({type(stage.module[int(index)]).__name__})"
-                    )
-                    where = f"the gradient of step {step}, stage {number}, {layer}, {rest} is not finite"
-                    yield number, f"{where}: {found}"
+                    where = f"step {step}, stage {number}, {stage.layers.described(name)}"
+                    yield number, f"the gradient of {where} is not finite: {found}"

@@ -10,9 +10,10 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import TensorTree, map_tensors, rebuild, tensors_of
 from hybridpipe.stage.deferred import Deferring
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
@@ -57,11 +58,10 @@ class _Stashed(NamedTuple):
 
 
 class Stage:
-    """Layers `[first_layer, first_layer + len(layers))` of a model.
+    """The layers of one stage at work.
 
     Args:
-        layers: the modules, in order.
-        first_layer: the index of the first in the whole model; a part of each layer's random key.
+        layers: the layers; their indices in the whole model are a part of each one's random key.
         device: where they run.
         seed: of the run's randomness.
         loss: for the last stage: `loss(outputs, targets)` is the mean over the microbatch's samples.
@@ -75,8 +75,7 @@ class Stage:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
-        first_layer: int,
+        layers: StageModule,
         device: torch.device,
         seed: int = 0,
         loss: Loss | None = None,
@@ -85,8 +84,8 @@ class Stage:
         join_products: bool = False,
         check_loss: bool = True,
     ) -> None:
-        self.module = nn.Sequential(*layers).to(device)
-        self.first_layer, self.device, self.seed, self.loss = first_layer, device, seed, loss
+        self.layers, self.module = layers, layers.module.to(device)
+        self.device, self.seed, self.loss = device, seed, loss
         self.split_backward, self.recompute, self.join_products = split_backward, recompute, join_products
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
@@ -119,11 +118,8 @@ class Stage:
 
         Named by layer index in the whole model and path within: "3.norm (LayerNorm)".
         """
-        names = []
-        for path, module in self._deferring.whole():
-            layer, dot, name = path.partition(".")
-            names.append(f"{self.first_layer + int(layer)}{dot}{name} ({type(module).__name__})")
-        return names
+        whole = self._deferring.whole()
+        return [f"{self.layers.numbered(path)} ({type(module).__name__})" for path, module in whole]
 
     def forward(
         self,
@@ -310,7 +306,7 @@ class Stage:
         return value
 
     def _seed(self, step: int, microbatch: int, layer: int) -> None:
-        key = random_key(self.seed, step, microbatch, self.first_layer + layer)
+        key = random_key(self.seed, step, microbatch, self.layers.first_layer + layer)
         seed_generators(key, self.device, self._draws_from_python[layer])
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.errors import UserError, shown
-from hybridpipe.stage.weights import Weights
 
 JSON = Any
 FORMS = ("foreach", "fused")  # options that say how a step is computed, and are not of what was trained
@@ -114,48 +113,6 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
             if buffer is not None:
                 found[f"{path}.{name}"] = buffer
     return found
-
-
-class Names:
-    """The keys that the tensors of a stage have in the whole model's `state_dict()`.
-
-    Args:
-        layers: the names of the stage's layers in the model, in order.
-    """
-
-    def __init__(self, layers: Sequence[str], module: nn.Sequential) -> None:
-        self._layers, self.module = layers, module
-
-    def of(self, path: str) -> str:
-        """Of the tensor at a path in the stage: "0.weight"."""
-        index, _, rest = path.partition(".")
-        return f"{self._layers[int(index)]}.{rest}"
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What the stage's `state_dict()` holds, the tensors themselves."""
-        held = self.module.state_dict(keep_vars=True)
-        return {self.of(path): tensor for path, tensor in held.items()}
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Those that are no parameters."""
-        return {k: t for k, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
-
-    def parameters(self) -> dict[Tensor, str]:
-        """All parameters; a tied one goes by its first key."""
-        found: dict[Tensor, str] = {}
-        for path, parameter in self.module.named_parameters(remove_duplicate=False):
-            found.setdefault(parameter, self.of(path))
-        return found
-
-    def weights(self, weights: Weights) -> dict[str, Tensor]:
-        """A version's leaves, by the keys of the parameters in whose place they are."""
-        wanted = {key for parameter, key in self.parameters().items() if parameter.requires_grad}
-        named = {
-            f"{self._layers[i]}.{name}": leaf
-            for i, layer in enumerate(weights)
-            for name, leaf in layer.items()
-        }
-        return {key: leaf for key, leaf in named.items() if key in wanted}
 
 
 def name_of(thing: object) -> str:

@@ -29,7 +29,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
-from hybridpipe.model.sequential import check_plan, layers_of
+from hybridpipe.model.sequential import check_plan, num_layers
 from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative
@@ -132,7 +132,7 @@ class Trainer:
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
-        layers_of(model)
+        num_layers(model)  # refuses what cannot be cut
         valid.check_model(model)
         valid.check_loss(loss, model)
         valid.check_factories(optimizer, lr_scheduler)

@@ -6,6 +6,7 @@ from torch import nn
 
 from hybridpipe.cli.sleeping import Pace, sleeping_loss
 from hybridpipe.cli.sleeping import SleepingLayer as layer
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.planning.profile import LayerProfile
 from hybridpipe.stage.stage import Stage
 
@@ -54,7 +55,7 @@ def test_forward_then_each_half_of_the_backward(split):
         layer(profile(4), pace, ends=False, split=split),
         layer(profile(0), pace, leads=False, split=split),
     ]
-    stage = Stage(layers, 0, CPU, loss=sleeping_loss, split_backward=split)
+    stage = Stage(StageModule(layers), CPU, loss=sleeping_loss, split_backward=split)
     stage.forward_loss(0, torch.zeros(1, 1), torch.zeros(1, 1), 1.0, 0)
     assert pace.told == [1.0, 1.0]
     if split:
@@ -80,7 +81,7 @@ def test_only_what_is_sent_or_reduced_has_its_size():
 
 def test_microbatches_share_memory():
     pace = Noted()
-    stage = Stage([layer(profile(400, 64), pace, reduced=True, cut=True)], 0, CPU)
+    stage = Stage(StageModule([layer(profile(400, 64), pace, reduced=True, cut=True)]), CPU)
     outputs = [stage.forward(m, torch.zeros(16, requires_grad=True), 0) for m in (0, 1)]
     assert len({output.data_ptr() for output in outputs}) == 1
     gradients = [stage.backward(m, [torch.zeros(16)])[0] for m in (1, 0)]

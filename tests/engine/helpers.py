@@ -14,7 +14,7 @@ from hybridpipe import Plan, StageSpec
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Stream, slice_minibatch
 from hybridpipe.engine.executor import Executor
-from hybridpipe.model.sequential import check_plan
+from hybridpipe.model.sequential import check_plan, stage_module
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place
@@ -241,8 +241,7 @@ def in_threads(
 def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
     spec = plan.stages[s]
     return Stage(
-        list(copy.deepcopy(model))[spec.start : spec.stop],
-        spec.start,
+        stage_module(copy.deepcopy(model), spec.start, spec.stop),
         CPU,
         loss=loss if s == plan.num_stages - 1 else None,
         split_backward=plan.schedule == "zero-bubble",

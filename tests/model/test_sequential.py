@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec
-from hybridpipe.model.sequential import check_plan, layers_of
+from hybridpipe.model.sequential import check_plan, num_layers, stage_module
 
 
 def plan(*edges: int) -> Plan:
@@ -14,30 +14,32 @@ def plan(*edges: int) -> Plan:
 
 def test_the_layers_are_the_children_in_order():
     model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1)))
-    layers = layers_of(model)
-    assert list(layers) == ["0", "1"]
-    assert layers["1"] is model[1]
+    last = stage_module(model, 1, 2)
+    assert num_layers(model) == 2 and list(last.module) == [model[1]]
+    assert list(last.tensors()) == ["1.1.weight", "1.1.bias"]
+    assert last.described("0.1.bias") == "layer 1 (Sequential), 1.bias"
 
 
 def test_names_are_the_models_own():
     model = nn.Sequential()
     model.add_module("first", nn.Linear(2, 2))
     model.add_module("last", nn.ReLU())
-    assert list(layers_of(model)) == ["first", "last"]
+    assert stage_module(model, 0, 2).names == ["first", "last"]
+    assert list(stage_module(model, 0, 1).parameters().values()) == ["first.weight", "first.bias"]
 
 
 def test_a_module_may_stand_twice():
     relu = nn.ReLU()
     model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
-    assert list(layers_of(model).values()) == list(model)
+    assert list(stage_module(model, 0, 4).module) == list(model)
     check_plan(model, plan(0, 2, 4))
 
 
 def test_other_models_are_refused():
     with pytest.raises(TypeError, match=r"must be an nn\.Sequential.*got Linear"):
-        layers_of(nn.Linear(2, 2))
+        num_layers(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="at least one layer"):
-        layers_of(nn.Sequential())
+        num_layers(nn.Sequential())
 
 
 class Residual(nn.Sequential):
@@ -54,10 +56,10 @@ class Scaled(nn.Sequential):
 def test_a_sequential_that_does_more_than_call_its_children_is_refused():
     """Cut between its children it would silently be another function."""
     with pytest.raises(TypeError, match="Residual has its own forward"):
-        layers_of(Residual(nn.Linear(2, 2)))
+        num_layers(Residual(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="Scaled has its own scale"):
-        layers_of(Scaled(nn.Linear(2, 2)))
-    assert len(layers_of(nn.Sequential(Residual(nn.Linear(2, 2)), Scaled(nn.Linear(2, 2))))) == 2
+        num_layers(Scaled(nn.Linear(2, 2)))
+    assert num_layers(nn.Sequential(Residual(nn.Linear(2, 2)), Scaled(nn.Linear(2, 2)))) == 2
 
 
 def test_the_plan_must_know_the_number_of_layers():

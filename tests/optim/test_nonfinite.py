@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hybridpipe.data.stream import Minibatch, Stream
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.optim.nonfinite import NonfiniteCheck, NotFinite
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place
@@ -21,7 +22,9 @@ class Rank:
     """The second stage of two."""
 
     def __init__(self, policy="stop", agree=int):
-        self.stage = Stage([nn.Linear(3, 3), nn.Linear(3, 3)], 2, CPU, loss=nn.functional.mse_loss)
+        self.stage = Stage(
+            StageModule([nn.Linear(3, 3), nn.Linear(3, 3)], 2), CPU, loss=nn.functional.mse_loss
+        )
         self.finite = NonfiniteCheck(policy, PLAN, Place(1, 0), [self.stage], agree)
         for parameter in self.stage.module.parameters():
             parameter.grad = torch.ones_like(parameter)

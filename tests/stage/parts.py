@@ -6,6 +6,7 @@ In float64. `CASES` gives for each a function that makes (layers, inputs).
 import torch
 from torch import nn
 
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import tensors_of
 from hybridpipe.stage.stage import Stage
 from tests.stage.helpers import (
@@ -164,7 +165,7 @@ def case(name: str) -> tuple[list[nn.Module], torch.Tensor]:
 
 
 def stage_of(layers, first_layer=0, **options) -> Stage:
-    return Stage(layers, first_layer, torch.device("cpu"), seed=1, **options)
+    return Stage(StageModule(layers, first_layer), torch.device("cpu"), seed=1, **options)
 
 
 def gradients_like(outputs):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hybridpipe.model.rng import random_key
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import map_tensors, tensors_of
 from hybridpipe.stage.stage import Stage, received
 from tests.stage.helpers import Call, OnFirst, batch, double, fork, join
@@ -21,7 +22,7 @@ mse = nn.functional.mse_loss
 def cut(model: nn.Sequential, *edges: int, loss=mse, seed: int = 0) -> list[Stage]:
     """The model's own layers as stages `[edges[i], edges[i + 1])`."""
     layers = list(model)
-    stages = [Stage(layers[a:b], a, CPU, seed) for a, b in pairwise(edges)]
+    stages = [Stage(StageModule(layers[a:b], a), CPU, seed) for a, b in pairwise(edges)]
     stages[-1].loss = loss
     return stages
 
@@ -125,7 +126,7 @@ def test_an_inplace_first_layer_works_on_a_received_activation():
 
 
 def test_an_unused_input_gets_none():
-    stage = Stage([Call(lambda pair: pair[0] * 2)], 0, CPU)
+    stage = Stage(StageModule([Call(lambda pair: pair[0] * 2)]), CPU)
     a, b = batch(2, 3).requires_grad_(), batch(2, 3).requires_grad_()
     stage.forward(0, (a, b), step=0)
     of_a, of_b = stage.backward(0, [torch.ones(2, 3, dtype=torch.float64)])
@@ -134,7 +135,7 @@ def test_an_unused_input_gets_none():
 
 def test_outputs_without_gradients_leave_parameters_alone():
     """Zeros in their place would let weight decay move what one process leaves alone."""
-    stage = Stage(list(double(nn.Linear(3, 4))), 0, CPU)
+    stage = Stage(StageModule(list(double(nn.Linear(3, 4)))), CPU)
     inputs = batch(2, 3).requires_grad_()
     stage.forward(0, inputs, step=0)
     assert stage.backward(0, [None]) == (None,)
@@ -142,7 +143,7 @@ def test_outputs_without_gradients_leave_parameters_alone():
 
 
 def test_an_input_that_passes_through_gets_its_gradient():
-    stage = Stage([nn.Identity()], 0, CPU)
+    stage = Stage(StageModule([nn.Identity()]), CPU)
     value = batch(2, 3).requires_grad_(), torch.arange(3)
     stage.forward(0, value, step=0)
     gradient = batch(2, 3)
@@ -151,14 +152,14 @@ def test_an_input_that_passes_through_gets_its_gradient():
 
 
 def test_an_output_may_go_out_twice():
-    stage = Stage([fork()], 0, CPU)
+    stage = Stage(StageModule([fork()]), CPU)
     stage.forward(0, leaf := batch(2, 3).requires_grad_(), step=0)
     one = torch.ones_like(leaf)
     assert stage.backward(0, [one, 2 * one])[0].eq(3).all()
 
 
 def test_a_stage_without_anything_to_train():
-    stage = Stage([nn.ReLU()], 0, CPU)
+    stage = Stage(StageModule([nn.ReLU()]), CPU)
     assert not stage.forward(0, batch(2, 3), step=0).requires_grad
     assert stage.backward(0, [None]) == (None,)
     assert stage.num_stashed == 0
@@ -180,7 +181,7 @@ def test_gradients_of_microbatches_add_up_to_the_minibatch():
 
 def test_microbatches_may_be_in_flight_together():
     model = MODELS["chain"]()
-    stage = Stage(list(model)[:2], 0, CPU)
+    stage = Stage(StageModule(list(model)[:2]), CPU)
     inputs = [batch(2, 3).requires_grad_() for _ in range(3)]
     outputs = [stage.forward(m, x, step=0) for m, x in enumerate(inputs)]
     assert stage.num_stashed == 3
@@ -192,7 +193,7 @@ def test_microbatches_may_be_in_flight_together():
 
 
 def test_nothing_is_left_after_the_backward():
-    stage = Stage([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)], 0, CPU)
+    stage = Stage(StageModule([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]), CPU)
     saved = []
 
     def note(_, __, output):
@@ -207,7 +208,7 @@ def test_nothing_is_left_after_the_backward():
 
 
 def test_a_microbatch_has_one_backward():
-    stage = Stage([nn.Linear(3, 2)], 0, CPU)
+    stage = Stage(StageModule([nn.Linear(3, 2)]), CPU)
     stage.forward(4, torch.randn(1, 3), step=0)
     stage.backward(4, [torch.ones(1, 2)])
     with pytest.raises(KeyError):
@@ -223,13 +224,15 @@ def test_a_microbatch_has_one_backward():
     ],
 )
 def test_a_loss_that_is_no_number_is_refused(loss, got):
-    stage = Stage([nn.Linear(3, 2)], 0, CPU, loss=loss)
+    stage = Stage(StageModule([nn.Linear(3, 2)]), CPU, loss=loss)
     with pytest.raises(ValueError, match=f"loss must return a tensor of one number.*got {got}"):
         stage.forward_loss(0, torch.randn(4, 3), torch.randn(4, 2), share=1.0, step=0)
 
 
 def test_a_loss_of_shape_one_is_accepted():
-    stage = Stage([nn.Linear(3, 2)], 0, CPU, loss=lambda outputs, targets: mse(outputs, targets).reshape(1))
+    stage = Stage(
+        StageModule([nn.Linear(3, 2)]), CPU, loss=lambda outputs, targets: mse(outputs, targets).reshape(1)
+    )
     assert stage.forward_loss(0, torch.randn(4, 3), torch.randn(4, 2), share=1.0, step=0).numel() == 1
     stage.backward(0)
     assert stage.module[0].weight.grad is not None
@@ -237,7 +240,7 @@ def test_a_loss_of_shape_one_is_accepted():
 
 def test_random_numbers_are_keyed_by_seed_step_microbatch_and_layer():
     def numbers(seed=0, step=0, microbatch=0, first_layer=0):
-        stage = Stage([nn.Dropout(0.5)], first_layer, CPU, seed)
+        stage = Stage(StageModule([nn.Dropout(0.5)], first_layer), CPU, seed)
         return tuple(stage.forward(microbatch, torch.ones(64), step).tolist())
 
     assert numbers() == numbers()
@@ -268,6 +271,6 @@ def test_dropout_is_the_same_under_every_cut():
 
 
 def test_inference_stashes_nothing():
-    stage = Stage([nn.Linear(3, 2)], 0, CPU)
+    stage = Stage(StageModule([nn.Linear(3, 2)]), CPU)
     assert not stage.infer(0, torch.randn(2, 3), step=-1).requires_grad
     assert stage.num_stashed == 0

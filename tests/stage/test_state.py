@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from hybridpipe.errors import UserError
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.stage.state import (
     Generators,
-    Names,
     State,
     check_fits,
     check_optimizer,
@@ -62,8 +62,8 @@ def make_layers(dtype=torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
 
 
-def names_of(layers: nn.Sequential) -> Names:
-    return Names(["a", "b", "c"], layers)
+def named(layers: nn.Sequential) -> StageModule:
+    return StageModule(list(layers), names=["a", "b", "c"])
 
 
 def train(layers, optimizer, scheduler, steps):
@@ -100,14 +100,14 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(name, scheduler, dtype)
     steps = None if scheduler is None else SCHEDULERS[scheduler](optimizer)
     train(layers, optimizer, steps, range(4))
     state = State()
-    take_optimizer(optimizer, names_of(layers).parameters(), state)
+    take_optimizer(optimizer, named(layers).parameters(), state)
     if steps is not None:
         state.meta["steps"] = pack(steps.state_dict(), "steps", state.tensors)
     saved, then = through_text(state), copy.deepcopy(layers)
     expected = train(layers, optimizer, steps, range(4, 9))
 
     other = OPTIMIZERS[name](then.parameters())
-    names, found = names_of(then).parameters(), read_optimizer(saved, "file")
+    names, found = named(then).parameters(), read_optimizer(saved, "file")
     check_optimizer(other, names, found, "file")
     other_steps = None if scheduler is None else SCHEDULERS[scheduler](other)
     put_optimizer(other, names, found)
@@ -121,9 +121,9 @@ def test_how_a_step_is_computed_is_the_new_optimizers():
     """A checkpoint from before `fused = false` was asked for had made the steps fused again."""
     layers = make_layers(torch.float32)
     state = State()
-    take_optimizer(torch.optim.SGD(layers.parameters(), lr=0.3), names_of(layers).parameters(), state)
+    take_optimizer(torch.optim.SGD(layers.parameters(), lr=0.3), named(layers).parameters(), state)
     other = torch.optim.SGD(layers.parameters(), lr=0.1, fused=False)
-    put_optimizer(other, names_of(layers).parameters(), read_optimizer(through_text(state), "file"))
+    put_optimizer(other, named(layers).parameters(), read_optimizer(through_text(state), "file"))
     (group,) = other.param_groups
     assert group["fused"] is False and group["lr"] == 0.3
 
@@ -174,9 +174,9 @@ def test_groups_with_other_options_are_not_mixed():
     first, second = [*layers[0].parameters()], [*layers[2].parameters()]
     state = State()
     groups = [{"params": first}, {"params": [*layers[1].parameters()]}, {"params": second, "lr": 0.5}]
-    take_optimizer(optim.SGD(groups, lr=0.1), names_of(layers).parameters(), state)
+    take_optimizer(optim.SGD(groups, lr=0.1), named(layers).parameters(), state)
     found = read_optimizer(through_text(state), "file")
-    names = names_of(layers).parameters()
+    names = named(layers).parameters()
     check_optimizer(optim.SGD([{"params": second}, {"params": first}], lr=9.0), names, found, "file")
     with pytest.raises(UserError, match=r"^file: a.weight and c.weight, .* had other options: "):
         check_optimizer(optim.SGD(layers.parameters(), lr=0.1), names, found, "file")
@@ -203,14 +203,14 @@ def test_a_model_that_does_not_fit_is_named():
 def test_tied_parameters_have_one_name():
     layers = make_layers()
     layers[2].weight = layers[0].weight
-    assert sorted(names_of(layers).parameters().values()) == [
+    assert sorted(named(layers).parameters().values()) == [
         "a.bias",
         "a.weight",
         "b.bias",
         "b.weight",
         "c.bias",
     ]
-    assert "c.weight" in names_of(layers).tensors()
+    assert "c.weight" in named(layers).tensors()
 
 
 def test_generators_go_on():

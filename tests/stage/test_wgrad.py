@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.wgrad import ENOUGH_ROWS, WeightGradients
 
@@ -64,7 +65,7 @@ def train(
     module: nn.Module, sizes, before_last=lambda: None, is_flushed=True, arrived=None, **options
 ) -> Stage:
     """One minibatch through a stage, each backward right after its forward, the last one final."""
-    stage = Stage(list(module), 0, CPU, loss=nn.functional.mse_loss, join_products=True, **options)
+    stage = Stage(StageModule(list(module)), CPU, loss=nn.functional.mse_loss, join_products=True, **options)
     for parameter in module.parameters() if arrived else ():
         parameter.register_post_accumulate_grad_hook(arrived)
     for m, size in enumerate(sizes):
@@ -217,7 +218,7 @@ class Skipping(nn.Module):
 
 def test_a_final_backward_that_reaches_no_weight_leaves_no_row_behind():
     """The rows of the first microbatch came into the next minibatch's gradient."""
-    stage = Stage([Skipping()], 0, CPU, join_products=True)
+    stage = Stage(StageModule([Skipping()]), CPU, join_products=True)
     inputs = torch.ones(2, SIZE, dtype=torch.float64)
     for m in range(2):
         outputs = stage.forward(m, inputs, step=0)
@@ -239,7 +240,7 @@ class Counting(nn.Module):
 
 
 def test_kept_rows_do_not_follow_a_buffer():
-    stage = Stage([Counting()], 0, CPU, join_products=True)
+    stage = Stage(StageModule([Counting()]), CPU, join_products=True)
     for m in range(3):
         outputs = stage.forward(m, torch.ones(2, SIZE, dtype=torch.float64), step=0)
         stage.backward(m, [torch.ones_like(outputs)], is_final=m == 2)
@@ -255,7 +256,7 @@ def test_a_view_does_not_keep_what_it_is_a_view_of():
         def forward(self, inputs):
             return self.layer(inputs[:, 0])
 
-    stage = Stage([First()], 0, CPU, join_products=True)
+    stage = Stage(StageModule([First()]), CPU, join_products=True)
     outputs = stage.forward(0, torch.ones(2, 50, SIZE, dtype=torch.float64), step=0)
     stage.backward(0, [torch.ones_like(outputs)])
     ((use,),) = stage._products._kept.values()
@@ -264,7 +265,7 @@ def test_a_view_does_not_keep_what_it_is_a_view_of():
 
 def test_a_hook_that_comes_later_sees_gradients():
     module, seen = nn.Sequential(linear()), []
-    stage = Stage(list(module), 0, CPU, loss=nn.functional.mse_loss, join_products=True)
+    stage = Stage(StageModule(list(module)), CPU, loss=nn.functional.mse_loss, join_products=True)
     module[0].weight.register_hook(lambda gradient: seen.append(gradient.shape))
     inputs = torch.ones(2, SIZE, dtype=torch.float64)
     stage.forward_loss(0, inputs, inputs, share=1.0, step=0)
