@@ -23,6 +23,7 @@ ORDER = [
     "comm",
     "stage",
     "model",
+    "device",
     "config",
     "files",
     "environment",

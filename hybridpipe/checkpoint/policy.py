@@ -97,7 +97,7 @@ class Keeper:
         if point.done == point.total if every is None else step // every > before // every:
             self.take(step, point)
         elif not self._tried:  # what cannot be saved is told at once, not an epoch later
-            self._guarded(lambda: snapshot.referred(self._worker, point))
+            self._guarded(lambda: snapshot.referred(self._worker, 0, point))
         self._tried = True
 
     def take(self, step: int, point: ResumePoint) -> None:

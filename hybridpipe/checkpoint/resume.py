@@ -7,7 +7,6 @@ asynchronous stream starts anew from the newest weights. Invariant: all ranks ch
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -18,19 +17,18 @@ from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.plain import read_weights
 from hybridpipe.checkpoint.shard import read_shard
-from hybridpipe.checkpoint.snapshot import plan_json, rank_file, stage_file, stage_modules
+from hybridpipe.checkpoint.snapshot import plan_json, rank_file, stage_file
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.engine.rank_state import NewState, SchedulerState, parameters, stage_modules
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
-from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.state import (
     SAMPLES_SEEN,
     Generators,
-    OfParameter,
     State,
     batches_agreed,
     check_fits,
@@ -38,7 +36,6 @@ from hybridpipe.stage.state import (
     described,
     differing,
     name_of,
-    put_optimizer,
     read_optimizer,
     samples_seen,
     under,
@@ -136,10 +133,11 @@ def load(worker: Worker, found: Found, allow_changed: bool = False) -> list[str]
     Raises:
         UserError: a part of it does not fit, on every rank; nothing has changed then.
     """
-    read = _agreed(worker.control, lambda: _Reading(worker, found, allow_changed).all())
-    told = [line for lines in worker.control.allgather(read.changed) for line in lines]
-    _put(worker, read)
-    return list(dict.fromkeys(told))
+    reading = _Reading(worker, found, allow_changed)
+    state = _agreed(worker.control, reading.all)
+    changed = [line for lines in worker.control.allgather(reading.changed) for line in lines]
+    worker.load_state(state)
+    return list(dict.fromkeys(changed))
 
 
 def changed_line(name: str, now: object, then: object) -> str:
@@ -152,45 +150,18 @@ def refuse_changed(where: str, line: str) -> NoReturn:
     raise UserError(f"{where}: {line}; --resume-changed (allow_changed=True) takes the training's")
 
 
-@dataclass
-class _Read:
-    """What one rank will be."""
-
-    model: dict[str, Tensor] = field(default_factory=dict)
-    parameters: dict[str, OfParameter] = field(default_factory=dict)
-    optimizers: set[str] = field(default_factory=set)
-    scheduler: "_Scheduler | None" = None
-    num_minibatches: int = 0
-    newest: int = 0
-    versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    random: Generators | None = None
-    samples_seen: int | None = None  # since replicas agreed on statistics; None: they have
-    changed: list[str] = field(default_factory=list)
-    is_fresh: bool = False  # options and schedule are those that the training was given
-    batches_agreed: dict[str, int] = field(default_factory=dict)
-
-
-class _Scheduler(NamedTuple):
-    """Of learning rates: one for each of so many parameter groups."""
-
-    name: str
-    state: dict[str, Any]
-    num_groups: int | None
-    given: dict[str, Any] | None
-
-
 class _Reading:
     """One rank's reading of a checkpoint; changes nothing."""
 
     def __init__(self, worker: Worker, found: Found, allow_changed: bool) -> None:
         self.worker, self.found, self.allow_changed = worker, found, allow_changed
         self.exact = is_exact(found, worker.plan)
-        self.names = stage_modules(worker)
-        self.wanted = {key: t for names in self.names.values() for key, t in names.tensors().items()}
-        self.result = _Read()
+        self.layers = stage_modules(worker.executor)
+        self.wanted = {key: t for layers in self.layers.values() for key, t in layers.tensors().items()}
+        self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
         self.batches: dict[str, int] = {}
 
-    def all(self) -> _Read:
+    def all(self) -> NewState:
         """Raises UserError for what does not fit."""
         for s in self.stages():
             self.of_stage(s)
@@ -203,7 +174,7 @@ class _Reading:
 
     def stages(self) -> list[int]:
         """Those of the checkpoint's plan that have layers of this rank's."""
-        held = [self.worker.plan.stages[s] for s in self.names]
+        held = [self.worker.plan.stages[s] for s in self.layers]
         return [
             s
             for s, stage in enumerate(self.found.plan.stages)
@@ -228,12 +199,12 @@ class _Reading:
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
         if mine:
             result.parameters |= mine
-            result.optimizers.add(str(state.meta.get("optimizer")))
+            self.optimizers.add(str(state.meta.get("optimizer")))
             match state.meta.get("lr_scheduler"):
                 case {"class": str(name), "state": held, **more}:
                     given = unpack(more.get("given"), state.tensors, where)
                     held = unpack(held, state.tensors, where)
-                    found = _Scheduler(name, held, state.meta.get("num_groups"), given)
+                    found = SchedulerState(name, held, state.meta.get("num_groups"), given)
                     result.scheduler = result.scheduler or found
         if self.exact:
             result.newest = int(state.meta.get("newest", 0))
@@ -261,7 +232,7 @@ class _Reading:
     def averages(self) -> dict[str, Tensor]:
         """The statistics that the replicas of each stage of the checkpoint agree on."""
         found: dict[str, Tensor] = {}
-        wanted = {names.key(path) for names in self.names.values() for path in statistics(names.module)}
+        wanted = {layers.key(path) for layers in self.layers.values() for path in statistics(layers.module)}
         # each once, though under an interleaved plan the same ranks hold several stages
         for ranks in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
             if wanted and len(ranks) > 1:
@@ -283,16 +254,16 @@ class _Reading:
         update = self.worker.executor.update
         if update.optimizer is None:
             return
-        names, now = _parameters(self.names), name_of(update.optimizer)
-        for other in result.optimizers - {now}:
+        names, now = parameters(self.worker.executor), name_of(update.optimizer)
+        for other in self.optimizers - {now}:
             raise UserError(f"{where}: optimizer: the checkpoint has {other}, the training {now}")
         check_optimizer(update.optimizer, names, result.parameters, where)
-        result.changed = list(dict.fromkeys(self.differences(update, names)))
-        result.is_fresh = bool(result.changed)
+        self.changed = list(dict.fromkeys(self.differences(update, names)))
+        result.is_fresh = bool(self.changed)
         if not self.found.manifest.step:  # an imported one: nothing was trained by its settings
-            result.changed = []
-        if result.changed and not self.allow_changed:
-            refuse_changed(where, result.changed[0])
+            self.changed = []
+        if self.changed and not self.allow_changed:
+            refuse_changed(where, self.changed[0])
         had, has = result.scheduler and result.scheduler.num_groups, len(update.optimizer.param_groups)
         if had not in (None, has) and not result.is_fresh:
             raise UserError(
@@ -300,7 +271,7 @@ class _Reading:
                 "resume under the checkpoint's plan"
             )
         for number, version in result.versions.items():
-            if version.keys() != set(_trained(self.names).values()):
+            if version.keys() != {key for p, key in names.items() if p.requires_grad}:
                 raise UserError(f"{where}: version {number}: must be of the stage's trained parameters")
 
     def differences(self, update: Update, names: Mapping[Tensor, str]) -> Iterator[str]:
@@ -321,46 +292,6 @@ class _Reading:
             for name, *values in differing(update.given.scheduler or {}, before.given):
                 if name not in OF_RATES:  # those follow from the optimizer's options
                     yield changed_line(f"lr_scheduler: {name}", *values)
-
-
-def _put(worker: Worker, read: _Read) -> None:
-    names = stage_modules(worker)
-    for of_stage in names.values():
-        for key, tensor in of_stage.tensors().items():
-            overwrite(tensor, read.model[key])
-    statistics, update = worker.executor.statistics, worker.executor.update
-    statistics.begin_anew()
-    if read.samples_seen is not None:
-        statistics.num_samples = read.samples_seen
-        statistics.num_batches = [
-            {path: read.batches_agreed.get(of_stage.key(path), own) for path, own in before.items()}
-            for of_stage, before in zip(names.values(), statistics.num_batches, strict=True)
-        ]
-    update.num_minibatches = read.num_minibatches
-    if update.optimizer is not None:
-        put_optimizer(update.optimizer, _parameters(names), read.parameters, not read.is_fresh)
-    if read.is_fresh:  # the new schedule, as far as it would have got by now
-        update.num_minibatches = 0
-        update.catch_up(read.num_minibatches)
-    elif update.scheduler is not None and read.scheduler is not None:
-        update.scheduler.load_state_dict(read.scheduler.state)
-    if worker.executor.stashed is not None:
-        own = _trained(names)
-        older = {
-            number: {p: version[key].to(worker.device) for p, key in own.items()}
-            for number, version in read.versions.items()
-        }
-        worker.executor.stashed.restore(read.newest, older)
-    if read.random is not None:
-        read.random.put(worker.device)
-
-
-def _parameters(names: dict[int, StageModule]) -> dict[Tensor, str]:
-    return {p: key for of_stage in names.values() for p, key in of_stage.parameters().items()}
-
-
-def _trained(names: dict[int, StageModule]) -> dict[Tensor, str]:
-    return {p: key for p, key in _parameters(names).items() if p.requires_grad}
 
 
 def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:

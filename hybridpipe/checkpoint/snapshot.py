@@ -16,7 +16,6 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,26 +27,16 @@ from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.shard import FileEntry, write_shard
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import CHECKPOINT, rank_status
-from hybridpipe.engine.stashed_weights import Before
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.health import failure, faults
-from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import not_finite
-from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.stage.state import (
-    BATCHES_AGREED,
-    SAMPLES_SEEN,
-    Generators,
     State,
     described,
-    name_of,
-    pack,
-    prefixed,
-    take_optimizer,
 )
-from hybridpipe.stage.statistics import statistics
 
 PAUSE_SECONDS = 2e-3  # between two looks for a message
 # A rank that cannot write removes the directory before it tells. What others miss there is not the first
@@ -95,12 +84,6 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
-def stage_modules(worker: Worker) -> dict[int, StageModule]:
-    """Return the layers of each stage that this rank holds."""
-    executor = worker.executor
-    return {s: stage.layers for s, stage in zip(executor.held, executor.stages, strict=True)}
-
-
 def plan_json(plan: Plan) -> dict[str, JSON]:
     """What a plan does, as in plan.json; what was predicted of it is left out."""
     document: dict[str, JSON] = to_jsonable_python(asdict(plan))
@@ -117,8 +100,8 @@ def take(worker: Worker, step: int, point: ResumePoint) -> Snapshot:
         UserError: optimizer or scheduler hold what a checkpoint cannot.
     """
     faults.at("save-snapshot", step=step)
-    files = {name: state.copied() for name, state in referred(worker, point).items()}
-    return Snapshot(step, files, _learnt(worker))
+    found = referred(worker, step, point)
+    return found._replace(files={name: state.copied() for name, state in found.files.items()})
 
 
 def check_finite(worker: Worker, step: int, point: ResumePoint) -> None:
@@ -127,81 +110,17 @@ def check_finite(worker: Worker, step: int, point: ResumePoint) -> None:
     Raises:
         NotSaved: it is not finite, on every rank.
     """
-    found = Snapshot(step, referred(worker, point), _learnt(worker)).not_finite()
+    found = referred(worker, step, point).not_finite()
     for told in worker.control.allgather(found):
         if told is not None:
             raise NotSaved(f"{told}; so it is in the checkpoint that was resumed from: take one before", step)
 
 
-def _learnt(worker: Worker) -> frozenset[str]:
-    """The keys of this rank's trained parameters, and of running statistics."""
-    found = set()
-    for layers in stage_modules(worker).values():
-        found |= {key for parameter, key in layers.parameters().items() if parameter.requires_grad}
-        found |= {layers.key(path) for path in statistics(layers.module)}
-    return frozenset(found)
-
-
-def referred(worker: Worker, point: ResumePoint) -> dict[str, State]:
-    """This rank's files, their tensors still those that training works on."""
-    files: dict[str, State] = {}
-    own = State()
-    before: Before | None = None
-    if worker.place is not None:
-        if worker.executor.stashed is not None:
-            before = worker.executor.stashed.before_flight()
-        for s, layers in stage_modules(worker).items():
-            buffers = layers.buffers()
-            if before is not None:
-                then = {layers.key(path): copy for path, copy in before.buffers.items()}
-                buffers = {key: then.get(key, buffer) for key, buffer in buffers.items()}
-            if worker.place.replica == 0:
-                files[stage_file(s)] = _of_stage(worker, s, layers, buffers, point)
-            else:
-                own.tensors |= prefixed("model", buffers)
-                _put_versions(worker, layers, _own_versions(worker.plan, worker.place, point), own)
-        seen = worker.executor.statistics.num_samples if before is None else before.num_samples
-        own.meta[SAMPLES_SEEN] = seen
-    random = Generators.now(worker.device).state()
-    own.tensors |= random.tensors
-    own.meta |= random.meta
-    return files | {rank_file(worker.control.rank): own}
-
-
-def _of_stage(
-    worker: Worker, s: int, layers: StageModule, buffers: Mapping[str, torch.Tensor], point: ResumePoint
-) -> State:
-    assert worker.place is not None
-    update = worker.executor.update
-    state = State(prefixed("model", {**layers.tensors(), **buffers}))
-    state.meta["num_minibatches"] = update.num_minibatches
-    batches = worker.executor.statistics.num_batches[worker.executor.held.index(s)]
-    state.meta[BATCHES_AGREED] = {layers.key(path): number for path, number in batches.items()}
-    if update.optimizer is not None:
-        take_optimizer(update.optimizer, layers.parameters(), state, update.given.options)
-    if update.scheduler is not None:
-        held = pack(update.scheduler.state_dict(), "lr_scheduler", state.tensors)
-        given = pack(update.given.scheduler, "lr_scheduler.given", state.tensors)
-        state.meta["lr_scheduler"] = {"class": name_of(update.scheduler), "state": held, "given": given}
-    _put_versions(worker, layers, versions_in_use(worker.plan, worker.place, point), state)
-    if worker.plan.is_asynchronous:
-        state.meta["newest"] = num_updates(worker.plan, worker.place.stage, point)
-    return state
-
-
-def _own_versions(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
-    """What a replica needs beyond what the first one writes: under vertical sync they may differ."""
-    written = versions_in_use(plan, Place(place.stage, 0), point)
-    return [number for number in versions_in_use(plan, place, point) if number not in written]
-
-
-def _put_versions(worker: Worker, layers: StageModule, numbers: list[int], state: State) -> None:
-    state.meta["versions"] = numbers
-    if not numbers:
-        return
-    assert worker.executor.stashed is not None
-    for number, weights in worker.executor.stashed.kept(numbers).items():
-        state.tensors |= prefixed(f"version.{number}", layers.weights(weights))
+def referred(worker: Worker, step: int, point: ResumePoint) -> Snapshot:
+    """Return this rank's files, their tensors still those that training works on."""
+    state = worker.state_dict(point)
+    files = {stage_file(s): of_stage for s, of_stage in state.stages.items()}
+    return Snapshot(step, files | {rank_file(worker.control.rank): state.own}, state.learnt)
 
 
 def software() -> dict[str, str]:

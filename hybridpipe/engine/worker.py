@@ -20,8 +20,10 @@ from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Minibatch, Stream
+from hybridpipe.engine import rank_state
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
+from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.sequential import stage_module, stage_of_keys
 from hybridpipe.model.structure import Structure
@@ -363,6 +365,14 @@ class Worker:
             return sent
 
         self.executor.statistics.agree(add_up, of_first)
+
+    def state_dict(self, point: ResumePoint) -> RankState:
+        """Return this rank's state at a resume point; its tensors are those that training works on."""
+        return rank_state.take(self.executor, self.plan, point)
+
+    def load_state(self, state: NewState) -> None:
+        """Let this rank's state be `state`."""
+        rank_state.put(self.executor, state)
 
     def not_split(self) -> list[str] | None:
         """The trained modules whose backward is whole under zero-bubble; None on other ranks than 0.

@@ -42,10 +42,10 @@ def as_an_older_version(hybrid: Trainer, folder: Path) -> Path:
     referred = runtime.referred
 
     def without_counts(*arguments):
-        files = referred(*arguments)
-        for state in files.values():
+        found = referred(*arguments)
+        for state in found.files.values():
             state.meta = {k: v for k, v in state.meta.items() if k not in (SAMPLES_SEEN, BATCHES_AGREED)}
-        return files
+        return found
 
     runtime.referred = without_counts
     try:

@@ -1,0 +1,192 @@
+"""Rank state: all that training has made on one rank, taken at a resume point, and put back.
+
+Knows the executor, whose parts hold the state; no files and no other rank.
+Invariant: names are keys of the whole model's `state_dict()`, so that any plan finds its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hybridpipe.engine.executor import Executor
+from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.tensors import overwrite
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
+from hybridpipe.stage.state import (
+    BATCHES_AGREED,
+    SAMPLES_SEEN,
+    Generators,
+    OfParameter,
+    State,
+    name_of,
+    pack,
+    prefixed,
+    put_optimizer,
+    take_optimizer,
+)
+from hybridpipe.stage.statistics import statistics
+
+
+class RankState(NamedTuple):
+    """The state of one rank; its tensors are those that training works on.
+
+    Args:
+        stages: of each stage whose first replica the rank is.
+        own: what no other rank has: random states, and what replicas have each for itself.
+        learnt: the keys of what training makes of the model: trained parameters and running statistics.
+    """
+
+    stages: dict[int, State]
+    own: State
+    learnt: frozenset[str]
+
+
+class SchedulerState(NamedTuple):
+    """A learning-rate scheduler's state.
+
+    Args:
+        name: of its class.
+        state: its `state_dict()`.
+        num_groups: of the optimizer's parameters; None where an older checkpoint does not say.
+        given: its state when it was made; None likewise.
+    """
+
+    name: str
+    state: dict[str, Any]
+    num_groups: int | None
+    given: dict[str, Any] | None
+
+
+@dataclass
+class NewState:
+    """The state that a rank is to have.
+
+    Args:
+        model, parameters: by key; the latter what the optimizer keeps.
+        versions: older weights that microbatches in flight see, by number and key.
+        random: None: the generators stay as they are.
+        samples_seen: since replicas agreed on statistics; None: they have.
+        batches_agreed: numbers of batches at that agreement, by key.
+        is_fresh: options and schedule are those that the training was given, not the checkpoint's.
+    """
+
+    model: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, OfParameter] = field(default_factory=dict)
+    scheduler: SchedulerState | None = None
+    num_minibatches: int = 0
+    newest: int = 0
+    versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    random: Generators | None = None
+    samples_seen: int | None = None
+    batches_agreed: dict[str, int] = field(default_factory=dict)
+    is_fresh: bool = False
+
+
+def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
+    """Return the state of this rank at a resume point.
+
+    Raises:
+        UserError: optimizer or scheduler hold what a checkpoint cannot.
+    """
+    stages: dict[int, State] = {}
+    own, learnt = State(), set[str]()
+    place, stashed = executor.place, executor.stashed
+    before = None if stashed is None else stashed.before_flight()
+    for s, layers in stage_modules(executor).items():
+        learnt |= {key for parameter, key in layers.parameters().items() if parameter.requires_grad}
+        learnt |= {layers.key(path) for path in statistics(layers.module)}
+        buffers = layers.buffers()
+        if before is not None:
+            then = {layers.key(path): copy for path, copy in before.buffers.items()}
+            buffers = {key: then.get(key, buffer) for key, buffer in buffers.items()}
+        assert place is not None
+        if place.replica == 0:
+            stages[s] = _of_stage(executor, s, layers, buffers)
+            _put_versions(executor, layers, versions_in_use(plan, place, point), stages[s])
+            if plan.is_asynchronous:
+                stages[s].meta["newest"] = num_updates(plan, place.stage, point)
+        else:
+            own.tensors |= prefixed("model", buffers)
+            _put_versions(executor, layers, _own_versions(plan, place, point), own)
+    if place is not None:
+        own.meta[SAMPLES_SEEN] = executor.statistics.num_samples if before is None else before.num_samples
+    random = Generators.now(executor.device).state()
+    own.tensors |= random.tensors
+    own.meta |= random.meta
+    return RankState(stages, own, frozenset(learnt))
+
+
+def put(executor: Executor, new: NewState) -> None:
+    """Let this rank's state be the new one."""
+    layers = stage_modules(executor)
+    for of_stage in layers.values():
+        for key, tensor in of_stage.tensors().items():
+            overwrite(tensor, new.model[key])
+    statistics, update = executor.statistics, executor.update
+    statistics.begin_anew()
+    if new.samples_seen is not None:
+        statistics.num_samples = new.samples_seen
+        statistics.num_batches = [
+            {path: new.batches_agreed.get(of_stage.key(path), own) for path, own in before.items()}
+            for of_stage, before in zip(layers.values(), statistics.num_batches, strict=True)
+        ]
+    update.num_minibatches = new.num_minibatches
+    if update.optimizer is not None:
+        put_optimizer(update.optimizer, parameters(executor), new.parameters, not new.is_fresh)
+    if new.is_fresh:  # the new schedule, as far as it would have got by now
+        update.num_minibatches = 0
+        update.catch_up(new.num_minibatches)
+    elif update.scheduler is not None and new.scheduler is not None:
+        update.scheduler.load_state_dict(new.scheduler.state)
+    if executor.stashed is not None:
+        trained = {p: key for p, key in parameters(executor).items() if p.requires_grad}
+        older = {
+            number: {p: version[key].to(executor.device) for p, key in trained.items()}
+            for number, version in new.versions.items()
+        }
+        executor.stashed.restore(new.newest, older)
+    if new.random is not None:
+        new.random.put(executor.device)
+
+
+def stage_modules(executor: Executor) -> dict[int, StageModule]:
+    """Return the layers of each stage that this rank holds."""
+    return {s: stage.layers for s, stage in zip(executor.held, executor.stages, strict=True)}
+
+
+def parameters(executor: Executor) -> dict[Tensor, str]:
+    """Return the key of each parameter that this rank holds."""
+    return {p: key for stage in executor.stages for p, key in stage.layers.parameters().items()}
+
+
+def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[str, Tensor]) -> State:
+    update = executor.update
+    state = State(prefixed("model", {**layers.tensors(), **buffers}))
+    state.meta["num_minibatches"] = update.num_minibatches
+    batches = executor.statistics.num_batches[executor.held.index(s)]
+    state.meta[BATCHES_AGREED] = {layers.key(path): number for path, number in batches.items()}
+    if update.optimizer is not None:
+        take_optimizer(update.optimizer, layers.parameters(), state, update.given.options)
+    if update.scheduler is not None:
+        held = pack(update.scheduler.state_dict(), "lr_scheduler", state.tensors)
+        given = pack(update.given.scheduler, "lr_scheduler.given", state.tensors)
+        state.meta["lr_scheduler"] = {"class": name_of(update.scheduler), "state": held, "given": given}
+    return state
+
+
+def _own_versions(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
+    """What a replica needs beyond what the first one writes: under vertical sync they may differ."""
+    written = versions_in_use(plan, Place(place.stage, 0), point)
+    return [number for number in versions_in_use(plan, place, point) if number not in written]
+
+
+def _put_versions(executor: Executor, layers: StageModule, numbers: list[int], state: State) -> None:
+    state.meta["versions"] = numbers
+    if not numbers:
+        return
+    assert executor.stashed is not None
+    for number, weights in executor.stashed.kept(numbers).items():
+        state.tensors |= prefixed(f"version.{number}", layers.weights(weights))
