@@ -47,11 +47,15 @@ _POINTS: dict[type[Instruction], str] = {
 }
 
 
-class FaultyTransport(MpiTransport):
-    """A transport that sends the next message wrongly if `fault` says how."""
+class Spoiling:
+    """Put before a transport: sends the next message wrongly if `fault` says how.
+
+    Args:
+        next_tag: the distance between the tags of one microbatch's message and the next one's.
+    """
 
     fault: str | None = None
-    next_tag = 0  # what lies between the tags of a microbatch's message and the next one's
+    next_tag = 0
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Start sending."""
@@ -60,7 +64,12 @@ class FaultyTransport(MpiTransport):
                 buffer = torch.cat([buffer, buffer])
             elif self.fault == "badtag":
                 tag += self.next_tag
-        return super().send(buffer, peer, tag)
+        pending: Pending = super().send(buffer, peer, tag)  # type: ignore[misc]  # of the transport behind
+        return pending
+
+
+class FaultyTransport(Spoiling, MpiTransport):
+    """The transport between processes, with faults."""
 
 
 class FaultyExecutor(Executor):

@@ -8,8 +8,9 @@ import torch
 
 from hybridpipe import Plan, StageSpec
 from hybridpipe.comm.messages import SPEC_BYTES, ProtocolError
-from hybridpipe.comm.p2p import ACTIVATION, GRADIENT, LOOK_AHEAD, SPEC, PointToPoint
+from hybridpipe.comm.p2p import ACTIVATION, GRADIENT, KINDS, LOOK_AHEAD, SPEC, PointToPoint
 from hybridpipe.comm.transport import Pending
+from hybridpipe.engine.faulty import Spoiling
 from hybridpipe.planning.schedules.generators import forward_programs, programs
 from tests.engine.inprocess import Mailboxes, QueueTransport
 
@@ -46,12 +47,17 @@ class Watched(QueueTransport):
         return Counted(self, super().receive(buffer, peer, tag))
 
 
+class FaultyQueue(Spoiling, Watched):
+    pass
+
+
 class Pair:
     """Both ends of a straight plan with two stages."""
 
     def __init__(self):
         mailboxes = Mailboxes()
-        self.transports = [Watched(mailboxes, rank, 0.1) for rank in (0, 1)]
+        self.transports = [FaultyQueue(mailboxes, rank, 0.1) for rank in (0, 1)]
+        self.transports[0].next_tag = KINDS * STRAIGHT.num_stages
         self.before, self.behind = (
             PointToPoint(STRAIGHT, rank, self.transports[rank], CPU) for rank in (0, 1)
         )
@@ -64,6 +70,11 @@ class Pair:
     def forward(self, microbatch, value):
         self.before.send_activation(microbatch, value)
         return self.behind.receive_activation(microbatch)
+
+    def spoil(self, fault, microbatch):
+        self.transports[0].fault = fault
+        self.before.send_activation(microbatch, torch.randn(2, 3))
+        self.transports[0].fault = None
 
     def backward(self, microbatch, gradients):
         self.behind.send_gradient(microbatch, gradients)
@@ -217,7 +228,7 @@ def test_a_message_that_does_not_match_the_plan_is_not_consumed(fault, told):
     pair = Pair()
     pair.begin(2, 2)
     pair.forward(0, torch.randn(2, 3))
-    pair.before.send_activation(1, torch.randn(2, 3), fault)
+    pair.spoil(fault, 1)
     with pytest.raises(ProtocolError, match=told):
         pair.behind.receive_activation(1)
 
@@ -227,7 +238,7 @@ def test_a_wrong_size_posted_ahead_is_told_as_such_by_who_waits_for_an_earlier_o
     pair = Pair()
     pair.begin(2, 2, 2)
     pair.forward(0, torch.randn(2, 3))
-    pair.before.send_activation(2, torch.randn(2, 3), "badsize")
+    pair.spoil("badsize", 2)
     with pytest.raises(ProtocolError, match=r"256 bytes came where the plan expects 128"):
         pair.behind.receive_activation(1)
 
@@ -236,7 +247,7 @@ def test_a_message_under_the_next_ones_tag_is_found_where_that_was_posted_ahead(
     pair = Pair()
     pair.begin(2, 2, 2)
     pair.forward(0, torch.randn(2, 3))
-    pair.before.send_activation(1, torch.randn(2, 3), "badtag")
+    pair.spoil("badtag", 1)
     pair.before.send_activation(2, torch.randn(2, 3))
     with pytest.raises(ProtocolError, match=r"from rank 0, tag 12: .* expects: microbatch 1 instead of 2"):
         pair.behind.receive_activation(1)

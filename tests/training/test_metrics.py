@@ -12,12 +12,10 @@ from hybridpipe.planning.timeline import Event
 from hybridpipe.training.metrics import WARM_UP, MinibatchRecord, Recorder
 
 
-def worker(predicted: Prediction | None = None, used: bool = True) -> SimpleNamespace:
-    executor = SimpleNamespace(bytes_sent=300, num_skipped=0, gradients=SimpleNamespace(bytes_reduced=70))
+def worker(predicted: Prediction | None = None) -> SimpleNamespace:
+    executor = SimpleNamespace(bytes_sent=300, num_skipped=0, bytes_reduced=70)
     plan = Plan((StageSpec(0, 2),), num_microbatches=2, predicted=predicted)
-    return SimpleNamespace(
-        plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor if used else None
-    )
+    return SimpleNamespace(plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor)
 
 
 def minibatch(start: float, scale: float = 1.0) -> list[Event]:
