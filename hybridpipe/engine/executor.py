@@ -5,7 +5,7 @@ plan which weights a microbatch sees and who the peers are, the transport how by
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -186,18 +186,6 @@ class ProgramRun:
         self.applied = 0  # minibatches, since `take`
         self.covered = done  # minibatches, by all updates
         self.now = executor.clock()
-        self.handlers: dict[type[Instruction], Callable[[Any], None]] = {
-            ReceiveActivation: self.receive_activation,
-            Forward: self.forward,
-            SendActivation: self.send_activation,
-            ReceiveGradient: self.receive_gradient,
-            Backward: self.backward,
-            BackwardInput: self.backward_input,
-            BackwardWeight: self.backward_weight,
-            SendGradient: self.send_gradient,
-            AllReduce: self.all_reduce,
-            Step: self.update,
-        }
 
     def do(self, instruction: Instruction, is_final: bool) -> None:
         """Run one instruction."""
@@ -206,15 +194,19 @@ class ProgramRun:
         if is_final:
             self.finally_do(instruction)
         else:
-            self.handlers[type(instruction)](instruction)
+            self.handle(instruction)
         self.note(instruction)
+
+    def handle(self, instruction: Instruction) -> None:
+        """Call the method of the instruction's kind."""
+        getattr(self, _HANDLERS[type(instruction)])(instruction)
 
     def finally_do(self, instruction: Instruction) -> None:
         """Run the last backward before the gradients are used: each is final as it arrives."""
         sync, self.is_final = self.executor.sync, True
         if sync is not None:
             sync.begin_final_backward()
-        self.handlers[type(instruction)](instruction)
+        self.handle(instruction)
         if sync is not None:
             sync.end_final_backward()
         self.is_final = False
@@ -306,6 +298,20 @@ class ProgramRun:
             self.executor.update.leave_out(count)
         self.applied += count
         self.covered += count
+
+
+_HANDLERS: dict[type[Instruction], str] = {
+    ReceiveActivation: "receive_activation",
+    Forward: "forward",
+    SendActivation: "send_activation",
+    ReceiveGradient: "receive_gradient",
+    Backward: "backward",
+    BackwardInput: "backward_input",
+    BackwardWeight: "backward_weight",
+    SendGradient: "send_gradient",
+    AllReduce: "all_reduce",
+    Step: "update",
+}
 
 
 class StashedRun(ProgramRun):

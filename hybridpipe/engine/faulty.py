@@ -83,8 +83,7 @@ class FaultyExecutor(Executor):
     def begin(self, stream: Stream, done: int) -> ProgramRun:
         """Start the run of a program over a stream."""
         run = super().begin(stream, done)
-        for kind, handle in run.handlers.items():
-            run.handlers[kind] = partial(self._pass, run, _POINTS[kind], handle)
+        vars(run)["handle"] = partial(self._pass, run, run.handle)
         return run
 
     def to_device(self, value: TensorTree) -> TensorTree:
@@ -92,16 +91,14 @@ class FaultyExecutor(Executor):
         moved = super().to_device(value)
         return map_tensors(_not_numbers, moved) if self._spoils_inputs else moved
 
-    def _pass(
-        self, run: ProgramRun, point: str, handle: Callable[[Any], None], instruction: Instruction
-    ) -> None:
+    def _pass(self, run: ProgramRun, handle: Callable[[Instruction], None], instruction: Instruction) -> None:
         if isinstance(instruction, AllReduce | Step):
             m, chunk = -1, 0
         else:
             m, chunk = instruction.microbatch, instruction.chunk
         if isinstance(instruction, Forward) and (not self.held[chunk] or self.stages[chunk].loss is not None):
             self._fault(run, "load", m)
-        fault = self._fault(run, point, m)
+        fault = self._fault(run, _POINTS[type(instruction)], m)
         if fault == "nan" and isinstance(instruction, Step):
             for gradient in gradients_of(self.update.optimizer)[:1]:
                 gradient.fill_(torch.nan)
