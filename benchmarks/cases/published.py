@@ -1,6 +1,6 @@
 """Published: our plan beside the one that PipeDream published, both costed by the same simulator.
 
-    python benchmarks/published.py                     the table in docs/planner.md
+    python benchmarks/run.py published                     half a minute
 
 Reads the layer graphs that PipeDream published, from ../shared/profiles or $PROFILES; they are not part of
 this repository. The schedule is the paper's: an asynchronous pipeline in which a minibatch travels whole,
@@ -11,16 +11,16 @@ the best that `search.straight` knows. "dp" and "straight" are taken for the cho
 "planned in" are processor seconds, simulations included (`planned`).
 """
 
-import argparse
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 
-from tabulate import tabulate
+import results
+from jobs import ROOT, Run
+from results import Row, milliseconds
 
 from hybridpipe.files import read_costs
 from hybridpipe.planning.cluster import Cluster, Level
@@ -31,7 +31,6 @@ from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.search import data_parallel, search, straight, with_prediction
 
-ROOT = Path(__file__).resolve().parents[1]
 PROFILES = Path(os.environ.get("PROFILES", ROOT / "../shared/profiles"))
 SCHEDULE = "pipedream"
 NUM_SIMULATED = 8
@@ -55,41 +54,35 @@ SAMPLES = {"vgg16": 128, "resnet50": 128, "alexnet": 256, "resnet18": 256, "sque
 PUBLISHED = {"vgg16": "15-1", "alexnet": "15-1", "resnet50": "dp", "gnmt": "straight"}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One model on one cluster; times are predicted seconds a minibatch."""
-
-    model: str
-    cluster: str
-    ours: Plan
-    published: Plan | None
-    data_parallel: Plan
-    planning_seconds: float
-
-    def cells(self) -> dict[str, str]:
-        """For the table."""
-        theirs = self.published
-        return {
-            "model": self.model,
-            "cluster": self.cluster,
-            "ours": self.ours.name,
-            "a minibatch": _milliseconds(self.ours),
-            "published": theirs.name if theirs else "-",
-            "a minibatch ": _milliseconds(theirs) if theirs else "-",
-            "ours is faster by": f"{_seconds(theirs) / _seconds(self.ours):.2f}×" if theirs else "-",
-            "than dp by": f"{_seconds(self.data_parallel) / _seconds(self.ours):.2f}×",
-            "planned in": f"{self.planning_seconds * 1e3:.0f} ms",
-        }
+def profile_of(model: str) -> ModelProfile:
+    """The published one; ends the benchmark where it is not there."""
+    if not PROFILES.exists():
+        raise SystemExit(f"no published profiles in {PROFILES}; $PROFILES names another folder")
+    return read_costs(PROFILES / model / "graph.txt", SAMPLES[model])
 
 
-def rows() -> Iterator[Row]:
+def measure(run: Run) -> Iterator[Row]:
     """Every profile on every cluster."""
-    for model, samples in SAMPLES.items():
-        profile = read_costs(PROFILES / model / "graph.txt", samples)
+    for model in SAMPLES:
         for name, cluster in CLUSTERS.items():
-            ours, seconds = planned(profile, cluster, 1, SCHEDULE)
-            on_all = data_parallel(profile, cluster, cluster.num_ranks, 1, SCHEDULE)
-            yield Row(model, name, ours, published(model, profile, cluster), on_all, seconds)
+            if run.wants(model, name):
+                yield Row(model, name, run.round, compared(model, cluster))
+
+
+def compared(model: str, cluster: Cluster) -> dict[str, object]:
+    """The names of the plans and their predicted seconds a minibatch."""
+    profile = profile_of(model)
+    ours, planning_seconds = planned(profile, cluster, 1, SCHEDULE)
+    theirs = published(model, profile, cluster)
+    on_all = data_parallel(profile, cluster, cluster.num_ranks, 1, SCHEDULE)
+    return {
+        "ours": ours.name,
+        "seconds": _seconds(ours),
+        "published": theirs.name if theirs else None,
+        "published_seconds": _seconds(theirs) if theirs else None,
+        "dp_seconds": _seconds(on_all),
+        "planning_seconds": planning_seconds,
+    }
 
 
 def planned(
@@ -135,15 +128,21 @@ def _seconds(plan: Plan) -> float:
     return plan.predicted.minibatch_seconds
 
 
-def _milliseconds(plan: Plan) -> str:
-    return f"{_seconds(plan) * 1e3:.1f} ms"
+def report(rows: Sequence[Row]) -> str:
+    """The table."""
+    return results.table(map(_line, rows))
 
 
-def main() -> None:
-    """Command line."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print(tabulate([row.cells() for row in rows()], headers="keys", tablefmt="github"))
-
-
-if __name__ == "__main__":
-    main()
+def _line(row: Row) -> dict[str, str]:
+    theirs = row["published_seconds"]
+    return {
+        "model": row.group,
+        "cluster": row.way,
+        "ours": row["ours"],
+        "a minibatch": f"{milliseconds(row['seconds'], 1)} ms",
+        "published": row["published"] or "-",
+        "a minibatch ": f"{milliseconds(theirs, 1)} ms" if theirs else "-",
+        "ours is faster by": f"{theirs / row['seconds']:.2f}×" if theirs else "-",
+        "than dp by": f"{row['dp_seconds'] / row['seconds']:.2f}×",
+        "planned in": f"{milliseconds(row['planning_seconds'])} ms",
+    }

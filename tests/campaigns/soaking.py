@@ -1,42 +1,38 @@
-"""Soak: random faults over random plans and points, and trainings that end as if nothing had happened.
-
-    python benchmarks/soak.py --faults 500 --seed 1
-    python benchmarks/soak.py --faults 5 --seed 1 --only 17        repeats the job that failed
+"""A soak: random faults over random plans and points, and trainings that end as if nothing had happened.
 
 A job trains under one plan through several faults, one in each attempt; `hybridpipe launch` starts it again
 after each. The final weights must be those of the same training without faults, bit for bit. Faults are tied
 to named points (HYBRIDPIPE_FAULT), not to time, so that a seed repeats a soak. Counted is what did happen.
 """
 
-import argparse
 import functools
-import itertools
 import json
-import math
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-import jobs
 from tabulate import tabulate
 
 from hybridpipe.files import write_json
 from hybridpipe.planning.plan import Plan, StageSpec
 
-ROOT = Path(__file__).resolve().parents[1]
+CONFIG = Path(__file__).with_name("soak.toml")
 SAMPLES, MINIBATCH, EPOCHS = 44, 8, 4  # six minibatches an epoch, the last one short
 STEPS = EPOCHS * -(-SAMPLES // MINIBATCH)
 EVERY = 4  # minibatches between checkpoints
 MOST_FAULTS = 6  # of a job
 SECONDS = 60.0  # of an attempt, before the soak ends the job
+GRACE_SECONDS = 60.0  # for a launcher to end a job that may hang
+HUNG = -1
 HANG_SECONDS = 4
 
 # stages' layers, their replicas, schedules
@@ -180,7 +176,7 @@ class Soak:
         folder = self.out / f"reference {plan.name} {plan.schedule}"
         wrong, _ = self._train(plan, folder, ())
         if wrong:
-            raise SystemExit(f"{folder}: without any fault: {wrong}")
+            raise AssertionError(f"{folder}: without any fault: {wrong}")
         return _result(folder)
 
     def _train(self, plan: Plan, folder: Path, faults: Sequence[Fault]) -> tuple[str, str]:
@@ -191,21 +187,31 @@ class Soak:
         command = [
             sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun",
             "--ranks", str(plan.num_ranks), "--max-restarts", str(len(faults)), "--",
-            "train", str(ROOT / "benchmarks" / "soak.toml"), "--plan", str(folder / "given.json"),
+            "train", str(CONFIG), "--plan", str(folder / "given.json"),
             "--out", str(folder / "out"), "--hang-timeout", str(HANG_SECONDS),
             "--set", f"checkpoint.every={EVERY}",
         ]  # fmt: skip
         settings = {"HYBRIDPIPE_FAULT": ";".join(map(str, faults)), "OMP_NUM_THREADS": "1"}
         with (folder / "log.txt").open("w") as log:
-            try:
-                limit = SECONDS * (len(faults) + 1)
-                code = jobs.finished(
-                    command, settings, limit, stdout=log, stderr=subprocess.STDOUT
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
+            code = _ended(command, settings, SECONDS * (len(faults) + 1), log)
         text = (folder / "log.txt").read_text(errors="replace")
-        return ("it hung" if code == -1 else f"exit code {code}" if code else ""), text
+        return ("it hung" if code == HUNG else f"exit code {code}" if code else ""), text
+
+
+def _ended(command: Sequence[str], settings: Mapping[str, str], limit: float, log: IO[str]) -> int:
+    """The exit code. What ends the wait ends the job; the launcher is killed only where it does not end."""
+    process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return HUNG
+    finally:
+        process.terminate()
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _came(fault: Fault, log: str) -> bool:
@@ -235,63 +241,19 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return tabulate(rows, ["point", *kinds, "all"])
 
 
-def report(outcomes: Sequence[Outcome], seed: int, seconds: float) -> str:
+def report(outcomes: Sequence[Outcome]) -> str:
     """The soak in words."""
     plans = Counter(outcome.job.name for outcome in outcomes)
     happened = sum(len(outcome.happened) for outcome in outcomes)
-    failed = [outcome for outcome in outcomes if outcome.wrong]
-    lines = [
-        table(outcomes), "",
-        tabulate(sorted(plans.items()), ["plan", "jobs"]), "",
-        f"seed {seed}: {happened} faults in {len(outcomes)} jobs, {seconds:,.0f} s; "
-        f"{len(outcomes) - len(failed)} jobs ended as without faults, bit for bit; {len(failed)} did not",
-    ]  # fmt: skip
-    for outcome in failed:
-        faults = ";".join(map(str, outcome.job.faults))
-        lines.append(
-            f"--seed {seed} --only {outcome.job.number}: {outcome.job.name}: {outcome.wrong}: {faults}"
-        )
-    return "\n".join(lines)
-
-
-def soak(
-    seed: int, num_faults: int, out: Path, only: int | None = None, limit: float = math.inf
-) -> list[Outcome]:
-    """Jobs until so many faults have happened, or the time is over."""
-    runs = Soak(out)
-    outcomes: list[Outcome] = []
-    began = time.monotonic()
-    numbers = itertools.count() if only is None else [only]
-    for number in numbers:
-        outcome = runs.run(random_job(seed, number))
-        outcomes.append(outcome)
-        happened = sum(len(each.happened) for each in outcomes)
-        kept = f", see {out}/job-{number}" if outcome.wrong else ""
-        print(
-            f"job {number}: {outcome.job.name}: {len(outcome.happened)} of {len(outcome.job.faults)} faults, "
-            f"{outcome.seconds:.1f} s: {outcome.wrong or 'as without'}{kept} ({happened} faults so far)",
-            flush=True,
-        )
-        if happened >= num_faults or time.monotonic() - began > limit:
-            break
-    print(report(outcomes, seed, time.monotonic() - began))
-    return outcomes
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=500, help="default: 500")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, metavar="JOB", help="repeat one job")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no job after so long")
-    parser.add_argument(
-        "--out", type=Path, help="keeps the folders of jobs that failed; default: a temporary one"
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    as_without = sum(not outcome.wrong for outcome in outcomes)
+    return "\n".join(
+        [
+            table(outcomes),
+            "",
+            tabulate(sorted(plans.items()), ["plan", "jobs"]),
+            "",
+            f"{happened} faults in {len(outcomes)} jobs, {seconds:,.0f} s; {as_without} jobs ended as "
+            f"without faults, bit for bit; {len(outcomes) - as_without} did not",
+        ]
     )
-    options = parser.parse_args()
-    out = (options.out or Path(tempfile.mkdtemp(prefix="soak-"))).resolve()
-    outcomes = soak(options.seed, options.faults, out, options.only, options.seconds)
-    return int(any(outcome.wrong for outcome in outcomes))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""How long `search` takes, simulations included, and how that grows with layers and ranks.
+"""Planner: the time that `search` takes, simulations included, and how it grows with layers and ranks.
 
-    python benchmarks/planner.py [--out planner.json]        some minutes; the table in docs/planner.md
+    python benchmarks/run.py planner                       a minute and a half
 
 VGG-16 and ResNet-50 are PipeDream's published profiles (see published.py) and are left out where these are
 not there. The other models are made up: layers of unequal work whose weights grow and whose outputs shrink
@@ -8,22 +8,20 @@ from front to back, as in a convolutional network. Figures are processor seconds
 one takes less than a second, so that what else runs on the machine counts little.
 """
 
-import argparse
-import json
 import random
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-from published import PROFILES, SAMPLES, planned
-from tabulate import tabulate
+import results
+from cases.published import PROFILES, planned, profile_of
+from jobs import Run
+from results import Row, number
 
-from hybridpipe.files import read_costs
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.search.search import short_name
 
 MICROBATCHES_A_RANK = 4
+SCHEDULES = ("1f1b", "pipedream")
 CASES = [  # a published model or a number of layers, ranks, ranks of a node (0: one switch for all)
     ("vgg16", 16, 0),
     ("vgg16", 16, 4),
@@ -34,6 +32,23 @@ CASES = [  # a published model or a number of layers, ranks, ranks of a node (0:
     (1250, 1024, 0),
     (1250, 1024, 8),
 ]
+
+
+def measure(run: Run) -> Iterator[Row]:
+    """Every case under every schedule."""
+    for which, num_ranks, node in CASES:
+        name = which if isinstance(which, str) else f"made up, {which} layers"
+        group = f"{name}, {num_ranks} ranks, {f'nodes of {node}' if node else 'flat'}"
+        wanted = [schedule for schedule in SCHEDULES if run.wants(group, schedule)]
+        if wanted and isinstance(which, str) and not PROFILES.exists():
+            print(f"{which} left out: no {PROFILES}", flush=True)
+            continue
+        for schedule in wanted:
+            profile = profile_of(which) if isinstance(which, str) else model(which)
+            count = 1 if schedule == "pipedream" else MICROBATCHES_A_RANK * num_ranks
+            plan, seconds = planned(profile, cluster(num_ranks, node), count, schedule)
+            figures = {"seconds": seconds, "layers": profile.num_layers, "plan": short_name(plan)}
+            yield Row(group, schedule, run.round, figures)
 
 
 def model(num_layers: int, seed: int = 0) -> ModelProfile:
@@ -66,43 +81,16 @@ def cluster(num_ranks: int, node: int) -> Cluster:
     )
 
 
-def measure() -> Iterator[dict[str, object]]:
-    """One line of figures for each case and schedule."""
-    for which, num_ranks, node in CASES:
-        if isinstance(which, str) and not PROFILES.exists():
-            print(f"{which} left out: no {PROFILES}", file=sys.stderr)
-            continue
-        if isinstance(which, str):
-            profile = read_costs(PROFILES / which / "graph.txt", SAMPLES[which])
-        else:
-            profile = model(which)
-        for schedule in ("1f1b", "pipedream"):
-            count = 1 if schedule == "pipedream" else MICROBATCHES_A_RANK * num_ranks
-            plan, seconds = planned(profile, cluster(num_ranks, node), count, schedule)
-            yield {
-                "model": which if isinstance(which, str) else "made up",
-                "layers": profile.num_layers,
-                "ranks": num_ranks,
-                "a node": node or "flat",
-                "schedule": schedule,
-                "seconds": round(seconds, 2),
-                "plan": short_name(plan),
-            }
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
-    out = parser.parse_args().out
-    rows = []
-    for row in measure():
-        rows.append(row)
-        print(*row.values(), file=sys.stderr, flush=True)
-    print(tabulate(rows, headers="keys", tablefmt="github"))
-    if out:
-        out.write_text(json.dumps(rows, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def report(rows: Sequence[Row]) -> str:
+    """The table, medians over the rounds."""
+    return results.table(
+        {
+            "model, ranks, network": group,
+            "layers": str(results.last(rows, group, schedule)["layers"]),
+            "schedule": schedule,
+            "seconds": number(results.median(rows, group, schedule)),
+            "plan": results.last(rows, group, schedule)["plan"],
+        }
+        for group in results.groups(rows)
+        for schedule in results.ways(rows, group)
+    )

@@ -2,15 +2,12 @@
 
 import sys
 
-import programs
+import jobs
 import pytest
-from cuts import cuts
-from programs import Way, merged, reason
-from rounds import Outcome
+from jobs import Way, merged, reason
+from results import Row
 
-from hybridpipe.files import read_profile
-
-sys.path.insert(0, str(programs.FOLDER))
+sys.path.insert(0, str(jobs.PROGRAMS))
 import common
 
 ARGUMENTS = ("--cuts", "3", "--minibatches", "4", "--microbatches", "4")
@@ -20,11 +17,11 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """The loss that it ends with."""
-    return outcome(Way("one", "one_process", ranks=1), tmp_path_factory.mktemp("one")).loss
+    return outcome(Way("one", "one_process", ranks=1), tmp_path_factory.mktemp("one"))["loss"]
 
 
-def outcome(way: Way, folder) -> Outcome:
-    done = programs.start(way, "tiny", "tiny", 0, folder, arguments=ARGUMENTS, environment=ENVIRONMENT)
+def outcome(way: Way, folder) -> Row:
+    done = jobs.start(way, "tiny", "tiny", 0, folder, arguments=ARGUMENTS, environment=ENVIRONMENT)
     assert not done.error, (folder / "log.txt").read_text()
     return done
 
@@ -42,14 +39,14 @@ def outcome(way: Way, folder) -> Outcome:
 )
 def test_two_ranks_end_with_the_loss_of_one_process(program, variant, one_process, tmp_path):
     done = outcome(Way(program, program, variant), tmp_path)
-    assert done.loss == pytest.approx(one_process, rel=1e-5)
-    assert done.seconds > 0
+    assert done["loss"] == pytest.approx(one_process, rel=1e-5)
+    assert done["seconds"] > 0
 
 
 @pytest.mark.parametrize("variant", ["", "tuned"])
 def test_the_ceiling_has_no_loss(variant, tmp_path):
     done = outcome(Way("halves", "halves", variant), tmp_path)
-    assert done.loss is None and done.seconds > 0
+    assert done["loss"] is None and done["seconds"] > 0
 
 
 @pytest.mark.parametrize("variant, fused, times", [("", None, 0), ("tuned", True, 1)])
@@ -63,23 +60,14 @@ def test_a_tuned_way_has_our_step_and_our_allocator(variant, fused, times, monke
     assert len(kept) == times
 
 
-def test_the_cut_is_measured_once(tmp_path):
-    found = cuts("tiny", 2, 4, ENVIRONMENT, tmp_path)
-    profile = tmp_path / "4-microbatches" / "profile.json"
-    assert 1 <= found[0] < read_profile(profile).num_layers
-    written = profile.stat().st_mtime_ns
-    assert cuts("tiny", 2, 4, ENVIRONMENT, tmp_path) == found and profile.stat().st_mtime_ns == written
-
-
 def test_a_program_that_fails_is_an_outcome_with_its_reason(tmp_path):
-    done = programs.start(Way("no", "ours", "nowhere.json", 1), "tiny", "tiny", 0, tmp_path)
-    assert done.seconds is None and "nowhere.json" in done.error
+    done = jobs.start(Way("no", "ours", "nowhere.json", 1), "tiny", "tiny", 0, tmp_path)
+    assert done["seconds"] is None and "nowhere.json" in done.error
 
 
 def test_the_slowest_rank_counts_and_parts_of_the_loss_add_up():
     reports = [{"seconds": [1.0], "losses": [9.0, 0.5]}, {"seconds": [2.0], "losses": [9.0, 1.0]}]
-    done = merged(reports, Outcome("tiny", "way", 0))
-    assert (done.seconds, done.loss) == (2.0, 1.5)
+    assert merged(reports) == {"seconds": 2.0, "loss": 1.5}
 
 
 def test_the_reason_is_the_first_error_of_a_log():
