@@ -16,8 +16,10 @@ from tabulate import tabulate
 
 WARM_UP = 3  # minibatches that are not looked at
 SAME_LOSS = 1e-3  # relative; float32, summed in another order
-# A colour has one meaning in all pictures. None of them is one of a timeline's (planning/draw.py).
+# A colour has one meaning in all pictures: data parallelism, other synchronous plans of ours, asynchronous
+# ones, and what others' pipelines do. None of them is one of a timeline's (planning/draw.py).
 DATA_PARALLEL, SYNCHRONOUS, ASYNCHRONOUS, OTHERS = "#33507e", "#d1495b", "#00798c", "#a3acb8"
+DARK, LIGHT = "#1f2733", "#e3e7ee"  # lines that stand for no way to train
 INCH_WIDTH = 7.0  # a document shows it 700 pixels wide: ten points are 14 pixels
 
 
@@ -151,6 +153,6 @@ def subplots(height: float, columns: int = 1) -> tuple[Any, Any]:
     return pyplot.subplots(1, columns, figsize=(INCH_WIDTH, height), layout="constrained")
 
 
-def legend_above(axes: Any, columns: int) -> None:
+def legend_above(figure: Any, columns: int) -> None:
     """Off the data, over the whole width."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.3)
+    figure.legend(loc="outside upper center", ncols=columns)

@@ -172,7 +172,7 @@ def picture(rows: Sequence[Row]) -> Any:
             for i, row in enumerate(results.of(rows, example, way)):
                 label = None if i else way
                 axes.plot(row["elapsed"], row["validation"], color=color, linestyle=style, label=label)
-        axes.axhline(wanted, color=results.OTHERS, linewidth=0.8, label="target")
+        axes.axhline(wanted, color=results.DARK, linewidth=0.8, label="target")
         axes.set_xlabel("seconds of training")
         axes.set_ylabel(f"{example}: validation {metric}")
     (parts if len(examples) == 1 else parts[0]).legend(fontsize=9)

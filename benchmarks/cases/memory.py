@@ -145,9 +145,9 @@ def picture(rows: Sequence[Row]) -> Any:
             found = [point for point in points if point[0] == model and _kind(point[1]) == kind]
             xs, ys = ([point[i] / 1e6 for point in found] for i in (2, 3))
             if found:
-                axes.scatter(xs, ys, 36, color, marker, label=f"{model}, {kind}", alpha=0.85)
+                axes.scatter(xs, ys, 36, color, marker, label=f"{model}, {kind}", zorder=2)
     most = 1.05 * max(max(point[2:]) for point in points) / 1e6
-    axes.plot([0, most], [0, most], color="#1f2733", linewidth=0.8, zorder=0)
+    axes.plot([0, most], [0, most], color=results.DARK, linewidth=0.8, zorder=0)
     axes.set_xlabel("predicted, MB")
     axes.set_ylabel("measured, MB")
     axes.legend(loc="upper left", fontsize=9)

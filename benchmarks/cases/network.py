@@ -167,11 +167,11 @@ def draw(faster: Mapping[tuple[str, str], float]) -> Any:
     """A line a setup and a mark a plan, on a logarithmic axis."""
     named = {
         HOROVOD: (HOROVOD, results.DATA_PARALLEL, "|", 200),
-        "dp": ("dp", results.DATA_PARALLEL, "o", 40),
+        "dp": ("our data parallelism", results.DATA_PARALLEL, "o", 40),
         AUTO: (AUTO, results.SYNCHRONOUS, "D", 60),
         STALE: ("auto under pipedream", results.ASYNCHRONOUS, "s", 50),
     }
-    other = ("another plan of ours", results.OTHERS, "o", 25)
+    other = ("another plan of ours", results.SYNCHRONOUS, ".", 60)
     groups = list(dict.fromkeys(group for group, _ in faster))
     figure, axes = results.subplots(height=1.4 + 0.35 * len(groups))
     shown: set[str] = set()
@@ -182,12 +182,12 @@ def draw(faster: Mapping[tuple[str, str], float]) -> Any:
         )
         shown.add(label)
     axes.set_xscale("log")
-    ticks = [each for each in (0.5, 1, 2, 5, 10, 20, 50, 100) if each <= 1.3 * max(faster.values())]
+    ticks = [each for each in (1, 2, 5, 10, 20, 50, 100) if each <= 1.3 * max(faster.values())]
     axes.set_xticks(ticks, [f"{each:g}" for each in ticks])
     axes.minorticks_off()
-    axes.grid(axis="x", color="#e3e7ee", zorder=0)
+    axes.grid(axis="x", color=results.LIGHT, zorder=0)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.set_xlabel("times as fast as plain Horovod")
-    results.legend_above(axes, columns=3)
+    results.legend_above(figure, columns=3)
     return figure

@@ -146,7 +146,7 @@ def picture(rows: Sequence[Row]) -> Any:
 def draw(faster: Mapping[tuple[str, str], float]) -> Any:
     """Four bars a model, the best of each kind, and a line for the ceiling."""
     kinds = {
-        "data parallelism: the best of DDP and Horovod": (
+        "the best of DDP and Horovod": (
             [way.name for way in DATA_PARALLEL],
             results.DATA_PARALLEL,
         ),
@@ -161,13 +161,16 @@ def draw(faster: Mapping[tuple[str, str], float]) -> Any:
         heights = [max((faster.get((model, way), 0.0) for way in ways), default=0.0) for model in models]
         places = [m + width * (i + 0.5) - 0.4 for m in range(len(models))]
         bars = axes.bar(places, heights, width * 0.92, color=color, label=label)
-        axes.bar_label(bars, [f"{height:.2f}" if height else "" for height in heights], padding=2, fontsize=9)
+        ink = results.DARK if color == results.OTHERS else "white"
+        axes.bar_label(
+            bars, [f"{height:.2f}" if height else "" for height in heights], padding=-13, color=ink
+        )
     for m, model in enumerate(models):
         if ceiling := faster.get((model, TUNED_CEILING)):
             label = None if m else "ceiling: two independent halves, tuned"
-            axes.hlines(ceiling, m - 0.42, m + 0.42, color="black", linewidth=1.2, label=label)
-    axes.axhline(1.0, color="#1f2733", linewidth=0.8, linestyle="dotted", zorder=0, label="one process")
+            axes.hlines(ceiling, m - 0.42, m + 0.42, color=results.DARK, label=label)
+    axes.axhline(1.0, color=results.DARK, linestyle="dotted", zorder=0, label="one process")
     axes.set_xticks(range(len(models)), [model.upper() for model in models])
     axes.set_ylabel("times as fast as one process")
-    results.legend_above(axes, columns=2)
+    results.legend_above(figure, columns=2)
     return figure

@@ -193,9 +193,9 @@ def draw(found: Sequence[Outcome]) -> Any:
     colors = {"data parallelism": results.DATA_PARALLEL, "pipelines": results.SYNCHRONOUS}
     figure, axes = results.subplots(height=4.6)
     seconds = [each for outcome in found for each in (outcome.measured, outcome.predicted)]
-    edges = [0.9e3 * min(seconds), 1.1e3 * max(seconds)]
-    axes.plot(edges, edges, color="#1f2733", linewidth=0.8, zorder=0)
-    axes.fill_between(edges, [0.75 * e for e in edges], [1.25 * e for e in edges], color="#e3e7ee", zorder=0)
+    edges = [0.8e3 * min(seconds), 1.2e3 * max(seconds)]
+    axes.fill_between(edges, [0.75 * e for e in edges], [1.25 * e for e in edges], color=results.LIGHT)
+    axes.plot(edges, edges, color=results.DARK, linewidth=0.8)
     for network, marker in markers.items():
         for kind, color in colors.items():
             marked = [
@@ -204,7 +204,8 @@ def draw(found: Sequence[Outcome]) -> Any:
                 if outcome.setup.split("-")[1] == network and ("-" in outcome.plan) == (kind == "pipelines")
             ]
             points = [1e3 * each.measured for each in marked], [1e3 * each.predicted for each in marked]
-            axes.scatter(*points, 36, color, marker, label=f"{kind}, {network}", alpha=0.85)
+            if marked:
+                axes.scatter(*points, 36, color, marker, label=f"{kind}, {network}", zorder=2)
     axes.set_xscale("log")
     axes.set_yscale("log")
     ticks = [each for each in (50, 100, 200, 500, 1000, 2000, 5000) if edges[0] <= each <= edges[1]]

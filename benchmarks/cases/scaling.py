@@ -136,6 +136,6 @@ def draw(shares: Mapping[tuple[str, int], tuple[float, float | None]]) -> Any:
     axes.set_xlabel("ranks")
     axes.set_ylabel("% of the ideal")
     axes.set_ylim(0, 105)
-    axes.grid(axis="y", color="#e3e7ee")
+    axes.grid(axis="y", color=results.LIGHT)
     axes.legend(loc="lower left")
     return figure
