@@ -65,7 +65,8 @@ def train(
 
 def command(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) -> dict:
     """The summary of one `hybridpipe` command on several ranks; ends the benchmark where the job fails."""
-    code = _logged(["hybridpipe", *words, "--out", str(out)], ranks, out, network, {}, COMMAND_SECONDS)
+    hybridpipe = [sys.executable, "-m", "hybridpipe", *words, "--out", str(out)]
+    code = _logged(hybridpipe, ranks, out, network, {}, COMMAND_SECONDS)
     if code:
         raise SystemExit(f"{' '.join(words)}: exit code {code}; see {out / 'log.txt'}")
     return json.loads((out / "summary.json").read_text())

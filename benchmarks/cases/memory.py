@@ -59,8 +59,9 @@ def _held(run: Run, model: str, name: str) -> Iterator[Row]:
     """Rows of the bytes that the ranks of a job hold for their stages."""
     plan, costs = made(model, name)
     stage_of = {rank: stage for stage in plan.stages for rank in stage.ranks}
-    more = _grown(model, name, run.out / model / name)
-    anyhow = _grown(SMALL, name, run.out / SMALL / name)
+    folder = run.out / f"round{run.round}"
+    more = _grown(model, name, folder / model / name)
+    anyhow = _grown(SMALL, name, folder / SMALL / name)
     for rank, predicted in zip(plan.ranks, peak_memory_bytes(costs, plan), strict=True):
         stage = stage_of[rank]
         weights = sum(layer.parameter_bytes for layer in costs.layers[stage.start : stage.stop])
