@@ -6,7 +6,7 @@
 
 One rank on each host trains for real, over MPI and Horovod. The first job of a round is `auto`, which
 measures model and machines; the other plans have the cuts that are best by the closed formula on what the
-first round's `auto` has measured. Under `dp` a rank's share is one microbatch, as in plain Horovod. `auto`
+first `auto` in DIR has measured. Under `dp` a rank's share is one microbatch, as in plain Horovod. `auto`
 takes the best synchronous plan; `auto, pipedream` the best for an asynchronous pipeline, whose weights are
 stale, as in the paper. `auto` and plain Horovod run whatever --only says, as all is set beside them.
 """
@@ -109,13 +109,20 @@ def _trained(run: Run, setup: Setup, hosts: Network) -> Iterator[Row]:
         if way.name != STALE or run.wants(setup.name, way.name):
             yield start(way)
     wanted = [name for name in setup.plans if run.wants(setup.name, name)]
-    yield from map(start, plan_ways(folder / AUTO / "round0", wanted))
+    if wanted:
+        yield from map(start, plan_ways(_first_measured(folder / AUTO), wanted))
+
+
+def _first_measured(folder: Path) -> Path:
+    """The folder of the first of these rounds that has measured."""
+    rounds = sorted(folder.glob("round*/cluster.json"), key=lambda file: file.stat().st_mtime)
+    if not rounds:
+        raise SystemExit(f"network: no job of auto has measured; see log.txt in the folders of {folder}")
+    return rounds[0].parent
 
 
 def plan_ways(measured: Path, names: Sequence[str]) -> Iterator[Way]:
     """For each of these SHAPES the plan with the best cuts, by what `auto` has measured."""
-    if not names:
-        return
     profile, cluster = read_profile(measured / "profile.json"), read_cluster(measured / "cluster.json")
     samples = profile.samples * json.loads((measured / "plan.json").read_text())["num_microbatches"]
     for name in names:
