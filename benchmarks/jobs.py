@@ -1,20 +1,57 @@
-"""Jobs: what the benchmarks have in common: `hybridpipe` commands under mpirun."""
+"""Jobs: starts `hybridpipe` commands and programs/ under mpirun, and reads what came of them."""
 
+import argparse
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from networks import ROOT, Network
+import networks
+from networks import HERE, ROOT, Network
+from results import Row, steady_seconds
 
-HERE = Network((), {})
+PROGRAMS = ROOT / "benchmarks" / "programs"
 # Saving in the background is not for nothing where no core is free: at the end of each epoch, of three
 # minibatches, `prediction`'s MLP took a quarter longer.
 NEVER = "checkpoint.every=1000000"
 GRACE_SECONDS = 60.0  # for a launcher to end a job that may hang
+COMMAND_SECONDS, PROGRAM_SECONDS = 900.0, 150.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One round of a benchmark: its number, the folder of its jobs, and the command line's options."""
+
+    out: Path
+    round: int
+    options: argparse.Namespace
+
+    def wants(self, group: str, way: str) -> bool:
+        """Whether "GROUP: WAY" matches every --only."""
+        return all(re.search(pattern, f"{group}: {way}") for pattern in self.options.only)
+
+    def network(
+        self, name: str, num_hosts: int = 4, ranks_per_host: int = 1
+    ) -> AbstractContextManager[Network]:
+        """The network of that name, made by --netcluster."""
+        return networks.network(name, self.options.netcluster, num_hosts, ranks_per_host)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train: a program and its variant on so many ranks. Its name is for tables and folders."""
+
+    name: str
+    program: str
+    variant: str = ""
+    ranks: int = 2
 
 
 def train(
@@ -23,41 +60,100 @@ def train(
     """The summary of training examples/`config`, which saves at its end only."""
     words = ["train", f"examples/{config}", "--plan", str(plan)]
     words += [word for override in (*overrides, NEVER) for word in ("--set", override)]
-    return run(words, ranks, out, network)
+    return command(words, ranks, out, network)
 
 
-def run(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) -> dict:
+def command(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) -> dict:
     """The summary of one `hybridpipe` command on several ranks; ends the benchmark where the job fails."""
-    command = [
-        *network.prefix,
-        sys.executable,
-        "-m",
-        "hybridpipe.launch.mpirun",
-        str(ranks),
-        "--",
-        "hybridpipe",
-    ]
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "log.txt").open("w") as log:
-        words = [*words, "--out", str(out)]
-        code = finished(
-            [*command, *words], network.environment, 900, stdout=log, stderr=subprocess.STDOUT
-        ).returncode
+    hybridpipe = [sys.executable, "-m", "hybridpipe", *words, "--out", str(out)]
+    code = _logged(hybridpipe, ranks, out, network, {}, COMMAND_SECONDS)
     if code:
         raise SystemExit(f"{' '.join(words)}: exit code {code}; see {out / 'log.txt'}")
     return json.loads((out / "summary.json").read_text())
 
 
+def program(
+    name: str, arguments: Sequence[str], ranks: int, out: Path, environment: Mapping[str, str] | None = None
+) -> None:
+    """Run one of programs/ that writes into `out`; ends the benchmark where the job fails."""
+    words = [sys.executable, str(PROGRAMS / f"{name}.py"), *arguments, "--out", str(out)]
+    code = _logged(words, ranks, out, HERE, environment or {}, COMMAND_SECONDS)
+    if code:
+        raise SystemExit(f"{name}: exit code {code}; see {out / 'log.txt'}")
+
+
+def start(
+    way: Way,
+    task: str,
+    group: str,
+    number: int,
+    out: Path,
+    *,
+    arguments: Sequence[str] = (),
+    network: Network = HERE,
+    environment: Mapping[str, str] | None = None,
+) -> Row:
+    """Train a task one way in round `number`; a job that fails is a row, too."""
+    words = [sys.executable, str(PROGRAMS / f"{way.program}.py"), task, "--variant", way.variant]
+    words += [*arguments, "--out", str(out)]
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(environment or {})}
+    try:
+        code = _logged(words, way.ranks, out, network, settings, PROGRAM_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Row(group, way.name, number, error=f"took more than {PROGRAM_SECONDS:g} s")
+    if code:
+        return Row(group, way.name, number, error=reason((out / "log.txt").read_text()))
+    reports = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(way.ranks)]
+    return Row(group, way.name, number, merged(reports))
+
+
+def merged(reports: Sequence[dict]) -> dict[str, Any]:
+    """The slowest rank's time, the sum of all ranks' parts of the last loss, and what else rank 0 tells."""
+    losses = [report["losses"][-1] for report in reports if report["losses"]]
+    told = {name: value for name, value in reports[0].items() if name not in ("seconds", "losses")}
+    return {
+        "seconds": max(steady_seconds(report["seconds"]) for report in reports),
+        "loss": sum(losses) if losses else None,
+        **told,
+    }
+
+
+def reason(log: str) -> str:
+    """The error that a log tells of, in one line."""
+    errors = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\b.*)$", log, re.MULTILINE)
+    return errors[0][:200] if errors else (log.strip().splitlines() or ["no output"])[-1][:200]
+
+
+def _logged(
+    words: Sequence[str],
+    ranks: int,
+    out: Path,
+    network: Network,
+    environment: Mapping[str, str],
+    limit_seconds: float,
+) -> int:
+    """The exit code of a job whose output is in `out`/log.txt."""
+    launcher = [*network.prefix, sys.executable, "-m", "hybridpipe.launch.mpirun", str(ranks), "--"]
+    settings = {**environment, **network.environment}
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "log.txt").open("w") as log:
+        streams = {"stdout": log, "stderr": subprocess.STDOUT}
+        return finished([*launcher, *words], settings, limit_seconds, **streams).returncode
+
+
 def finished(
-    command: Sequence[str], environment: Mapping[str, str], timeout_seconds: float, **streams: Any
+    words: Sequence[str], environment: Mapping[str, str], limit_seconds: float, **streams: Any
 ) -> subprocess.CompletedProcess:
     """Run a launcher. Whatever ends the wait for it, also an exception, ends its job first.
 
     The launcher itself is killed only where it does not end: then nobody would end the ranks.
     """
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **streams)
+    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | environment, **streams)
     try:
-        output, errors = process.communicate(timeout=timeout_seconds)
+        output, errors = process.communicate(timeout=limit_seconds)
     except BaseException:
         process.terminate()
         try:
@@ -66,4 +162,4 @@ def finished(
             process.kill()
             process.wait()
         raise
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    return subprocess.CompletedProcess(words, process.returncode, output, errors)

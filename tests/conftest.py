@@ -3,6 +3,12 @@
 import pytest
 
 
+def pytest_addoption(parser):
+    campaigns = parser.getgroup("campaigns", "campaigns (-m campaign)")
+    campaigns.addoption("--campaign", type=int, metavar="N", help="random jobs; default: the campaign's own")
+    campaigns.addoption("--campaign-seed", type=int, default=0, metavar="SEED", help="which; default: 0")
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """One thread, the same numbers each time, and next to no measuring."""

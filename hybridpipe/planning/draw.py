@@ -82,9 +82,10 @@ def _paint(instruction: Instruction | Load | Products, columns: int) -> str:
 
 
 # The picture: a card of WIDTH × (what the rows need), with labels on the left and busy shares on the right.
-WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 1000, 150, 66, 74, 34, 26
+# A document may show it 700 pixels wide, so that letters are half as large again as they would be.
+WIDTH, LEFT, RIGHT, TOP, ROW, BAR, AXIS = 1000, 170, 104, 104, 42, 34, 40
 SPAN = WIDTH - LEFT - RIGHT
-CHARACTER = 6.6  # width of a digit in a bar
+CHARACTER = 8.5  # width of a digit in a bar
 COLOURS = {
     "forward": "#4c8bf5",
     "backward": "#f5a94c",
@@ -97,13 +98,13 @@ COLOURS = {
 FADED = 0.55  # how far towards white the last of a rank's stages is drawn
 MEMORY_COLOUR = "#9fb4d1"
 STYLE = """
-    text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #5b6472 }
-    .title { font-size: 17px; font-weight: 600; fill: #1f2733 }
+    text { font: 16px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #5b6472 }
+    .title { font-size: 20px; font-weight: 600; fill: #1f2733 }
     .rank { font-weight: 600; fill: #1f2733 }
-    .place { font-size: 10px }
+    .place { font-size: 13px }
     .end { text-anchor: end }
-    .tick { text-anchor: middle; font-size: 11px }
-    .number { text-anchor: middle; font-size: 11px; font-weight: 600 }
+    .tick { text-anchor: middle; font-size: 14px }
+    .number { text-anchor: middle; font-size: 14px; font-weight: 600 }
     .forward { fill: #fff }
     .backward, .backward-input, .backward-weight { fill: #4a2c00 }
 """
@@ -134,12 +135,12 @@ def svg(
     lines = [*_header(timeline, title, left_out, prediction, kinds), *_axis(seconds, TOP, bottom)]
     for i, rank in enumerate(ranks):
         lines += _rank(timeline, plan, rank, TOP + ROW * i, finest)
-    height = bottom + 34
+    height = bottom + AXIS
     if memory is not None:
         top = height + 26
-        height = top + ROW * len(ranks) + 34
+        height = top + ROW * len(ranks) + AXIS
         lines += [_text(24, top - 14, "memory", "rank"), _text(WIDTH - 20, top - 14, "peak", "end")]
-        lines += _axis(seconds, top, height - 34)
+        lines += _axis(seconds, top, height - AXIS)
         lines += _memory({rank: memory[rank] for rank in ranks}, seconds, top)
     return "\n".join(
         [
@@ -182,15 +183,15 @@ def _header(
     figures = prediction or timeline
     seconds = prediction.minibatch_seconds if prediction else timeline.seconds
     unit, scale = _unit(seconds)
-    yield _text(24, 32, title, "title")
+    yield _text(24, 34, title, "title")
     bubble = f"bubble {figures.bubble_fraction:.0%}"
-    yield _text(24, 53, f"{seconds / scale:.3g} {unit} a minibatch · {bubble}{left_out}")
-    x = WIDTH - RIGHT + 2
-    for name in reversed(kinds):
-        x -= 34 + round(CHARACTER * len(name))
-        yield f'<rect x="{x}" y="43" width="11" height="11" rx="2" fill="{COLOURS[name]}"/>'
-        yield _text(x + 16, 53, name)
-    yield _text(WIDTH - 20, 53, "busy", "end")
+    yield _text(24, 59, f"{seconds / scale:.3g} {unit} a minibatch · {bubble}{left_out}")
+    x = 24
+    for name in kinds:
+        yield f'<rect x="{x}" y="72" width="14" height="14" rx="2" fill="{COLOURS[name]}"/>'
+        yield _text(x + 20, 85, name)
+        x += 46 + round(CHARACTER * len(name))
+    yield _text(WIDTH - 20, 85, "busy", "end")
 
 
 def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
@@ -199,15 +200,15 @@ def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
     for i in range(int(seconds / scale / step + 1e-9) + 1):
         x = LEFT + i * step * scale / (seconds or 1.0) * SPAN
         yield f'<path d="M{x:.1f} {top - 6}V{bottom + 2}" stroke="#e3e7ee"/>'
-        yield _text(x, bottom + 18, f"{i * step:g}" + (f" {unit}" if i == 0 else ""), "tick")
+        yield _text(x, bottom + 22, f"{i * step:g}" + (f" {unit}" if i == 0 else ""), "tick")
 
 
 def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: float) -> Iterator[str]:
     """One row: label, light ground, one path a kind (thousands of events stay small), numbers, busy share."""
     per_second = SPAN / (timeline.seconds or 1.0)
-    yield _text(24, y + (12 if plan else 17), f"rank {rank}", "rank")
+    yield _text(24, y + (15 if plan else 23), f"rank {rank}", "rank")
     if plan and (place := plan.place(rank)):
-        yield _text(24, y + 24, _place(plan, place), "place")
+        yield _text(24, y + 31, _place(plan, place), "place")
     yield f'<rect x="{LEFT}" y="{y}" width="{SPAN}" height="{BAR}" fill="#f4f6f9"/>'
     paths: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
     numbers = []
@@ -222,14 +223,14 @@ def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: floa
         paths[name, chunk].append(f"M{x + gap / 2:.2f} {y}h{length - gap:.2f}v{BAR}h-{length - gap:.2f}z")
         number = str(event.instruction)[1:]
         if isinstance(event.instruction, ON_MICROBATCH) and length > CHARACTER * len(number) + 2:
-            numbers.append(_text(x + length / 2, y + 17, number, f"number {name}"))
+            numbers.append(_text(x + length / 2, y + 22, number, f"number {name}"))
     last = max((chunk for _, chunk in paths), default=0)
     for name, chunk in sorted(paths, key=lambda key: (list(COLOURS).index(key[0]), key[1])):
         colour = _shade(COLOURS[name], chunk / last if last else 0.0)
         yield f'<path fill="{colour}" d="{"".join(paths[name, chunk])}"/>'
     yield from numbers
     busy = timeline.busy_seconds(rank) / timeline.seconds if timeline.seconds else 0.0
-    yield _text(WIDTH - 20, y + 17, f"{busy:.0%}", "end")
+    yield _text(WIDTH - 20, y + 23, f"{busy:.0%}", "end")
 
 
 def _place(plan: Plan, place: Place) -> str:
@@ -254,7 +255,7 @@ def _memory(memory: Mapping[int, Curve], seconds: float, top: int) -> Iterator[s
     for i, (rank, curve) in enumerate(memory.items()):
         y = top + ROW * i
         peak = max(num_bytes for _, num_bytes in curve)
-        yield _text(24, y + 17, f"rank {rank}")
+        yield _text(24, y + 23, f"rank {rank}")
         yield f'<rect x="{LEFT}" y="{y}" width="{SPAN}" height="{BAR}" fill="#f4f6f9"/>'
         steps: list[tuple[float, int]] = []
         for x, num_bytes in ((LEFT + at * per_second, num_bytes) for at, num_bytes in curve):
@@ -265,7 +266,7 @@ def _memory(memory: Mapping[int, Curve], seconds: float, top: int) -> Iterator[s
         outline = "".join(f"H{x:.2f}V{y + BAR - BAR * num_bytes / most:.2f}" for x, num_bytes in steps)
         yield f'<path fill="{MEMORY_COLOUR}" d="M{LEFT} {y + BAR}{outline}H{LEFT + SPAN}V{y + BAR}z"/>'
         unit, scale = next((each for each in MEMORY_UNITS if peak >= each[1]), MEMORY_UNITS[-1])
-        yield _text(WIDTH - 20, y + 17, f"{peak / scale:.3g} {unit}", "end")
+        yield _text(WIDTH - 20, y + 23, f"{peak / scale:.3g} {unit}", "end")
 
 
 def _text(x: float, y: int, content: str, style: str = "") -> str:

@@ -1,7 +1,7 @@
 """Published: what is chosen for PipeDream's profiles under its assumptions. Skipped without these."""
 
 import pytest
-from published import CLUSTERS, PROFILES, rows
+from cases.published import CLUSTERS, PROFILES, SAMPLES, compared
 
 pytestmark = pytest.mark.skipif(not PROFILES.exists(), reason=f"no published profiles in {PROFILES}")
 
@@ -10,35 +10,33 @@ FLAT, QUARTER = "16, 10 Gbit/s each", "4×4, 10 Gbit/s a server, a quarter each"
 
 @pytest.fixture(scope="module")
 def chosen():
-    """By model and cluster."""
-    return {(row.model, row.cluster): row for row in rows()}
-
-
-def seconds(plan):
-    return plan.predicted.minibatch_seconds
+    """The figures by model and cluster."""
+    return {
+        (model, name): compared(model, cluster) for model in SAMPLES for name, cluster in CLUSTERS.items()
+    }
 
 
 def test_ours_is_never_worse_than_the_published_choice(chosen):
-    compared = [row for row in chosen.values() if row.published]
-    assert len(compared) > 10
-    for row in compared:
-        assert seconds(row.ours) <= seconds(row.published) * (1 + 1e-9), (row.model, row.cluster)
+    found = {key: each for key, each in chosen.items() if each["published"]}
+    assert len(found) > 10
+    for key, each in found.items():
+        assert each["seconds"] <= each["published_seconds"] * (1 + 1e-9), key
 
 
 def test_vgg_has_replicated_convolutions_and_dense_layers_on_one_rank(chosen):
     """On a server's quarter of a link 12-4 is 1 % faster than the published 15-1."""
-    assert chosen["vgg16", FLAT].ours.replicas == (15, 1)
-    row = chosen["vgg16", QUARTER]
-    assert seconds(row.data_parallel) >= 3 * seconds(row.ours)
-    assert seconds(row.data_parallel) >= 3 * seconds(row.published)
+    assert chosen["vgg16", FLAT]["ours"] == "15-1"
+    figures = chosen["vgg16", QUARTER]
+    assert figures["dp_seconds"] >= 3 * figures["seconds"]
+    assert figures["dp_seconds"] >= 3 * figures["published_seconds"]
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_resnet_is_data_parallel(chosen, cluster):
-    assert chosen["resnet50", cluster].ours.num_stages == 1
+    assert chosen["resnet50", cluster]["ours"].isdecimal()
 
 
 def test_gnmt_is_straight_on_four_ranks_and_in_many_stages_on_more(chosen):
-    for cluster in CLUSTERS:
-        plan = chosen["gnmt", cluster].ours
-        assert plan.num_stages >= 4 and (plan.num_ranks > 4 or set(plan.replicas) == {1})
+    for name, cluster in CLUSTERS.items():
+        replicas = chosen["gnmt", name]["ours"].split("-")
+        assert len(replicas) >= 4 and (cluster.num_ranks > 4 or set(replicas) == {"1"})

@@ -18,7 +18,7 @@ from tests.launch import netcluster
 def test_a_training_goes_on_without_the_host_that_is_gone(tmp_path):
     words = [
         "--hosts", "h1:1,h2:1,h3:1", "--min-ranks", "2", "--max-restarts", "1", "--", "train",
-        str(netcluster.ROOT / "benchmarks/soak.toml"), "--plan", "dp", "--out", str(tmp_path / "out"),
+        str(netcluster.ROOT / "tests/campaigns/soak.toml"), "--plan", "dp", "--out", str(tmp_path / "out"),
         "--hang-timeout", "5", "--set", "train.epochs=120", "--set", "checkpoint.every=20",
         "--set", "data.args.samples=48",
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """A fault at every point, each kind of it: the job is over in seconds and tells the cause, nothing is left.
 
-A selection; `python benchmarks/faults.py` goes through the whole matrix.
+A selection; `pytest -m campaign tests/campaigns/test_faults.py` goes through the whole matrix.
 """
 
 import re
@@ -107,3 +107,10 @@ def test_a_link_that_is_cut_ends_the_job():
     ended = cutting.train_and_cut("h2", "1-1-1", hang_timeout=5)
     assert ended.code not in (0, 124) and ended.seconds < 5 + 10 and not ended.left, ended.output
     assert re.search(r"rank 1 on host h2 gives no answer: .* the link to it is cut", ended.reports[0])
+
+
+@pytest.mark.netcluster
+@pytest.mark.skipif(not cutting.is_possible(), reason="needs root and netcluster")
+def test_a_cut_link_of_the_host_that_runs_mpirun_ends_the_job():
+    ended = cutting.train_and_cut("h1", "1-1-1", hang_timeout=5)
+    assert ended.code not in (0, 124) and ended.seconds < 5 + 10 and not ended.left, ended.output

@@ -12,7 +12,7 @@ import pytest
 
 from hybridpipe.launch import mpirun
 
-CONFIG = Path(__file__).parents[2] / "benchmarks" / "soak.toml"
+CONFIG = Path(__file__).parents[1] / "campaigns" / "soak.toml"
 
 
 @pytest.mark.timeout(180)

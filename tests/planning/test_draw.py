@@ -8,7 +8,7 @@ from pytest import approx
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import StageCost
 from hybridpipe.planning.cost.memory import curves
-from hybridpipe.planning.draw import COLOURS, MAX_RANKS, MEMORY_COLOUR, SPAN, _shade, svg, text
+from hybridpipe.planning.draw import BAR, COLOURS, LEFT, MAX_RANKS, MEMORY_COLOUR, SPAN, _shade, svg, text
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import Step
@@ -195,10 +195,21 @@ def test_svg_draws_memory_below_the_timeline():
         for path in ET.fromstring(picture).iter(f"{SVG}path")
         if path.get("fill") == MEMORY_COLOUR
     ]
-    heights = [26 - min(float(y) for y in re.findall(r"V([\d.]+)", area)) for area in areas]
+    heights = [BAR - min(float(y) for y in re.findall(r"V([\d.]+)", area)) for area in areas]
     bottoms = [float(re.match(r"M\d+ (\d+)", area)[1]) for area in areas]
-    assert [bottom - 26 + height for bottom, height in zip(bottoms, heights)] == approx([26, 26, 26 / 4])
+    assert [bottom - BAR + height for bottom, height in zip(bottoms, heights)] == approx([BAR, BAR, BAR / 4])
     assert "memory" not in words(svg(TIMELINE, PLAN))
+
+
+def test_figures_at_the_right_do_not_reach_into_the_bars():
+    """The longest is a peak of memory, "12.9 MB"; a letter is 0.7 times as wide as it is high at most."""
+    profile = model(layer(2e-3, 4e-3, activation=12_900_000), layer(1e-3, 2e-3, activation=129_000_000))
+    picture = ET.fromstring(svg(TIMELINE, PLAN, memory=curves(profile, PLAN, TIMELINE)))
+    font = int(re.search(r"text { font: (\d+)px", picture.find(f"{SVG}style").text)[1])
+    right = [each for each in picture.iter(f"{SVG}text") if each.get("class") == "end"]
+    assert max(len(each.text) for each in right) >= 7
+    for each in right:
+        assert float(each.get("x")) - 0.7 * font * len(each.text) > LEFT + SPAN, each.text
 
 
 def test_svg_takes_the_figures_of_a_minibatch_from_the_prediction():
@@ -234,5 +245,5 @@ def test_a_picture_of_very_many_events_stays_light_and_keeps_their_outline():
         if path.get("fill") == COLOURS["backward"]
         for x in re.findall(r"M([\d.]+) ", path.get("d"))
     ]
-    assert min(starts) < 152 and max(starts) > 150 + SPAN - 2
+    assert min(starts) < LEFT + 2 and max(starts) > LEFT + SPAN - 2
     assert len(starts) == approx(20_000 / 2.618, rel=0.05)  # in proportion to their time

@@ -1,0 +1,54 @@
+"""Plans: where benchmarks cut models into stages, by what their layers take."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import jobs
+
+from hybridpipe.files import read_profile
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import ModelProfile
+
+
+def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Where to cut layers that take so long, so that the longest stage is as short as can be."""
+
+    def longest(cuts: tuple[int, ...]) -> float:
+        return max(sum(seconds[a:b]) for a, b in pairwise((0, *cuts, len(seconds))))
+
+    return min(combinations(range(1, len(seconds)), num_stages - 1), key=longest)
+
+
+def measured_cuts(
+    task: str, num_stages: int, num_microbatches: int, environment: Mapping[str, str], out: Path
+) -> tuple[int, ...]:
+    """The best balanced by the profile in `out`, measured when first asked for: the same in later calls.
+
+    It is measured in a job of its own, as the ways have, so that memory is as fast: huge pages, the same
+    allocator.
+    """
+    folder = out / f"{num_microbatches}-microbatches"
+    if not (folder / "profile.json").is_file():
+        arguments = [task, "--microbatches", str(num_microbatches)]
+        jobs.program("profile_layers", arguments, 1, folder, environment)
+    seconds = [
+        num_microbatches * (layer.forward_seconds + layer.backward_seconds) + layer.update_seconds
+        for layer in read_profile(folder / "profile.json").layers
+    ]
+    return balanced(seconds, num_stages)
+
+
+def best_cut(replicas: Sequence[int], profile: ModelProfile, cluster: Cluster, num_microbatches: int) -> Plan:
+    """Of the plans with these replica counts the fastest by the closed formula."""
+    cuts = combinations(range(1, profile.num_layers), len(replicas) - 1)
+    plans = [
+        Plan(
+            tuple(map(StageSpec, (0, *inner), (*inner, profile.num_layers), replicas)),
+            num_microbatches=num_microbatches,
+        )
+        for inner in cuts
+    ]
+    return min(plans, key=lambda plan: estimate(plan, profile, cluster))
