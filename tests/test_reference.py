@@ -18,6 +18,7 @@ import hybridpipe
 from hybridpipe.cli import main
 from hybridpipe.config import Config, Factory
 from hybridpipe.planning import cluster, plan, profile
+from hybridpipe.planning.schedules.registry import SCHEDULES
 
 PAGES = Path(__file__).parent.parent / "docs/reference"
 ABSENT = "–"
@@ -162,3 +163,7 @@ def test_the_page_of_python_names_every_argument_and_method():
     methods = {name for name, value in public.items() if inspect.isfunction(value)}
     assert page["Methods"].keys() == {f"{name}{signature(public[name])}" for name in methods}
     assert page["Attributes"].keys() == public.keys() - methods
+
+
+def test_the_page_of_schedules_names_every_schedule():
+    assert tables("../internals/schedules.md")["The six"].keys() == set(SCHEDULES)
