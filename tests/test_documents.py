@@ -36,7 +36,7 @@ def anchors(text: str) -> set[str]:
 
 
 def paths(text: str) -> set[str]:
-    """What stands in backquotes or code blocks and begins with a folder of the repository or the package."""
+    """Paths in backquotes or code blocks: words that begin with a folder of the repository or the package."""
     code = re.findall(r"^```.*?^```|`[^`\n]+`", text, flags=re.MULTILINE | re.DOTALL)
     words = {word.strip("`,;()'\"") for each in code for word in each.split()}
     named = {word for word in words if re.fullmatch(r"[\w.-]+/[\w./-]*", word)}
@@ -44,7 +44,7 @@ def paths(text: str) -> set[str]:
 
 
 def exists(path: str) -> bool:
-    """Whether the repository, or the package, has it."""
+    """True for a path of the repository or of the package."""
     return any((base / path).exists() for base in (ROOT, ROOT / "hybridpipe"))
 
 

@@ -134,7 +134,7 @@ def test_the_page_of_files_names_every_field(kind):
 
 
 def signature(function) -> inspect.Signature:
-    """What a caller may give, without types."""
+    """The parameters of a function or a method, without types."""
     found = inspect.signature(function)
     given = [each.replace(annotation=inspect.Parameter.empty) for each in found.parameters.values()]
     bare = [each for each in given if each.name != "self"]
