@@ -1,1 +1,1 @@
-"""Checkpoints on disk: a directory that is whole or not there, of hashed files (docs/checkpoints.md)."""
+"""Checkpoints on disk: a directory that is whole or not there, of hashed files (docs/reference/files.md)."""

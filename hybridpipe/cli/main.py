@@ -79,7 +79,7 @@ def _tell(mistake: str) -> None:
 def _loading() -> Iterator[None]:
     """Import torch and what stands on it, with the garbage collector resting.
 
-    Nearly all of it stays. To look for garbage in it took a quarter of the time (performance log); it is
+    Nearly all of it stays. To look for garbage in it took a quarter of the time (docs/log); it is
     left to no collection later.
     """
     gc.disable()

@@ -25,7 +25,7 @@ def needs_progress_thread(world: MPI.Comm, device: torch.device) -> bool:
 
     Not where all ranks are on one host, their compute threads leave no core for one more each, and no message
     waits for its sender: there it would only take a core from ranks that compute. (Two ranks on two cores
-    trained 2 to 4 % faster without: performance log.)
+    trained 2 to 4 % faster without: docs/log.)
     """
     with rank_status.waiting("finding out how messages move", range(world.size)):
         host = this_host(world)

@@ -34,7 +34,7 @@ from hybridpipe.environment import num_cores
 TOKEN = "HYBRIDPIPE_JOB"
 RING_RULES = Path(__file__).with_name("allreduce.rules")  # installed alike on every host
 # glibc asks for huge pages, which Linux mostly gives to who asks only. Messages of 64 MB take 0.57 times as
-# long, a minibatch of a VGG-11 0.85 to 0.89 times (docs/performance-log.md).
+# long, a minibatch of a VGG-11 0.85 to 0.89 times (docs/log/computing.md).
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 TIMED_OUT = 124  # the exit code that timeout(1) gives
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -85,7 +85,7 @@ def mpirun_command(
         if num_local_ranks > num_cores():
             # Horovod's thread looks every millisecond whether anybody has something to reduce, and each look
             # is a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that. But
-            # an all-reduce waits for the next look; every 3 ms is best (docs/performance-log.md).
+            # an all-reduce waits for the next look; every 3 ms is best (docs/log/all-reduce.md).
             added["HOROVOD_CYCLE_TIME"] = "3"
         if os.geteuid() == 0:
             added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -59,7 +59,7 @@ class WeightGradients:
         return bool(self._kept)
 
     def joins(self, weight: Tensor, num_rows: int) -> bool:
-        """A microbatch of enough rows is left to autograd, whose function has less to do (performance log).
+        """A microbatch of enough rows is left to autograd, whose function has less to do (docs/log).
 
         A minibatch's first microbatch decides for all: else one that goes to autograd, at the end, would find
         rows of a shorter one before it left behind when the weight's hooks run.

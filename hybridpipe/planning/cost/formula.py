@@ -51,7 +51,7 @@ from hybridpipe.planning.schedules.registry import TRAITS
 
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses
 # no more than that (optim/gradient_sync.py); smaller ones start earlier, larger ones pay latency less often
-# (docs/performance-log.md: 2 MiB is about as fast as 1 and 4 and faster than 8, also between hosts).
+# (docs/log/all-reduce.md: 2 MiB is about as fast as 1 and 4 and faster than 8, also between hosts).
 BUCKET_BYTES = 2 * 2**20
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])  # of one stage, or of many at once
