@@ -139,7 +139,7 @@ def count_of(name: str, env: Mapping[str, str]) -> int:
 
 
 def between_hosts(env: Mapping[str, str]) -> dict[str, str]:
-    """Settings of Open MPI for several hosts (figures: docs/performance-log.md); a user's own rules stay.
+    """Settings of Open MPI for several hosts (figures: docs/log); a user's own rules stay.
 
     Large all-reduces go by a ring; within a machine there is no need: 4 MiB took three and four ranks 1.6
     times as long. Each pair of ranks has two connections: over one, a megabyte each way at once takes 1.6
