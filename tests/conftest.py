@@ -1,6 +1,16 @@
 """What tests of trainers in a world of one rank share. Loads torch only where it is used: few need it."""
 
+from pathlib import Path
+
 import pytest
+
+JOBS = ("benchmarks", "campaigns", "launch", "mpi")  # folders whose tests start jobs, which need the cores
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in JOBS:
+            item.add_marker(pytest.mark.jobs)
 
 
 def pytest_addoption(parser):
