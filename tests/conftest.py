@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-JOBS = ("benchmarks", "campaigns", "launch", "mpi")  # folders whose tests start jobs, which need the cores
+JOBS = ("benchmarks", "campaigns", "launch", "measure", "mpi")  # folders whose tests need the cores
 
 
 def pytest_collection_modifyitems(items):

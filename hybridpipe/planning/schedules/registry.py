@@ -36,8 +36,8 @@ class ScheduleTraits(NamedTuple):
 TRAITS = {
     "1f1b": ScheduleTraits(batches_wgrad=True, takes_max_in_flight=True),
     "gpipe": ScheduleTraits(batches_wgrad=True, has_warm_up=False),
-    "zero-bubble": ScheduleTraits(splits_backward=True),
     "interleaved-1f1b": ScheduleTraits(batches_wgrad=True, interleaves=True),
+    "zero-bubble": ScheduleTraits(splits_backward=True),
     "pipedream": ScheduleTraits(
         is_asynchronous=True, versions="stashed", whole_minibatch=True, takes_max_in_flight=True
     ),
