@@ -24,7 +24,7 @@ from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import read_manifest
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.checkpoint.shard import read_shard
-from hybridpipe.checkpoint.snapshot import names_of
+from hybridpipe.engine.rank_state import parameters
 from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.stage.state import State, read_optimizer, under
 
@@ -180,10 +180,9 @@ def state_by_name(trainer: Trainer) -> dict[str, torch.Tensor]:
     executor = trainer.worker.executor
     if executor.update.optimizer is None:
         return found
-    for names in names_of(trainer.worker).values():
-        for parameter, key in names.parameters().items():
-            for name, value in executor.update.optimizer.state[parameter].items():
-                found[f"{key} {name}"] = value.clone()
+    for parameter, key in parameters(executor).items():
+        for name, value in executor.update.optimizer.state[parameter].items():
+            found[f"{key} {name}"] = value.clone()
     return found
 
 
