@@ -18,8 +18,6 @@ SYNCHRONOUS = ("1f1b", "gpipe", "interleaved-1f1b", "zero-bubble")  # one update
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # no flush
 SCHEDULES = SYNCHRONOUS + ASYNCHRONOUS
 
-MOST_MICROBATCHES = 2**20  # each has its instructions in a program
-
 
 class Place(NamedTuple):
     """Where a rank stands: which stage it holds, as which replica."""
@@ -115,11 +113,6 @@ class Plan:
         for name in ("num_microbatches", "num_layers", "chunks", "max_in_flight"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         positive_int("num_microbatches", self.num_microbatches)
-        if self.num_microbatches > MOST_MICROBATCHES:
-            raise ValueError(
-                f"num_microbatches must be an integer <= {MOST_MICROBATCHES}, got {self.num_microbatches}: "
-                "use larger microbatches or a smaller minibatch"
-            )
         positive_int("chunks", self.chunks)
         object.__setattr__(self, "stages", _with_ranks(tuple(self.stages), self.chunks))
         if not self.num_layers:

@@ -97,7 +97,7 @@ def test_to_go_on_after_waiting_takes_processor_time(speed_of_two, wakeup_second
 @pytest.mark.parametrize(
     "replicas, num_microbatches, told",
     [
-        ([577, 521], 2**20, "num_microbatches make"),
+        ([577, 521], 2**40, "num_microbatches make"),
         ([2**19, 2**19 - 1], 4, "replicas of neighbouring stages make"),
     ],
 )
