@@ -115,21 +115,9 @@ def test_the_command_goes_on_where_the_last_one_ended(train):
     assert "was another training's" in printed and (out / "checkpoints.old" / "step-00000012").is_dir()
 
 
-def test_another_learning_rate_is_refused_once_or_taken_and_told(train):
-    """It was read from the checkpoint, whatever the config said."""
-    _, out = train("--plan", "straight", "--set", "train.epochs=1")
-    other = ["--plan", "straight", "--resume", "auto", "--set", "optimizer.args.lr=0.001"]
-    printed, _ = train(*other, fails=True)
-    line = "optimizer: lr: the training has 0.001, the checkpoint 0.01"
-    refused = f"hybridpipe: {out}/checkpoints/step-00000004: {line}; --resume-changed (allow_changed=True)"
-    assert printed.count(refused) == 1 and "Traceback" not in printed
-    printed, _ = train(*other, "--resume-changed")
-    assert printed.count(f"hybridpipe: resuming with changed settings: {line}\n") == 1
-
-
 @pytest.mark.timeout(240)
-def test_another_seed_is_refused_and_a_full_disk_told(train, tmp_path):
-    """In one line each, and the checkpoint that is there stays. Only the seed is a mistake for good."""
+def test_other_settings_are_refused_and_a_full_disk_told(train, tmp_path):
+    """In one line each, and the checkpoint that is there stays. A full disk is no mistake for good."""
     _, out = train("--plan", "straight", "--set", "train.epochs=1")
     options = ["--plan", "dp", "--set", "train.seed=3", "--resume", "auto"]
     printed, _ = train(*options, fails=True)
@@ -150,3 +138,12 @@ def test_another_seed_is_refused_and_a_full_disk_told(train, tmp_path):
     assert restarts.why_not_again([again], 2) is None
     assert restarts.why_not_again([again, again], 2) == "the same error came at step 5 twice in a row"
     assert read_manifest(last_good(out / "checkpoints")[0]).step == 4
+    # Another learning rate: it was read from the checkpoint, whatever the config said.
+    other = ["--plan", f"{out}/plan.json", "--resume", "auto"]
+    other += ["--set", "plan.predict=false", "--set", "optimizer.args.lr=0.001"]
+    printed, _ = train(*other, fails=True)
+    line = "optimizer: lr: the training has 0.001, the checkpoint 0.01"
+    refused = f"hybridpipe: {out}/checkpoints/step-00000004: {line}; --resume-changed (allow_changed=True)"
+    assert printed.count(refused) == 1 and "Traceback" not in printed
+    printed, _ = train(*other, "--resume-changed")
+    assert printed.count(f"hybridpipe: resuming with changed settings: {line}\n") == 1
