@@ -28,7 +28,7 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
         (lambda: Plan(stages((0, 2, 1)), num_layers=3), "must stop at num_layers = 3, got 2"),
         (
             lambda: Plan(stages((0, 2, 1)), "2f2b"),
-            "schedule must be one of 1f1b, gpipe, zero-bubble, interleaved-1f1b, pipedream, pipedream-2bw, "
+            "schedule must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream, pipedream-2bw, "
             "got '2f2b'",
         ),
         (
