@@ -25,10 +25,10 @@ class Communicators(NamedTuple):
     the ranks that the plan uses (None on the others).
     """
 
-    control: "Watched"
+    control: "WatchedComm"
     peers: MPI.Comm
-    replicas: "Watched | None"
-    used: "Watched | None"
+    replicas: "WatchedComm | None"
+    used: "WatchedComm | None"
 
     def free(self) -> None:
         """Give the communicators back. Collective."""
@@ -37,12 +37,12 @@ class Communicators(NamedTuple):
                 communicator.Free()
 
 
-class Watched(MPI.Intracomm):
+class WatchedComm(MPI.Intracomm):
     """A communicator whose blocking calls say, while they last, that this rank waits, and for whom."""
 
     ranks: tuple[int, ...]  # of its members, in the world
 
-    def __new__(cls, communicator: MPI.Comm, world: MPI.Comm) -> "Watched":
+    def __new__(cls, communicator: MPI.Comm, world: MPI.Comm) -> "WatchedComm":
         made = super().__new__(cls, communicator)  # the same communicator, not another one
         mine, everybody = communicator.Get_group(), world.Get_group()
         made.ranks = tuple(MPI.Group.Translate_ranks(mine, None, everybody))
@@ -55,7 +55,7 @@ def _watched(name: str) -> Callable[..., Any]:
     blocking = getattr(MPI.Intracomm, name)
 
     @wraps(blocking)
-    def call(self: Watched, *arguments: Any, **options: Any) -> Any:
+    def call(self: WatchedComm, *arguments: Any, **options: Any) -> Any:
         with rank_status.waiting(name, self.ranks):
             return blocking(self, *arguments, **options)
 
@@ -63,7 +63,7 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 for _name in ("Barrier", "Bcast", "bcast", "Allreduce", "allreduce", "gather", "allgather", "Send", "Recv"):
-    setattr(Watched, _name, _watched(_name))
+    setattr(WatchedComm, _name, _watched(_name))
 
 
 def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
@@ -77,10 +77,10 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
     at = Place(MPI.UNDEFINED, 0) if place is None else place
     replicas = world.Split(color=at.stage, key=world.rank)
     used = world.Split(color=MPI.UNDEFINED if place is None else 0, key=world.rank)
-    control = Watched(world.Dup(), world)
+    control = WatchedComm(world.Dup(), world)
     if place is None:
         return Communicators(control, world.Dup(), None, None)
-    return Communicators(control, world.Dup(), Watched(replicas, world), Watched(used, world))
+    return Communicators(control, world.Dup(), WatchedComm(replicas, world), WatchedComm(used, world))
 
 
 class Host(NamedTuple):
@@ -100,7 +100,7 @@ def this_host(world: MPI.Comm) -> Host:
     return host
 
 
-def meet(world: MPI.Comm, seconds: float) -> None:
+def barrier_with_timeout(world: MPI.Comm, seconds: float) -> None:
     """Wait until all ranks of `world` are here, at most so long: a rank that is lost never comes."""
     barrier = world.Ibarrier()
     end = time.monotonic() + seconds

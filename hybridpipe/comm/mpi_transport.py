@@ -23,7 +23,7 @@ from torch import Tensor
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
-from hybridpipe.comm.transport import DOUBT_SECONDS, Pending, Unclaimed
+from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected
 
 # A rank that waits looks again at once for so long, where every rank of its machine has a core of its own: a
 # pause lasts at least 70 µs, the kernel's timer slack included, and a small message takes 2.
@@ -82,9 +82,9 @@ class _Request:
         self.error: str | None = None
         self.completed = False
 
-    def wait(self, doubt: Callable[[], None] | None = None) -> None:
+    def wait(self, on_slow: Callable[[], None] | None = None) -> None:
         if not self.completed:
-            self.transport.wait_for(self, doubt)
+            self.transport.wait_for(self, on_slow)
         if self.error is not None:
             raise ProtocolError(self.error)
 
@@ -187,7 +187,7 @@ class MpiTransport:
         ranks = range(self._communicator.size) if ranks is None else ranks
         return self._watch(_Request(request, buffer, self, False, Wait(what, tuple(ranks))))
 
-    def unclaimed(self, peer: int) -> list[Unclaimed]:
+    def unexpected(self, peer: int) -> list[Unexpected]:
         """The messages from there that have come, and that nobody has asked for."""
         with self._polling:
             while self._match():
@@ -197,7 +197,7 @@ class MpiTransport:
                 if source == peer:
                     copies = [each.content() for each in arrived]
                     self._arrived[source, tag] = deque(_Arrived(None, len(copy), copy) for copy in copies)
-                    found += [Unclaimed(tag, copy) for copy in copies]
+                    found += [Unexpected(tag, copy) for copy in copies]
         return found
 
     def _watch(self, pending: _Request) -> _Request:
@@ -219,16 +219,16 @@ class MpiTransport:
         if self._resting > this_pause:
             self._wake.notify()
 
-    def wait_for(self, pending: _Request, doubt: Callable[[], None] | None = None) -> None:
+    def wait_for(self, pending: _Request, on_slow: Callable[[], None] | None = None) -> None:
         """Poll until the request is complete; a communication thread rests meanwhile.
 
         Args:
-            doubt: called when it takes long; raises if it knows that there is nothing to wait for.
+            on_slow: called when it takes long; raises if it knows that there is nothing to wait for.
         """
         with self._guard:
             self._num_waiting += 1
         began = time.perf_counter()
-        in_doubt = began + DOUBT_SECONDS
+        slow_at = began + SLOW_WAIT_SECONDS
         pauses = _pauses()
         before, rank_status.wait = rank_status.wait, pending.what
         try:
@@ -238,9 +238,9 @@ class MpiTransport:
                 now = time.perf_counter()
                 if now >= began + self._spin_seconds:
                     time.sleep(next(pauses))
-                if now >= in_doubt and doubt is not None:
-                    doubt()
-                    in_doubt = now + DOUBT_SECONDS
+                if now >= slow_at and on_slow is not None:
+                    on_slow()
+                    slow_at = now + SLOW_WAIT_SECONDS
         finally:
             rank_status.wait = before
             with self._guard:

@@ -129,7 +129,7 @@ class PointToPoint:
         if size not in self._specs:
             buffer = torch.empty(SPEC_BYTES, dtype=torch.uint8)
             tag = self._tag(SPEC, microbatch, self._stage - 1)
-            self._transport.receive(buffer, size.peer, tag).wait(partial(self._doubt, size.peer))
+            self._transport.receive(buffer, size.peer, tag).wait(partial(self._check_peer, size.peer))
             self._specs[size] = decode_spec(buffer)
         spec = self._specs[size]
         tensors = self._receive(ReceiveActivation(microbatch, self._chunk))
@@ -168,7 +168,7 @@ class PointToPoint:
         self._num_consumed += 1
         self._post_until(self._num_consumed + LOOK_AHEAD)
         posted = self._posted.pop(instruction)
-        posted.pending.wait(partial(self._doubt, posted.peer))
+        posted.pending.wait(partial(self._check_peer, posted.peer))
         posted.check()
         return tuple(tensor.to(self._device) for tensor in views(posted.buffer, posted.spec))
 
@@ -191,13 +191,13 @@ class PointToPoint:
             self._posted[instruction] = _Posted(pending, buffer, spec, header, size.peer, tag)
             self._num_posted += 1
 
-    def _doubt(self, peer: int) -> None:
+    def _check_peer(self, peer: int) -> None:
         """A wait takes long: raises ProtocolError if the peer has sent what nobody will ever ask for."""
         for posted in self._posted.values():
             if posted.pending.is_complete():
                 posted.pending.wait()  # one of another size has filled no buffer, and says so here
                 posted.check()
-        for tag, message in self._transport.unclaimed(peer):
+        for tag, message in self._transport.unexpected(peer):
             if tag % KINDS == SPEC:
                 continue
             found = dict(zip(HEADER_NAMES, header_of(message, len(HEADER_NAMES)), strict=True))

@@ -62,7 +62,7 @@ class RankStatus:
     doing = Doing(None, None, None)
     wait: Wait | None = None
     saving = ""
-    moved = -math.inf
+    disk_moved_at = -math.inf
 
     @property
     def step(self) -> int | None:
@@ -86,19 +86,19 @@ class RankStatus:
     def in_saving(self, what: str) -> Iterator[None]:
         """Around what the saving thread does: a verb, for "rank 3 ..."."""
         self.saving = what
-        self.disk_moves()
+        self.note_disk_progress()
         try:
             yield
         finally:
             self.saving = ""
-            self.disk_moves()
+            self.note_disk_progress()
 
-    def disk_moves(self) -> None:
+    def note_disk_progress(self) -> None:
         """It has taken something more of a file."""
-        self.moved = time.monotonic()
+        self.disk_moved_at = time.monotonic()
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether it does what ends by itself, unless the job hangs; else it is the caller's turn."""
         return self.doing.instruction is not None or self.wait is not None
 

@@ -9,17 +9,17 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 # Who has waited for so long asks whether what it waits for can still come, and again after as long.
-DOUBT_SECONDS = 1.0
+SLOW_WAIT_SECONDS = 1.0
 
 
 class Pending(Protocol):
     """A transfer under way."""
 
-    def wait(self, doubt: Callable[[], None] | None = None) -> None:
+    def wait(self, on_slow: Callable[[], None] | None = None) -> None:
         """Return once the buffer may be used again.
 
         Args:
-            doubt: called now and then if it takes long; may raise.
+            on_slow: called now and then if it takes long; may raise.
 
         Raises:
             ProtocolError: a message of another size has come.
@@ -29,7 +29,7 @@ class Pending(Protocol):
         """Whether `wait` would return at once."""
 
 
-class Unclaimed(NamedTuple):
+class Unexpected(NamedTuple):
     """A message that has come, and that nobody has asked for."""
 
     tag: int
@@ -48,5 +48,5 @@ class Transport(Protocol):
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Post a receive of exactly `len(buffer)` bytes."""
 
-    def unclaimed(self, peer: int) -> list[Unclaimed]:
+    def unexpected(self, peer: int) -> list[Unexpected]:
         """What has come from there without having been asked for, so far."""

@@ -67,7 +67,7 @@ class Stage:
         loss: for the last stage: `loss(outputs, targets)` is the mean over the microbatch's samples.
         split_backward: the backward can be run in halves, `backward_input` and `backward_weight`.
         recompute: stash a microbatch's inputs only, and run its forward again for its backward.
-        join_products: make the weight gradients of several microbatches at once where that pays; see
+        batches_wgrad: make the weight gradients of several microbatches at once where that pays; see
             `hybridpipe.stage.wgrad`. Not where microbatches see different weights.
         check_loss: refuse a loss that uses parameters of other stages. Not for a copy of layers, as the loss
             may use the model's own.
@@ -81,17 +81,17 @@ class Stage:
         loss: Loss | None = None,
         split_backward: bool = False,
         recompute: bool = False,
-        join_products: bool = False,
+        batches_wgrad: bool = False,
         check_loss: bool = True,
     ) -> None:
         self.layers, self.module = layers, layers.module.to(device)
         self.device, self.seed, self.loss = device, seed, loss
-        self.split_backward, self.recompute, self.join_products = split_backward, recompute, join_products
+        self.split_backward, self.recompute, self.batches_wgrad = split_backward, recompute, batches_wgrad
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self._substitution = Substitution(self.module)
         self._products = WeightGradients(self.module)
-        self.can_join = not self._products.is_empty  # it has layers for whose weight gradients that pays
+        self.can_batch_wgrad = not self._products.is_empty  # a layer is large enough for batching to pay
         self._deferring = Deferring(self.module) if split_backward else self._products.deferring
         self._weights_checked, self._loss_checked = False, not check_loss
         self.renew()
@@ -192,27 +192,27 @@ class Stage:
         return of_inputs
 
     @property
-    def keeps_back(self) -> bool:
+    def has_deferred_wgrad(self) -> bool:
         """Whether `complete_gradients` has anything to do."""
-        return self.can_join and self._products.has_rows
+        return self.can_batch_wgrad and self._products.has_rows
 
     @property
-    def most_kept_bytes(self) -> int:
-        """What backwards have kept back at most since `forget_most_kept`."""
+    def max_deferred_bytes(self) -> int:
+        """What backwards have kept back at most since `reset_wgrad_peaks`."""
         return self._products.most_bytes
 
     @property
-    def most_joined(self) -> int:
-        """Microbatches whose gradients one product makes at most, since `forget_most_kept`; 0: none is."""
-        return self._products.most_joined
+    def max_batched(self) -> int:
+        """Microbatches whose gradients one product makes at most, since `reset_wgrad_peaks`; 0: none is."""
+        return self._products.max_batched
 
-    def forget_most_kept(self) -> None:
-        """`most_kept_bytes` and `most_joined` start anew."""
+    def reset_wgrad_peaks(self) -> None:
+        """`max_deferred_bytes` and `max_batched` start anew."""
         self._products.most_bytes = self._products.fewest_rows = 0
 
     def complete_gradients(self) -> None:
         """Bring into `.grad` what backwards have kept back, where no final one came."""
-        if self.can_join:
+        if self.can_batch_wgrad:
             self._products.multiply_all()
 
     def backward_input(self, slot: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
@@ -260,7 +260,7 @@ class Stage:
         later: _Later | None = None
         if self.split_backward:
             later = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
-        elif self.join_products and self.can_join:
+        elif self.batches_wgrad and self.can_batch_wgrad:
             later = MicrobatchRows(self._products)
         outputs = self._holding(call.weights, later, lambda: self._run(call), buffers)
         tensors_of(outputs)  # raises TypeError where the layers gave anything else

@@ -104,7 +104,7 @@ def unpack(document: JSON, tensors: Mapping[str, Tensor], where: str) -> Any:
     return document
 
 
-def kept(model: nn.Module) -> dict[str, Tensor]:
+def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All that ranks have alike: what `state_dict()` holds, the tensors themselves, and the other buffers."""
     found: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     for path, module in model.named_modules():
@@ -208,7 +208,7 @@ def check_optimizer(
                 )
 
 
-def differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """The names under which two mappings hold other values, with both.
 
     Names that only one has are left out: another version of torch has other options.

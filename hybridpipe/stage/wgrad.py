@@ -85,7 +85,7 @@ class WeightGradients:
         return any(buffer.untyped_storage().data_ptr() == start for buffer in self._layers.buffers())
 
     @property
-    def most_joined(self) -> int:
+    def max_batched(self) -> int:
         """Microbatches of the largest product, by the weight that had the fewest rows; 0: there was none."""
         return math.ceil(ENOUGH_ROWS / self.fewest_rows) if self.fewest_rows else 0
 
