@@ -96,7 +96,7 @@ class Executor:
         """Adopt the layers' present modes, hooks and requires_grad. Collective over the stage's replicas."""
         for stage, p2p in zip(self.stages, self.p2p, strict=True):
             stage.renew()
-            p2p.forget()
+            p2p.forget_specs()
         if self.sync is not None:
             self.sync.renew()
         if self.stashed is not None:

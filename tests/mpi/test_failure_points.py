@@ -66,7 +66,7 @@ def test_a_rank_that_does_not_come_back_is_named():
     [
         ("send-activation", "badsize", r"rank 0 sent 384 bytes with tag 0 where the plan expects 192"),
         ("send-activation", "badtag", r"from rank 0, tag 6: .*: microbatch 0 instead of 1|"
-         r"from rank 0 came a message with tag 6 where the plan expects 0: .* step 3, microbatch 0"),
+         r"rank 0 sent a message with tag 6 where the plan expects 0: .* step 3, microbatch 0"),
     ],
 )  # fmt: skip
 def test_a_message_that_does_not_match_the_plan_is_refused(point, kind, told):

@@ -259,7 +259,7 @@ def test_a_view_does_not_keep_what_it_is_a_view_of():
     stage = Stage(StageModule([First()]), CPU, batches_wgrad=True)
     outputs = stage.forward(0, torch.ones(2, 50, SIZE, dtype=torch.float64), step=0)
     stage.backward(0, [torch.ones_like(outputs)])
-    ((use,),) = stage._products._kept.values()
+    ((use,),) = stage._wgrad._kept.values()
     assert use.inputs.untyped_storage().nbytes() == use.inputs.nbytes
 
 
