@@ -1,7 +1,7 @@
-"""Devices: where a rank computes, how its time is read and its memory counted.
+"""Devices: a rank's device, its clock and its peak memory.
 
-Knows torch, no model and no ranks but this one's place on its host.
-Invariant: nothing else in the package asks whether a device is a CPU or a GPU to tell the time.
+Knows torch, no model, and of the ranks only this one's index on its host.
+Invariant: no other module reads time differently on a CPU and on a GPU.
 """
 
 import resource
@@ -12,10 +12,11 @@ import torch
 
 
 def device_of_rank(local_rank: int, device: torch.device | str | None) -> torch.device:
-    """Choose a rank's device: the GPU of its number on this host where there is one, else the CPU.
+    """Choose a rank's device: a GPU of its own where the host has GPUs, else the CPU.
 
     Args:
-        device: as the user gave it; "cuda" without a number is the rank's own.
+        local_rank: index of the rank on its host.
+        device: the user's choice; None chooses, and "cuda" without an index is the rank's own GPU.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
@@ -24,24 +25,24 @@ def device_of_rank(local_rank: int, device: torch.device | str | None) -> torch.
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", local_rank % num_gpus)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
+        torch.cuda.set_device(device)  # pinned memory and layers that use "cuda" take the current device
     return device
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds that reads once the device is done with what it was given."""
+    """Return a clock in seconds that first waits until the device has finished all queued work."""
     if device.type != "cuda":
         return time.perf_counter
 
     def clock() -> float:
-        torch.cuda.synchronize(device)  # else an event would end when its kernels are queued
+        torch.cuda.synchronize(device)  # otherwise an event would end when its kernels are queued
         return time.perf_counter()
 
     return clock
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory used: of a GPU's allocator; on a CPU of the process, libraries included."""
+    """Return the peak memory in bytes: of torch's allocator on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Types that several packages share: what users hand in as functions, and how ranks agree on a number.
+"""Types that several packages share: the functions that users pass in, and agreement on a number.
 
 Knows torch only; holds no behaviour.
 """
@@ -11,4 +11,4 @@ from torch import Tensor
 
 Loss = Callable[[Any, Any], Tensor]  # (outputs, targets) -> the mean over the samples, a tensor of one number
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-Agree = Callable[[float], float]  # the largest of all measuring ranks' numbers; a barrier, too
+Agree = Callable[[float], float]  # this rank's number -> the largest of all ranks' numbers; collective

@@ -47,7 +47,7 @@ class NewFile:
                 self._hash.update(view[:written])
                 self._num_bytes += written
                 view = view[written:]
-                rank_status.disk_moves()
+                rank_status.note_disk_progress()
                 self._unsynced += written
                 if self._unsynced >= SYNC_BYTES:
                     os.fsync(self._descriptor)

@@ -34,7 +34,7 @@ from hybridpipe.stage.state import (
     check_fits,
     check_optimizer,
     described,
-    differing,
+    differences,
     name_of,
     read_optimizer,
     samples_seen,
@@ -281,7 +281,7 @@ class _Reading:
             for parameter in group["params"]:
                 then = self.result.parameters.get(names[parameter])
                 if then is not None and then.given is not None:
-                    for name, *values in differing(given, then.given):
+                    for name, *values in differences(given, then.given):
                         yield changed_line(f"optimizer: {name}", *values)
         before = self.result.scheduler
         was = None if before is None else before.name
@@ -289,7 +289,7 @@ class _Reading:
         if was != is_now:
             yield changed_line("lr_scheduler", is_now or "none", was or "none")
         elif before is not None and before.given is not None:
-            for name, *values in differing(update.given.scheduler or {}, before.given):
+            for name, *values in differences(update.given.scheduler or {}, before.given):
                 if name not in OF_RATES:  # those follow from the optimizer's options
                     yield changed_line(f"lr_scheduler: {name}", *values)
 

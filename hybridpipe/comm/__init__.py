@@ -1,1 +1,1 @@
-"""MPI: groups of ranks, messages, and what a rank waits for."""
+"""Comm: MPI groups of ranks, messages between them, and the status of each rank."""

@@ -1,7 +1,7 @@
-"""Communicators: who talks to whom about what. Each is a private duplicate, so no traffic mixes.
+"""Groups: the communicators of a plan, each a private duplicate, so that no traffic mixes.
 
-Every function that communicates takes the communicator as an argument; none uses MPI.COMM_WORLD. Whoever
-waits in a blocking call of one of these can be seen to do so (`status`), which is what a watchdog reports.
+Every function takes its communicator as an argument; none uses MPI.COMM_WORLD.
+Invariant: a blocking call is entered in `status`, where the watchdog finds it.
 """
 
 import os
@@ -19,31 +19,33 @@ from hybridpipe.planning.plan import Place, Plan
 class Communicators(NamedTuple):
     """The communicators of one rank.
 
-    `control` joins all ranks (losses, plans, state); `peers` joins all ranks for activations and
-    gradients between stages; `replicas` joins the ranks of one stage (None on an unused rank), by rank
-    whatever the order of the replicas, so that Horovod's ring goes from host to host once; `used` joins
-    the ranks that the plan uses (None on the others).
+    Args:
+        control: all ranks, for losses, plans and state.
+        peers: all ranks, for activations and gradients between stages.
+        replicas: the ranks of one stage, ordered by rank, so that Horovod's ring visits each host once; None
+            on an unused rank.
+        used: the ranks that the plan uses; None on the others.
     """
 
-    control: "Watched"
+    control: "WatchedComm"
     peers: MPI.Comm
-    replicas: "Watched | None"
-    used: "Watched | None"
+    replicas: "WatchedComm | None"
+    used: "WatchedComm | None"
 
     def free(self) -> None:
-        """Give the communicators back. Collective."""
+        """Free the communicators. Collective."""
         for communicator in self:
             if communicator is not None:
                 communicator.Free()
 
 
-class Watched(MPI.Intracomm):
-    """A communicator whose blocking calls say, while they last, that this rank waits, and for whom."""
+class WatchedComm(MPI.Intracomm):
+    """A communicator whose blocking calls are entered in this rank's status while they last."""
 
-    ranks: tuple[int, ...]  # of its members, in the world
+    ranks: tuple[int, ...]  # its members' ranks in the world
 
-    def __new__(cls, communicator: MPI.Comm, world: MPI.Comm) -> "Watched":
-        made = super().__new__(cls, communicator)  # the same communicator, not another one
+    def __new__(cls, communicator: MPI.Comm, world: MPI.Comm) -> "WatchedComm":
+        made = super().__new__(cls, communicator)  # another handle of the same communicator
         mine, everybody = communicator.Get_group(), world.Get_group()
         made.ranks = tuple(MPI.Group.Translate_ranks(mine, None, everybody))
         mine.Free()
@@ -55,7 +57,7 @@ def _watched(name: str) -> Callable[..., Any]:
     blocking = getattr(MPI.Intracomm, name)
 
     @wraps(blocking)
-    def call(self: Watched, *arguments: Any, **options: Any) -> Any:
+    def call(self: WatchedComm, *arguments: Any, **options: Any) -> Any:
         with rank_status.waiting(name, self.ranks):
             return blocking(self, *arguments, **options)
 
@@ -63,11 +65,11 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 for _name in ("Barrier", "Bcast", "bcast", "Allreduce", "allreduce", "gather", "allgather", "Send", "Recv"):
-    setattr(Watched, _name, _watched(_name))
+    setattr(WatchedComm, _name, _watched(_name))
 
 
 def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
-    """Split the world as the plan says. Collective over `world`."""
+    """Make the communicators of a plan. Collective over `world`."""
     with rank_status.waiting("making communicators", range(world.size)):
         return _split(world, plan)
 
@@ -77,14 +79,14 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
     at = Place(MPI.UNDEFINED, 0) if place is None else place
     replicas = world.Split(color=at.stage, key=world.rank)
     used = world.Split(color=MPI.UNDEFINED if place is None else 0, key=world.rank)
-    control = Watched(world.Dup(), world)
+    control = WatchedComm(world.Dup(), world)
     if place is None:
         return Communicators(control, world.Dup(), None, None)
-    return Communicators(control, world.Dup(), Watched(replicas, world), Watched(used, world))
+    return Communicators(control, world.Dup(), WatchedComm(replicas, world), WatchedComm(used, world))
 
 
 class Host(NamedTuple):
-    """This rank's index among the ranks of its host, their number, and the cores they may use together."""
+    """This rank's index among the ranks of its host, their number, and their number of cores together."""
 
     local_rank: int
     local_size: int
@@ -92,16 +94,16 @@ class Host(NamedTuple):
 
 
 def this_host(world: MPI.Comm) -> Host:
-    """Collective over `world`."""
+    """Describe this rank's host. Collective over `world`."""
     ranks = world.Split_type(MPI.COMM_TYPE_SHARED)
-    num_cores = len(frozenset().union(*ranks.allgather(cores())))  # a launcher may have bound each to its own
+    num_cores = len(frozenset().union(*ranks.allgather(cores())))  # ranks may be bound to different cores
     host = Host(ranks.rank, ranks.size, num_cores)
     ranks.Free()
     return host
 
 
-def meet(world: MPI.Comm, seconds: float) -> None:
-    """Wait until all ranks of `world` are here, at most so long: a rank that is lost never comes."""
+def barrier_with_timeout(world: MPI.Comm, seconds: float) -> None:
+    """Wait until all ranks of `world` have called this, at most `seconds`, since a lost rank never does."""
     barrier = world.Ibarrier()
     end = time.monotonic() + seconds
     while not barrier.Test() and time.monotonic() < end:
@@ -109,7 +111,7 @@ def meet(world: MPI.Comm, seconds: float) -> None:
 
 
 def default_num_threads(host: Host) -> int | None:
-    """Compute threads for a rank; None if the user has decided already."""
+    """Return the number of compute threads for a rank; None if OMP_NUM_THREADS sets it."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, min(len(cores()), host.num_cores // host.local_size))

@@ -1,6 +1,6 @@
-"""Together: what ranks that measure at once need of each other, without taking a core from any.
+"""Idle waits: barriers and reductions that sleep between polls, for ranks that measure at the same time.
 
-Who waits here sleeps between two looks: a blocking MPI call burns the core of whoever is being measured.
+A blocking MPI call would occupy a core that the measured rank needs.
 """
 
 import time
@@ -26,12 +26,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def idle_barrier(world: "MPI.Comm") -> None:
-    """A barrier that sleeps."""
+    """Wait for all ranks and sleep between polls. Collective."""
     _sleep_until(world, world.Ibarrier())
 
 
 def largest(world: "MPI.Comm", number: float) -> float:
-    """The largest of all ranks' numbers; a barrier, too."""
+    """Return the largest of all ranks' numbers and sleep between polls. Collective."""
     from hybridpipe.comm.mpi import MPI
 
     found = np.array([number])
@@ -40,9 +40,9 @@ def largest(world: "MPI.Comm", number: float) -> float:
 
 
 def machine_leaders(world: "MPI.Comm") -> list[int]:
-    """For each rank the first rank that uses the same machine's processors.
+    """Return for each rank the first rank on the same machine. Collective.
 
-    Hosts that are containers, or network namespaces, of one machine have its boot id in common.
+    Containers and network namespaces of one machine share its boot id.
     """
     from hybridpipe.comm.mpi import MPI
 
@@ -52,24 +52,27 @@ def machine_leaders(world: "MPI.Comm") -> list[int]:
 
 
 def cores_to_spare(world: "MPI.Comm") -> bool:
-    """Has every rank of this machine a core of its own? Collective."""
+    """Return True if every rank of this machine has a core of its own. Collective."""
     num_ranks, num_cores = machine_cores(world)
     return num_ranks <= num_cores
 
 
 def machine_cores(world: "MPI.Comm") -> tuple[int, int]:
-    """The number of this machine's ranks, and of the cores that they have together. Collective."""
+    """Return the number of this machine's ranks and the number of cores they may use. Collective."""
     leaders = machine_leaders(world)
     mine = [
         each
         for each, leader in zip(world.allgather(cores()), leaders, strict=True)
         if leader == leaders[world.rank]
     ]
-    return len(mine), len(frozenset().union(*mine))  # a launcher may have bound each to its own
+    return len(mine), len(frozenset().union(*mine))  # ranks may be bound to different cores
 
 
 def share_cores(world: "MPI.Comm") -> None:
-    """Give each rank of a host its part of the cores to compute with, unless the user has said how many."""
+    """Set torch's threads to a rank's share of its host's cores, unless OMP_NUM_THREADS is set.
+
+    Collective.
+    """
     from hybridpipe.comm.groups import default_num_threads, this_host
 
     num_threads = default_num_threads(this_host(world))
@@ -78,9 +81,10 @@ def share_cores(world: "MPI.Comm") -> None:
 
 
 def measure_together(world: "MPI.Comm", measure: Callable[[Agree], ModelProfile]) -> ModelProfile:
-    """The profile under the load that will be: every rank measures at once, and all have the same result.
+    """Measure a profile on all ranks at once, as training will load them. Collective.
 
-    Collective. Figures are the medians over the ranks of the first machine.
+    Returns:
+        the same profile on all ranks: medians over the ranks of the first machine.
     """
     profile = measure(partial(largest, world))
     idle_barrier(world)

@@ -1,8 +1,7 @@
-"""Messages: a tuple of tensors as one run of bytes, and back.
+"""Messages: a tuple of tensors packed into one buffer of bytes, and back.
 
-A message is a header of eight int64 (what it is, from where, how long), then each tensor's bytes in C
-order, each at a multiple of 64 bytes so that the receiver can compute on them in place. The receiver
-knows what it expects and compares the header before it looks at the rest.
+A message is a header of eight int64, then each tensor's bytes in C order at a multiple of 64 bytes.
+Invariant: the receiver checks the header against what the plan expects before it reads the rest.
 """
 
 import json
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 64
-# Read and written without torch, whose calls take tens of µs each where caches are cold, as after a forward.
+# The header is read and written without torch, whose calls take tens of µs each with cold caches.
 _HEADER = struct.Struct("=8q")
 HEADER_BYTES = _HEADER.size
 MAGIC = 0x6879627270697065  # "hybrpipe"
@@ -41,20 +40,24 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """What the tensor's elements weigh."""
+        """Size of the tensor's elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything about what crosses a cut but its numbers. `single`: a bare tensor, not a tuple of one."""
+    """Shapes and types of the tensors that cross a cut.
+
+    Args:
+        single: True for a bare tensor, False for a tuple.
+    """
 
     tensors: tuple[TensorSpec, ...]
     single: bool = False
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each tensor starts; one more for the end, which is the size of the message."""
+        """Offset of each tensor in bytes, and of the message's end."""
         offsets = [HEADER_BYTES]
         for tensor in self.tensors:
             offsets.append(offsets[-1] + _aligned(tensor.num_bytes))
@@ -62,23 +65,27 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole message."""
+        """Size of the whole message in bytes."""
         return self.offsets[-1]
 
     @cached_property
     def gradients(self) -> "Spec":
-        """The message that comes back: a byte for each gradient, 0 where there is none, then they."""
+        """Spec of the gradients' message: a byte for each gradient, 0 if it is missing, and the gradients."""
         wanted = tuple(tensor for tensor in self.tensors if tensor.requires_grad)
         return Spec((TensorSpec((len(wanted),), torch.uint8, False), *wanted))
 
 
 def spec_of(tensors: Sequence[Tensor], single: bool = False) -> Spec:
-    """The spec of these tensors."""
+    """Return the spec of tensors."""
     return Spec(tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), single)
 
 
 def encode_spec(spec: Spec) -> Tensor:
-    """A spec as SPEC_BYTES bytes of JSON, padded with spaces."""
+    """Return a spec as SPEC_BYTES bytes of JSON, padded with spaces.
+
+    Raises:
+        ValueError: the spec is too long.
+    """
     text = json.dumps(
         {
             "single": spec.single,
@@ -89,14 +96,14 @@ def encode_spec(spec: Spec) -> Tensor:
     ).encode()
     if len(text) > SPEC_BYTES:
         raise ValueError(
-            f"what crosses a cut must be described in {SPEC_BYTES} bytes, got {len(text)} bytes "
-            f"for {len(spec.tensors)} tensors"
+            f"the shapes and types of a stage's outputs must fit in {SPEC_BYTES} bytes, got "
+            f"{len(text)} bytes for {len(spec.tensors)} tensors"
         )
     return torch.frombuffer(bytearray(text.ljust(SPEC_BYTES)), dtype=torch.uint8)
 
 
 def decode_spec(buffer: Tensor) -> Spec:
-    """The inverse of `encode_spec`."""
+    """Return the spec that `encode_spec` was given."""
     fields = json.loads(buffer.numpy().tobytes())
     tensors = (
         TensorSpec(tuple(shape), getattr(torch, dtype), requires_grad)
@@ -106,7 +113,7 @@ def decode_spec(buffer: Tensor) -> Spec:
 
 
 def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor | None], header: Sequence[int]) -> None:
-    """Write header and tensors into `buffer`, from any device and memory layout; for None nothing."""
+    """Write header and tensors into `buffer`, from any device and memory layout; None is skipped."""
     _HEADER.pack_into(buffer.numpy().data, 0, MAGIC, spec.num_bytes, *header, *[0] * (6 - len(header)))
     for view, tensor in zip(views(buffer, spec), tensors, strict=True):
         if tensor is not None:
@@ -114,7 +121,11 @@ def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor | None], header: S
 
 
 def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Sequence[str]) -> None:
-    """Raises ProtocolError, naming each field that differs, unless the message is the expected one."""
+    """Check that a message is the expected one.
+
+    Raises:
+        ProtocolError: the header differs; names each field that does.
+    """
     fields = _fields(buffer)
     if fields[: 1 + len(header)] != (spec.num_bytes, *header):
         expected = dict(zip(("num_bytes", *names), (spec.num_bytes, *header), strict=True))
@@ -128,7 +139,7 @@ def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Seque
 
 
 def views(buffer: Tensor, spec: Spec) -> tuple[Tensor, ...]:
-    """The message's tensors, sharing the buffer's memory."""
+    """Return the message's tensors, which share the buffer's memory."""
     return tuple(
         buffer[start : start + tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(spec.offsets, spec.tensors, strict=False)
@@ -136,7 +147,11 @@ def views(buffer: Tensor, spec: Spec) -> tuple[Tensor, ...]:
 
 
 def header_of(buffer: Tensor, count: int) -> list[int]:
-    """What the sender says that the message is. Raises ProtocolError if it is not one of ours."""
+    """Return the first `count` fields of a message's header.
+
+    Raises:
+        ProtocolError: the message does not start as one of hybridpipe's.
+    """
     return list(_fields(buffer)[1 : 1 + count])
 
 
@@ -145,7 +160,9 @@ def _fields(buffer: Tensor) -> tuple[int, ...]:
         fields: tuple[int, ...] = _HEADER.unpack_from(buffer.numpy().data)
         if fields[0] == MAGIC:
             return fields[1:]
-    raise ProtocolError("a message does not start as one of ours; who else uses this communicator?")
+    raise ProtocolError(
+        "a message does not start with hybridpipe's header; does other code use this communicator?"
+    )
 
 
 def _aligned(num_bytes: int) -> int:
@@ -153,10 +170,13 @@ def _aligned(num_bytes: int) -> int:
 
 
 class Buffers:
-    """Byte buffers that are used again: fresh memory costs a page fault every 4 KiB.
+    """Byte buffers that are reused, since fresh memory costs a page fault every 4 KiB.
 
-    A buffer comes back by itself once no tensor looks at its memory any more. No one could give it back
-    by hand in time: autograd may keep a view of a received gradient as a parameter's `.grad`.
+    A buffer returns by itself once no tensor uses its memory. An explicit release could come too early:
+    autograd may keep a view of a received gradient as a parameter's `.grad`.
+
+    Args:
+        pinned: allocate pinned memory, for copies to a GPU.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -164,12 +184,12 @@ class Buffers:
         self._pinned = pinned
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer of that many bytes, with anything in it."""
+        """Return a buffer of `num_bytes` bytes with arbitrary content."""
         free = self._free[num_bytes]
         if free:
             memory = free.pop()
         else:
             memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned).numpy()
-        alias = memory.view()  # the tensor's storage holds the alias; its end is the end of the last tensor
+        alias = memory.view()  # held by the tensor's storage, so it ends with the last tensor on it
         weakref.finalize(alias, free.append, memory).atexit = False
         return torch.from_numpy(alias)

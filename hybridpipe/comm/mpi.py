@@ -1,7 +1,7 @@
-"""MPI, initialised as the runtime needs it. Importing this module starts MPI; nothing else here does.
+"""MPI, initialised with THREAD_MULTIPLE. Importing this module starts MPI; no other module does.
 
-mpi4py comes before Horovod, with THREAD_MULTIPLE, since the communication thread, the main thread and
-Horovod's own all call MPI.
+mpi4py must start MPI before Horovod does, since the progress thread, the main thread and Horovod's thread all
+call MPI.
 """
 
 import mpi4py

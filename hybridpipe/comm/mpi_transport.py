@@ -1,13 +1,7 @@
-"""MPI transport: nonblocking sends and receives, and a thread that makes progress while others compute.
+"""MPI transport: nonblocking sends and receives, and a progress thread that polls while the rank computes.
 
-Whoever waits polls by itself; while nobody waits, the communication thread does. Without it a large
-nonblocking send stands still while Python computes, over TCP and over shared memory without single copy
-(measured: 16 MB arrived 500 to 1100 ms late). With single copy who receives fetches a message by itself, and
-where no core is left for the thread there is none (`progress_thread`). A rank that waits for long sleeps
-between polls, which leaves the cores to whoever computes: a blocking MPI receive takes 87 % of one.
-
-No receive is given to MPI before its message is there and known to have its size (matching probes): Open MPI
-writes a longer message past the buffer's end, and takes a shorter one without an error.
+Knows requests and sizes of messages, not their content.
+Invariant: MPI gets a receive only after a matching probe has found a message of the right size.
 """
 
 import math
@@ -23,48 +17,51 @@ from torch import Tensor
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
-from hybridpipe.comm.transport import DOUBT_SECONDS, Pending, Unclaimed
+from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected
 
-# A rank that waits looks again at once for so long, where every rank of its machine has a core of its own: a
-# pause lasts at least 70 µs, the kernel's timer slack included, and a small message takes 2.
+# A waiting rank polls without pauses for this time if every rank of its machine has a core of its own: a
+# pause lasts at least 70 µs with the kernel's timer slack, and a small message takes 2 µs.
 SPIN_SECONDS = 2e-3
-# Then, or from the start where ranks outnumber cores, it pauses: from the first to the last, doubled in
-# between while nothing completes.
+# After that, or from the start if ranks outnumber cores, it sleeps between polls, which leaves the cores to
+# ranks that compute (a blocking MPI receive takes 87 % of a core). Pauses double from the first to the last.
 FIRST_PAUSE_SECONDS = 20e-6
 LAST_PAUSE_SECONDS = 200e-6
-# The communication thread's first pause after a large send, and after anything else. A large send without
-# single copy goes in fragments, each of which waits for polls of both sides (256 KiB to a rank that waits
-# while the sender computes: 7.9 ms at 1 ms, 3 ms at 100 µs). Receives posted ahead are mostly all there is
-# while a rank computes: a fixed 50 µs took 15 % of a core and slowed computing down by 7 %.
+# The progress thread's first pause after a large send. Without single copy a large send goes in fragments,
+# and each fragment waits for polls of both sides.
 PAUSE_URGENT_SECONDS = 100e-6
+# Its first pause after anything else, which mostly means receives posted ahead while the rank computes. A
+# fixed pause of 50 µs took 15 % of a core and slowed computing down by 7 %.
 PAUSE_SECONDS = 1e-3
-# Doubled up to this until there is something new: 1 ms and no more takes 4 % of a core on a virtual machine,
-# whose timers and thread switches are slow; and a send waits for a receiver that computes.
+# Pauses double up to this until something new is sent or received. A fixed pause of 1 ms takes 4 % of a core
+# on a virtual machine, whose timers and thread switches are slow.
 IDLE_PAUSE_SECONDS = 4e-3
-# Where receives whose messages are not there yet are all there is, each pause is then longer than the one
-# before by this factor: what comes late is found within 4 ms and a sixteenth of the wait for it. The longest
-# takes 1 % of a core in place of 2 to 5; a sender over TCP whose receiver computes starts so much later.
+# If only receives without a message are left, each pause is longer than the one before by this factor. A late
+# message is then found within 4 ms and a sixteenth of the wait for it.
 STRETCH = 17 / 16
+# The longest pause takes 1 % of a core instead of 2 to 5 %; it delays a sender over TCP whose receiver
+# computes by as much.
 LONGEST_PAUSE_SECONDS = 20e-3
-# With nothing under way it takes so many pauses more before it sleeps until it is woken: to wake it for each
+# Number of further pauses of an idle progress thread before it sleeps until it is woken: to wake it for each
 # message would cost more than a small message.
 LINGER_PAUSES = 12
-# A message of up to this size is on its way when `Isend` returns and needs no progress.
+# A message of up to this size is sent when `Isend` returns and needs no further polls.
 SMALL_BYTES = 4096
-# Who waits tests its own request, and what else is under way once there is so much of it.
+# A waiting rank tests its own request, and all requests if there are more than this.
 MOST_ACTIVE = 8
-# Without a communication thread who waits tests all, and who sends does once there is so much: their buffers
-# are held. Not who goes on to compute: a test that finds nothing yields the core.
+# Without a progress thread a waiting rank tests all requests. A sending rank does so if there are more than
+# this, since their buffers are held. Fewer are not tested before the rank computes, since a test that finds
+# nothing yields the core.
 MOST_SENT = 2
 
 _Item = TypeVar("_Item")
 
 
 class _Request:
-    """One MPI request under way, or a receive whose message is not there yet (`request` is None).
+    """One MPI request in progress, or a receive whose message has not arrived (`request` is None).
 
     Args:
-        what: for reports: what is waited for.
+        urgent: True for a large send, which needs frequent polls.
+        what: description of the wait, for reports.
     """
 
     __slots__ = ("buffer", "completed", "error", "request", "transport", "urgent", "what")
@@ -82,9 +79,9 @@ class _Request:
         self.error: str | None = None
         self.completed = False
 
-    def wait(self, doubt: Callable[[], None] | None = None) -> None:
+    def wait(self, on_slow: Callable[[], None] | None = None) -> None:
         if not self.completed:
-            self.transport.wait_for(self, doubt)
+            self.transport.wait_for(self, on_slow)
         if self.error is not None:
             raise ProtocolError(self.error)
 
@@ -97,14 +94,14 @@ class _Request:
 
 
 class _Arrived(NamedTuple):
-    """A message that nobody has asked for yet: MPI holds it, or, once it was looked at, `copy` does."""
+    """A message without a posted receive; MPI holds it, or `copy` does once its content was read."""
 
     message: MPI.Message | None
     num_bytes: int
     copy: Tensor | None = None
 
     def content(self) -> Tensor:
-        """Its bytes, in memory of their own."""
+        """Return the message's bytes, and receive them from MPI if needed."""
         if self.copy is not None:
             return self.copy
         assert self.message is not None
@@ -114,13 +111,21 @@ class _Arrived(NamedTuple):
 
 
 class MpiTransport:
-    """Transport over a communicator of its own. Use as a context manager, or `close` it.
+    """Transport over a communicator of its own. Use it as a context manager, or `close` it.
+
+    A waiting rank polls itself; otherwise the progress thread polls. Without the thread a large nonblocking
+    send makes no progress while Python computes, over TCP and over shared memory without single copy
+    (measured: 16 MB arrived 500 to 1100 ms late). With single copy the receiver fetches a message by itself
+    (`progress_thread`).
+
+    Receives are matched by probes: Open MPI would write a message that is too long past the buffer's end,
+    and accept one that is too short without an error.
 
     Args:
-        cores_to_spare: every rank of this machine has a core of its own, so that one that waits may use it.
-        progress_thread: a thread moves messages while the rank computes. Without one they must arrive without
-            their sender's help.
-        device: where this rank computes; by default the CPU.
+        cores_to_spare: True if every rank of this machine has a core of its own and may poll without pauses.
+        progress_thread: start a progress thread. Without one, messages must arrive without their sender's
+            help.
+        device: the rank's device; by default the CPU.
     """
 
     def __init__(
@@ -133,34 +138,34 @@ class MpiTransport:
         self._communicator = communicator
         self.buffer = Buffers(pinned=device is not None and device.type == "cuda").take
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
-        self._active: list[_Request] = []  # requests of MPI
-        # by (peer, tag), in order, while there are any
+        self._active: list[_Request] = []  # MPI's requests
+        # by (peer, tag), in order; a pair without any is absent
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
         self._arrived: defaultdict[tuple[int, int], deque[_Arrived]] = defaultdict(deque)
         self._num_expected = 0
         self._status = MPI.Status()
         self._polling = threading.Lock()  # held by the one thread that tests the requests
-        self._guard = threading.Lock()  # guards what follows
-        self._wake = threading.Condition(self._guard)  # wakes the communication thread
-        self._resting = 0.0  # the communication thread's pause; 0: it is awake, inf: until it is woken
-        self._pause = PAUSE_SECONDS  # its next one
+        self._guard = threading.Lock()  # guards `_active`, `_num_expected` and the attributes below
+        self._wake = threading.Condition(self._guard)  # wakes the progress thread
+        self._resting = 0.0  # the progress thread's pause; 0: it is awake, inf: until it is woken
+        self._pause = PAUSE_SECONDS  # its next pause
         self._closed = False
         self._num_waiting = 0
         self.thread: threading.Thread | None = None
         if progress_thread:
-            name = "hybridpipe-communication"
+            name = "hybridpipe-progress"
             self.thread = threading.Thread(target=self._progress, name=name, daemon=True)
             self.thread.start()
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending (`MPI_Isend`)."""
+        """Start sending with `MPI_Isend`; `buffer` is kept alive until the transfer is complete."""
         array = buffer.numpy()
         request = self._communicator.Isend([array, MPI.BYTE], peer, tag)
         what = Wait("send", (peer,), tag, array.nbytes)
         return self._watch(_Request(request, buffer, self, array.nbytes > SMALL_BYTES, what))
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """The next message from there with this tag; waiting for it fails if it has another size."""
+        """Post a receive of the peer's next message with this tag; its `wait` raises for another size."""
         expected = _Request(None, buffer, self, False, Wait("receive", (peer,), tag, len(buffer)))
         with self._polling:
             if (peer, tag) in self._arrived:
@@ -169,7 +174,7 @@ class MpiTransport:
                 self._expected[peer, tag].append(expected)
                 with self._guard:
                     self._num_expected += 1
-                    self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
+                    self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
         return expected
 
     def watch(
@@ -179,16 +184,18 @@ class MpiTransport:
         what: str = "collective",
         ranks: Sequence[int] | None = None,
     ) -> Pending:
-        """Let any request be completed in the background, such as that of a nonblocking collective.
+        """Complete any request in the background, such as that of a nonblocking collective.
 
         Args:
-            what, ranks: for reports: what it is, and who takes part (None: all).
+            buffer: kept alive until the request is complete.
+            what: name of the request, for reports.
+            ranks: the ranks that take part, for reports; None: all.
         """
         ranks = range(self._communicator.size) if ranks is None else ranks
         return self._watch(_Request(request, buffer, self, False, Wait(what, tuple(ranks))))
 
-    def unclaimed(self, peer: int) -> list[Unclaimed]:
-        """The messages from there that have come, and that nobody has asked for."""
+    def unexpected(self, peer: int) -> list[Unexpected]:
+        """Return the messages from a peer that have arrived without a posted receive."""
         with self._polling:
             while self._match():
                 pass
@@ -197,38 +204,38 @@ class MpiTransport:
                 if source == peer:
                     copies = [each.content() for each in arrived]
                     self._arrived[source, tag] = deque(_Arrived(None, len(copy), copy) for copy in copies)
-                    found += [Unclaimed(tag, copy) for copy in copies]
+                    found += [Unexpected(tag, copy) for copy in copies]
         return found
 
     def _watch(self, pending: _Request) -> _Request:
-        # Not tested here: a test that finds nothing yields the core (mpi_yield_when_idle), and with more
-        # ranks than cores what is to be computed next waits for a time slice, a millisecond and more.
+        # Not tested here: a test that finds nothing yields the core (mpi_yield_when_idle). With more ranks
+        # than cores the rank's next computation would then wait a millisecond or more for a time slice.
         with self._guard:
             self._active.append(pending)
             if pending.urgent:
-                self._look_within(PAUSE_URGENT_SECONDS, 8 * PAUSE_URGENT_SECONDS)
+                self._limit_pause(PAUSE_URGENT_SECONDS, 8 * PAUSE_URGENT_SECONDS)
             else:
-                self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
+                self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
         if self.thread is None and len(self._active) > MOST_SENT:
             self._poll()
         return pending
 
-    def _look_within(self, next_pause: float, this_pause: float) -> None:
-        """The thread's next pause is no longer, and it is woken from one that is. `_guard` is held."""
+    def _limit_pause(self, next_pause: float, this_pause: float) -> None:
+        """Limit the progress thread's next pause, and end a longer present one. `_guard` is held."""
         self._pause = min(self._pause, next_pause)
         if self._resting > this_pause:
             self._wake.notify()
 
-    def wait_for(self, pending: _Request, doubt: Callable[[], None] | None = None) -> None:
-        """Poll until the request is complete; a communication thread rests meanwhile.
+    def wait_for(self, pending: _Request, on_slow: Callable[[], None] | None = None) -> None:
+        """Poll until the request is complete; the progress thread does not poll meanwhile.
 
         Args:
-            doubt: called when it takes long; raises if it knows that there is nothing to wait for.
+            on_slow: called after every SLOW_WAIT_SECONDS; raises if the message cannot arrive any more.
         """
         with self._guard:
             self._num_waiting += 1
         began = time.perf_counter()
-        in_doubt = began + DOUBT_SECONDS
+        slow_at = began + SLOW_WAIT_SECONDS
         pauses = _pauses()
         before, rank_status.wait = rank_status.wait, pending.what
         try:
@@ -238,17 +245,17 @@ class MpiTransport:
                 now = time.perf_counter()
                 if now >= began + self._spin_seconds:
                     time.sleep(next(pauses))
-                if now >= in_doubt and doubt is not None:
-                    doubt()
-                    in_doubt = now + DOUBT_SECONDS
+                if now >= slow_at and on_slow is not None:
+                    on_slow()
+                    slow_at = now + SLOW_WAIT_SECONDS
         finally:
             rank_status.wait = before
             with self._guard:
-                self._num_waiting -= 1  # while others waited the thread did not look, and its pauses grew
-                self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
+                self._num_waiting -= 1  # the progress thread's pauses have grown meanwhile
+                self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
 
     def close(self) -> None:
-        """Wait for what is under way and end the communication thread, if there is one."""
+        """Wait for all transfers and end the progress thread."""
         with self._guard:
             self._closed = True
             self._wake.notify()
@@ -270,7 +277,7 @@ class MpiTransport:
         return bool(self._active) or self._num_expected > 0
 
     def _progress(self) -> None:
-        """The communication thread."""
+        """Run the progress thread."""
         idle_pauses = 0
         while True:
             with self._guard:
@@ -288,7 +295,7 @@ class MpiTransport:
                 self._poll()
 
     def _test(self, pending: _Request) -> bool:
-        """Is the request complete? If so, see to what else is, too."""
+        """Return True if the request is complete; then test the others, too, if there are many."""
         with self._polling:
             while not pending.completed and pending.request is None:
                 if not self._match():
@@ -305,7 +312,7 @@ class MpiTransport:
         return True
 
     def _poll(self) -> None:
-        """Test what is under way."""
+        """Match arrived messages with receives, and test all requests."""
         with self._polling:
             while self._match():
                 pass
@@ -321,10 +328,10 @@ class MpiTransport:
                 pending.complete()
 
     def _match(self) -> bool:
-        """Take one message that has come, if any, to whoever expects it. Called while `_polling` is held."""
+        """Match one arrived message with its receive; False if there is none. `_polling` is held."""
         if not self._num_expected:
             return False
-        message = self._probe() or self._probe()  # Open MPI's first look moves what the second one finds
+        message = self._probe() or self._probe()  # Open MPI's first probe makes the progress for the second
         if message is None:
             return False
         place = self._status.source, self._status.tag
@@ -334,7 +341,7 @@ class MpiTransport:
             return True
         with self._guard:
             self._num_expected -= 1
-            self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)  # where one came, others may follow
+            self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)  # further messages may follow
         self._take(_pop(self._expected, place), arrived)
         return True
 
@@ -342,7 +349,7 @@ class MpiTransport:
         return self._communicator.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, self._status)
 
     def _take(self, pending: _Request, arrived: _Arrived) -> None:
-        """Start receiving a message that has come, if it is as long as it should be."""
+        """Start receiving an arrived message, or set the error if its size is wrong."""
         what = pending.what
         assert isinstance(pending.buffer, Tensor) and what.tag is not None
         if arrived.num_bytes != what.num_bytes:
@@ -355,7 +362,7 @@ class MpiTransport:
         elif arrived.copy is not None:
             pending.buffer.copy_(arrived.copy)
             pending.complete()
-        elif arrived.num_bytes <= SMALL_BYTES:  # all there
+        elif arrived.num_bytes <= SMALL_BYTES:  # all of it has arrived
             assert arrived.message is not None
             arrived.message.Recv([pending.buffer.numpy(), MPI.BYTE])
             pending.complete()
@@ -364,17 +371,17 @@ class MpiTransport:
             pending.request = arrived.message.Irecv([pending.buffer.numpy(), MPI.BYTE])
             with self._guard:
                 self._active.append(pending)
-                self._look_within(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
+                self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
 
 
 def _longer(pause: float, only_expected: bool) -> float:
-    """The communication thread's pause after this one."""
+    """Return the progress thread's pause after this one."""
     stretched = max(STRETCH * pause, IDLE_PAUSE_SECONDS) if only_expected else IDLE_PAUSE_SECONDS
     return min(2 * pause, stretched, LONGEST_PAUSE_SECONDS)
 
 
 def _pop(queues: dict[tuple[int, int], deque[_Item]], place: tuple[int, int]) -> _Item:
-    """The first in a queue, which goes with its last."""
+    """Remove and return the first item of a queue, and drop a queue that is empty then."""
     item = queues[place].popleft()
     if not queues[place]:
         del queues[place]
@@ -382,7 +389,7 @@ def _pop(queues: dict[tuple[int, int], deque[_Item]], place: tuple[int, int]) ->
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds to sleep between polls: doubled up to the last."""
+    """Yield the pauses between polls in seconds, doubled up to LAST_PAUSE_SECONDS."""
     pause = FIRST_PAUSE_SECONDS
     while True:
         yield pause

@@ -1,8 +1,7 @@
-"""PointToPoint: one rank's exchange of activations and gradients with the stages before and behind it.
+"""PointToPoint: one rank's exchange of activations and gradients with the stages before and after its own.
 
-Between transport (bytes) and executor (values). The first time a pair of ranks exchanges a microbatch of
-some size the sender describes it (`Spec`); from then on both know it, receives are posted ahead into
-reused buffers, and a sender whose tensors have changed shape says so instead of sending.
+Stands between the transport, which moves bytes, and the executor, which knows values.
+Invariant: for each pair of ranks and microbatch size, shapes and types are those of the first message.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from hybridpipe.planning.schedules.instructions import Program, ReceiveActivatio
 from hybridpipe.stage.stage import received
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
-LARGEST_TAG = 2**15 - 1  # that every MPI allows
+LARGEST_TAG = 2**15 - 1  # every MPI library allows it
 
 KINDS = 3
 ACTIVATION, GRADIENT, SPEC = range(KINDS)
@@ -40,7 +39,7 @@ HEADER_NAMES = ("kind", "step", "microbatch", "stage")
 
 
 class _Size(NamedTuple):
-    """What shapes depend on: the cut, the peer, the microbatch's samples, training or not."""
+    """The key of a spec: shapes depend on the cut, the peer, the number of samples, and training."""
 
     cut: int
     peer: int
@@ -49,6 +48,8 @@ class _Size(NamedTuple):
 
 
 class _Posted(NamedTuple):
+    """A posted receive and the message that the plan expects there."""
+
     pending: Pending
     buffer: Tensor
     spec: Spec
@@ -57,7 +58,7 @@ class _Posted(NamedTuple):
     tag: int
 
     def check(self) -> None:
-        """Raises ProtocolError unless what has come is what the plan expects."""
+        """Raise ProtocolError unless the received message is the one that the plan expects."""
         try:
             check_header(self.buffer, self.spec, self.header, HEADER_NAMES)
         except ProtocolError as error:
@@ -67,7 +68,9 @@ class _Posted(NamedTuple):
 class PointToPoint:
     """The messages of one rank at `stage`. Call `begin` before each program.
 
-    Where the rank holds several stages each has one of its own, over the same transport.
+    Before a pair of ranks exchanges its first microbatch of some size, the sender sends a `Spec`. Later
+    receives of that size are posted ahead into reused buffers. A rank that holds several stages has one
+    object a stage, over one transport.
     """
 
     def __init__(self, plan: Plan, stage: int, transport: Transport, device: torch.device) -> None:
@@ -79,12 +82,17 @@ class PointToPoint:
         self._specs: dict[_Size, Spec] = {}
         self.bytes_sent = 0
 
-    def forget(self) -> None:
-        """Drop what is known of messages. Call it on both sides of a cut, with nothing under way."""
+    def forget_specs(self) -> None:
+        """Forget the specs. Call it on both sides of a cut while no message is in flight."""
         self._specs.clear()
 
     def begin(self, program: Program, sizes: Sequence[int], step: int, training: bool) -> None:
-        """Get ready for a program over microbatches of these sizes."""
+        """Prepare for a program.
+
+        Args:
+            sizes: number of samples of each microbatch.
+            step: number of minibatches before the program's first one; sent in every header.
+        """
         self._sizes, self._step, self._training = sizes, step, training
         self._receives = [
             i
@@ -95,7 +103,11 @@ class PointToPoint:
         self._num_posted = self._num_consumed = 0
 
     def send_activation(self, microbatch: int, value: TensorTree) -> None:
-        """Start sending a stage's output to the stage behind."""
+        """Start sending a stage's output to the next stage.
+
+        Raises:
+            ProtocolError: shapes or types differ from those of earlier microbatches of the same size.
+        """
         tensors = tensors_of(value)
         spec = spec_of(tensors, single=isinstance(value, Tensor))
         size = self._size(microbatch, self._stage + 1)
@@ -114,7 +126,7 @@ class PointToPoint:
         """Start sending the gradients of a stage's input to the stage before.
 
         Args:
-            gradients: one for each tensor of the input; None where it requires none, or nothing has used it.
+            gradients: one for each tensor of the input; None if it requires none or was not used.
         """
         size = self._size(microbatch, self._stage - 1)
         spec = self._specs[size]
@@ -124,21 +136,28 @@ class PointToPoint:
         self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec.gradients, tensors)
 
     def receive_activation(self, microbatch: int) -> TensorTree:
-        """Wait for a stage's input: leaves of this stage's graph."""
+        """Wait for a stage's input and return it as leaves of this stage's graph.
+
+        Raises:
+            ProtocolError: the message is not the one that the plan expects.
+        """
         size = self._size(microbatch, self._stage - 1)
         if size not in self._specs:
             buffer = torch.empty(SPEC_BYTES, dtype=torch.uint8)
             tag = self._tag(SPEC, microbatch, self._stage - 1)
-            self._transport.receive(buffer, size.peer, tag).wait(partial(self._doubt, size.peer))
+            self._transport.receive(buffer, size.peer, tag).wait(partial(self._check_peer, size.peer))
             self._specs[size] = decode_spec(buffer)
         spec = self._specs[size]
         tensors = self._receive(ReceiveActivation(microbatch, self._chunk))
         return received(tensors[0] if spec.single else tensors, [t.requires_grad for t in spec.tensors])
 
     def receive_gradient(self, microbatch: int) -> list[Tensor | None]:
-        """Wait for the gradients of a stage's output: one for each tensor, None where there is none.
+        """Wait for the gradients of a stage's output and return one for each tensor, or None.
 
-        None stays None across the cut, so that the optimizer passes by what nothing has used.
+        None stays None across the cut, so that the optimizer skips unused parameters.
+
+        Raises:
+            ProtocolError: the message is not the one that the plan expects.
         """
         spec = self._specs[self._size(microbatch, self._stage + 1)]
         present, *sent = self._receive(ReceiveGradient(microbatch, self._chunk))
@@ -156,7 +175,7 @@ class PointToPoint:
     ) -> None:
         if spec.num_bytes > LARGEST_MESSAGE_BYTES:
             raise ValueError(
-                f"the message of microbatch {microbatch} weighs {spec.num_bytes} bytes, MPI takes at most "
+                f"the message of microbatch {microbatch} has {spec.num_bytes} bytes, MPI takes at most "
                 f"{LARGEST_MESSAGE_BYTES}; use smaller microbatches"
             )
         buffer = self._transport.buffer(spec.num_bytes)
@@ -168,7 +187,7 @@ class PointToPoint:
         self._num_consumed += 1
         self._post_until(self._num_consumed + LOOK_AHEAD)
         posted = self._posted.pop(instruction)
-        posted.pending.wait(partial(self._doubt, posted.peer))
+        posted.pending.wait(partial(self._check_peer, posted.peer))
         posted.check()
         return tuple(tensor.to(self._device) for tensor in views(posted.buffer, posted.spec))
 
@@ -191,20 +210,23 @@ class PointToPoint:
             self._posted[instruction] = _Posted(pending, buffer, spec, header, size.peer, tag)
             self._num_posted += 1
 
-    def _doubt(self, peer: int) -> None:
-        """A wait takes long: raises ProtocolError if the peer has sent what nobody will ever ask for."""
+    def _check_peer(self, peer: int) -> None:
+        """Raise ProtocolError if the peer has sent a message that the plan does not expect.
+
+        Called when a wait takes long.
+        """
         for posted in self._posted.values():
             if posted.pending.is_complete():
-                posted.pending.wait()  # one of another size has filled no buffer, and says so here
+                posted.pending.wait()  # raises for a message of another size, which has filled no buffer
                 posted.check()
-        for tag, message in self._transport.unclaimed(peer):
+        for tag, message in self._transport.unexpected(peer):
             if tag % KINDS == SPEC:
                 continue
             found = dict(zip(HEADER_NAMES, header_of(message, len(HEADER_NAMES)), strict=True))
             expected = self._tag(found["kind"], found["microbatch"], found["stage"])
             if tag != expected:
                 raise ProtocolError(
-                    f"from rank {peer} came a message with tag {tag} where the plan expects {expected}: "
+                    f"rank {peer} sent a message with tag {tag} where the plan expects {expected}: "
                     f"{', '.join(f'{name} {value}' for name, value in found.items())}"
                 )
 
@@ -213,7 +235,7 @@ class PointToPoint:
         return _Size(cut, peer, self._sizes[microbatch], self._training)
 
     def _tag(self, kind: int, microbatch: int, cut: int) -> int:
-        """Tags come round again; messages of one tag arrive in the order in which they were sent."""
+        """Return a message's tag. Tags repeat; messages with one tag arrive in the order of sending."""
         return kind + KINDS * (cut + self._num_stages * (microbatch % self._num_tags))
 
 

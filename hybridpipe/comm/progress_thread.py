@@ -1,8 +1,7 @@
-"""The progress thread: where messages need one to arrive, and where it would only take a core.
+"""Progress thread: finds out if messages arrive only with the help of a thread on the sender.
 
-Where the kernel lets a process read another's memory (CMA, XPMEM, KNEM), MPI has the receiver fetch a large
-message by itself. Whether it does is tried and not asked for, as containers may forbid it and MPI libraries
-differ. Not known here: transports.
+Knows communicators and no transports. With single copy (CMA, XPMEM, KNEM) a receiver fetches a large message
+by itself. This is tried out instead of queried, since containers may forbid it and MPI libraries differ.
 """
 
 import time
@@ -14,28 +13,28 @@ from hybridpipe.comm.groups import this_host
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
 
-NUM_BYTES = 2**20  # more than what MPI sends at once, over TCP too
-# In each trial. A watchdog that looks for its messages moves others', once a second: not in every trial.
+NUM_BYTES = 2**20  # more than MPI sends eagerly, over TCP too
+# The sender's sleep in each trial.
 ASLEEP_SECONDS = 0.04
-TRIALS = 3
+TRIALS = 3  # several, since a watchdog's poll, once a second, may move the message of one trial
 
 
 def needs_progress_thread(world: MPI.Comm, device: torch.device) -> bool:
-    """Whether messages are to be moved by a thread of their own. Collective over `world`.
+    """Return True if each rank needs a thread that moves messages while it computes. Collective over `world`.
 
-    Not where all ranks are on one host, their compute threads leave no core for one more each, and no message
-    waits for its sender: there it would only take a core from ranks that compute. (Two ranks on two cores
-    trained 2 to 4 % faster without: docs/log.)
+    No thread is needed if all ranks are on one host, their compute threads leave no core for another thread,
+    and messages arrive while their sender sleeps. The thread would take a core from ranks that compute (two
+    ranks on two cores trained 2 to 4 % faster without it: docs/log).
     """
-    with rank_status.waiting("finding out how messages move", range(world.size)):
+    with rank_status.waiting("test of message progress", range(world.size)):
         host = this_host(world)
-        busy = host.local_size * (torch.get_num_threads() + 1) > host.num_cores
-        mine = host.local_size == world.size > 1 and busy and device.type == "cpu"
+        lacks_cores = host.local_size * (torch.get_num_threads() + 1) > host.num_cores
+        mine = host.local_size == world.size > 1 and lacks_cores and device.type == "cpu"
         return not (world.allreduce(mine, op=MPI.LAND) and _arrives_unaided(world))
 
 
 def _arrives_unaided(world: MPI.Comm) -> bool:
-    """Whether neighbours' messages arrive while who has sent them is asleep. Collective over `world`."""
+    """Return True if messages between neighbours arrive while their sender sleeps. Collective."""
     pairs = world.Dup()
     arrived = True
     for _ in range(TRIALS if pairs.rank ^ 1 < pairs.size else 0):
@@ -46,7 +45,7 @@ def _arrives_unaided(world: MPI.Comm) -> bool:
 
 
 def _trial(pairs: MPI.Comm, peer: int) -> bool:
-    """One message from the even rank to the odd one, who says whether it came before the other woke."""
+    """Send one message from the even to the odd rank; False on the odd rank if it came after the sleep."""
     message = np.zeros(NUM_BYTES, np.uint8)
     if pairs.rank < peer:
         sending = pairs.Isend([message, MPI.BYTE], peer)

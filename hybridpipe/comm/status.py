@@ -1,7 +1,7 @@
-"""Status: what this rank is doing, written at every instruction and wait, read when a report says where.
+"""Status: the instruction and the wait that this rank is in, for the watchdog's reports.
 
-Plain attributes, as the writer is in the middle of a step. Knows no MPI.
-Invariant: a new object in `doing` or `wait` means that the rank has moved.
+Knows no MPI; plain attributes, since they are written in the middle of a step.
+Invariant: a new object in `doing` or `wait` means that the rank has made progress.
 """
 
 import math
@@ -13,15 +13,16 @@ from typing import NamedTuple
 from hybridpipe.planning.schedules.instructions import Instruction
 
 OUTSIDE = "outside a step"
-CHECKPOINT = "checkpoint"  # what a rank waits for until one is published
+CHECKPOINT = "checkpoint"  # name of the wait until a checkpoint is published
 
 
 class Wait(NamedTuple):
-    """What a rank waits for.
+    """A rank's wait for other ranks.
 
     Args:
         what: "receive", "send", or a collective in words.
-        peers: the ranks that it takes.
+        peers: the other ranks that take part; for a message its sender or receiver.
+        tag, num_bytes: of a message; None for a collective.
     """
 
     what: str
@@ -37,11 +38,11 @@ class Wait(NamedTuple):
 
 
 class Doing(NamedTuple):
-    """A place in a program.
+    """A rank's position in a program.
 
     Args:
-        step: minibatches trained on before this one; None in an evaluation.
-        instruction: None between programs, when the rank is in its caller's hands.
+        step: number of minibatches trained on before this one; None in an evaluation.
+        instruction: the present instruction; None between programs, while the caller's code runs.
     """
 
     stage: int | None
@@ -53,29 +54,33 @@ class RankStatus:
     """The status of this process's rank.
 
     Args:
-        doing: by the main thread.
-        wait: of the main thread, for other ranks.
-        saving: by the thread that saves, while it does not wait for other ranks'.
-        moved: when that thread last got on, in seconds of time.monotonic().
+        doing: the main thread's position in its program.
+        wait: the main thread's wait for other ranks, if it waits.
+        saving: the saving thread's activity, for "rank 3 ..."; empty while it waits for other ranks.
+        disk_moved_at: time of the saving thread's last progress, in seconds of time.monotonic().
     """
 
     doing = Doing(None, None, None)
     wait: Wait | None = None
     saving = ""
-    moved = -math.inf
+    disk_moved_at = -math.inf
 
     @property
     def step(self) -> int | None:
-        """The step that the rank is in, or was in last."""
+        """The rank's present or last step."""
         return self.doing.step
 
     def has_moved_since(self, doing: Doing, wait: Wait | None) -> bool:
-        """Whether the rank has begun anything else since it had that status."""
+        """Return True if the rank has started another instruction or wait since it had this status."""
         return self.doing is not doing or self.wait is not wait
 
     @contextmanager
     def waiting(self, what: str, peers: Iterable[int]) -> Iterator[None]:
-        """Around waiting for other ranks, or for a collective with them."""
+        """Enter a wait for other ranks in the status inside this context.
+
+        Args:
+            what: name of the wait, for reports.
+        """
         before, self.wait = self.wait, Wait(what, tuple(peers))
         try:
             yield
@@ -84,22 +89,26 @@ class RankStatus:
 
     @contextmanager
     def in_saving(self, what: str) -> Iterator[None]:
-        """Around what the saving thread does: a verb, for "rank 3 ..."."""
+        """Enter the saving thread's activity in the status inside this context.
+
+        Args:
+            what: a phrase with a verb, for "rank 3 ...".
+        """
         self.saving = what
-        self.disk_moves()
+        self.note_disk_progress()
         try:
             yield
         finally:
             self.saving = ""
-            self.disk_moves()
+            self.note_disk_progress()
 
-    def disk_moves(self) -> None:
-        """It has taken something more of a file."""
-        self.moved = time.monotonic()
+    def note_disk_progress(self) -> None:
+        """Note that the disk has accepted more of a file."""
+        self.disk_moved_at = time.monotonic()
 
     @property
-    def busy(self) -> bool:
-        """Whether it does what ends by itself, unless the job hangs; else it is the caller's turn."""
+    def is_busy(self) -> bool:
+        """True inside an instruction or a wait, which end by themselves unless the job hangs."""
         return self.doing.instruction is not None or self.wait is not None
 
     def __str__(self) -> str:

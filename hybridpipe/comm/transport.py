@@ -1,6 +1,6 @@
-"""Transport: moves bytes between ranks, in order for each (peer, tag); knows no tensors' meaning.
+"""Transport: the protocol of moving bytes between ranks; `mpi_transport` implements it between processes.
 
-The protocol alone; `mpi_transport` moves them between processes.
+Knows no content of messages. Invariant: messages of one (peer, tag) arrive in order.
 """
 
 from collections.abc import Callable
@@ -8,45 +8,45 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# Who has waited for so long asks whether what it waits for can still come, and again after as long.
-DOUBT_SECONDS = 1.0
+# A wait longer than this calls `on_slow`, and again after as long.
+SLOW_WAIT_SECONDS = 1.0
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """A transfer in progress."""
 
-    def wait(self, doubt: Callable[[], None] | None = None) -> None:
+    def wait(self, on_slow: Callable[[], None] | None = None) -> None:
         """Return once the buffer may be used again.
 
         Args:
-            doubt: called now and then if it takes long; may raise.
+            on_slow: called after every SLOW_WAIT_SECONDS of waiting; may raise.
 
         Raises:
-            ProtocolError: a message of another size has come.
+            ProtocolError: a message of another size has arrived.
         """
 
     def is_complete(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
 
 
-class Unclaimed(NamedTuple):
-    """A message that has come, and that nobody has asked for."""
+class Unexpected(NamedTuple):
+    """A message that has arrived without a posted receive."""
 
     tag: int
     message: Tensor
 
 
 class Transport(Protocol):
-    """The wire between ranks; its buffers are contiguous one-dimensional uint8 tensors."""
+    """Moves bytes between ranks; its buffers are contiguous one-dimensional uint8 tensors."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """A buffer where this transport sends from, and receives into: CPU memory, pinned for a GPU."""
+        """Return a buffer to send from or receive into: CPU memory, pinned if the device is a GPU."""
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending; `buffer` is held, and must not change, until it is done."""
+        """Start sending; `buffer` is kept alive, and must not change, until the transfer is complete."""
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Post a receive of exactly `len(buffer)` bytes."""
 
-    def unclaimed(self, peer: int) -> list[Unclaimed]:
-        """What has come from there without having been asked for, so far."""
+    def unexpected(self, peer: int) -> list[Unexpected]:
+        """Return the messages from a peer that have arrived without a posted receive."""

@@ -1,1 +1,1 @@
-"""Running a plan: instructions become calls."""
+"""Engine: runs a plan on one rank, turning instructions into calls."""

@@ -1,7 +1,7 @@
-"""Agreement: before ranks start together they compare what must be the same on all of them.
+"""Consistency: ranks compare versions, model, plan and settings before they train together.
 
-Ranks with another version, model or setting would train something that nobody asked for, or wait for each
-other for ever. Facts are short texts under a name, in an order; the first that differs is told.
+Ranks that differ would train something else than the user asked for, or wait for each other for ever.
+Invariant: a fact is a short text under a name; the first one that differs is reported on all ranks alike.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from hybridpipe.model.tensors import TensorTree, expanded_dimensions, raw_bytes,
 from hybridpipe.optim.gradient_sync import CYCLE_TIME
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan
-from hybridpipe.stage.state import kept
+from hybridpipe.stage.state import shared_tensors
 from hybridpipe.types import Loss
 from hybridpipe.version import __version__
 
 _NOTHING = "nothing"
-COMPARED = "what must be the same on all ranks"  # is being compared; for reports
+COMPARED = "comparison of settings over all ranks"  # the name of the wait in reports
 
 
 def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> None:
     """Compare this rank's facts with rank 0's. Collective.
 
     Args:
-        remedy: added to the message.
+        remedy: advice to append to the message.
 
     Raises:
         ValueError: on all ranks alike, naming the ranks and the first fact that differs.
@@ -61,7 +61,7 @@ def check_data_alike(world: MPI.Comm, name: str, dataset: Any, seed: int) -> dic
     """Compare the length of a data set and a few of its samples. Collective.
 
     Returns:
-        the facts that are the same.
+        the facts that are the same on all ranks.
 
     Raises:
         TypeError, ValueError: the ranks pass different data sets, or one that cannot be trained on.
@@ -77,19 +77,23 @@ def check_data_alike(world: MPI.Comm, name: str, dataset: Any, seed: int) -> dic
 
 
 def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str]) -> None:
-    """Raises ValueError if several ranks load a sample, and would not find the same target in it."""
+    """Check that each load of a sample gives the same target, where several ranks load it.
+
+    Raises:
+        ValueError: targets change from load to load, and the plan has more than one stage.
+    """
     if "target" in drawn_anew(facts_of_data) and plan.num_stages > 1:
         raise ValueError(
-            "a sample's target is another one each time it is loaded, so that inputs and targets, which "
-            "different ranks load, would not belong together: draw from torch, random or numpy.random only"
+            "a sample's target changes each time it is loaded, so inputs and targets, which different ranks "
+            "load, would not match: draw random numbers from torch, random or numpy.random only"
         )
 
 
 def check_same_minibatch(world: MPI.Comm, value: TensorTree) -> None:
-    """Compare the shapes, and the first and last sample, of a minibatch that is in memory. Collective.
+    """Compare the shapes and the first and last sample of an in-memory minibatch. Collective.
 
     Raises:
-        ValueError: on all ranks alike, if they differ.
+        ValueError: the ranks' minibatches differ; raised on all ranks alike.
     """
     if world.size == 1:
         return
@@ -104,8 +108,8 @@ def check_same_minibatch(world: MPI.Comm, value: TensorTree) -> None:
     rank_status.wait = None
     if extremes[0] != -extremes[1]:
         raise ValueError(
-            "train_step: inputs and targets must be the same on all ranks, and are not: every rank passes "
-            "the whole minibatch, of which hybridpipe takes each rank's part itself"
+            "train_step: inputs and targets must be the same on all ranks, and they differ: every rank "
+            "passes the whole minibatch, of which hybridpipe takes each rank's part itself"
         )
 
 
@@ -120,12 +124,12 @@ def _difference(first: Mapping[str, str], own: Mapping[str, str]) -> tuple[str, 
 def facts(
     model: nn.Module, loss: Loss, rule: UpdateRule, plan: Plan | str, **settings: object
 ) -> dict[str, str]:
-    """What must be the same wherever a model is trained together."""
+    """Return the facts that must be the same on all ranks that train together, by name."""
     return {
         "the version of hybridpipe": __version__,
         "the version of torch": torch.__version__,
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
-        CYCLE_TIME: os.environ.get(CYCLE_TIME, _NOTHING),  # what Horovod joins depends on it
+        CYCLE_TIME: os.environ.get(CYCLE_TIME, _NOTHING),  # Horovod's tensor fusion depends on it
         **{name: repr(value) for name, value in settings.items()},
         "plan": plan_text(plan) if isinstance(plan, Plan) else repr(str(plan)),
         "loss": callable_text(loss),
@@ -135,16 +139,16 @@ def facts(
 
 
 def structure(model: nn.Module) -> dict[str, str]:
-    """Names, shapes and types of what a model trains and keeps, what its layers are, and `of_user`."""
+    """Return a model's layer types, tensor shapes and dtypes, modes and requires_grad flags, by name."""
     layers = {f"layer {name} of the model": type(layer).__name__ for name, layer in model.named_children()}
-    tensors = {f"{name} of the model": _described(tensor) for name, tensor in kept(model).items()}
-    return layers | tensors | of_user(model)
+    tensors = {f"{name} of the model": _described(tensor) for name, tensor in shared_tensors(model).items()}
+    return layers | tensors | modes_and_requires_grad(model)
 
 
-def of_user(model: nn.Module) -> dict[str, str]:
-    """Modes and what is trained, which users may change at any time.
+def modes_and_requires_grad(model: nn.Module) -> dict[str, str]:
+    """Return the facts that users may change at any time: modes of modules and requires_grad flags.
 
-    Not buffers, which the ranks that run a layer may let grow.
+    Shapes of buffers are left out, since a layer may grow its buffers on the ranks that run it.
     """
     modes = {
         f"the mode of {name or 'the model'}": "training" if module.training else "evaluation"
@@ -164,13 +168,13 @@ def _described(tensor: Tensor) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """Short enough for a line; what a plan predicts does not count."""
+    """Return a plan's name, schedule and digest in one line; its prediction does not count."""
     digest = _digest(repr(replace(plan, predicted=None)).encode())
     return f"{plan.name} under {plan.schedule} ({digest})"
 
 
 def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
-    """What a training is by, beside optimizer, scheduler and data: what a resumed one has to have alike."""
+    """Return the settings, beside optimizer, scheduler and data, that a resumed training must not change."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return {
         "loss": callable_text(loss, with_code=True),
@@ -183,10 +187,11 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
 
 
 def callable_text(function: Callable[..., Any], with_code: bool = False) -> str:
-    """What is the same in all processes of what a callable is: names and options, no addresses.
+    """Describe a callable by names and options without addresses, so that all processes give one text.
 
     Args:
-        with_code: and a hash of a user's code, and of what it closes over, which may be a rank's own.
+        with_code: add a hash of a user's code and of the plain values that it closes over. Those values may
+            differ between ranks.
     """
     if isinstance(function, partial):
         given = [*map(_text, function.args), *(f"{k}={_text(v)}" for k, v in function.keywords.items())]
@@ -209,7 +214,7 @@ def callable_text(function: Callable[..., Any], with_code: bool = False) -> str:
 
 
 def _code_bytes(code: CodeType) -> bytes:
-    """What a function does, wherever in a file it stands."""
+    """Return a function's bytecode, names and constants; line numbers do not count."""
     inner = [
         _code_bytes(each) if isinstance(each, CodeType) else repr(each).encode() for each in code.co_consts
     ]

@@ -1,7 +1,7 @@
 """Executor: translates one rank's program into calls, and records when each instruction ran.
 
-The only place where a schedule's data becomes action. Decides nothing: the program says what comes next, the
-plan which weights a microbatch sees and who the peers are, the transport how bytes move.
+The program gives the order, the plan the peers and the versions of weights, the transport moves the bytes.
+Invariant: the executor decides nothing; no other module turns a schedule's data into action.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,12 +48,12 @@ OnOutputs = Callable[[int, TensorTree, TensorTree], None]
 
 
 class UpdateResult(NamedTuple):
-    """All that has come in since the update before.
+    """Losses and events since the update before.
 
     Args:
-        losses: the share of the loss of each microbatch that ended here; on the last stage's ranks only.
+        losses: each microbatch's share of its minibatch's loss, by microbatch; on last-stage ranks only.
         events: in seconds of this host's monotonic clock.
-        num_minibatches: number of minibatches behind the update; 0 without one.
+        num_minibatches: number of minibatches behind the update; 0 if no update was made.
     """
 
     losses: dict[int, float]
@@ -65,10 +65,10 @@ class Executor:
     """Runs programs for the rank at `place`. A rank that the plan leaves unused holds no stage.
 
     Args:
-        stages, p2p: one for each stage that the rank holds, by chunk.
-        sync: sums gradients over the stage's replicas; None where there is one.
-        update: the optimizer of all its stages.
-        check: looks for NaN and infinity before an update; None: nothing does.
+        stages, p2p: one of each for every stage that the rank holds, by chunk.
+        sync: sums gradients over the stage's replicas; None if the stage has one replica.
+        update: the optimizer of all stages that the rank holds.
+        check: looks for NaN and infinity before an update; None leaves gradients unchecked.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Executor:
             self.stashed = StashedWeights(plan, place, stages[0].module, self.statistics)
 
     def renew(self) -> None:
-        """Take up what has changed in the layers since the last run. Collective over the stage's replicas."""
+        """Adopt the layers' present modes, hooks and requires_grad. Collective over the stage's replicas."""
         for stage, p2p in zip(self.stages, self.p2p, strict=True):
             stage.renew()
-            p2p.forget()
+            p2p.forget_specs()
         if self.sync is not None:
             self.sync.renew()
         if self.stashed is not None:
@@ -104,24 +104,25 @@ class Executor:
 
     @property
     def num_skipped(self) -> int:
-        """Updates left out so far, because a number was not finite."""
+        """Number of updates skipped so far because a number was not finite."""
         return 0 if self.check is None else self.check.num_skipped
 
     @property
     def bytes_sent(self) -> int:
-        """Activations and gradients sent so far."""
+        """Bytes of activations and gradients sent so far."""
         return sum(each.bytes_sent for each in self.p2p)
 
     @property
     def bytes_reduced(self) -> int:
-        """Gradients handed to the all-reduce so far."""
+        """Bytes of gradients handed to the all-reduce so far."""
         return 0 if self.sync is None else self.sync.bytes_reduced
 
     def run(self, program: RankProgram, stream: Stream, done: int = 0) -> Iterator[UpdateResult]:
-        """Train on a stream; yields after each update, and at the end if anything came after the last.
+        """Train on a stream; yields after each update, and at the end if events follow the last one.
 
         Args:
-            done: number of minibatches of the stream that are in the weights already, and not in `program`.
+            done: number of the stream's first minibatches that earlier updates cover; `program` leaves
+                them out.
         """
         for each in self.p2p:
             each.begin(program.instructions, stream.sizes, stream.step, training=True)
@@ -138,7 +139,7 @@ class Executor:
             yield run.take()
 
     def begin(self, stream: Stream, done: int) -> "ProgramRun":
-        """Start the run of a program over a stream."""
+        """Return a new run of a program over a stream."""
         kind = ProgramRun if self.stashed is None else StashedRun
         return kind(self, stream, done)
 
@@ -146,7 +147,7 @@ class Executor:
         """Run the forwards of `program` without a graph; the last stage hands its outputs to `on_outputs`.
 
         Args:
-            number: of the minibatch in the evaluation; random draws follow from it.
+            number: index of the minibatch in the evaluation; a part of the random key.
         """
         for each in self.p2p:
             each.begin(program.instructions, minibatch.sizes, step=0, training=False)
@@ -155,7 +156,7 @@ class Executor:
             self._execute(run, program, part)
 
     def _execute(self, run: "ProgramRun", program: RankProgram, part: Part) -> None:
-        """Run the instructions up to the next update; layers seed the process's generators."""
+        """Run the instructions of one part, and preserve the random state, since layers seed generators."""
         python_too = any(stage.draws_from_python for stage in self.stages)
         run.minibatches_due = part.num_minibatches
         with preserved_state(self.device, python_too):
@@ -164,14 +165,14 @@ class Executor:
         rank_status.doing = rank_status.doing._replace(instruction=None)
 
     def to_device(self, value: TensorTree) -> TensorTree:
-        """Move the value to where this rank computes."""
+        """Move a value to this rank's device."""
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
 
 
 class ProgramRun:
-    """A program under way: what is between two instructions, by (microbatch, chunk)."""
+    """A running program; it holds values and gradients between instructions, by (microbatch, chunk)."""
 
-    weights: Weights | None = None  # to call the layers with; None: their own parameters
+    weights: Weights | None = None  # the layers are called with these; None: with their own parameters
 
     def __init__(self, executor: Executor, stream: Stream, done: int = 0) -> None:
         self.executor, self.stream = executor, stream
@@ -179,30 +180,30 @@ class ProgramRun:
         self.values: dict[tuple[int, int], TensorTree] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, torch.Tensor] = {}
-        self.unchecked: dict[int, torch.Tensor] = {}  # losses that no update is made of so far
+        self.unchecked: dict[int, torch.Tensor] = {}  # losses that no update covers so far
         self.events: list[Event] = []
-        self.is_final = False  # the last backward of a chunk before its gradients are used
+        self.is_final = False  # True in the last backward of a chunk before its gradients are used
         self.minibatches_due = 0  # in the next update
         self.applied = 0  # minibatches, since `take`
         self.covered = done  # minibatches, by all updates
         self.now = executor.clock()
 
     def do(self, instruction: Instruction, is_final: bool) -> None:
-        """Run one instruction."""
+        """Run one instruction; `is_final` marks a chunk's last backward before its gradients are used."""
         stage = self.executor.held[getattr(instruction, "chunk", 0)]
         rank_status.doing = Doing(stage, self.step, instruction)
         if is_final:
-            self.finally_do(instruction)
+            self.do_final(instruction)
         else:
             self.handle(instruction)
         self.note(instruction)
 
     def handle(self, instruction: Instruction) -> None:
-        """Call the method of the instruction's kind."""
+        """Call the handler of the instruction's kind."""
         getattr(self, _HANDLERS[type(instruction)])(instruction)
 
-    def finally_do(self, instruction: Instruction) -> None:
-        """Run the last backward before the gradients are used: each is final as it arrives."""
+    def do_final(self, instruction: Instruction) -> None:
+        """Run the last backward before the gradients are used: each gradient is final as it arrives."""
         sync, self.is_final = self.executor.sync, True
         if sync is not None:
             sync.begin_final_backward()
@@ -212,36 +213,45 @@ class ProgramRun:
         self.is_final = False
 
     def note(self, instruction: Instruction | Load | Products) -> None:
-        """Record that it took from the end of the event before until now."""
+        """Record an event from the end of the event before until now."""
         began, self.now = self.now, self.executor.clock()
         self.events.append(Event(instruction, began, self.now))
 
     def take(self) -> UpdateResult:
-        """Return what has come in since the last call."""
+        """Return losses and events since the last call."""
         result = UpdateResult({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
         self.losses, self.events, self.applied = {}, [], 0
         return result
 
     def end(self) -> None:
-        """The program is done; no microbatch is under way."""
+        """End the run; no microbatch is in flight."""
 
     def receive_activation(self, instruction: ReceiveActivation) -> None:
+        """Wait for the microbatch's input and hold it for the forward."""
         m, c = instruction.microbatch, instruction.chunk
         self.values[m, c] = self.executor.p2p[c].receive_activation(m)
 
     def send_activation(self, instruction: SendActivation) -> None:
+        """Start sending the forward's output to the next stage."""
         m, c = instruction.microbatch, instruction.chunk
         self.executor.p2p[c].send_activation(m, self.values.pop((m, c)))
 
     def receive_gradient(self, instruction: ReceiveGradient) -> None:
+        """Wait for the gradients of the output and hold them for the backward."""
         m, c = instruction.microbatch, instruction.chunk
         self.gradients[m, c] = self.executor.p2p[c].receive_gradient(m)
 
     def send_gradient(self, instruction: SendGradient) -> None:
+        """Start sending the gradients of the input to the stage before."""
         m, c = instruction.microbatch, instruction.chunk
         self.executor.p2p[c].send_gradient(m, self.gradients.pop((m, c)))
 
     def forward(self, instruction: Forward) -> None:
+        """Run the layers on one microbatch; the last stage computes its share of the loss.
+
+        Raises:
+            ValueError: the loss does not depend on any trained tensor.
+        """
         m, c = instruction.microbatch, instruction.chunk
         stage, at = self.executor.stages[c], self.stream[m]
         self.step = at.step
@@ -265,37 +275,42 @@ class ProgramRun:
             self.executor.statistics.num_samples += self.stream.sizes[m]
 
     def backward(self, instruction: Backward) -> None:
+        """Run a microbatch's whole backward and hold the gradients of its input."""
         m, c = instruction.microbatch, instruction.chunk
         completes = self.is_final and not self.executor.defers_wgrad[c]
         gradients = self.executor.stages[c].backward(m, self.gradients.pop((m, c), ()), completes)
-        if self.executor.held[c]:  # else no stage is before it
+        if self.executor.held[c]:  # stage 0 has no stage before it
             self.gradients[m, c] = gradients
 
     def backward_input(self, instruction: BackwardInput) -> None:
+        """Run the input half of a split backward and hold the gradients of the microbatch's input."""
         m, c = instruction.microbatch, instruction.chunk
         gradients = self.executor.stages[c].backward_input(m, self.gradients.pop((m, c), ()))
         if self.executor.held[c]:
             self.gradients[m, c] = gradients
 
     def backward_weight(self, instruction: BackwardWeight) -> None:
+        """Run the weight half of a split backward."""
         self.executor.stages[instruction.chunk].backward_weight(instruction.microbatch)
 
     def all_reduce(self, _: AllReduce) -> None:
-        for stage in self.executor.stages:  # no other rank waits for this one now
-            if stage.keeps_back:
+        """Compute the deferred weight gradients, then sum all gradients over the stage's replicas."""
+        for stage in self.executor.stages:  # here, where no other stage waits for this rank
+            if stage.has_deferred_wgrad:
                 stage.complete_gradients()
                 self.note(Products())
         if self.executor.sync is not None:
             self.executor.sync.finish()
 
     def update(self, instruction: Step) -> None:
+        """Apply the gradients, or skip the update where the check finds a number that is not finite."""
         count, check, step = instruction.num_minibatches, self.executor.check, self.stream.step + self.covered
-        covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # others are ahead
+        covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # later ones wait
         losses = {m: self.unchecked.pop(m) for m in covered}
         if check is None or check.allows(losses, self.stream, step):
             self.executor.update.step(count)
-        else:  # a version like the one before: the numbers of versions stay those of the plan
-            self.executor.update.leave_out(count)
+        else:  # counts as an update, so that versions keep the plan's numbers
+            self.executor.update.skip(count)
         self.applied += count
         self.covered += count
 
@@ -315,7 +330,7 @@ _HANDLERS: dict[type[Instruction], str] = {
 
 
 class StashedRun(ProgramRun):
-    """A run whose microbatches see stashed weights. Source: weight stashing, PipeDream (SOSP 2019)."""
+    """A run whose microbatches use stashed weights. Source: weight stashing, PipeDream (SOSP 2019)."""
 
     def __init__(self, executor: Executor, stream: Stream, done: int = 0) -> None:
         super().__init__(executor, stream, done)
@@ -324,25 +339,30 @@ class StashedRun(ProgramRun):
         self.stashed.begin(ResumePoint(done, len(stream.minibatches)))
 
     def forward(self, instruction: Forward) -> None:
-        self.weights = self.stashed.of(instruction.microbatch)
+        """Run the layers with the version of the weights that the plan gives the microbatch."""
+        self.weights = self.stashed.weights_for(instruction.microbatch)
         super().forward(instruction)
         self.weights = None  # only a microbatch in flight keeps a version alive
-        self.stashed.ran(instruction.microbatch)
+        self.stashed.forward_done(instruction.microbatch)
 
-    def finally_do(self, instruction: Instruction) -> None:
+    def do_final(self, instruction: Instruction) -> None:
+        """Run the last backward before an update; gradients move to the parameters while it runs."""
         assert isinstance(instruction, Backward)
         with self.stashed.handing_over(instruction.microbatch, 1 / self.minibatches_due):
-            super().finally_do(instruction)
+            super().do_final(instruction)
 
     def backward(self, instruction: Backward) -> None:
+        """Run a backward and move the gradients from the stashed version to the parameters."""
         super().backward(instruction)
         self.stashed.collect(instruction.microbatch, 1 / self.minibatches_due)
 
     def update(self, instruction: Step) -> None:
+        """Make a new version of the weights."""
         with self.stashed.update():
             super().update(instruction)
 
     def end(self) -> None:
+        """Drop all versions but the newest."""
         self.stashed.end()
 
 
@@ -354,9 +374,10 @@ class InferenceRun(ProgramRun):
         self.on_outputs, self.step = on_outputs, None
 
     def note(self, instruction: Instruction | Load | Products) -> None:
-        """An evaluation records no events."""
+        """Record nothing: an evaluation has no timeline."""
 
     def forward(self, instruction: Forward) -> None:
+        """Run the layers without a graph; the last stage hands its outputs to `on_outputs`."""
         m, c = instruction.microbatch, instruction.chunk
         stage, at = self.executor.stages[c], self.stream[m]
         inputs = self.values.pop((m, c)) if self.executor.held[c] else self.executor.to_device(at.inputs)

@@ -1,7 +1,7 @@
-"""Faulty: an executor and a transport at whose points something goes wrong, for HYBRIDPIPE_FAULT.
+"""Fault injection for HYBRIDPIPE_FAULT: executor and transport that fail at points of `health.faults`.
 
-Installed by the worker only where a fault is asked for, so that training passes no point otherwise. The
-points and kinds are those of `health.faults`; this module knows how messages and gradients are spoilt.
+Knows how to spoil messages and gradients; not which fault was requested.
+Invariant: the worker installs them only where a fault is requested, so other trainings pass no such point.
 """
 
 from collections.abc import Callable
@@ -48,17 +48,18 @@ _POINTS: dict[type[Instruction], str] = {
 
 
 class Spoiling:
-    """Put before a transport: sends the next message wrongly if `fault` says how.
+    """Mix-in in front of a transport: spoils the messages that are sent while `fault` is set.
 
     Args:
-        next_tag: the distance between the tags of one microbatch's message and the next one's.
+        fault: "badsize", "badtag", or another kind, which leaves messages as they are.
+        next_tag: distance between the tags of one microbatch's message and of the next one's.
     """
 
     fault: str | None = None
     next_tag = 0
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending."""
+        """Start sending, with a wrong size or tag if `fault` says so."""
         if tag % KINDS != SPEC:
             if self.fault == "badsize":
                 buffer = torch.cat([buffer, buffer])
@@ -69,11 +70,11 @@ class Spoiling:
 
 
 class FaultyTransport(Spoiling, MpiTransport):
-    """The transport between processes, with faults."""
+    """Transport between processes that can spoil messages."""
 
 
 class FaultyExecutor(Executor):
-    """An executor that passes the points of `health.faults` on its way."""
+    """Executor that passes the points of `health.faults`."""
 
     def __init__(self, *arguments: Any, transport: FaultyTransport, num_stages: int) -> None:
         super().__init__(*arguments)
@@ -87,7 +88,7 @@ class FaultyExecutor(Executor):
         return run
 
     def to_device(self, value: TensorTree) -> TensorTree:
-        """Move the value to where this rank computes."""
+        """Move a value to this rank's device, as NaN where a fault says so."""
         moved = super().to_device(value)
         return map_tensors(_not_numbers, moved) if self._spoils_inputs else moved
 
@@ -119,7 +120,7 @@ class FaultyExecutor(Executor):
 
 
 def _not_numbers(tensor: Tensor) -> Tensor:
-    """NaN in the place of a tensor that could hold it; others stay."""
+    """Return NaN in a floating-point tensor's place; return any other tensor itself."""
     if not tensor.is_floating_point():
         return tensor
     return torch.full_like(tensor, torch.nan, requires_grad=tensor.requires_grad)

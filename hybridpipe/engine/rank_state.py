@@ -1,7 +1,7 @@
-"""Rank state: all that training has made on one rank, taken at a resume point, and put back.
+"""Rank state: the training state of one rank, taken at a resume point and put back.
 
 Knows the executor, whose parts hold the state; no files and no other rank.
-Invariant: names are keys of the whole model's `state_dict()`, so that any plan finds its own.
+Invariant: tensors are named by keys of the whole model's `state_dict()`, so that any plan can load them.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ from hybridpipe.stage.statistics import statistics
 
 
 class RankState(NamedTuple):
-    """The state of one rank; its tensors are those that training works on.
+    """The state of one rank; its tensors are the live ones, not copies.
 
     Args:
-        stages: of each stage whose first replica the rank is.
-        own: what no other rank has: random states, and what replicas have each for itself.
-        learnt: the keys of what training makes of the model: trained parameters and running statistics.
+        stages: the state of each stage whose first replica the rank is, by stage.
+        own: state that no other rank has: random states, and a further replica's buffers and versions.
+        learnt: the keys of trained parameters and running statistics.
     """
 
     stages: dict[int, State]
@@ -48,10 +48,10 @@ class SchedulerState(NamedTuple):
     """A learning-rate scheduler's state.
 
     Args:
-        name: of its class.
+        name: its class.
         state: its `state_dict()`.
-        num_groups: of the optimizer's parameters; None where an older checkpoint does not say.
-        given: its state when it was made; None likewise.
+        num_groups: number of the optimizer's parameter groups; None in older checkpoints.
+        given: its state when it was made; None in older checkpoints.
     """
 
     name: str
@@ -62,15 +62,18 @@ class SchedulerState(NamedTuple):
 
 @dataclass
 class NewState:
-    """The state that a rank is to have.
+    """The state that a rank loads.
 
     Args:
-        model, parameters: by key; the latter what the optimizer keeps.
-        versions: older weights that microbatches in flight see, by number and key.
-        random: None: the generators stay as they are.
-        samples_seen: since replicas agreed on statistics; None: they have.
-        batches_agreed: numbers of batches at that agreement, by key.
-        is_fresh: options and schedule are those that the training was given, not the checkpoint's.
+        model: the model's tensors, by key.
+        parameters: the optimizer's state of each parameter, by key.
+        num_minibatches: minibatches trained on so far, for the learning rate.
+        newest: the version of the present weights, counted in updates of the stream.
+        versions: older weights that microbatches in flight use, by version and key.
+        random: states of the random generators; None leaves them as they are.
+        samples_seen: samples since the replicas last averaged their statistics; None: they just have.
+        batches_agreed: numbers of batches at that averaging, by key.
+        is_fresh: options and scheduler are the ones that the training was given, not the checkpoint's.
     """
 
     model: dict[str, Tensor] = field(default_factory=dict)
@@ -89,12 +92,12 @@ def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
     """Return the state of this rank at a resume point.
 
     Raises:
-        UserError: optimizer or scheduler hold what a checkpoint cannot.
+        UserError: the optimizer or the scheduler holds a value that a checkpoint cannot hold.
     """
     stages: dict[int, State] = {}
     own, learnt = State(), set[str]()
     place, stashed = executor.place, executor.stashed
-    before = None if stashed is None else stashed.before_flight()
+    before = None if stashed is None else stashed.oldest_forward_state()
     for s, layers in stage_modules(executor).items():
         learnt |= {key for parameter, key in layers.parameters().items() if parameter.requires_grad}
         learnt |= {layers.key(path) for path in statistics(layers.module)}
@@ -120,7 +123,7 @@ def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
 
 
 def put(executor: Executor, new: NewState) -> None:
-    """Let this rank's state be the new one."""
+    """Load a state into this rank's model, optimizer, scheduler, versions and generators."""
     layers = stage_modules(executor)
     for of_stage in layers.values():
         for key, tensor in of_stage.tensors().items():
@@ -136,7 +139,7 @@ def put(executor: Executor, new: NewState) -> None:
     update.num_minibatches = new.num_minibatches
     if update.optimizer is not None:
         put_optimizer(update.optimizer, parameters(executor), new.parameters, not new.is_fresh)
-    if new.is_fresh:  # the new schedule, as far as it would have got by now
+    if new.is_fresh:  # the new scheduler steps to where it would stand by now
         update.num_minibatches = 0
         update.catch_up(new.num_minibatches)
     elif update.scheduler is not None and new.scheduler is not None:
@@ -178,7 +181,10 @@ def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[
 
 
 def _own_versions(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
-    """What a replica needs beyond what the first one writes: under vertical sync they may differ."""
+    """Return the versions that this replica needs and the first replica does not write.
+
+    There are some only under vertical sync.
+    """
     written = versions_in_use(plan, Place(place.stage, 0), point)
     return [number for number in versions_in_use(plan, place, point) if number not in written]
 

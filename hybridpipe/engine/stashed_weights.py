@@ -1,7 +1,7 @@
-"""StashedWeights: the weights that microbatches see under an asynchronous schedule, and their gradients.
+"""StashedWeights: each microbatch's version of the weights under an asynchronous schedule.
 
-Between the plan, which says the version, and `stage.weights`, which keeps it. Knows no messages and no
-optimizer. Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); PipeDream-2BW (ICML 2021).
+The plan names the version, `stage.weights` keeps it. Knows no messages and no optimizer.
+Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); PipeDream-2BW (ICML 2021).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,12 +18,12 @@ from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.weights import Weights, WeightVersions
 
 
-class Before(NamedTuple):
-    """The state that a microbatch's forward found and changed: all that it takes to run it again.
+class ForwardState(NamedTuple):
+    """The state before a microbatch's forward, as far as the forward changed it; enough to run it again.
 
     Args:
-        num_samples: that the stage's statistics had seen.
-        buffers: by their path in the stage.
+        num_samples: samples in the stage's running statistics.
+        buffers: the buffers that the forward changed, by their path in the stage.
     """
 
     num_samples: int
@@ -31,13 +31,13 @@ class Before(NamedTuple):
 
 
 class StashedWeights:
-    """The versions that an asynchronous plan names, of the stage at `place`.
+    """The versions of the weights of the stage at `place`, as an asynchronous plan names them.
 
-    For each microbatch in flight it keeps, too, the buffers that its forward has changed, as a run that
-    resumes from a checkpoint runs the forward again. `notes_flight = False` leaves that out.
+    It also keeps, for each microbatch in flight, the buffers that its forward has changed: a run that resumes
+    from a checkpoint repeats that forward. `keeps_forward_state = False` turns this off.
     """
 
-    notes_flight = True
+    keeps_forward_state = True
 
     def __init__(
         self, plan: Plan, place: Place, layers: nn.Sequential, statistics: RunningStatistics
@@ -49,73 +49,74 @@ class StashedWeights:
         self._replicas = plan.replicas[place.stage]
         self._buffers = ChangingBuffers(layers)
         self._of: dict[int, Weights] = {}
-        self._before: dict[int, Before] = {}
+        self._forward_states: dict[int, ForwardState] = {}
         self._first = 0
 
     def renew(self) -> None:
-        """Versions hold what is trained, and buffers what forwards change, as modes let them."""
+        """Adopt the layers' present modes and requires_grad flags."""
         self.versions.renew(self._layers)
         self._buffers = ChangingBuffers(self._layers)
 
     def begin(self, point: ResumePoint) -> None:
-        """Start a stream, or continue it after the minibatches that are done."""
-        self._of, self._before = {}, {}
+        """Start a stream, or continue it at a resume point."""
+        self._of, self._forward_states = {}, {}
         self._first = self.versions.newest - num_updates(self._plan, self._stage, point)
         self.versions.keep_from(self._first)
 
-    def of(self, microbatch: int) -> Weights:
-        """Before its forward, and its data: the version that the microbatch is due.
+    def weights_for(self, microbatch: int) -> Weights:
+        """Return the microbatch's version of the weights; call this before its forward.
 
-        From now on versions older than the next microbatch's are kept by those in flight only.
+        Versions older than the next microbatch's are then kept only for microbatches in flight.
         """
-        if self.notes_flight:
+        if self.keeps_forward_state:
             self._num_samples, self._unchanged = self._statistics.num_samples, self._buffers.before()
         weights = self._of[microbatch] = self.versions.version(self._first + self._number(microbatch))
         self.versions.keep_from(self._first + self._number(microbatch + self._replicas))
         return weights
 
-    def ran(self, microbatch: int) -> None:
-        """After its forward: note which buffers it has changed."""
-        if self.notes_flight:
-            self._before[microbatch] = Before(self._num_samples, self._buffers.after(self._unchanged))
+    def forward_done(self, microbatch: int) -> None:
+        """Note the buffers that the microbatch's forward has changed; call this after it."""
+        if self.keeps_forward_state:
+            changed = self._buffers.after(self._unchanged)
+            self._forward_states[microbatch] = ForwardState(self._num_samples, changed)
 
     def handing_over(self, microbatch: int, factor: float) -> AbstractContextManager[None]:
-        """Around the last backward before gradients are used: they arrive at the parameters while it runs.
+        """Return a context for the last backward before an update: gradients reach the parameters during it.
 
-        One by one, where there are replicas to sum them with; all at once, in `collect`, is cheaper.
+        A stage with one replica has no all-reduce to start early, so `collect` moves all of them afterwards.
         """
         if self._replicas == 1:
             return nullcontext()
         return self.versions.handing_over(self._of[microbatch], factor)
 
     def collect(self, microbatch: int, factor: float) -> None:
-        """After its backward: add its gradients, times `factor`, to the parameters'."""
-        self._before.pop(microbatch, None)
+        """Add the microbatch's gradients times `factor` to the parameters'; call this after its backward."""
+        self._forward_states.pop(microbatch, None)
         self.versions.collect(self._of.pop(microbatch), factor)
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Around an update: it makes a new version."""
+        """Make a new version of the update inside this context."""
         with self.versions.update():
             yield
 
     def end(self) -> None:
-        """Forget all versions but the newest."""
+        """Drop all versions but the newest."""
         self.versions.keep_from(self.versions.newest)
 
     def kept(self, numbers: Iterable[int]) -> dict[int, Weights]:
-        """Versions that microbatches in flight, or still to come, see; numbered as the plan does."""
+        """Return versions that microbatches in flight or still to come use, by the plan's numbers."""
         in_flight = {self._number(microbatch): weights for microbatch, weights in self._of.items()}
         return {
             number: in_flight.get(number) or self.versions.version(self._first + number) for number in numbers
         }
 
     def restore(self, newest: int, older: Mapping[int, Mapping[Tensor, Tensor]]) -> None:
-        """What an earlier run kept; the parameters are `newest` already, nothing is in flight."""
-        self._of, self._before, self._first = {}, {}, 0
+        """Load the versions that an earlier run kept; the parameters already hold `newest`."""
+        self._of, self._forward_states, self._first = {}, {}, 0
         self.versions.restore(newest, older)
 
-    def before_flight(self) -> Before | None:
-        """The state that the first microbatch in flight found; None if there is none."""
-        assert self.notes_flight or not self._of, "it was not noted"
-        return self._before[min(self._before)] if self._before else None
+    def oldest_forward_state(self) -> ForwardState | None:
+        """Return the state before the forward of the oldest microbatch in flight; None without one."""
+        assert self.keeps_forward_state or not self._of, "forward states were not kept"
+        return self._forward_states[min(self._forward_states)] if self._forward_states else None

@@ -1,7 +1,7 @@
-"""Worker: what one rank holds while a plan runs, from communicators to optimizer, wired together.
+"""Worker: one rank's communicators, stages, optimizer and executor, wired together for a plan.
 
-Everything collective is a method here, called by all ranks in the same order; a rank that the plan
-leaves unused takes part in the collectives and does nothing else.
+Invariant: all ranks call its collective methods in the same order; a rank that the plan leaves unused takes
+part in the collectives and does nothing else.
 """
 
 from collections import deque
@@ -37,46 +37,47 @@ from hybridpipe.planning.schedules.instructions import Forward, RankProgram, wit
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.stage import Stage
-from hybridpipe.stage.state import kept
+from hybridpipe.stage.state import shared_tensors
 from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.types import Loss
 
-# MPI counts in 32 bits: larger tensors move in parts.
-PART_BYTES = 2**30
+PART_BYTES = 2**30  # larger tensors move in parts, since MPI counts in 32 bits
 
 
 class PendingLosses:
-    """Numbers, one for each microbatch, being brought from where they arose to every rank.
+    """One number a microbatch, being summed over all ranks in the background.
 
-    Each has one contributor and the rest add zero, so the result is exact and the same on all ranks. One more
-    says how many ranks were asked to stop.
+    Each number comes from one rank and the others add zero, so the sum is exact and the same on all ranks.
+    The last element counts the ranks that were asked to stop.
     """
 
     def __init__(self, numbers: np.ndarray, shape: tuple[int, ...], pending: Pending) -> None:
         self._numbers, self._shape, self._pending = numbers, shape, pending
 
     def wait(self) -> np.ndarray:
-        """The numbers, once they are there."""
+        """Wait for the sum and return the numbers, in the shape that they were given in."""
         self._pending.wait()
         return self._numbers[:-1].reshape(self._shape)
 
     def total(self) -> float:
-        """Add the losses up in the order of the microbatches: one float on all ranks and under all plans."""
+        """Return the losses' sum in the order of the microbatches: the same float under every plan."""
         return float(sum(self.wait().tolist()))
 
     def ask_to_stop(self) -> bool:
-        """Was any rank asked to stop when it gave its numbers? All ranks find the same."""
+        """Return True if any rank was asked to stop when it gave its numbers; the same on all ranks."""
         self._pending.wait()
         return bool(self._numbers[-1])
 
 
 class Worker:
-    """One rank under a plan that fits model and world.
+    """One rank under a plan that fits the model and the world.
 
-    Collective over `world`; the model's weights become those of rank 0.
+    Making one is collective over `world` and gives the model rank 0's weights.
 
     Args:
-        progress_thread: of its transport.
+        rule: optimizer, learning-rate scheduler and clipping.
+        seed: seed of the run's random numbers.
+        progress_thread: True if the transport needs a thread that moves messages while the rank computes.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Worker:
         progress_thread: bool,
     ) -> None:
         self.model, self.plan, self.device = model, plan, device
-        self.flushes = not plan.is_asynchronous  # after each minibatch
+        self.flushes = not plan.is_asynchronous  # the pipeline drains after each minibatch
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
@@ -100,29 +101,18 @@ class Worker:
         self.transport = transport(peers, to_spare, progress_thread, device)
         self._left = False
         _broadcast_state(model, self.control)
-        self.executor = self._executor(loss, rule, seed)
+        self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(model)
         self._settings = self._structure.settings()
         self._program = lru_cache(maxsize=8)(self._make_program)
         self._forward_program = lru_cache(maxsize=8)(self._make_forward_program)
 
-    def _executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
+    def _build_executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
         plan, place, replicas = self.plan, self.place, self.communicators.replicas
         if place is None or replicas is None:
             return Executor(plan, None, self.device, [], [], None, Update(None))
         held = plan.held_stages(place)
-        stages = [
-            Stage(
-                stage_module(self.model, plan.stages[s].start, plan.stages[s].stop),
-                self.device,
-                seed,
-                loss if s == plan.num_stages - 1 else None,
-                recompute=plan.recomputes(s),
-                split_backward=plan.traits.splits_backward,
-                join_products=plan.traits.batches_wgrad,
-            )
-            for s in held
-        ]
+        stages = [self._build_stage(s, loss, seed) for s in held]
         parameters: Sequence[Tensor] = [p for stage in stages for p in stage.module.parameters()]
         sync = None
         if replicas.size > 1:
@@ -136,17 +126,29 @@ class Worker:
             stages,
             [PointToPoint(plan, s, self.transport, self.device) for s in held],
             sync,
-            rule.build(parameters, plan, place.stage, self._add_up),
-            NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._largest),
+            rule.build(parameters, plan, place.stage, self._sum_over_stages),
+            NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks),
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(*pieces, transport=self.transport, num_stages=plan.num_stages)
         return Executor(*pieces)
 
-    def renew(self) -> None:
-        """Take up what users have changed in the model since it was last used. Collective.
+    def _build_stage(self, s: int, loss: Loss, seed: int) -> Stage:
+        plan = self.plan
+        return Stage(
+            stage_module(self.model, plan.stages[s].start, plan.stages[s].stop),
+            self.device,
+            seed,
+            loss if s == plan.num_stages - 1 else None,
+            recompute=plan.recomputes(s),
+            split_backward=plan.traits.splits_backward,
+            batches_wgrad=plan.traits.batches_wgrad,
+        )
 
-        Modes, hooks, and which parameters require grad; every rank has changed the same.
+    def renew(self) -> None:
+        """Adopt the modes, hooks and requires_grad flags that users have changed in the model. Collective.
+
+        All ranks must have made the same changes.
 
         Raises:
             ValueError: a module or a parameter was replaced.
@@ -158,30 +160,31 @@ class Worker:
             self.executor.renew()
 
     def _make_program(self, num_microbatches: int, update: bool = True) -> RankProgram:
-        if self.place is None:
-            return RankProgram(())
-        whole = program(self.plan, self.place, num_microbatches)
+        whole = () if self.place is None else program(self.plan, self.place, num_microbatches)
         return RankProgram(whole if update else without_update(whole))
 
     def _make_forward_program(self, num_microbatches: int) -> RankProgram:
-        if self.place is None:
-            return RankProgram(())
-        return RankProgram(forward_program(self.plan, self.place, num_microbatches))
+        return RankProgram(
+            () if self.place is None else forward_program(self.plan, self.place, num_microbatches)
+        )
 
-    def _rest_of_stream(self, num_microbatches: int, point: ResumePoint) -> RankProgram:
-        if self.place is None:
-            return RankProgram(())
-        return RankProgram(resumed_program(self.plan, self.place, num_microbatches, point))
+    def _resumed_program(self, num_microbatches: int, point: ResumePoint) -> RankProgram:
+        return RankProgram(
+            () if self.place is None else resumed_program(self.plan, self.place, num_microbatches, point)
+        )
 
-    def _add_up(self, number: float) -> float:
-        """The sum over the stages; replicas have the same number."""
+    def _sum_over_stages(self, number: float) -> float:
+        """Return the sum over the stages of a number that is the same on all replicas. Collective."""
         used, replicas = self.communicators.used, self.communicators.replicas
         assert used is not None and replicas is not None
         total: float = used.allreduce(number if replicas.rank == 0 else 0.0)
         return total
 
-    def _largest(self, number: int) -> int:
-        """Over the ranks that update together: of all stages or, where those do not, the replicas."""
+    def _max_over_updating_ranks(self, number: int) -> int:
+        """Return the largest number of the ranks that update together. Collective over them.
+
+        Those are all ranks under a synchronous schedule, and the stage's replicas under an asynchronous one.
+        """
         together = self.communicators.replicas if self.plan.is_asynchronous else self.communicators.used
         assert together is not None
         if together.size == 1:
@@ -191,14 +194,14 @@ class Worker:
         self.transport.watch(request, found, "whether to update", together.ranks).wait()
         return int(found[0])
 
-    def forget_gradients(self) -> None:
-        """Drop what is in `.grad`, as the zero_grad() before a minibatch of any loop does."""
-        self.executor.update.forget_gradients()
+    def zero_grad(self) -> None:
+        """Drop all gradients, as zero_grad() does in any training loop."""
+        self.executor.update.zero_grad()
 
-    def note_flight(self, wanted: bool) -> None:
-        """Keep, or not, what saving the microbatches in flight takes; set it before a stream begins."""
+    def keep_forward_state(self, wanted: bool) -> None:
+        """Choose before a stream begins to keep the state that checkpoints need of microbatches in flight."""
         if self.executor.stashed is not None:
-            self.executor.stashed.notes_flight = wanted
+            self.executor.stashed.keeps_forward_state = wanted
 
     def train(
         self, minibatch: Minibatch, step: int, update: bool = True
@@ -206,10 +209,11 @@ class Worker:
         """Train on one minibatch, and flush.
 
         Args:
-            update: False: add the gradients up, and leave the weights as they are.
+            step: number of minibatches trained on before.
+            update: False accumulates gradients and leaves the weights as they are.
 
         Returns:
-            the shares of the loss, one for each microbatch, on their way to all ranks; this rank's events.
+            each microbatch's share of the loss, on the way to all ranks; this rank's events.
         """
         losses: dict[int, float] = {}
         events: list[Event] = []
@@ -220,7 +224,7 @@ class Worker:
             numbers = np.zeros(len(minibatch.sizes))
             numbers[list(losses)] = list(losses.values())
             return self.share(numbers), events
-        except BaseException as error:  # which a caller may catch, while other ranks wait for messages
+        except BaseException as error:  # a caller might catch it while other ranks wait for messages
             failure.end_job_for(error)
             raise
 
@@ -229,18 +233,18 @@ class Worker:
     ) -> Iterator[tuple[list[PendingLosses], list[Event]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
-        Yields, for each update of this rank, what `train` returns, with shares of the loss for each
-        minibatch that the update was of. A rank that the plan leaves unused sees them one by one.
+        Yields for each update of this rank the losses of the minibatches that it covers, and this rank's
+        events. A rank that the plan leaves unused yields once a minibatch.
 
         Args:
-            step: of the first minibatch.
-            done: so many of them were trained on before, by a run whose state is this one's now.
+            step: number of minibatches trained on before the first one.
+            done: number of these minibatches that the run before a resume trained on.
         """
         stream = Stream(minibatches, step)
         numbers = [np.zeros(len(minibatch.sizes)) for minibatch in minibatches]
         ahead = deque(numbers[done:])
-        with failure.guard(), self._to_its_end():
-            rest = self._rest_of_stream(len(stream.sizes), ResumePoint(done, len(minibatches)))
+        with failure.guard(), self._refusing_early_end():
+            rest = self._resumed_program(len(stream.sizes), ResumePoint(done, len(minibatches)))
             for update in self.executor.run(rest, stream, done):
                 for m, loss in update.losses.items():
                     at = stream[m]
@@ -250,59 +254,63 @@ class Worker:
                 yield [self.share(ahead.popleft())], []
 
     def loads(self, sizes: Sequence[int], begin: int = 0, stream_start: int = 0) -> list[tuple[int, int]]:
-        """Minibatch and microbatch, in order, of what this rank loads of an epoch that it trains on.
+        """Return the (minibatch, microbatch) pairs that this rank loads in a training epoch, in order.
 
         Args:
-            sizes: the microbatches of each minibatch.
+            sizes: number of microbatches of each minibatch.
             begin: the first minibatch that was not trained on before.
-            stream_start: the first one of the stream, under an asynchronous schedule.
+            stream_start: the first minibatch of the stream, under an asynchronous schedule.
         """
         if self.flushes:
             whole = enumerate(sizes[begin:], begin)
             return [(i, m) for i, size in whole for m in self._loaded(self._program(size))]
         point = ResumePoint(begin - stream_start, len(sizes) - stream_start)
-        rest = self._rest_of_stream(sum(sizes[stream_start:]), point)
+        rest = self._resumed_program(sum(sizes[stream_start:]), point)
         places = [(i, m) for i, size in enumerate(sizes[stream_start:], stream_start) for m in range(size)]
         return [places[m] for m in self._loaded(rest)]
 
     def loads_to_infer(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """As `loads`, of an epoch that it evaluates on."""
+        """Return the (minibatch, microbatch) pairs that this rank loads in an evaluation, in order."""
         return [(i, m) for i, size in enumerate(sizes) for m in self._loaded(self._forward_program(size))]
 
     def _loaded(self, program: RankProgram) -> list[int]:
-        """The microbatches whose inputs or targets a program takes."""
+        """Return the microbatches whose inputs or targets a program loads."""
         held, ends = self.executor.held, (0, self.plan.num_stages - 1)
         forwards = (each for each in program.instructions if isinstance(each, Forward))
         return [each.microbatch for each in forwards if held[each.chunk] in ends]
 
     def leave_stream(self) -> None:
-        """Let the generator of `stream` be closed in the middle, at a resume point, by all ranks alike.
+        """Allow all ranks to close the generator of `stream` early, at a resume point.
 
-        Messages between them stay under way, so the worker can only be looked at afterwards.
+        Messages between ranks stay in flight, so the worker's state can be read afterwards, and no more.
         """
         self._left = True
 
     @contextmanager
-    def _to_its_end(self) -> Iterator[None]:
-        """Around a stream: several ranks cannot stop in its middle, each at another minibatch."""
+    def _refusing_early_end(self) -> Iterator[None]:
+        """Refuse that a stream ends early inside this context: each rank would stop at another minibatch.
+
+        Raises:
+            RuntimeError: the caller left the stream's generator early without `leave_stream`.
+        """
         try:
             yield
         except GeneratorExit as left:
             if self._left:
                 return  # the generator ends behind the context
-            cause = left.__context__  # what the caller did not catch
-            if self.control.size == 1:  # nothing is under way between two updates
+            cause = left.__context__  # the exception that the caller did not catch
+            if self.control.size == 1:  # no minibatch is in flight between two updates
                 raise
             if isinstance(cause, SystemExit):
                 raise cause from None
             raise RuntimeError(
-                f"training was left in the middle of an epoch, which ranks cannot do under "
-                f"{self.plan.schedule}: minibatches are under way between them"
+                f"training was left in the middle of an epoch, which several ranks cannot do under "
+                f"{self.plan.schedule}: minibatches are in flight between them"
             ) from cause
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """This rank's layers in evaluation mode; afterwards each is in the mode that it was in."""
+        """Set this rank's layers to evaluation mode inside this context, and to their own modes after it."""
         stages = self.executor.stages
         modes = [(module, module.training) for stage in stages for module in stage.module.modules()]
         for stage in stages:
@@ -320,13 +328,14 @@ class Worker:
         width: int,
         number: int,
     ) -> PendingLosses:
-        """Run one minibatch; `microbatch_metrics(outputs, targets)` gives `width` numbers for a microbatch.
+        """Run the forwards of one minibatch without a graph. Collective.
 
         Args:
-            number: of the minibatch in the evaluation.
+            microbatch_metrics: maps (outputs, targets) of a microbatch to `width` numbers.
+            number: index of the minibatch in the evaluation.
 
         Returns:
-            shape (num_microbatches, width), on their way to all ranks.
+            the numbers, shape (num_microbatches, width), on the way to all ranks.
         """
         numbers = np.zeros((len(minibatch.sizes), width))
 
@@ -338,7 +347,7 @@ class Worker:
             return self.share(numbers)
 
     def share(self, numbers: np.ndarray) -> PendingLosses:
-        """Add `numbers` up over all ranks, in the background."""
+        """Start to sum `numbers` over all ranks in the background. Collective."""
         carried = np.append(numbers, float(preemption.state.asked))
         request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
         return PendingLosses(
@@ -346,9 +355,9 @@ class Worker:
         )
 
     def average_statistics(self) -> None:
-        """Let the replicas of a stage agree on their normalisation layers' statistics.
+        """Average the normalisation layers' statistics over a stage's replicas. Collective over them.
 
-        In training each replica sees its own microbatches only.
+        In training each replica's statistics come from its own microbatches only.
         """
         replicas = self.communicators.replicas
         if replicas is None or replicas.size == 1:
@@ -367,17 +376,17 @@ class Worker:
         self.executor.statistics.agree(add_up, of_first)
 
     def state_dict(self, point: ResumePoint) -> RankState:
-        """Return this rank's state at a resume point; its tensors are those that training works on."""
+        """Return this rank's state at a resume point; its tensors are the live ones, not copies."""
         return rank_state.take(self.executor, self.plan, point)
 
     def load_state(self, state: NewState) -> None:
-        """Let this rank's state be `state`."""
+        """Load a state into this rank."""
         rank_state.put(self.executor, state)
 
     def not_split(self) -> list[str] | None:
-        """The trained modules whose backward is whole under zero-bubble; None on other ranks than 0.
+        """Return the trained modules whose backward is not split under zero-bubble. Collective.
 
-        Collective.
+        Ranks other than 0 get None.
         """
         if not self.plan.traits.splits_backward:
             return []
@@ -389,7 +398,7 @@ class Worker:
         return [name for s in sorted(by_stage) for name in by_stage[s]]
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """On rank 0 the whole model's state as it is now, on the CPU; None elsewhere."""
+        """Return the whole model's present state on rank 0, on the CPU; None elsewhere. Collective."""
         self.average_statistics()
         stage_of = stage_of_keys(self.model, self.plan)
         state = {}
@@ -406,9 +415,10 @@ class Worker:
         return state if self.control.rank == 0 else None
 
     def close(self) -> None:
-        """End what communicates in the background and give back the communicators. Collective.
+        """End background communication and free the communicators. Collective.
 
-        Not after `leave_stream`: what is under way would be waited for. The process is about to end then.
+        Does nothing after `leave_stream` on several ranks: messages in flight would never complete, and the
+        process is about to end.
         """
         if self._left and self.control.size > 1:
             return
@@ -419,11 +429,8 @@ class Worker:
 
 
 def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
-    """Every rank starts from rank 0's weights and buffers, whatever each rank's model was initialised with.
-
-    All buffers, those that no state_dict has, too.
-    """
-    for tensor in kept(model).values():
+    """Give every rank the weights and buffers of rank 0, non-persistent buffers included. Collective."""
+    for tensor in shared_tensors(model).values():
         values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         for part in _parts(values):
             control.Bcast([part, MPI.BYTE], 0)
@@ -431,6 +438,6 @@ def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
 
 
 def _parts(tensor: Tensor) -> list[np.ndarray]:
-    """The bytes of a contiguous CPU tensor, sharing its memory."""
+    """Return a contiguous CPU tensor's bytes in parts of at most PART_BYTES that share its memory."""
     whole = tensor.reshape(-1).view(torch.uint8).numpy()
     return [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]

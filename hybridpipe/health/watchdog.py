@@ -86,7 +86,7 @@ class Watchdog:
             now = time.monotonic()
             # a job that was suspended as a whole goes on where it was: that time counts for little
             passed, last = min(now - last, 2 * self._pause_seconds), now
-            if rank_status.busy and not rank_status.has_moved_since(*self._seen):
+            if rank_status.is_busy and not rank_status.has_moved_since(*self._seen):
                 self._still_seconds += passed
             else:
                 self._seen, self._still_seconds = (rank_status.doing, rank_status.wait), 0.0
@@ -118,7 +118,7 @@ class Watchdog:
             () if wait is None else tuple(peer for peer in wait.peers if peer != self._rank),
             _stacks(threading.get_ident()),
             rank_status.saving,
-            time.monotonic() - rank_status.moved,
+            time.monotonic() - rank_status.disk_moved_at,
         )
 
     def _end(self) -> None:

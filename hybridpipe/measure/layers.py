@@ -273,7 +273,7 @@ def _passes(
         return [of_pass["backward", i] for i in range(len(stages))]
 
     for stage in stages:
-        stage.forget_most_kept()
+        stage.reset_wgrad_peaks()
     _clear_gradients(stages)
     first = backwards()
     took = _pass(stages, microbatch, watch, crossing)
@@ -282,7 +282,7 @@ def _passes(
         took["first backward", i] = first[i]
         took["forward to halves", i], took["inputs' half", i] = halved["forward", i], halved["backward", i]
         took["weights' half", i] = halved["weights' half", i]
-    joining = [(i, stage) for i, stage in enumerate(stages) if stage.can_join]
+    joining = [(i, stage) for i, stage in enumerate(stages) if stage.can_batch_wgrad]
     if joining:
         _clear_gradients(stages)
         with _joined(stages):
@@ -290,13 +290,13 @@ def _passes(
                 of_pass = backwards()
                 for i, stage in joining:
                     took[f"joined backward {n}", i] = of_pass[i]
-                    if n == min(stage.most_joined, NUM_JOINED):
+                    if n == min(stage.max_batched, NUM_JOINED):
                         began = watch.now()
                         stage.complete_gradients()
                         took["product", i] = watch.since(began)
         for _, stage in joining:
             stage.complete_gradients()
-    microbatch.joining = [_Joining(stage.most_joined, stage.most_kept_bytes) for stage in stages]
+    microbatch.joining = [_Joining(stage.max_batched, stage.max_deferred_bytes) for stage in stages]
     return took
 
 
@@ -334,12 +334,12 @@ def _clear_gradients(stages: list[Stage]) -> None:
 def _joined(stages: list[Stage]) -> Iterator[None]:
     """Weight gradients of several passes are made at once."""
     for stage in stages:
-        stage.join_products = True
+        stage.batches_wgrad = True
     try:
         yield
     finally:
         for stage in stages:
-            stage.join_products = False
+            stage.batches_wgrad = False
 
 
 @contextmanager

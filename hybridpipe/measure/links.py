@@ -186,7 +186,7 @@ def _handling(
     """Processor seconds that a message of each size takes, at either end, from ranks that compute in between.
 
     With all that `PointToPoint` does for it. A ping-pong's are fewer: its path stays in the caches, and a
-    communication thread asleep.
+    progress thread asleep.
 
     Args:
         distance: the first so many ranks exchange with the next so many, and so on; who has none, computes.

@@ -1,1 +1,1 @@
-"""The user's model, seen as layers."""
+"""Model: the user's model as layers, their tensors and their random numbers."""

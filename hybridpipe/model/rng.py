@@ -1,9 +1,7 @@
-"""Randomness keyed by (seed, step, microbatch, layer), never by rank.
+"""Random numbers keyed by (seed, step, microbatch, layer), never by rank: dropout is equal under all plans.
 
-Before each layer runs, the generators that it may draw from are seeded with its key: dropout draws the same
-numbers under every plan, and a recomputed forward the same as the first. torch's own modules draw from
-torch's generators only; any other may draw from Python's `random` and NumPy's legacy generator, too.
-Invariant: the process's own random state is afterwards as it was.
+Each layer's generators are seeded with its key before it runs; a recomputed forward draws the same numbers.
+Invariant: the process's own random state is the same after a run as before it.
 """
 
 import hashlib
@@ -18,13 +16,16 @@ from torch import nn
 
 
 def random_key(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """A 63-bit seed, unrelated between neighbouring keys (BLAKE2b)."""
+    """Return a seed of 63 bits; neighbouring keys give unrelated seeds (BLAKE2b)."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, microbatch, layer), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def may_draw_from_python(function: object) -> bool:
-    """True unless it is a function of torch's, or a module of torch's own modules without hooks."""
+    """Return True if a function or module may draw from Python's `random` or NumPy's legacy generator.
+
+    Torch's own functions and modules without hooks draw from torch's generators only.
+    """
     if not isinstance(function, nn.Module):
         return not str(getattr(function, "__module__", "")).startswith("torch.")
     return any(
@@ -38,11 +39,11 @@ def seed_generators(key: int, device: torch.device, python_too: bool) -> None:
     """Seed the generators that a layer on `device` draws from.
 
     Args:
-        python_too: Python's and NumPy's as well, which takes five times as long.
+        python_too: seed Python's and NumPy's generators, too, which takes five times as long.
     """
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
-        with torch.cuda.device(device):  # else the current device's, which may be another
+        with torch.cuda.device(device):  # otherwise the current device's generator, which may be another one
             torch.cuda.manual_seed(key)
     if python_too:
         random.seed(key)
@@ -51,10 +52,10 @@ def seed_generators(key: int, device: torch.device, python_too: bool) -> None:
 
 @contextmanager
 def preserved_state(device: torch.device, python_too: bool) -> Iterator[None]:
-    """Put the generators back to where they stood.
+    """Restore the generators' states after this context.
 
     Args:
-        python_too: Python's and NumPy's as well; takes 0.1 ms.
+        python_too: restore Python's and NumPy's, too, which takes 0.1 ms.
     """
     state = torch.get_rng_state()
     device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

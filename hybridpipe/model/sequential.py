@@ -1,7 +1,7 @@
-"""Sequential: a model's layers in order, the ones that a stage holds, and what their tensors are called.
+"""Sequential: a model's layers in order, the layers of a stage, and the keys of their tensors.
 
-Only this module knows that a model is an `nn.Sequential`, cut between its children, and how a path in a stage
-becomes a key of the whole model. Invariant: a stage's modules are the model's own, not copies.
+Only this module knows that a model is an `nn.Sequential`, which a plan cuts between its children.
+Invariant: a stage's modules are the model's own, not copies.
 """
 
 import copy
@@ -16,12 +16,12 @@ from hybridpipe.planning.plan import Plan
 class StageModule:
     """The layers of one stage, and the keys of their tensors in the whole model's `state_dict()`.
 
-    A path is that of a tensor or a module in the stage, such as "0.weight".
+    A path names a tensor or a module in the stage, such as "0.weight".
 
     Args:
-        layers: in order.
-        first_layer: the index of the first in the whole model.
-        names: of the layers in the model; by default their indices.
+        layers: the layers, in order.
+        first_layer: index of the first layer in the whole model.
+        names: the layers' names in the model; by default their indices.
     """
 
     def __init__(
@@ -31,41 +31,41 @@ class StageModule:
         self.names = names or [str(first_layer + i) for i in range(len(layers))]
 
     def key(self, path: str) -> str:
-        """Return the key of the tensor at a path."""
+        """Return the key in the whole model of the tensor at a path."""
         index, _, rest = path.partition(".")
         return f"{self.names[int(index)]}.{rest}"
 
     def numbered(self, path: str) -> str:
-        """Return the path in the whole model, its layer by number: "3.norm"."""
+        """Return the path in the whole model, with the layer's index: "3.norm"."""
         index, dot, rest = path.partition(".")
         return f"{self.first_layer + int(index)}{dot}{rest}"
 
     def described(self, path: str) -> str:
-        """Return words for a path: "layer 3 (Linear), weight"."""
+        """Return a description of a path for messages: "layer 3 (Linear), weight"."""
         index, _, rest = path.partition(".")
         return f"layer {self.first_layer + int(index)} ({type(self.module[int(index)]).__name__}), {rest}"
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that the stage's `state_dict()` holds, the tensors themselves, by key."""
+        """Return the tensors of the stage's `state_dict()`, not detached, by key."""
         held = self.module.state_dict(keep_vars=True)
         return {self.key(path): tensor for path, tensor in held.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return those of `tensors` that are no parameters."""
+        """Return the buffers among `tensors`, by key."""
         return {k: t for k, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
 
     def parameters(self) -> dict[Tensor, str]:
-        """Return the key of each parameter; of a tied one the first."""
+        """Return the key of each parameter; a tied one has its first key."""
         found: dict[Tensor, str] = {}
         for path, parameter in self.module.named_parameters(remove_duplicate=False):
             found.setdefault(parameter, self.key(path))
         return found
 
     def weights(self, weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return a version's leaves by the keys of the parameters in whose place they are.
+        """Return a version's leaves by the keys of the parameters that they replace.
 
         Args:
-            weights: for each layer its leaves, by the parameter's name within the layer.
+            weights: one mapping a layer, from the parameter's name within the layer to the leaf.
         """
         wanted = {key for parameter, key in self.parameters().items() if parameter.requires_grad}
         named = {
@@ -131,9 +131,11 @@ def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
-    """Raises ValueError unless the plan cuts this model, and every layer does in its stage what it says.
+    """Check that a plan fits a model.
 
-    No two uses of a parameter or buffer are parted, and no SyncBatchNorm stands in a replicated stage.
+    Raises:
+        ValueError: the number of layers differs, a cut separates two uses of a parameter or buffer, or a
+            replicated stage holds a SyncBatchNorm.
     """
     layers = _layers_of(model)
     if plan.num_layers != len(layers):
@@ -163,10 +165,10 @@ def _check_no_sync_norm(name: str, layer: nn.Module, why: str) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model, without gradients, to be measured.
+    """Return a copy of a model without gradients, for measurements.
 
     Raises:
-        UserError: a layer cannot be copied; with its name.
+        UserError: a layer cannot be copied; names the layer.
     """
     try:
         copy_of = copy.deepcopy(model)
@@ -177,7 +179,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _not_copied(model: nn.Module, error: Exception) -> str:
-    """The first layer that refuses, and why."""
+    """Return a message with the first layer that cannot be copied, and its error."""
     for name, layer in _layers_of(model).items():
         try:
             copy.deepcopy(layer)

@@ -1,7 +1,7 @@
-"""Structure: the modules and parameters that a worker was built on, and what users may change in them.
+"""Structure: finds changes that users make in a model after a worker was built on it.
 
-Between two calls users may change modes, hooks and what is trained, which is taken up; the objects themselves
-must stay, since optimizers, buckets and stages hold them. Knows one model, no ranks and no plan.
+Knows one model, no ranks and no plan. Users may change modes, hooks and requires_grad between two calls.
+Invariant: modules and parameters stay the same objects, since optimizers, buckets and stages hold them.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# What users hang on a module, and `nn.Sequential.forward` between stages would never call.
+# The hooks of a model itself, which no stage would call.
 _ROOT_HOOKS = {
     "_forward_hooks": "forward hooks",
     "_forward_pre_hooks": "forward pre-hooks",
@@ -23,16 +23,16 @@ _ROOT_HOOKS = {
 
 
 class _Table(NamedTuple):
-    """The children or the parameters of a module, as they were found."""
+    """The children or the parameters of a module when the worker was built."""
 
     path: str
     module: nn.Module
-    table: dict[str, Any]  # the module's own
-    items: list[tuple[str, Any]]
+    table: dict[str, Any]  # the module's own dictionary
+    items: list[tuple[str, Any]]  # its items then
 
 
 class _Form(NamedTuple):
-    """A parameter, and what it held."""
+    """A parameter, and its shape and dtype when the worker was built."""
 
     path: str
     parameter: nn.Parameter
@@ -41,7 +41,7 @@ class _Form(NamedTuple):
 
 
 class Structure:
-    """A model as it is now. Looked at before every minibatch of `train_step`: 1 µs a parameter."""
+    """A model's present structure; comparing with it takes 1 µs a parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         named = list(model.named_modules())
@@ -54,7 +54,11 @@ class Structure:
         self._forms = [_Form(path, p, p.shape, p.dtype) for path, p in model.named_parameters()]
 
     def check(self) -> None:
-        """Raises ValueError, with the first name, if a module or a parameter is another one than it was."""
+        """Check that no module or parameter was replaced, and no parameter has changed shape or dtype.
+
+        Raises:
+            ValueError: one was; names the first.
+        """
         for path, module, table, items in self._tables:
             if len(table) != len(items) or any(table.get(name) is not each for name, each in items):
                 where = f"layer {path}" if path else "the model"
@@ -66,7 +70,7 @@ class Structure:
                 raise ValueError(f"{path} of the model has another shape or dtype {_ANEW}")
 
     def settings(self) -> tuple[object, ...]:
-        """Everything that users may change between two runs, to be compared with what it was."""
+        """Return all that users may change between two runs: modes, numbers of hooks, requires_grad."""
         modes = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self._modules]
         return modes, [form.parameter.requires_grad for form in self._forms]
 
@@ -75,7 +79,11 @@ _ANEW = "than when the trainer was made: make a new Trainer after such changes"
 
 
 def check_model_now(model: nn.Module) -> None:
-    """Called before each training and evaluation, as users add hooks in between."""
+    """Check that the model itself has no hooks; call it before each training and evaluation.
+
+    Raises:
+        ValueError: it has some.
+    """
     for attribute, words in _ROOT_HOOKS.items():
         if getattr(model, attribute):
             raise ValueError(
@@ -85,7 +93,14 @@ def check_model_now(model: nn.Module) -> None:
 
 
 def check_surroundings(method: str) -> None:
-    """Refuse what is in force around a call and would silently train something else."""
+    """Check that no autocast or no_grad context surrounds a call, which would change the training.
+
+    Args:
+        method: the called method's name.
+
+    Raises:
+        RuntimeError: such a context is active.
+    """
     for device_type in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device_type):
             raise RuntimeError(
@@ -97,6 +112,10 @@ def check_surroundings(method: str) -> None:
 
 
 def check_trains(model: nn.Module) -> None:
-    """Some parameter is to be trained."""
+    """Check that some parameter requires grad.
+
+    Raises:
+        ValueError: none does.
+    """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has nothing to train: no parameter has requires_grad = True")

@@ -1,6 +1,6 @@
-"""Values: what flows between layers, a tensor or a tuple of tensors, as `nn.Sequential` passes it on.
+"""Tensors: trees of tensors that layers pass on, their bytes, norms and numbers that are not finite.
 
-And how large the gradients of weights are, and which numbers are none.
+Knows torch only. A tree is a tensor or a tuple of tensors, as `nn.Sequential` passes it from layer to layer.
 """
 
 import math
@@ -13,7 +13,11 @@ TensorTree = Tensor | tuple[Tensor, ...]
 
 
 def tensors_of(value: TensorTree) -> tuple[Tensor, ...]:
-    """The tensors of a value. Raises TypeError if it is neither a tensor nor a tuple of tensors."""
+    """Return the tensors of a tree.
+
+    Raises:
+        TypeError: the value is neither a tensor nor a tuple of tensors.
+    """
     tensors = value if isinstance(value, tuple) else (value,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -25,35 +29,35 @@ def tensors_of(value: TensorTree) -> tuple[Tensor, ...]:
 
 
 def rebuild(tensors: tuple[Tensor, ...], like: TensorTree) -> TensorTree:
-    """The inverse of `tensors_of`: a tuple where `like` is one."""
+    """Return a tree of these tensors, a tuple if `like` is one; the inverse of `tensors_of`."""
     return tensors if isinstance(like, tuple) else tensors[0]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: TensorTree) -> TensorTree:
-    """The value with `function` applied to each of its tensors."""
+    """Return the tree with `function` applied to each of its tensors."""
     return rebuild(tuple(map(function, tensors_of(value))), value)
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient; of a sparse one, such as an embedding's, those that are there."""
+    """Return a gradient's numbers as a dense tensor; of a sparse gradient, the numbers that it stores."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Of each: what is looked at before an update."""
+    """Return the norm of each gradient, a tensor of one number."""
     return list(torch._foreach_norm([dense(gradient) for gradient in gradients])) if gradients else []
 
 
 def not_finite(tensor: Tensor) -> str | None:
-    """The counts of NaN and infinity in a dense tensor, in words; None if there are none.
+    """Return the counts of NaN and infinity in a dense tensor, in words; None if all numbers are finite.
 
-    Its least and largest number tell, in one pass at the speed of memory.
+    The usual case takes one pass at the speed of memory, for the least and the largest number.
     """
     if tensor.layout != torch.strided or not tensor.numel():
         return None
     values = tensor.detach().resolve_conj()
     if values.is_floating_point() and values.element_size() == 1:
-        values = values.float()  # torch compares no numbers of 8 bits
+        values = values.float()  # torch cannot compare floats of 8 bits
     numbers = torch.view_as_real(values) if values.is_complex() else values
     if not numbers.is_floating_point() or all(math.isfinite(bound) for bound in numbers.aminmax()):
         return None
@@ -61,30 +65,30 @@ def not_finite(tensor: Tensor) -> str | None:
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    """The numbers of a tensor of any device, layout and dtype, in C order."""
+    """Return the bytes of a tensor of any device, layout and dtype, in C order."""
     here = tensor.detach().cpu()
     if here.layout != torch.strided:
         here = here.to_dense()
     here = here.resolve_conj().resolve_neg().contiguous()
-    return here.reshape(-1).view(torch.uint8).numpy().tobytes()  # as bytes, since NumPy knows no bfloat16
+    return here.reshape(-1).view(torch.uint8).numpy().tobytes()  # viewed as bytes: NumPy has no bfloat16
 
 
 @torch.no_grad()
 def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Copy numbers into a tensor in place, even one that `expand` has made.
+    """Copy values into a tensor in place, even into one that `expand` has made.
 
     Raises:
-        ValueError: along a dimension where it holds each number once the values differ.
+        ValueError: the values differ along a dimension where the tensor is expanded.
     """
     for dim in expanded_dimensions(tensor):
         first = values.narrow(dim, 0, 1)
         if not torch.equal(first.expand_as(values), values):
-            raise ValueError(f"values must be alike along dimension {dim} of an expanded tensor, and differ")
+            raise ValueError(f"values must be equal along dimension {dim} of an expanded tensor, and differ")
         tensor, values = tensor.narrow(dim, 0, 1), first
     tensor.copy_(values)
 
 
 def expanded_dimensions(tensor: Tensor) -> list[int]:
-    """The dimensions along which a tensor holds each number once, as `expand` makes them."""
+    """Return the dimensions along which a tensor is expanded: it stores each number once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return [dim for dim, (size, stride) in enumerate(sizes) if size > 1 and stride == 0]

@@ -1,1 +1,1 @@
-"""Updates of weights, and what sums gradients."""
+"""Optim: sums gradients over replicas, checks them and updates weights."""

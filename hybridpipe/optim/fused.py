@@ -1,9 +1,7 @@
-"""Fused: torch's fused kernels for an optimizer on a CPU that leaves open how its step is computed.
+"""Fused: runs torch's fused CPU kernels for an optimizer whose `foreach` and `fused` the user left at None.
 
-On a GPU torch takes a fast form by itself where `foreach` and `fused` are None; on a CPU the plain loop, an
-operation at a time, each of which goes through memory. A fused step goes through it once: the same formula,
-rounded elsewhere, so that a float32 may differ in its last bits.
-Invariant: the options of a group are the user's; what is made of them holds during the step only.
+Knows torch optimizers; no stages and no schedule.
+Invariant: a group's options are the user's again after the step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,15 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Either form of these goes on with the other's state. Not their subclasses, whose `step` may do anything.
+# The plain and the fused form of these share one state. A subclass is left out: its `step` may do anything.
 FUSIBLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-FLAGS = ("nesterov", "maximize", "amsgrad")  # which the kernels take as bool only, the plain loop as anything
+FLAGS = ("nesterov", "maximize", "amsgrad")  # the kernels take bool only, the plain loop any truth value
 DTYPES = (torch.float32, torch.float64)  # in half precision the plain loop rounds after each operation
 
 
 @contextmanager
 def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around a step: fused where the user left that open and the kernels can, group by group."""
+    """Run the step inside this context with fused kernels, in each group that allows it.
+
+    Torch chooses a fast form by itself on a GPU; on a CPU it runs the plain loop, and each of the loop's
+    operations reads and writes all memory. A fused step reads and writes it once. It has the same formula
+    with another rounding, so the last bits of a float32 may differ.
+    """
     if type(optimizer) not in FUSIBLE:
         yield
         return
@@ -32,7 +35,7 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         groups.extend(each for each in optimizer.param_groups if _can_be(each, optimizer))
         for group in groups:
             group["fused"] = True
-            # Now, as a hook behind the step may drop the gradients.
+            # Collected now, since a hook behind the step may drop the gradients.
             changed.extend(p for p in group["params"] if p.grad is not None)
 
     hook = optimizer.register_step_pre_hook(choose)  # runs after the user's, which may change gradients
@@ -42,7 +45,7 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         hook.remove()
         for group in groups:
             group["fused"] = None
-        # The kernels do not count the change, by which autograd tells that a graph is out of date.
+        # The kernels do not raise the version counter by which autograd detects an outdated graph.
         for parameter in changed:
             torch.autograd.graph.increment_version(parameter)
 
@@ -62,14 +65,14 @@ def _is_left_open(group: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 
 def _is_plain(option: object) -> bool:
-    """A number or the like: tensors and arrays the kernels refuse, or compute with in another way."""
+    """Return True for a number or a tuple of them; the kernels refuse tensors or compute differently."""
     if isinstance(option, tuple | list):
         return all(map(_is_plain, option))
     return option is None or isinstance(option, int | float)
 
 
 def _suits(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> bool:
-    """The kernels take the numbers of all tensors one after the other as they lie in memory."""
+    """Return True if all tensors are contiguous on the CPU and of one dtype, as the kernels require."""
     own = [each for each in state.values() if isinstance(each, Tensor) and each.shape == parameter.shape]
     return parameter.dtype in DTYPES and all(
         type(each) in (Tensor, nn.Parameter)

@@ -1,9 +1,7 @@
-"""GradientSync: gradients summed over a stage's replicas while the last backward is still running.
+"""GradientSync: sums gradients over a stage's replicas while the last backward is still running.
 
-Each microbatch's loss is weighted by its share of the minibatch's samples, so the sum over microbatches
-and replicas is the mean over the minibatch, however unevenly they are spread. Parameters are gathered
-into fixed named buckets in backward order; a bucket's all-reduce starts when its last gradient is there,
-and Horovod's tensor fusion joins the bucket's tensors. A stage with one replica loads no Horovod.
+Knows parameters and Horovod; no schedule. A stage with one replica does not load Horovod.
+Invariant: each loss is weighted by its share of the samples, so the sum is the mean over the minibatch.
 """
 
 import os
@@ -22,11 +20,11 @@ from hybridpipe.planning.cost.formula import BUCKET_BYTES
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Between two looks at an all-reduce. Horovod's own wait yields and looks again at once: with four ranks on
-# two cores up to 15 % of a core a rank, taken from those that still computed and from Horovod's own threads.
+# Pause between two polls of an all-reduce. Horovod's own wait polls without a pause: with four ranks on two
+# cores it took up to 15 % of a core a rank from ranks that still computed and from Horovod's threads.
 POLL_SECONDS = 200e-6
 
-CYCLE_TIME = "HOROVOD_CYCLE_TIME"  # milliseconds between two looks of Horovod's thread for something to do
+CYCLE_TIME = "HOROVOD_CYCLE_TIME"  # milliseconds between two cycles of Horovod's background thread
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # bytes
 
 
@@ -37,26 +35,26 @@ class GradientSync(Protocol):
 
     @property
     def owned(self) -> Sequence[Tensor]:
-        """The parameters whose gradients this rank has, and whose update it makes, after `finish`."""
+        """The parameters whose summed gradients this rank holds after `finish` and which it updates."""
 
     def renew(self) -> None:
-        """Take up which parameters are trained now. Collective over the replicas, with nothing under way."""
+        """Adopt the parameters' present requires_grad. Collective over the replicas, between two steps."""
 
     def begin_final_backward(self) -> None:
-        """The next backward is the last of its stage: its gradients are final as they arrive."""
+        """Announce the stage's last backward before the update: its gradients are final as they arrive."""
 
     def end_final_backward(self) -> None:
-        """That backward is done."""
+        """Announce the end of that backward."""
 
     def close(self) -> None:
-        """Give back what summing takes. Collective over the replicas."""
+        """Release hooks and communicators. Collective over the replicas."""
 
     def finish(self) -> None:
-        """Return once the `.grad` of every owned parameter holds the sum over the replicas."""
+        """Wait until the `.grad` of every owned parameter holds the sum over the replicas."""
 
 
 class _Bucket:
-    """Parameters that are reduced together, with a flag each: did this replica have a gradient?"""
+    """Parameters that are reduced together; `missing` holds those whose last gradient has not arrived."""
 
     def __init__(self, name: str, parameters: list[Tensor]) -> None:
         self.name, self.parameters = name, parameters
@@ -68,16 +66,17 @@ class _Bucket:
 class HorovodSync:
     """Horovod's ring all-reduce over the stage's communicator.
 
-    A replica that had no gradient for a parameter adds zeros, as one that got no microbatch does; where no
-    replica had one, `.grad` is None afterwards, as in one process, so that the optimizer passes it by.
-    Horovod starts with the first parameter that is trained.
+    Parameters fill fixed named buckets in backward order. A bucket's all-reduce starts when its last gradient
+    has arrived, and Horovod's tensor fusion joins the bucket's tensors. A replica without a gradient for a
+    parameter adds zeros. Where no replica had one, `.grad` is None afterwards, so the optimizer skips the
+    parameter as it does in one process. Horovod starts when the first parameter requires grad.
 
     Args:
-        parameters: of the stage, those that are not trained, too.
-        sparse: those whose gradients may be sparse. They travel as dense tensors with a count for each row,
-            and are sparse again afterwards: the optimizer passes by the same rows as in one process.
-        compression: "fp16": float32 gradients travel, and are added up, as float16, as with Horovod's
-            `Compression.fp16`.
+        parameters: all parameters of the stage, frozen ones included.
+        replicas: communicator of the stage's replicas.
+        compression: "fp16" sends and adds float32 gradients as float16, as Horovod's `Compression.fp16`.
+        sparse: parameters whose gradients may be sparse. They travel as dense tensors with a count for each
+            row and become sparse again, so the optimizer skips the same rows as in one process.
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class HorovodSync:
         sparse: Collection[Tensor] = (),
     ) -> None:
         self._parameters, self._replicas, self._sparse = list(parameters), replicas, frozenset(sparse)
-        self._ranks = getattr(replicas, "ranks", ())  # in the world, for reports
+        self._ranks = getattr(replicas, "ranks", ())  # ranks in the world, for reports
         self._halves = COMPRESSIONS[compression] == 0.5
         self._armed = False
-        self.overlaps = True  # False: nothing is reduced before `finish`, to see what overlapping gives
+        self.overlaps = True  # False reduces nothing before `finish`, to measure the gain of overlapping
         self.bytes_reduced = 0
         self._hvd: Any = None
         self._hooks: list[Any] = []
@@ -99,15 +98,15 @@ class HorovodSync:
 
     @property
     def owned(self) -> Sequence[Tensor]:
-        """All of the stage's parameters: an all-reduce leaves the whole sum on each replica."""
+        """All of the stage's parameters, since an all-reduce leaves the whole sum on each replica."""
         return self._parameters
 
     def renew(self) -> None:
-        """Fill buckets again, with the parameters that require grad now."""
+        """Build the buckets anew from the parameters that require grad now. Collective over the replicas."""
         self._unhook()
         self._buckets = _buckets([p for p in self._parameters if p.requires_grad])
         if self._buckets and self._hvd is None:
-            with rank_status.waiting("Horovod's start", self._ranks):
+            with rank_status.waiting("start of Horovod", self._ranks):
                 self._hvd = horovod(self._replicas)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
@@ -116,15 +115,15 @@ class HorovodSync:
         ]
 
     def begin_final_backward(self) -> None:
-        """From now on a bucket is reduced as soon as it is full."""
+        """Start to reduce each bucket as soon as it is full."""
         self._armed = self.overlaps
 
     def end_final_backward(self) -> None:
-        """Until further notice no gradient is final."""
+        """Stop to reduce buckets as they fill."""
         self._armed = False
 
     def finish(self) -> None:
-        """Reduce what no backward has filled, and wait for all."""
+        """Reduce the buckets that no backward has filled, and wait for all buckets."""
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._start(bucket)
@@ -135,7 +134,7 @@ class HorovodSync:
                 self._finish(bucket)
 
     def close(self) -> None:
-        """Take the hooks off the parameters and end the stage's Horovod world. Collective over its ranks."""
+        """Remove the parameters' hooks and shut down the stage's Horovod world. Collective over its ranks."""
         self._unhook()
         if self._hvd is not None:
             self._hvd.shutdown()
@@ -151,8 +150,8 @@ class HorovodSync:
             if bucket.handle is not None:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, "
-                    "when replicas had begun to sum the first, as where re-entrant checkpoints share it: "
-                    "checkpoint with use_reentrant=False"
+                    "after the all-reduce of the first had started; re-entrant activation checkpoints that "
+                    "share a parameter do this: checkpoint with use_reentrant=False"
                 )
             bucket.missing.discard(parameter)
             if not bucket.missing:
@@ -184,9 +183,10 @@ class HorovodSync:
 
 
 def _reducible(parameter: Tensor, halve: bool) -> Tensor:
-    """The gradient as Horovod takes it.
+    """Return a parameter's gradient in the form that Horovod reduces in place.
 
-    In memory of its own, dense, complex numbers as pairs, fp32 for bf16, zeros where there is none.
+    It is dense and shares no memory with other tensors. Complex numbers become pairs, bf16 becomes fp32, and
+    a missing gradient becomes zeros.
     """
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     if gradient.layout != torch.strided:
@@ -201,7 +201,7 @@ def _reducible(parameter: Tensor, halve: bool) -> Tensor:
 
 
 def _put(parameter: Tensor, reduced: Tensor) -> None:
-    """Let a parameter's gradient be what `_reducible` has become."""
+    """Write the reduced form of `_reducible` back into a parameter's gradient."""
     if parameter.is_complex():
         reduced = torch.view_as_complex(reduced)
     if parameter.grad is None or parameter.grad.layout != torch.strided:
@@ -211,7 +211,7 @@ def _put(parameter: Tensor, reduced: Tensor) -> None:
 
 
 def _rows(parameter: Tensor) -> Tensor:
-    """A count for each row that a sparse gradient has; the last is of gradients that are dense."""
+    """Return 1 for each row that a sparse gradient has; the last element is 1 for a dense gradient."""
     counts = torch.zeros(len(parameter) + 1)
     if parameter.grad is not None and parameter.grad.is_sparse:
         counts[parameter.grad.coalesce().indices()[0]] = 1
@@ -221,7 +221,7 @@ def _rows(parameter: Tensor) -> Tensor:
 
 
 def _sparse(dense: Tensor, counts: Tensor) -> Tensor:
-    """The rows of a tensor that have a count."""
+    """Return the rows with a positive count as a sparse tensor."""
     rows = counts.nonzero().t().to(dense.device)
     return torch.sparse_coo_tensor(
         rows, dense[rows[0]], dense.shape, is_coalesced=True, check_invariants=False
@@ -229,18 +229,18 @@ def _sparse(dense: Tensor, counts: Tensor) -> Tensor:
 
 
 def _shares_memory(gradient: Tensor) -> bool:
-    """Whether another tensor has the same memory, and may still be read.
+    """Return True if another tensor uses the gradient's storage and may still be read.
 
-    Of `x + position[None]` autograd makes both gradients from one tensor: summed in place for the parameter,
-    what the backward goes on with would be the sum of all replicas. Torch has no public way to ask; its CUDA
-    graph trees ask in this one.
+    For `x + position[None]` autograd makes both gradients from one tensor. An in-place sum for the parameter
+    would then change the gradient that the rest of the backward reads. Torch has no public API for this; its
+    CUDA graph trees use the same private call.
     """
-    storage = gradient.untyped_storage()  # which is one use more
+    storage = gradient.untyped_storage()  # this object counts as one use more
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _buckets(parameters: list[Tensor]) -> list[_Bucket]:
-    """Backward order is about the reverse of the forward order."""
+    """Fill buckets in the reverse order of the parameters, which is about the order of the backward."""
     buckets, filling, filled = [], [], 0
     for parameter in reversed(parameters):
         filling.append(parameter)
@@ -254,17 +254,20 @@ def _buckets(parameters: list[Tensor]) -> list[_Bucket]:
 
 
 def wait_for(hvd: Any, handle: int) -> None:
-    """The end of an all-reduce, asleep between looks, as others can use what Horovod's wait burns."""
+    """Wait for an all-reduce and sleep between polls, since Horovod's own wait occupies a core."""
     while not hvd.poll(handle):
         time.sleep(POLL_SECONDS)
     hvd.synchronize(handle)
 
 
 def horovod(communicator: "MPI.Comm") -> Any:
-    """`horovod.torch`, its world being `communicator`. Collective over it.
+    """Return `horovod.torch`, initialised on `communicator`. Collective over it.
 
-    A world of its own for every stage: with Horovod's process sets all stages share one negotiation loop,
-    and a stall in one stalls all (measured: 2.5 s against 0.1 s).
+    Every stage has a Horovod world of its own: with Horovod's process sets all stages would share one
+    negotiation loop, and a stall in one would stall all (measured: 2.5 s against 0.1 s).
+
+    Raises:
+        RuntimeError: Horovod is not installed.
     """
     from hybridpipe.health import failure
 
@@ -276,9 +279,9 @@ def horovod(communicator: "MPI.Comm") -> Any:
         ) from error
     if hvd.is_initialized():
         hvd.shutdown()
-    # A tensor that is larger than this is reduced where it lies. By default Horovod joins up to 128 MiB and
-    # copies all of it in and out: two ranks took 64 ms for three weights of 16 MiB, and 22 ms without that.
-    # But Horovod 0.28.1 crashes when it is started for the second time with both this and a cycle time set.
+    # A tensor larger than the threshold is reduced in place. By default Horovod fuses up to 128 MiB and
+    # copies all of it in and out: two ranks took 64 ms for three weights of 16 MiB, and 22 ms without fusion.
+    # Horovod 0.28.1 crashes at its second start if both this and a cycle time are set.
     if CYCLE_TIME not in os.environ:
         os.environ.setdefault(FUSION_THRESHOLD, str(BUCKET_BYTES))
     elif FUSION_THRESHOLD not in os.environ:
@@ -290,12 +293,12 @@ def horovod(communicator: "MPI.Comm") -> Any:
 
 @cache
 def _start_once(hvd: Any) -> None:
-    """So that whatever follows is not this process's first start.
+    """Start and stop Horovod once in this process, so that all ranks fuse tensors by the same threshold.
 
-    With a cycle time set, Horovod 0.28.1 joins up to 128 MiB when first started, and 1 MiB from then on:
-    its `ParameterManager` outlives `shutdown`, and writes the default of 1 ms into the wrong place. Each rank
-    joins what its cache knows by itself; so ranks of which only some had been in the probe of the first host
-    reduced different numbers of bytes, and waited forever or wrote past the end.
+    With a cycle time set, Horovod 0.28.1 fuses up to 128 MiB after its first start and 1 MiB after any later
+    one: its `ParameterManager` outlives `shutdown` and writes the default of 1 ms into the wrong field. Each
+    rank fuses cached tensors by its own threshold. Ranks that differed in their number of starts reduced
+    different numbers of bytes, and waited for ever or wrote past the end of a buffer.
     """
     from hybridpipe.comm.mpi import MPI
 

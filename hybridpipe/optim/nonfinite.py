@@ -1,8 +1,7 @@
-"""NonfiniteCheck: numbers gone bad are noticed before an update makes weights of them, and named.
+"""NonfiniteCheck: finds and names NaN and infinity in losses and gradients before an update.
 
-One norm of all gradients, and the losses, tell whether anything is wrong (a pass over the gradients at the
-speed of memory: 3 ms for 64 MiB on one core); only then is looked for what it is. Knows stages, no messages:
-how ranks agree on leaving an update out is handed in.
+Knows stages, no messages: the caller passes in the function by which ranks agree to skip an update.
+Invariant: all ranks that update together decide alike.
 """
 
 import sys
@@ -16,14 +15,18 @@ from hybridpipe.model.tensors import dense, norms, not_finite
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.stage import Stage
 
-# Of ranks that meet the same error at the same time the first to report ends the job: where it arose, at the
-# end of the pipeline, before where it went.
+# If several ranks find the same error at the same time, the first report ends the job. Later stages report
+# first, since the error arose there and travelled to the earlier ones.
 STAGGER_SECONDS = 0.5
 MOST_STAGGERS = 4
 
 
 class NotFinite(RuntimeError):
-    """A loss or a gradient is NaN or infinite. `stagger_seconds`: how long others may report before."""
+    """A loss or a gradient is NaN or infinite.
+
+    Args:
+        stagger_seconds: delay before this rank reports, so that ranks nearer the origin report first.
+    """
 
     def __init__(self, what: str, stagger_seconds: float) -> None:
         super().__init__(what)
@@ -33,9 +36,12 @@ class NotFinite(RuntimeError):
 class NonfiniteCheck:
     """The check of the rank at `place`.
 
+    It computes one norm of all gradients, at the speed of memory (3 ms for 64 MiB on one core), and searches
+    for the tensor only if that norm or a loss is not finite.
+
     Args:
-        policy: of ON_NONFINITE: end the job, leave the update out, or look at nothing.
-        agree: with "skip": the largest of a number over all ranks that update together; collective.
+        policy: one of ON_NONFINITE: end the job, skip the update, or check nothing.
+        agree: under "skip": returns the largest number of all ranks that update together; collective.
     """
 
     def __init__(
@@ -50,13 +56,13 @@ class NonfiniteCheck:
         self.num_skipped = 0
 
     def allows(self, losses: Mapping[int, Tensor], stream: Stream, step: int) -> bool:
-        """Whether the update at `step` is to be made; the same on all ranks that update together.
+        """Return True if the update at `step` may be made; the same on all ranks that update together.
 
         Args:
-            losses: by the stream's microbatches.
+            losses: shares of the loss, by microbatch of the stream.
 
         Raises:
-            NotFinite: policy "stop".
+            NotFinite: a number is not finite, under policy "stop".
         """
         if self._policy == "ignore":
             return True
@@ -65,17 +71,17 @@ class NonfiniteCheck:
             if found is not None:
                 raise NotFinite(found[1], self._stagger_seconds)
             return True
-        # one number says who tells it: where it arose, and of replicas one
+        # the largest number chooses the rank that reports: nearest the origin, and one of its replicas
         mine = 0 if found is None else (1 + found[0]) * self._num_ranks + self._rank
         largest = self._agree(mine)
         if found is not None and mine == largest:
-            what = f"hybridpipe: rank {self._rank}: {found[1]}; the update is left out"
+            what = f"hybridpipe: rank {self._rank}: {found[1]}; the update is skipped"
             print(what, file=sys.stderr, flush=True)
         self.num_skipped += largest > 0
         return largest == 0
 
     def _seem_finite(self, losses: Mapping[int, Tensor]) -> bool:
-        """False where something may be wrong: a norm can overflow, too."""
+        """Return False if a number may not be finite; a norm of finite numbers can overflow, too."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         numbers = [*norms(gradients), *losses.values()]
         if not numbers:
@@ -84,7 +90,7 @@ class NonfiniteCheck:
         return bool(total.isfinite())
 
     def _bad(self, losses: Mapping[int, Tensor], stream: Stream, step: int) -> Iterator[tuple[int, str]]:
-        """What is not finite, first where it arose, with a number that is larger the nearer that is."""
+        """Yield (nearness to the origin, description) of each number that is not finite, nearest first."""
         for m, loss in losses.items():
             if not loss.isfinite():
                 at = stream[m]

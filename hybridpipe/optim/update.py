@@ -1,8 +1,7 @@
-"""Update: what a stage does with its gradients once they are complete: clip, learning rate, optimizer.
+"""Update: clips complete gradients, adapts the learning rate, and steps optimizer and scheduler.
 
-Knows the stage's parameters and its place in time, no schedule and no messages but one sum for clipping.
-Invariant: the learning rates that a scheduler sees are the user's; what the pipeline makes of them holds
-during the update only.
+Knows a rank's parameters and its count of minibatches; no schedule, and no messages but one sum for clipping.
+Invariant: a scheduler sees the user's learning rates; the pipeline's factor applies during the update only.
 """
 
 import copy
@@ -28,18 +27,19 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 class LearningRate:
-    """What a pipeline makes of the user's learning rate in one stage.
+    """The factor on the user's learning rate in one stage.
 
-    PipeDream's code scales it by the stage's replicas over the first stage's: a stage updates once in a round
-    of as many minibatches, and so all stages move alike for each sample. PipeMare (Yang et al., MLSys 2021,
-    section 3.1, "learning rate rescheduling", T1) lets late gradients make smaller steps while training is
-    young: after k minibatches the rate is divided by delay^p, p = 1 - min(k / warm_up, 1). A delay of one
-    update divides by 1.
+    PipeDream's code scales the rate by the stage's replicas over the first stage's. A stage updates once in a
+    round of as many minibatches as it has replicas, so all stages then move equally far a sample.
+
+    PipeMare (Yang et al., MLSys 2021, section 3.1, "learning rate rescheduling", T1) makes steps of late
+    gradients smaller at the start: after k minibatches the rate is divided by delay^p,
+    p = 1 - min(k / warm_up, 1). A delay of one update divides by 1.
 
     Args:
-        scale: the factor that always holds.
-        delay: how many updates the gradients are late.
-        warm_up: in minibatches; 0: no division.
+        scale: constant factor.
+        delay: delay of the stage's gradients, in updates.
+        warm_up: length of PipeMare's warm-up, in minibatches; 0 turns it off.
     """
 
     def __init__(self, scale: float = 1.0, delay: int = 0, warm_up: int = 0) -> None:
@@ -47,11 +47,11 @@ class LearningRate:
 
     @property
     def always_one(self) -> bool:
-        """Is the user's learning rate left alone?"""
+        """True if the factor is 1 at all times."""
         return self.scale == 1.0 and (self.warm_up == 0 or self.delay < 2)
 
     def factor(self, num_minibatches: int) -> float:
-        """Of the user's learning rate, after that many minibatches."""
+        """Return the factor after that many minibatches."""
         if num_minibatches >= self.warm_up or self.delay < 2:
             return self.scale
         return float(self.scale * self.delay ** -(1 - num_minibatches / self.warm_up))
@@ -59,21 +59,25 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How the user wants gradients to become weights; `Trainer` tells what each field means."""
+    """The user's options for updates; `Trainer` explains each field."""
 
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None = None
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
-    compression: str = NO_COMPRESSION  # of gradients, on their way between replicas
+    compression: str = NO_COMPRESSION  # of gradients in the all-reduce over replicas
     on_nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
         one_of("compression", self.compression, COMPRESSIONS)
 
     def check(self, plan: Plan) -> None:
-        """Raises ValueError for what makes no sense under the plan's schedule."""
+        """Check that the options suit the plan's schedule.
+
+        Raises:
+            ValueError: an option is out of range, or has no meaning under the schedule.
+        """
         non_negative_int("delay_warm_up", self.delay_warm_up)
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.clip_grad_norm is not None:
@@ -95,9 +99,13 @@ class UpdateRule:
             )
 
     def try_out(self, parameters: Sequence[Tensor]) -> None:
-        """Raises ValueError for an optimizer or a scheduler that `build` would refuse.
+        """Check that `build` would accept the optimizer and the scheduler.
 
-        A few parameters are enough to see, and some optimizers allocate their state at once.
+        Args:
+            parameters: a few are enough; some optimizers allocate their state at once.
+
+        Raises:
+            ValueError: an optimizer or a scheduler that cannot be used.
         """
         if parameters:
             Update(self.optimizer(parameters), self.lr_scheduler)
@@ -105,10 +113,13 @@ class UpdateRule:
     def build(
         self, parameters: Sequence[Tensor], plan: Plan, stage: int, add_up: Callable[[float], float]
     ) -> "Update":
-        """For a rank with `parameters`, those of `stage` or, with chunks, of all that it holds.
+        """Return the `Update` of a rank.
 
-        The optimizer gets those that are not trained, too: they may be later on, and without a gradient it
-        passes them by.
+        Args:
+            parameters: the parameters of all stages that the rank holds. The optimizer gets frozen ones, too:
+                users may train them later, and it skips parameters without a gradient.
+            stage: the rank's stage; any one of them where it holds several chunks.
+            add_up: see `Update`.
         """
         scaled = plan.traits.whole_minibatch and self.scale_learning_rate
         return Update(
@@ -125,7 +136,7 @@ class UpdateRule:
         )
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-        """None where there is nothing for it, perhaps because it takes only what is trained."""
+        """Make the optimizer; None if the rank has no parameters or the factory accepts none of them."""
         if not parameters:
             return None
         try:
@@ -137,11 +148,11 @@ class UpdateRule:
 
 
 class Given(NamedTuple):
-    """What optimizer and scheduler were made with, before they changed any of it.
+    """The options and the state that optimizer and scheduler started with.
 
     Args:
-        options: of each parameter group.
-        scheduler: its state; None without one.
+        options: options of each parameter group.
+        scheduler: the scheduler's state; None without a scheduler.
     """
 
     options: Sequence[Mapping[str, Any]] = ()
@@ -149,23 +160,25 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer | None) -> "Given":
-        """Of an optimizer that is new."""
+        """Read the options of a new optimizer."""
         groups = [] if optimizer is None else optimizer.param_groups
         return cls([{name: value for name, value in group.items() if name != "params"} for group in groups])
 
 
 class Update:
-    """The optimizer of all stages that a rank holds, and what goes with it.
+    """The optimizer and the scheduler of all stages that a rank holds.
 
     Args:
-        optimizer: None where there is nothing to train.
+        optimizer: None if the rank has nothing to train.
         scheduler: makes a learning-rate scheduler, which counts minibatches.
-        max_norm: gradients are scaled down to this global norm.
-        add_up: the sum of a number over all stages, given this rank's; collective. Needed with `max_norm`.
-        parameters: whose gradients an update uses up; by default the optimizer's.
+        learning_rate: the stage's factor on the learning rate; by default 1.
+        max_norm: gradients are scaled down to this norm over the whole model; None does not clip.
+        add_up: returns the sum of a number over all stages; collective, called only with `max_norm`.
+        parameters: the gradients of these are dropped after an update; by default the optimizer's.
 
     Raises:
-        ValueError: optimizer or scheduler want to be told more at a step than there is to tell.
+        ValueError: `step` of the optimizer or the scheduler needs an argument, or a parameter group has no
+            learning rate to scale.
     """
 
     def __init__(
@@ -193,53 +206,53 @@ class Update:
         self.num_minibatches = 0
 
     def step(self, num_minibatches: int = 1) -> None:
-        """Apply the gradients, which are of so many minibatches, and forget them."""
+        """Apply the gradients of `num_minibatches` minibatches, then drop them and step the scheduler."""
         if self.max_norm is not None:
             self._clip(self.max_norm)
         if self.optimizer is not None:
             factor = self.learning_rate.factor(self.num_minibatches)
             with _multiplied(self.optimizer, factor), fused(self.optimizer):
                 self.optimizer.step()
-        self.leave_out(num_minibatches)
+        self.skip(num_minibatches)
 
-    def leave_out(self, num_minibatches: int) -> None:
-        """Forget the gradients. Whoever counts minibatches, such as a scheduler, counts these."""
-        self.forget_gradients()
+    def skip(self, num_minibatches: int) -> None:
+        """Drop the gradients without an update; the scheduler still counts these minibatches."""
+        self.zero_grad()
         self.num_minibatches += num_minibatches
         if self.scheduler is not None:
             for _ in range(num_minibatches):
                 self.scheduler.step()
 
-    def forget_gradients(self) -> None:
-        """Drop what is in `.grad`, as zero_grad() does, of parameters that no optimizer has, too."""
+    def zero_grad(self) -> None:
+        """Drop all gradients, including those of parameters that no optimizer has."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def catch_up(self, num_minibatches: int) -> None:
-        """Let a scheduler that is new stand where it would stand after so many minibatches."""
-        with warnings.catch_warnings():  # the optimizer's steps were another one's
+        """Step a new scheduler to where it would stand after `num_minibatches` minibatches."""
+        with warnings.catch_warnings():  # torch warns, since this optimizer has made no step yet
             warnings.simplefilter("ignore", UserWarning)
-            self.leave_out(num_minibatches)
+            self.skip(num_minibatches)
 
     def _clip(self, max_norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_ over the whole model."""
+        """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the whole model. Collective."""
         gradients = gradients_of(self.optimizer)
         norms = list(torch._foreach_norm(gradients)) if gradients else []
         here = float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
         factor = max_norm / (math.sqrt(self.add_up(here)) + 1e-6)
-        if gradients and not factor >= 1:  # a norm that is NaN spoils all stages, as it would one process
+        if gradients and not factor >= 1:  # a NaN norm makes all gradients NaN, as in one process
             torch._foreach_mul_(gradients, factor)
 
 
 def gradients_of(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """The gradients that the optimizer would apply."""
+    """Return the gradients that the optimizer would apply."""
     if optimizer is None:
         return []
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _check_step(name: str, stepping: Any, why: str) -> None:
-    """Raises ValueError if `stepping.step` wants an argument."""
+    """Raise ValueError if `stepping.step` needs an argument."""
     wanted = [
         parameter.name
         for parameter in inspect.signature(stepping.step).parameters.values()
@@ -254,23 +267,23 @@ def _check_step(name: str, stepping: Any, why: str) -> None:
 
 
 def _check_rates(optimizer: torch.optim.Optimizer, learning_rate: LearningRate) -> None:
-    """Raises ValueError if there is no learning rate to multiply."""
+    """Raise ValueError if a parameter group has no learning rate and the factor is not always 1."""
     if not learning_rate.always_one and not all("lr" in group for group in optimizer.param_groups):
         raise ValueError(
             f"optimizer must have an 'lr' in each parameter group, got {type(optimizer).__name__}: "
-            "scale_learning_rate and delay_warm_up change it; False and 0 leave it alone"
+            "scale_learning_rate and delay_warm_up change it; set them to False and 0"
         )
 
 
 @contextmanager
 def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """The optimizer with its learning rates times `factor`."""
+    """Multiply the optimizer's learning rates by `factor` inside this context."""
     if factor == 1.0:
         yield
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor  # a new one, if it is a tensor
+        group["lr"] = group["lr"] * factor  # makes a new tensor if the rate is one
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""Stage: one process's share of the model, in torch; no MPI here."""
+"""Stage: one rank's layers in torch, their forward, backward and weights; knows no MPI."""

@@ -1,9 +1,7 @@
-"""Deferred: layers that leave their weights' gradients for later, in the hands of whoever asked for it.
+"""Deferred: linear, convolution and embedding layers whose backward leaves the weight's gradient for later.
 
-While a stage runs, its linear, convolution and embedding layers go through an autograd function that
-computes the input's gradient in the backward and notes (input, gradient of the output) in a sink. The note
-shares the memory that was saved anyhow. What becomes of the notes is the sink's business: `halved` computes
-them after the first half of a backward, `products` several microbatches at once.
+Their autograd function computes the input's gradient and notes (input, gradient of the output) in a sink.
+Not known here: when a sink computes its notes (`split_backward`, `wgrad`).
 """
 
 import math
@@ -18,19 +16,23 @@ from torch.nn import functional
 
 
 class Operation(Protocol):
-    """output = operation(inputs, weight, bias), linear in the weight."""
+    """An operation that is linear in its weight; `gradient` is that of the output."""
 
-    def output(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def output(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output."""
 
-    def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor: ...
+    def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the inputs."""
 
-    def weight_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor: ...
+    def weight_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the weight."""
 
-    def bias_gradient(self, gradient: Tensor) -> Tensor: ...
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the bias."""
 
 
 class _Linear:
-    """Shapes: inputs (n, in), weight (out, in), gradient (n, out)."""
+    """A linear layer. Shapes: inputs (n, in), weight (out, in), gradient (n, out)."""
 
     def output(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(inputs, weight, bias)
@@ -46,7 +48,10 @@ class _Linear:
 
 
 class _Convolution(NamedTuple):
-    """Shapes: inputs (n, in, *space), weight (out, in / groups, *kernel), gradient (n, out, *space)."""
+    """A convolution.
+
+    Shapes: inputs (n, in, *space), weight (out, in / groups, *kernel), gradient (n, out, *space).
+    """
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -69,7 +74,7 @@ class _Convolution(NamedTuple):
     def _gradients(
         self, gradient: Tensor, inputs: Tensor, weight: Tensor, wanted: list[bool]
     ) -> tuple[Tensor, ...]:
-        """What autograd calls for a convolution, with its own choice of outputs."""
+        """Call autograd's convolution backward for the `wanted` gradients of inputs, weight and bias."""
         not_transposed = (False, (0,) * len(self.stride))
         options = (self.stride, self.padding, self.dilation, *not_transposed, self.groups)
         result: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
@@ -79,9 +84,9 @@ class _Convolution(NamedTuple):
 
 
 class _Embedding(NamedTuple):
-    """Shapes: inputs (*any) of integers, weight (entries, size), gradient (*any, size)."""
+    """An embedding. Shapes: inputs (*any) of integers, weight (entries, size), gradient (*any, size)."""
 
-    padding_index: int  # -1: none
+    padding_index: int  # -1: no padding index
     scaled: bool
 
     def output(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -101,7 +106,7 @@ class _Embedding(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One use of a weight, whose gradient is still to come."""
+    """One use of a weight in a forward, whose weight gradient is not computed yet."""
 
     operation: Operation
     inputs: Tensor
@@ -111,28 +116,28 @@ class Use(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where one microbatch's notes go."""
+    """Collects one microbatch's deferred weight gradients."""
 
-    collecting: bool  # else gradients are computed at once
-    takes_biases: bool
+    collecting: bool  # False computes gradients at once
+    takes_biases: bool  # True defers biases' gradients, too
 
     def takes(self, weight: Tensor, num_rows: int) -> bool:
-        """Asked by a linear layer in its forward: is it to leave a note? Else autograd does all."""
+        """Return True to defer a linear layer's weight gradient; False leaves it to autograd."""
 
     def note(self, use: Use) -> None:
-        """A backward leaves the weight's gradient, and where it `takes_biases` the bias's, for later."""
+        """Keep a use of a weight in the backward, to compute its gradients later."""
 
 
 class Deferring:
-    """Which of a stage's modules can leave their weights' gradients for later, and how they are made to.
+    """The modules of a stage that can defer their weight gradients.
 
     Args:
-        wanted: which of those that can.
+        wanted: chooses among the modules that can.
     """
 
     def __init__(self, layers: nn.Sequential, wanted: Callable[[nn.Module], bool] = lambda _: True) -> None:
         self._layers, self._wanted = layers, wanted
-        # torch.compile would compile a module anew for each microbatch's forward
+        # compiled modules are left out: torch.compile would compile them anew in each microbatch's forward
         compiled = {part for module in layers.modules() if _is_compiled(module) for part in module.modules()}
         self.candidates = [
             module
@@ -140,8 +145,8 @@ class Deferring:
             if type(module) in _CALLS and module not in compiled and wanted(module)
         ]
 
-    def whole(self) -> list[tuple[str, nn.Module]]:
-        """The modules with trained parameters that leave nothing for later, by their path in the stage."""
+    def undeferred(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules with trained parameters that do not defer, with their paths in the stage."""
         split = {module for module in self.candidates if _defers(module)}
         return [
             (path, module)
@@ -150,8 +155,8 @@ class Deferring:
         ]
 
     @contextmanager
-    def noting(self, sink: Sink) -> Iterator[None]:
-        """While a stage's layers run, or autograd runs them again, let them leave notes in `sink`."""
+    def deferring_to(self, sink: Sink) -> Iterator[None]:
+        """Let the stage's layers defer to `sink` while they, or their backward, run inside this context."""
         changed = [module for module in self.candidates if _defers(module) and self._wanted(module)]
         try:
             for module in changed:
@@ -167,7 +172,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _defers(module: nn.Module) -> bool:
-    """Not where it is parametrised (the weight is then no parameter), or where someone else watches it."""
+    """Return True unless the module is parametrised (its weight is no parameter then) or has hooks."""
     weight = module._parameters.get("weight")
     watched = module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
     if weight is None or not weight.requires_grad or watched:
@@ -186,7 +191,7 @@ def _is_symmetric(module: "_Conv") -> bool:
 
 
 def _is_plain(inputs: Tensor, weight: Tensor) -> bool:
-    """What the operations here are written for; anything else takes the module's own forward."""
+    """Return True for tensors that the operations here support; others take the module's own forward."""
     return (
         type(inputs) in (Tensor, nn.Parameter)
         and inputs.layout == torch.strided
@@ -196,7 +201,7 @@ def _is_plain(inputs: Tensor, weight: Tensor) -> bool:
 
 
 class _Deferred(torch.autograd.Function):
-    """An operation whose weight's gradient can be left for later."""
+    """An operation that can defer its weight gradient."""
 
     @staticmethod
     def forward(
@@ -211,11 +216,11 @@ class _Deferred(torch.autograd.Function):
         sink, operation = ctx.sink, ctx.operation
         bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
         inputs, weight = ctx.saved_tensors
-        weight = weight.to(gradient.dtype)  # another one under autocast
+        weight = weight.to(gradient.dtype)  # they differ under autocast
         of_inputs = of_weight = of_bias = None
         if ctx.needs_input_grad[2]:
             of_inputs = operation.input_gradient(gradient, inputs, weight)
-        # A layer may call autograd within its forward, and may even differentiate what it gets ...
+        # A layer may call autograd within its forward, and may even differentiate the result twice ...
         now = not sink.collecting or torch.is_grad_enabled()
         if now:
             of_weight = operation.weight_gradient(gradient, inputs, weight).to(ctx.weight.dtype)
@@ -228,7 +233,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def _autocast(inputs: Tensor) -> Tensor:
-    """As autocast would hand them to a linear or convolution; those cast their weights themselves."""
+    """Cast inputs as autocast does for a linear layer or a convolution, which cast their own weights."""
     kind = inputs.device.type
     if torch.is_autocast_enabled(kind) and inputs.is_floating_point() and inputs.dtype != torch.float64:
         return inputs.to(torch.get_autocast_dtype(kind))
@@ -239,7 +244,7 @@ def _linear(module: nn.Linear, sink: Sink, inputs: Tensor) -> Tensor:
     num_rows = math.prod(inputs.shape[:-1])
     if not (_is_plain(inputs, module.weight) and sink.takes(module.weight, num_rows)):
         return nn.Linear.forward(module, inputs)
-    # Two-dimensional inside: an output that is a view made in there could not be changed in place.
+    # Rows are two-dimensional here, since a view made inside the function could not be changed in place.
     rows = inputs[None] if inputs.dim() == 1 else inputs.flatten(end_dim=-2)
     outputs: Tensor = _Deferred.apply(sink, _Linear(), _autocast(rows), module.weight, module.bias)  # type: ignore[no-untyped-call]
     return outputs if inputs.dim() == 2 else outputs.view(*inputs.shape[:-1], outputs.shape[-1])
@@ -252,7 +257,7 @@ def _convolution(module: _Conv, sink: Sink, inputs: Tensor) -> Tensor:
     num_spatial = len(module.kernel_size)
     if not _is_plain(inputs, module.weight) or inputs.dim() != num_spatial + 2:
         return type(module).forward(module, inputs)  # type: ignore[arg-type]
-    pads = module._reversed_padding_repeated_twice  # also where the padding was given as a word
+    pads = module._reversed_padding_repeated_twice  # also set for padding="same" and "valid"
     padding = tuple(reversed(pads[::2]))
     if module.padding_mode != "zeros":
         inputs, padding = functional.pad(inputs, pads, mode=module.padding_mode), (0,) * num_spatial

@@ -1,7 +1,6 @@
-"""Recompute: what a microbatch's second forward needs to come out like its first.
+"""Recompute: keeps the buffers that a forward changes, so that its second run equals its first.
 
-Its random numbers are keyed, its inputs stashed; left are the buffers that a forward changes, such as
-running statistics: the second forward works on copies of what they were before the first.
+Random numbers are keyed and inputs stashed elsewhere; running statistics, for one, need copies.
 Source: rematerialisation, GPipe (Huang et al. 2019).
 """
 
@@ -12,23 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.model.tensors import TensorTree, map_tensors, rebuild, tensors_of
-from hybridpipe.stage.weights import places
+from hybridpipe.stage.weights import named_tensors
 
 
 class _Before(NamedTuple):
+    """The buffers before a forward, by path: copies of some, and autograd's version counter of the others."""
+
     copies: dict[str, Tensor]
-    versions: dict[str, tuple[Tensor, int]]  # of those not copied
+    versions: dict[str, tuple[Tensor, int]]
 
 
 class ChangingBuffers:
-    """The buffers that forwards change. The first forward shows which they are, later ones may add some."""
+    """The buffers that forwards change, as found in the first forward; later ones may add some."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         self._layers = layers
         self._changing: set[str] | None = None
 
     def before(self) -> _Before:
-        """Call before a first forward."""
+        """Copy the buffers that a first forward may change; call this before it."""
         buffers = self._buffers()
         changing = buffers.keys() if self._changing is None else self._changing
         copy_of = {id(buffer): buffer.clone() for path, buffer in buffers.items() if path in changing}
@@ -38,7 +39,7 @@ class ChangingBuffers:
         )
 
     def after(self, before: _Before) -> Mapping[str, Tensor]:
-        """Call after it. The buffers that it changed, by their path in the stage, as they were before."""
+        """Return the changed buffers as they were before, by path in the stage; call after the forward."""
         buffers = self._buffers()
         if self._changing is None:
             self._changing = {
@@ -48,30 +49,30 @@ class ChangingBuffers:
         for path, (buffer, version) in before.versions.items():
             if buffers.get(path) is not buffer or buffer._version != version:
                 self._changing.add(path)
-                copies[path] = buffer.clone()  # too late for its numbers, in time to change it once only
+                copies[path] = buffer.clone()  # changed once already; the second forward changes the copy
         return copies
 
     def _buffers(self) -> dict[str, Tensor]:
-        return dict(places(self._layers, lambda module: module._buffers))
+        return dict(named_tensors(self._layers, lambda module: module._buffers))
 
 
 def _same(now: Tensor | None, before: Tensor) -> bool:
-    # a changed number shows in the value: fused kernels change buffers without counting versions
+    # values are compared, since fused kernels change buffers without raising the version counter
     return now is not None and now.dtype == before.dtype and torch.equal(now, before)
 
 
 def copied(value: TensorTree) -> TensorTree:
-    """The value as leaves with memory of their own, as a layer may work in place."""
+    """Return a copy of a value as leaves, since a layer may change its inputs in place."""
     return like(map_tensors(lambda tensor: tensor.detach().clone(), value), value)
 
 
 def without_graph(value: TensorTree) -> TensorTree:
-    """The value without its graph, still telling which of its tensors require grad."""
+    """Return a value without its graph; its tensors require grad as before."""
     return like(map_tensors(Tensor.detach, value), value)
 
 
 def like(value: TensorTree, other: TensorTree) -> TensorTree:
-    """The value's tensors, as leaves that require grad where the other's do."""
+    """Return the value's tensors as leaves that require grad where the other's do."""
     tensors = tuple(
         tensor.requires_grad_(needs.requires_grad)
         for tensor, needs in zip(tensors_of(value), tensors_of(other), strict=True)

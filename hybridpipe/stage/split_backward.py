@@ -1,9 +1,6 @@
-"""Halved: a microbatch's backward in two halves, the inputs' gradients and the weights' gradients.
+"""Split backward: a microbatch's backward in two halves, gradients of the inputs and then of the weights.
 
-What the first half leaves for later (`deferred`), the second computes. Gradients that come with the first
-half all the same, those of the other layers, wait in stand-ins: every parameter is stood in for by a leaf
-that shares its storage, so that it gets one gradient a microbatch, in the second half, and its hooks run
-once.
+Knows one microbatch of one stage. Invariant: a parameter gets one gradient a microbatch, in the second half.
 Source: zero-bubble pipelines (Qi et al., ICLR 2024).
 """
 
@@ -18,10 +15,14 @@ from hybridpipe.stage.weights import Weights, hand_over
 
 
 class WeightHalf:
-    """The second half of one microbatch's backward.
+    """The second half of one microbatch's backward, which computes the deferred weight gradients.
+
+    Layers that cannot defer produce weight gradients in the first half. Each parameter is therefore replaced
+    by a stand-in, a leaf that shares its storage and holds such gradients until the second half. So the
+    parameter's hooks run once.
 
     Args:
-        weights: on these leaves the gradients arrive in the end.
+        weights: the leaves that receive the gradients in the second half.
     """
 
     takes_biases = True
@@ -32,14 +33,14 @@ class WeightHalf:
         self._leaf_of = {stand_in: leaf for leaf, stand_in in stand_ins.items()}
         self._uses: deque[Use] = deque()
         self.collecting = False
-        # What the layers are to be called with.
+        # The layers are called with these.
         self.weights: Weights = [
             {name: stand_ins.get(leaf, leaf) for name, leaf in layer.items()} for layer in weights
         ]
 
     @contextmanager
     def collected(self, is_final: bool = False) -> Iterator[None]:
-        """Around the first half: a weight's gradient is left for `finish`."""
+        """Run the first half inside this context: it defers weight gradients to `finish`."""
         self.collecting = True
         try:
             yield
@@ -47,25 +48,25 @@ class WeightHalf:
             self.collecting = False
 
     def takes(self, _: Tensor, num_rows: int) -> bool:
-        """Every one."""
+        """Return True: every weight gradient is deferred."""
         return True
 
     def note(self, use: Use) -> None:
-        """Leave a weight's gradient, and its bias's, for `finish`."""
+        """Defer the gradients of a weight and its bias to `finish`."""
         self._uses.append(use)
 
     def finish(self) -> None:
-        """Compute what is left; each leaf gets its gradient as soon as its last part is there."""
+        """Compute the deferred gradients; each leaf gets its gradient as soon as all uses are added."""
         missing = Counter(stand_in for use in self._uses for stand_in in _trained(use))
         while self._uses:
-            use = self._uses.popleft()  # its memory goes at the end of the turn
+            use = self._uses.popleft()  # its memory is freed at the end of this iteration
             for stand_in in _trained(use):
                 _add(stand_in, _part(use, stand_in))
                 missing[stand_in] -= 1
                 if not missing[stand_in]:
                     self._arrive(stand_in)
             del use
-        for stand_in in reversed(list(self._leaf_of)):  # those that came with the first half
+        for stand_in in reversed(list(self._leaf_of)):  # gradients of the first half
             if stand_in.grad is not None:
                 self._arrive(stand_in)
         self._leaf_of.clear()
@@ -77,7 +78,7 @@ class WeightHalf:
 
 
 def _add(stand_in: Tensor, part: Tensor) -> None:
-    stand_in.grad = part if stand_in.grad is None else part + stand_in.grad  # which may be sparse
+    stand_in.grad = part if stand_in.grad is None else part + stand_in.grad  # grad may be sparse
 
 
 def _trained(use: Use) -> list[Tensor]:
@@ -90,4 +91,4 @@ def _part(use: Use, stand_in: Tensor) -> Tensor:
         part = use.operation.weight_gradient(use.gradient, use.inputs, weight)
     else:
         part = use.operation.bias_gradient(use.gradient)
-    return part.to(stand_in.dtype)  # autocast computes in another one
+    return part.to(stand_in.dtype)  # autocast computes in another dtype

@@ -1,8 +1,7 @@
 """Stage: runs consecutive layers forward and backward, one microbatch at a time.
 
-Knows its layers, their place in the model and the loss behind the last one; knows no ranks and no
-messages. Invariant: between Forward(m) and Backward(m) the stash holds the microbatch's graph, or what it
-takes to make it again; after its backward nothing of it is left.
+Knows its layers, their place in the model and the loss behind the last one; no ranks and no messages.
+Invariant: the stash holds a microbatch's graph, or its inputs, from its forward to its backward, not longer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,16 +33,16 @@ _Result = TypeVar("_Result")
 class _Call(NamedTuple):
     """The arguments of a microbatch's forward."""
 
-    slot: int  # of the stash
+    slot: int  # its key in the stash
     microbatch: int
     step: int
     inputs: TensorTree
     weights: Weights | None
     targets: Any = None
-    share: float | None = None  # None where no loss follows
+    share: float | None = None  # None if no loss follows
 
 
-_Later = WeightHalf | MicrobatchRows  # where weights' gradients are left
+_Later = WeightHalf | MicrobatchRows  # the sinks of deferred weight gradients
 
 
 class _Graph(NamedTuple):
@@ -53,24 +52,24 @@ class _Graph(NamedTuple):
 
 class _Stashed(NamedTuple):
     call: _Call
-    graph: _Graph | None  # None: to be made again
-    buffers: Mapping[str, Tensor] | None = None  # as they were before the forward
+    graph: _Graph | None  # None: the forward runs again
+    buffers: Mapping[str, Tensor] | None = None  # their values before the forward
 
 
 class Stage:
-    """The layers of one stage at work.
+    """Runs the layers of one stage.
 
     Args:
         layers: the layers; their indices in the whole model are a part of each one's random key.
-        device: where they run.
-        seed: of the run's randomness.
-        loss: for the last stage: `loss(outputs, targets)` is the mean over the microbatch's samples.
-        split_backward: the backward can be run in halves, `backward_input` and `backward_weight`.
-        recompute: stash a microbatch's inputs only, and run its forward again for its backward.
-        join_products: make the weight gradients of several microbatches at once where that pays; see
-            `hybridpipe.stage.wgrad`. Not where microbatches see different weights.
-        check_loss: refuse a loss that uses parameters of other stages. Not for a copy of layers, as the loss
-            may use the model's own.
+        device: the device that they run on.
+        seed: seed of the run's random numbers.
+        loss: the last stage's loss: `loss(outputs, targets)` returns the mean over the samples.
+        split_backward: run the backward in halves, `backward_input` and `backward_weight`.
+        recompute: stash only a microbatch's inputs, and run its forward again for its backward.
+        batches_wgrad: compute the weight gradients of several microbatches in one product where that pays
+            (`hybridpipe.stage.wgrad`). Not allowed where microbatches use different weights.
+        check_loss: refuse a loss that uses parameters from outside the stage. Set it to False for copied
+            layers, since the loss may use the model's own.
     """
 
     def __init__(
@@ -81,44 +80,44 @@ class Stage:
         loss: Loss | None = None,
         split_backward: bool = False,
         recompute: bool = False,
-        join_products: bool = False,
+        batches_wgrad: bool = False,
         check_loss: bool = True,
     ) -> None:
         self.layers, self.module = layers, layers.module.to(device)
         self.device, self.seed, self.loss = device, seed, loss
-        self.split_backward, self.recompute, self.join_products = split_backward, recompute, join_products
+        self.split_backward, self.recompute, self.batches_wgrad = split_backward, recompute, batches_wgrad
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self._substitution = Substitution(self.module)
-        self._products = WeightGradients(self.module)
-        self.can_join = not self._products.is_empty  # it has layers for whose weight gradients that pays
-        self._deferring = Deferring(self.module) if split_backward else self._products.deferring
+        self._wgrad = WeightGradients(self.module)
+        self.can_batch_wgrad = not self._wgrad.is_empty  # a layer is large enough for batching to pay
+        self._deferring = Deferring(self.module) if split_backward else self._wgrad.deferring
         self._weights_checked, self._loss_checked = False, not check_loss
         self.renew()
 
     def renew(self) -> None:
-        """Take up what users change in layers between two runs: modes, hooks, what is trained."""
+        """Adopt the layers' present modes, hooks and requires_grad flags; call it between two runs."""
         self._buffers = ChangingBuffers(self.module)
         of_loss = self.loss is not None and may_draw_from_python(self.loss)
         self._draws_from_python = [*map(may_draw_from_python, self.module), of_loss]
 
     @property
     def draws_from_python(self) -> bool:
-        """Whether Python's or NumPy's generators are seeded for any layer, or for the loss."""
+        """True if a layer or the loss may draw from Python's or NumPy's generators, which are then seeded."""
         return any(self._draws_from_python)
 
     @property
     def num_stashed(self) -> int:
-        """Microbatches whose backward, or its second half, is still to come."""
+        """Number of microbatches whose backward, or its second half, is still to come."""
         return len(self._stash) + len(self._weight_halves)
 
     @property
     def not_split(self) -> list[str]:
-        """The trained modules whose weights' gradients are computed in `backward_input` already.
+        """Trained modules whose weight gradients `backward_input` computes, such as "3.norm (LayerNorm)".
 
-        Named by layer index in the whole model and path within: "3.norm (LayerNorm)".
+        Each is named by its layer's index in the whole model and its path within the layer.
         """
-        whole = self._deferring.whole()
+        whole = self._deferring.undeferred()
         return [f"{self.layers.numbered(path)} ({type(module).__name__})" for path, module in whole]
 
     def forward(
@@ -132,15 +131,16 @@ class Stage:
         """Run the layers and stash the graph.
 
         Args:
-            inputs: leaf tensors; those that require grad get one in `backward`.
-            step: the number of minibatches before this one; a part of the random key, as is `microbatch`.
-            weights: what to call the layers with, in place of the parameters that require grad; the
-                gradients arrive there.
-            slot: what `backward` will be given, where microbatches of several minibatches are in flight;
+            microbatch: index in its minibatch; a part of the random key.
+            inputs: leaf tensors, samples in the first dimension; those that require grad get a gradient in
+                `backward`.
+            step: number of minibatches before this one; a part of the random key.
+            weights: leaves that replace the parameters that require grad, and that receive the gradients.
+            slot: key of the microbatch for `backward`, needed if several minibatches are in flight;
                 `microbatch` by default.
 
         Raises:
-            ValueError: a layer would use its own parameters instead of `weights`.
+            ValueError: a layer uses its own parameters instead of `weights`.
         """
         return self._forward(_Call(_slot(slot, microbatch), microbatch, step, inputs, weights))
 
@@ -157,11 +157,14 @@ class Stage:
         """Run the layers and the loss, and stash the loss times `share`.
 
         Args:
-            share: this microbatch's part of the minibatch's samples.
-            weights, slot: as in `forward`.
+            share: this microbatch's fraction of the minibatch's samples.
+            microbatch, inputs, step, weights, slot: as in `forward`.
 
         Returns:
-            the share of the loss; it requires grad where it depends on anything that does.
+            the loss times `share`, a detached tensor of one number; it requires grad if the loss does.
+
+        Raises:
+            ValueError: the loss is not a tensor of one number, or uses parameters from outside the stage.
         """
         call = _Call(_slot(slot, microbatch), microbatch, step, inputs, weights, targets, share)
         loss = self._forward(call)
@@ -179,12 +182,12 @@ class Stage:
         """Run the microbatch's backward; parameter gradients add up in `.grad`.
 
         Args:
-            gradients: one for each output tensor, None where nothing behind used it; empty behind the loss.
-            is_final: no backward follows before the gradients are used. Until then those of large linear
-                layers may be kept back; see `products` and `complete_gradients`.
+            gradients: one for each output tensor, None if no later stage used it; empty if the loss follows.
+            is_final: True if no backward follows before the gradients are used. Other backwards may defer
+                weight gradients of large linear layers; see `wgrad` and `complete_gradients`.
 
         Returns:
-            the gradient of each input tensor, None where it requires none or was not used.
+            the gradient of each input tensor; None if it requires none or was not used.
         """
         of_inputs, later = self._backward(slot, gradients, is_final)
         if later is not None:
@@ -192,38 +195,38 @@ class Stage:
         return of_inputs
 
     @property
-    def keeps_back(self) -> bool:
-        """Whether `complete_gradients` has anything to do."""
-        return self.can_join and self._products.has_rows
+    def has_deferred_wgrad(self) -> bool:
+        """True if `complete_gradients` has deferred weight gradients to compute."""
+        return self.can_batch_wgrad and self._wgrad.has_rows
 
     @property
-    def most_kept_bytes(self) -> int:
-        """What backwards have kept back at most since `forget_most_kept`."""
-        return self._products.most_bytes
+    def max_deferred_bytes(self) -> int:
+        """Most bytes kept for deferred weight gradients since `reset_wgrad_peaks`."""
+        return self._wgrad.most_bytes
 
     @property
-    def most_joined(self) -> int:
-        """Microbatches whose gradients one product makes at most, since `forget_most_kept`; 0: none is."""
-        return self._products.most_joined
+    def max_batched(self) -> int:
+        """Most microbatches in one product since `reset_wgrad_peaks`; 0 without products."""
+        return self._wgrad.max_batched
 
-    def forget_most_kept(self) -> None:
-        """`most_kept_bytes` and `most_joined` start anew."""
-        self._products.most_bytes = self._products.fewest_rows = 0
+    def reset_wgrad_peaks(self) -> None:
+        """Set `max_deferred_bytes` and `max_batched` to 0."""
+        self._wgrad.most_bytes = self._wgrad.fewest_rows = 0
 
     def complete_gradients(self) -> None:
-        """Bring into `.grad` what backwards have kept back, where no final one came."""
-        if self.can_join:
-            self._products.multiply_all()
+        """Add deferred weight gradients to `.grad`; needed if the last backward was not final."""
+        if self.can_batch_wgrad:
+            self._wgrad.multiply_all()
 
     def backward_input(self, slot: int, gradients: Sequence[Tensor | None] = ()) -> tuple[Tensor | None, ...]:
-        """The half of `backward` that the stage before waits for; no parameter gets a gradient yet."""
+        """Run the half of `backward` that the stage before waits for; no parameter gets a gradient yet."""
         of_inputs, half = self._backward(slot, gradients)
         assert isinstance(half, WeightHalf), "the stage was not made to split its backward"
         self._weight_halves[slot] = half
         return of_inputs
 
     def backward_weight(self, slot: int) -> None:
-        """The other half: parameter gradients add up in `.grad`."""
+        """Run the other half of `backward`: parameter gradients add up in `.grad`."""
         self._weight_halves.pop(slot).finish()
 
     def _forward(self, call: _Call) -> TensorTree:
@@ -233,7 +236,7 @@ class Stage:
             return graph.outputs
         before = self._buffers.before()
         targets = None if call.share is None else copied(call.targets)
-        # with a graph, as kernels may differ without one; it goes at once
+        # with a graph, since kernels may differ without one; the graph is freed at once
         outputs = self._graph(call._replace(inputs=copied(call.inputs), targets=targets)).outputs
         self._stash[call.slot] = _Stashed(call, None, self._buffers.after(before))
         return without_graph(outputs)
@@ -260,10 +263,10 @@ class Stage:
         later: _Later | None = None
         if self.split_backward:
             later = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
-        elif self.join_products and self.can_join:
-            later = MicrobatchRows(self._products)
+        elif self.batches_wgrad and self.can_batch_wgrad:
+            later = MicrobatchRows(self._wgrad)
         outputs = self._holding(call.weights, later, lambda: self._run(call), buffers)
-        tensors_of(outputs)  # raises TypeError where the layers gave anything else
+        tensors_of(outputs)  # raises TypeError for anything but tensors
         if call.weights is not None and not self._weights_checked:
             check_no_other_weights(outputs, self.module)
             self._weights_checked = True
@@ -276,12 +279,12 @@ class Stage:
         function: Callable[[], _Result],
         buffers: Mapping[str, Tensor] | None = None,
     ) -> _Result:
-        """Run `function` while the layers hold what the microbatch needs them to."""
+        """Run `function` while the layers hold the microbatch's weights and buffers and defer to `later`."""
         if later is None and weights is None and not buffers:
             return function()
         if later is None:
             return self._substitution.run(function, weights, buffers)
-        with self._deferring.noting(later):
+        with self._deferring.deferring_to(later):
             return self._substitution.run(function, later.weights, buffers)
 
     def _run(self, call: _Call) -> TensorTree:
@@ -315,7 +318,11 @@ def _slot(slot: int | None, microbatch: int) -> int:
 
 
 def received(value: TensorTree, requires_grad: Sequence[bool]) -> TensorTree:
-    """The value as leaves of a new graph, which starts at this stage."""
+    """Return a received value as leaves of this stage's graph.
+
+    Args:
+        requires_grad: one flag for each tensor of the value.
+    """
     tensors = tensors_of(value)
     for tensor, needs in zip(tensors, requires_grad, strict=True):
         tensor.requires_grad_(needs)
@@ -323,9 +330,9 @@ def received(value: TensorTree, requires_grad: Sequence[bool]) -> TensorTree:
 
 
 class _Enter(torch.autograd.Function):
-    """The identity, sharing memory: lets the first layer work in place, as it may in one process.
+    """The identity on shared memory, which lets the first layer work in place, as it may in one process.
 
-    Autograd forbids that on a leaf that requires grad, such as a received activation.
+    Autograd forbids in-place operations on a leaf that requires grad, such as a received activation.
     """
 
     @staticmethod

@@ -1,13 +1,12 @@
-"""State: what training has made of a stage, as tensors by name and JSON, and back.
+"""State: a stage's training state as tensors by name and JSON, and back.
 
-One process, no files, no messages. Names are those of `model.state_dict()`, so that any plan of the model
-finds its own. Invariant: what is restored equals what was taken, bit for bit and type for type; what is
-neither tensor nor JSON is refused, never pickled.
+Knows one process, no files and no messages; KEY is the one in `model.state_dict()`, so any plan can load it.
+Invariant: state comes back bit for bit and type for type; other values than tensors and JSON are refused.
 
     model.KEY               parameters and buffers
-    optimizer.KEY.NAME      what the optimizer keeps for a parameter
-    version.N.KEY           trained parameters after N updates of the stream, while microbatches see them
-    random.*                the process's generators
+    optimizer.KEY.NAME      the optimizer's state of a parameter
+    version.N.KEY           trained parameters after N updates of the stream, while microbatches use them
+    random.*                states of the process's random generators
 """
 
 import math
@@ -24,30 +23,30 @@ from torch import Tensor, nn
 from hybridpipe.errors import UserError, shown
 
 JSON = Any
-FORMS = ("foreach", "fused")  # options that say how a step is computed, and are not of what was trained
-SAMPLES_SEEN, BATCHES_AGREED = "statistics_samples", "statistics_batches"  # of `stage.statistics`, as JSON
+FORMS = ("foreach", "fused")  # options that choose an implementation and change no formula
+SAMPLES_SEEN, BATCHES_AGREED = "statistics_samples", "statistics_batches"  # JSON keys of `stage.statistics`
 _TENSOR, _TUPLE, _PAIRS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$pairs", "$counter", "$float"
 
 
 @dataclass
 class State:
-    """Tensors by name, and what else there is to know."""
+    """Tensors by name, and the rest as JSON."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, JSON] = field(default_factory=dict)
 
     def copied(self) -> "State":
-        """With tensors of its own on the CPU: training may go on."""
+        """Return a copy with tensors on the CPU, so that training can continue meanwhile."""
         return State(
             {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}, self.meta
         )
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> JSON:
-    """The value as JSON; tensors in it go into `tensors`, under names that begin with `name`.
+    """Return a value as JSON; tensors in it go into `tensors`, under names that begin with `name`.
 
     Raises:
-        UserError: it holds what is neither.
+        UserError: the value holds an object that is neither tensor, number, text nor a container of these.
     """
     match value:
         case None | bool() | str():
@@ -55,7 +54,7 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> JSON:
         case int() | float() if type(value) in (int, float):
             return value if math.isfinite(value) else {_FLOAT: str(value)}
         case np.bool_() | np.integer() | np.floating():
-            return pack(value.item(), name, tensors)  # what torch makes of it, too
+            return pack(value.item(), name, tensors)  # as torch converts it
         case Tensor():
             tensors[name] = value
             return {_TENSOR: name}
@@ -80,7 +79,14 @@ def _is_plain(key: Any) -> bool:
 
 
 def unpack(document: JSON, tensors: Mapping[str, Tensor], where: str) -> Any:
-    """What `pack` was given. Raises UserError for what it never wrote; `where` names the file."""
+    """Return the value that `pack` was given.
+
+    Args:
+        where: the file's name, for error messages.
+
+    Raises:
+        UserError: the document was not written by `pack`, or a tensor is missing.
+    """
     match document:
         case {"$tensor": str(name), **rest} if not rest:
             if name not in tensors:
@@ -104,8 +110,11 @@ def unpack(document: JSON, tensors: Mapping[str, Tensor], where: str) -> Any:
     return document
 
 
-def kept(model: nn.Module) -> dict[str, Tensor]:
-    """All that ranks have alike: what `state_dict()` holds, the tensors themselves, and the other buffers."""
+def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are the same on all ranks: those of `state_dict()` and all other buffers.
+
+    They are the model's own tensors, not copies.
+    """
     found: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     for path, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
@@ -116,7 +125,7 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
 
 
 def name_of(thing: object) -> str:
-    """The class of an optimizer or a scheduler."""
+    """Return the qualified name of an object's class."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
@@ -126,21 +135,22 @@ def take_optimizer(
     into: State,
     given: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """What an optimizer keeps for the parameters that `names` has.
+    """Add an optimizer's state of the parameters in `names` to a `State`.
 
-    By parameter, its group's options included: another plan groups parameters by other ranks.
+    Each parameter refers to its group's options, since another plan has other groups on a rank.
 
     Args:
-        given: the options of each group as it was made with.
+        names: the key of each parameter.
+        given: the options that each group was made with.
 
     Raises:
-        UserError: a part of it is neither tensor nor JSON, or belongs to no parameter.
+        UserError: a part of the state is neither tensor nor JSON, or belongs to no parameter.
     """
     foreign = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if foreign:
         raise UserError(f"{name_of(optimizer)} keeps state of no parameter: {shown(foreign[0])}")
     into.meta["optimizer"] = name_of(optimizer)
-    into.meta["num_groups"] = len(optimizer.param_groups)  # those without parameters of this stage, too
+    into.meta["num_groups"] = len(optimizer.param_groups)  # including groups without parameters of this stage
     into.meta["groups"], into.meta["given"], into.meta["parameters"] = [], [], {}
     for i, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
@@ -158,9 +168,11 @@ def take_optimizer(
 
 @dataclass(frozen=True)
 class OfParameter:
-    """What an optimizer had for one parameter: its group's options, its own state.
+    """An optimizer's state of one parameter.
 
     Args:
+        options: the options of its group.
+        state: its own state.
         given: the options that the group was made with; None in older checkpoints.
     """
 
@@ -170,7 +182,14 @@ class OfParameter:
 
 
 def read_optimizer(state: State, where: str) -> dict[str, OfParameter]:
-    """What `take_optimizer` took, by the parameters' keys; UserError if it never took that."""
+    """Return the state that `take_optimizer` took, by the parameters' keys.
+
+    Args:
+        where: the file's name, for error messages.
+
+    Raises:
+        UserError: the state was not written by `take_optimizer`.
+    """
     groups = [unpack(group, state.tensors, where) for group in state.meta.get("groups", [])]
     given = [unpack(group, state.tensors, where) for group in state.meta.get("given", [])]
     found = {}
@@ -191,7 +210,11 @@ def check_optimizer(
     found: Mapping[str, OfParameter],
     where: str,
 ) -> None:
-    """Raises UserError unless `put_optimizer` can do it."""
+    """Check that `put_optimizer` can load a state.
+
+    Raises:
+        UserError: a trained parameter has no state, or parameters of one group had different options.
+    """
     for group in optimizer.param_groups:
         first: OfParameter | None = None
         for p in group["params"]:
@@ -204,14 +227,14 @@ def check_optimizer(
             if not _equal(first.options, found[key].options):
                 raise UserError(
                     f"{where}: {names[group['params'][0]]} and {key}, which are in one parameter group now, "
-                    f"had other options: {shown(first.options)}, {shown(found[key].options)}"
+                    f"had different options: {shown(first.options)}, {shown(found[key].options)}"
                 )
 
 
-def differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The names under which two mappings hold other values, with both.
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (name, value now, value then) wherever two mappings differ.
 
-    Names that only one has are left out: another version of torch has other options.
+    Names that only one of them has are left out, since versions of torch differ in their options.
     """
     names = [name for name in now if name in then and name not in FORMS]
     return [(name, now[name], then[name]) for name in names if not _equal(now[name], then[name])]
@@ -223,13 +246,12 @@ def put_optimizer(
     found: Mapping[str, OfParameter],
     options_too: bool = True,
 ) -> None:
-    """Let the optimizer go on with what was taken.
+    """Load the state that `take_optimizer` took into an optimizer.
 
-    Not by its `load_state_dict`, which casts the state of a half-precision parameter to that precision.
+    `Optimizer.load_state_dict` is not used: it casts the state of a half-precision parameter to that dtype.
 
     Args:
-        options_too: its options come from there, as a learning rate does, but for FORMS, which change no
-            formula. Else they stay as they are.
+        options_too: load the groups' options, too, such as the learning rate, except FORMS.
     """
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -267,9 +289,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Generators(NamedTuple):
-    """Where a process's generators stand: torch's on the CPU and its GPU, NumPy's legacy one, Python's.
+    """States of a process's random generators: torch's on CPU and GPU, NumPy's legacy one, Python's.
 
-    As they themselves tell it, which is quick; `state` makes tensors and JSON of it.
+    They are held as the generators return them, which is fast; `state` converts them to tensors and JSON.
     """
 
     cpu: Tensor
@@ -279,12 +301,12 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> "Generators":
-        """This process's, which computes on `device`."""
+        """Return this process's states; `device` chooses the GPU."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, np.random.get_state(legacy=True), random.getstate())
 
     def state(self) -> State:
-        """For a checkpoint."""
+        """Return the states as tensors and JSON for a checkpoint."""
         _, key, at, has_gauss, gauss = self.numpy
         version, words, next_gauss = self.python
         tensors = {
@@ -299,7 +321,14 @@ class Generators(NamedTuple):
 
     @classmethod
     def of(cls, state: State, where: str) -> "Generators":
-        """From a checkpoint. Raises UserError for what `state` never made."""
+        """Read the states from a checkpoint.
+
+        Args:
+            where: the file's name, for error messages.
+
+        Raises:
+            UserError: a part is missing, or a generator refuses it.
+        """
         try:
             (at, has_gauss, gauss), (version, next_gauss) = (
                 state.meta["random"][n] for n in ("numpy", "python")
@@ -308,7 +337,7 @@ class Generators(NamedTuple):
             words = tuple(state.tensors["random.python"].tolist())
             cpu, cuda = state.tensors["random.cpu"], state.tensors.get("random.cuda")
             found = cls(cpu, cuda, ("MT19937", key, at, has_gauss, gauss), (version, words, next_gauss))
-            torch.Generator().set_state(found.cpu)  # each tried on a generator of nobody's
+            torch.Generator().set_state(found.cpu)  # each state is tried on a new generator
             np.random.RandomState().set_state(found.numpy)
             random.Random().setstate(found.python)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -316,7 +345,7 @@ class Generators(NamedTuple):
         return found
 
     def put(self, device: torch.device) -> None:
-        """Let this process go on from there."""
+        """Set this process's generators to these states."""
         torch.set_rng_state(self.cpu)
         if device.type == "cuda" and self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
@@ -325,7 +354,11 @@ class Generators(NamedTuple):
 
 
 def samples_seen(meta: JSON, where: str) -> int:
-    """The samples that a rank's statistics have seen; where no one says, all ranks count alike."""
+    """Return the number of samples in a rank's statistics; 1 in older checkpoints, so all ranks weigh alike.
+
+    Raises:
+        UserError: the entry is not an integer >= 0.
+    """
     found = meta.get(SAMPLES_SEEN, 1) if isinstance(meta, dict) else 1
     if type(found) is not int or found < 0:
         raise UserError(f"{where}: {SAMPLES_SEEN}: must be an integer >= 0, got {shown(found)}")
@@ -333,7 +366,11 @@ def samples_seen(meta: JSON, where: str) -> int:
 
 
 def batches_agreed(meta: JSON, where: str) -> dict[str, int]:
-    """The numbers of batches that a stage's replicas last agreed on, by key."""
+    """Return the numbers of batches at the last averaging of a stage's statistics, by key.
+
+    Raises:
+        UserError: an entry is not an integer.
+    """
     match meta.get(BATCHES_AGREED, {}) if isinstance(meta, dict) else {}:
         case dict() as found if all(type(number) is int for number in found.values()):
             return found
@@ -342,15 +379,18 @@ def batches_agreed(meta: JSON, where: str) -> dict[str, int]:
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, JSON]:
-    """Their types and shapes: "float32[3, 4]"."""
+    """Return each tensor's dtype and shape: "float32[3, 4]"."""
     return {key: _described(tensor) for key, tensor in tensors.items()}
 
 
 def check_fits(found: Mapping[str, JSON], model: Mapping[str, Tensor], where: str) -> None:
-    """Raises UserError, with the first name that differs, unless those are the tensors of this model.
+    """Check that a file's tensors are those of a model.
 
     Args:
-        found: as `described` says.
+        found: dtypes and shapes in the file, as `described` returns them.
+
+    Raises:
+        UserError: a tensor differs; names the first one.
     """
     wanted = described(model)
     for key in [*wanted, *found]:
@@ -364,11 +404,11 @@ def _described(tensor: Tensor) -> str:
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With names under a prefix: "model" makes "model.KEY"."""
+    """Return the tensors with a prefix before their names: "model" makes "model.KEY"."""
     return {f"{prefix}.{key}": tensor for key, tensor in tensors.items()}
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse: those of a prefix, without it."""
+    """Return the tensors whose names have a prefix, without it; the inverse of `prefixed`."""
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

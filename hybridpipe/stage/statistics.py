@@ -1,8 +1,7 @@
-"""Statistics: what normalisation layers remember of the samples that they were trained on.
+"""Statistics: running means, variances and batch counts of normalisation layers, averaged over replicas.
 
-Each replica of a stage sees its own samples. Now and then replicas agree: running means and variances become
-the mean over the samples that each has seen since they agreed last, and the numbers of batches add up.
-Knows one process; how replicas add numbers up is handed in. Invariant: what all have alike stays bit for bit.
+Knows one process; the caller passes in the functions that sum over replicas.
+Invariant: statistics that are equal on all replicas stay the same bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ COUNTED = ("num_batches_tracked",)
 
 
 def statistics(module: nn.Module, names: Sequence[str] = (*AVERAGED, *COUNTED)) -> dict[str, Tensor]:
-    """The buffers of these names of all normalisation layers, by their path."""
+    """Return the buffers of these names of all normalisation layers, by their path."""
     return {
         f"{path}.{name}" if path else name: getattr(each, name)
         for path, each in module.named_modules(remove_duplicate=False)
@@ -27,7 +26,7 @@ def statistics(module: nn.Module, names: Sequence[str] = (*AVERAGED, *COUNTED)) 
 
 
 class Replica(NamedTuple):
-    """The statistics of one replica, by name, and the samples that it has seen since the last agreement."""
+    """The statistics of one replica, by name, and its number of samples since the last averaging."""
 
     tensors: Mapping[str, Tensor]
     num_samples: int
@@ -36,11 +35,14 @@ class Replica(NamedTuple):
 def agreed(
     names: Iterable[str], replicas: Sequence[Replica], agreed_before: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """The statistics of these names that all replicas have, as they agree on them.
+    """Return the average over replicas of the statistics of these names that all replicas have.
+
+    Means and variances are weighted by each replica's samples, and new batches add up. If no replica has seen
+    samples, the first replica's statistics are returned.
 
     Args:
-        agreed_before: the numbers of batches at the last agreement. Older checkpoints do not say: then the
-            first replica's number counts. Statistics that nobody changed are the first replica's, too.
+        agreed_before: the numbers of batches at the last averaging, by name. Older checkpoints lack them; the
+            first replica's number is taken then.
     """
     first = replicas[0].tensors
     total = sum(replica.num_samples for replica in replicas)
@@ -62,11 +64,12 @@ def agreed(
 
 
 class RunningStatistics:
-    """The statistics of the stages that a rank holds.
+    """The running statistics of the stages that a rank holds.
 
     Args:
-        num_samples: that each stage was trained on since the last agreement; whoever trains counts them.
-        num_batches: of each stage, by path, at the last agreement.
+        num_samples: number of samples that each stage has trained on since the last averaging; the executor
+            counts them.
+        num_batches: each stage's numbers of batches at the last averaging, by path.
     """
 
     def __init__(self, stages: Iterable[nn.Module]) -> None:
@@ -74,17 +77,17 @@ class RunningStatistics:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """All replicas have the same statistics now."""
+        """Start to count anew: all replicas have the same statistics now."""
         self.num_samples = 0
         counted = (statistics(stage, COUNTED) for stage in self._stages)
         self.num_batches = [{path: int(tensor) for path, tensor in each.items()} for each in counted]
 
     def agree(self, add_up: Callable[[Tensor], Tensor], of_first: Callable[[Tensor], Tensor]) -> None:
-        """Agree with the other replicas. Collective over them.
+        """Average the statistics over the stage's replicas, weighted by samples. Collective over them.
 
         Args:
-            add_up: the sum of a tensor over the replicas.
-            of_first: the first replica's tensor.
+            add_up: returns the sum of a tensor over the replicas.
+            of_first: returns the first replica's tensor.
         """
         total = int(add_up(torch.tensor(self.num_samples)))
         if not total:
@@ -100,5 +103,5 @@ class RunningStatistics:
 
 
 def _once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each under one name, though its layer may stand in two places."""
+    """Return each tensor under one of its names, since a layer may stand in two places."""
     return dict({id(tensor): (name, tensor) for name, tensor in tensors.items()}.values())

@@ -1,8 +1,6 @@
-"""Weights: the tensors that a stage's layers are called with, and the versions of them that are alive.
+"""Weights: the tensors that a stage's layers are called with, and their versions in asynchronous training.
 
-Asynchronous training runs a microbatch's backward with the weights that its forward saw, while updates go
-on. A version is a set of leaf tensors; the graph or the stash of a microbatch keeps it alive, its gradients
-arrive on it, and its memory goes with the last who holds it.
+A version is a set of leaf tensors that lives as long as a microbatch's graph or stash refers to it.
 Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); two versions, PipeDream-2BW (ICML 2021).
 """
 
@@ -16,14 +14,14 @@ from torch import Tensor, nn
 
 from hybridpipe.model.tensors import TensorTree, tensors_of
 
-# For each layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied
-# parameter stands under each of its names. Frozen parameters may be missing.
+# One mapping a layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied
+# parameter is listed under each of its names. Frozen parameters may be missing.
 Weights = Sequence[Mapping[str, Tensor]]
 _Result = TypeVar("_Result")
 
 
 def trained_parameters(layers: Iterable[nn.Module]) -> list[dict[str, Tensor]]:
-    """The parameters that require grad, as `Weights`."""
+    """Return the parameters that require grad, as `Weights`."""
     return [
         {name: p for name, p in layer.named_parameters(remove_duplicate=False) if p.requires_grad}
         for layer in layers
@@ -31,24 +29,24 @@ def trained_parameters(layers: Iterable[nn.Module]) -> list[dict[str, Tensor]]:
 
 
 def sparse_parameters(layers: nn.Module) -> set[Tensor]:
-    """The parameters whose gradients are sparse: the rows that a microbatch has looked up."""
+    """Return the parameters whose gradients are sparse: weights of embeddings with `sparse=True`."""
     embeddings = (module for module in layers.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     return {module.weight for module in embeddings if module.sparse}
 
 
 def hand_over(gradients: list[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Let each gradient arrive on its leaf, as a backward does: it adds up there, and hooks run.
+    """Accumulate each gradient on its leaf as a backward does, hooks included.
 
-    A leaf that has none yet keeps the one that comes instead of a copy, since nobody else holds it: the list
-    is empty afterwards. `torch.autograd.backward(leaves, gradients)` holds them, and so copies every one.
+    The list `gradients` is emptied, so that autograd holds the only reference and stores a gradient on a leaf
+    without a copy. `torch.autograd.backward(leaves, gradients)` would copy every gradient.
     """
     if leaves:
-        with torch.enable_grad():  # which is off in a backward's hooks
+        with torch.enable_grad():  # gradients are disabled in a backward's hooks
             torch.autograd.backward(_HandOver.apply(gradients, *leaves))  # type: ignore[no-untyped-call]
 
 
 class _HandOver(torch.autograd.Function):
-    """A number whose gradients are given."""
+    """A number whose backward returns given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *_: Tensor) -> Tensor:
@@ -65,17 +63,16 @@ class _HandOver(torch.autograd.Function):
 class Substitution:
     """Runs functions while a stage's layers hold other tensors than their own.
 
-    `torch.func.functional_call` around a whole forward or backward instead of around each layer: a layer
-    that checkpoints is run again by autograd, in the middle of the backward, and must find the same
-    weights then.
+    It wraps `torch.func.functional_call` around a whole forward or backward instead of around each layer.
+    Autograd runs a layer with activation checkpoints again within the backward, and the layer must find the
+    same weights then.
     """
 
     def __init__(self, layers: nn.Sequential) -> None:
         self._around = _Around(layers)
-        # Each place once, though its module may stand in two: else the second would be put back wrongly.
-        self._places = [
-            (path, *_split_off_layer(path)) for path, _ in places(layers, lambda module: module._parameters)
-        ]
+        # A module that stands in two places is listed once: otherwise the second would be restored wrongly.
+        parameters = named_tensors(layers, lambda module: module._parameters)
+        self._places = [(path, *_split_off_layer(path)) for path, _ in parameters]
 
     def run(
         self,
@@ -83,7 +80,11 @@ class Substitution:
         weights: Weights | None = None,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> _Result:
-        """`function()`, while the layers hold `weights` and, by their path in the stage, `buffers`."""
+        """Return `function()`, called while the layers hold `weights` and `buffers`.
+
+        Args:
+            buffers: by path in the stage.
+        """
         tensors = dict(buffers or {})
         if weights is not None:
             for path, layer, name in self._places:
@@ -97,7 +98,7 @@ class Substitution:
 
 
 class _Around(nn.Module):
-    """A module whose call is any function."""
+    """A module around the layers whose call runs any function."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -107,10 +108,10 @@ class _Around(nn.Module):
         return function()
 
 
-def places(
+def named_tensors(
     layers: nn.Sequential, table: Callable[[nn.Module], Mapping[str, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in one table (`_parameters`, `_buffers`) of each module, by path; tied ones repeat."""
+    """Yield each module's tensors of one table (`_parameters`, `_buffers`) by path; tied ones repeat."""
     for prefix, module in layers.named_modules():
         for name, tensor in table(module).items():
             if tensor is not None:
@@ -123,9 +124,12 @@ def _split_off_layer(path: str) -> tuple[int, str]:
 
 
 def check_no_other_weights(outputs: TensorTree, layers: nn.Sequential) -> None:
-    """Raises ValueError if the outputs' graph ends at a parameter that should have been substituted.
+    """Check that the outputs' graph ends at no parameter that should have been substituted.
 
-    A layer that keeps its parameters in a list of its own, say, would use the newest ones unnoticed.
+    A layer that keeps its parameters in a list of its own, for example, would use the newest ones unnoticed.
+
+    Raises:
+        ValueError: a layer has used one of its own parameters.
     """
     named = layers.named_parameters()
     names: dict[Tensor, str] = {parameter: name for name, parameter in named if parameter.requires_grad}
@@ -134,53 +138,56 @@ def check_no_other_weights(outputs: TensorTree, layers: nn.Sequential) -> None:
             layer, name = _split_off_layer(names[leaf])
             raise ValueError(
                 f"{type(layers[layer]).__name__} uses its parameter {name} from another place than the "
-                "module that it is registered with, so it cannot be called with older weights; asynchronous "
-                "schedules need that"
+                "module that it is registered with, so it cannot be called with older weights, as "
+                "asynchronous schedules require"
             )
 
 
 def check_no_foreign_weights(loss: Tensor, outputs: TensorTree, layers: nn.Sequential) -> None:
-    """Raises ValueError if a loss uses a parameter that is not in its stage: no one would train it.
+    """Check that a loss uses no parameter from outside its stage, which would get no gradient.
 
     Args:
-        outputs: of the layers; what they were made from is not looked at.
+        outputs: the layers' outputs; the graph behind them is not searched.
+
+    Raises:
+        ValueError: the loss uses a parameter that is not in `layers`.
     """
     own = set(layers.parameters())
     for leaf in _leaves([loss], behind=tensors_of(outputs)):
         if isinstance(leaf, nn.Parameter) and leaf not in own:
             raise ValueError(
                 f"the loss uses a parameter of shape {tuple(leaf.shape)} that is not in the last stage and "
-                "would get no gradient: put what uses it into the model's layers"
+                "would get no gradient: move its use into the model's layers"
             )
 
 
 def _leaves(tensors: Sequence[Tensor], behind: Sequence[Tensor] = ()) -> Iterator[Tensor]:
-    """The tensors at which a graph ends, but for those that are reached through `behind`."""
+    """Yield the leaf tensors of a graph, except those that are reached only through `behind`."""
     todo, seen = [tensor.grad_fn for tensor in tensors], {tensor.grad_fn for tensor in behind}
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # of a leaf's node
+        variable = getattr(node, "variable", None)  # set on a leaf's node
         if isinstance(variable, Tensor):
             yield variable
         todo.extend(before for before, _ in node.next_functions)
 
 
 class WeightVersions:
-    """The versions of a stage's weights, numbered by the updates that they have seen.
+    """The versions of a stage's weights, numbered by the updates behind them.
 
-    The layers' Parameters hold the newest, which the optimizer changes in place. A version shares their
-    storage until an update comes while somebody holds it, or may still ask for it; only then do the
-    Parameters get storage of their own, and the old one stays with the version. So a stage whose backward
-    directly follows its forward, such as the last, copies nothing. Frozen parameters belong to no version.
+    The layers' Parameters hold the newest version, which the optimizer changes in place. A version shares
+    their storage until an update comes. If the version is then in use, or will still be asked for, it keeps
+    that storage and the Parameters get a copy. So a stage whose backward directly follows its forward, such
+    as the last, copies nothing. Frozen parameters belong to no version.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._newest = 0
-        self._oldest: int | None = None  # that may still be asked for; None: the newest
-        self._held: dict[int, Weights] = {}  # only the newest, and what may still be asked for
+        self._oldest: int | None = None  # the oldest version that may still be asked for; None: the newest
+        self._held: dict[int, Weights] = {}  # the newest version and those that may still be asked for
         self._leaves: dict[int, list[weakref.ref[Tensor]]] = {}
         self._parameters: list[Tensor] = []
         self.renew(layers)
@@ -189,30 +196,34 @@ class WeightVersions:
         """Hold versions of the parameters that require grad now.
 
         Raises:
-            ValueError: they are others than before, and versions of those may still be asked for.
+            ValueError: requires_grad has changed while older versions are in use.
         """
         self._own = trained_parameters(layers)
         parameters = list(dict.fromkeys(p for layer in self._own for p in layer.values()))
         if list(map(id, parameters)) != list(map(id, self._parameters)):
             if any(number != self._newest for number in self._held):
                 raise ValueError(
-                    "requires_grad must not change in the middle of an epoch that an asynchronous schedule "
-                    "goes on with: older versions of the weights are in use"
+                    "requires_grad must not change in the middle of an epoch that continues under an "
+                    "asynchronous schedule: older versions of the weights are in use"
                 )
             self._held, self._leaves = {}, {}
         self._parameters = parameters
 
     @property
     def newest(self) -> int:
-        """The number of updates so far."""
+        """Number of updates so far, which is the number of the newest version."""
         return self._newest
 
     def current(self) -> Weights:
-        """The newest weights: the same tensors until the next update."""
+        """Return the newest weights: the same tensors until the next update."""
         return self.version(self._newest)
 
     def version(self, number: int) -> Weights:
-        """The weights after `number` updates. Raises LookupError unless it is the newest or kept."""
+        """Return the weights after `number` updates.
+
+        Raises:
+            LookupError: the version is neither the newest nor kept.
+        """
         if number == self._newest and number not in self._held:
             self._share(number)
         if number not in self._held:
@@ -221,9 +232,9 @@ class WeightVersions:
         return self._held[number]
 
     def keep_from(self, number: int) -> None:
-        """From now on no version before `number` will be asked for; the others are kept.
+        """Keep version `number` and all later ones, and drop older ones.
 
-        Without it only the newest can be asked for.
+        Before the first call only the newest version is kept.
         """
         self._oldest = number
         for older in [held for held in self._held if held < min(number, self._newest)]:
@@ -231,10 +242,10 @@ class WeightVersions:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Around the optimizer's step: what it changes is a new version."""
+        """Make a new version of the optimizer's step inside this context."""
         number = self._newest
         if self._oldest is not None and self._oldest <= number:
-            self.version(number)  # held already, or made while its weights are still there
+            self.version(number)  # made now, if not held already, while the Parameters still have its weights
         else:
             self._held.pop(number, None)
         for parameter, leaf in zip(self._parameters, self._leaves.get(number, []), strict=False):
@@ -246,9 +257,12 @@ class WeightVersions:
 
     @contextmanager
     def handing_over(self, weights: Weights, factor: float = 1.0) -> Iterator[None]:
-        """Around a backward: a gradient moves to its Parameter, times `factor`, as soon as it is there.
+        """Move each gradient of the backward inside this context to its Parameter as soon as it arrives.
 
-        So what hooks on the Parameter begin, such as an all-reduce, need not wait for the whole backward.
+        Hooks on the Parameter, such as an all-reduce, then need not wait for the whole backward.
+
+        Args:
+            factor: each gradient is multiplied by this.
         """
         hooks = [
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -263,14 +277,14 @@ class WeightVersions:
                 hook.remove()
 
     def collect(self, weights: Weights, factor: float = 1.0) -> None:
-        """Move the gradients of a version to the Parameters, times `factor`; they add up there.
+        """Add a version's gradients times `factor` to those of the Parameters, and drop them on the version.
 
-        Hooks on the Parameters see them arrive, once each. A Parameter whose leaf has none stays as it is.
+        Hooks on a Parameter run once. A Parameter whose leaf has no gradient stays unchanged.
         """
         self._move(self._pairs(weights), factor)
 
     def _pairs(self, weights: Weights) -> list[tuple[Tensor, Tensor]]:
-        """Each Parameter with the version's leaf, a tied one once."""
+        """Return each Parameter with the version's leaf; a tied one appears once."""
         pairs = {
             parameter: leaves[name]
             for own, leaves in zip(self._own, weights, strict=True)
@@ -289,12 +303,12 @@ class WeightVersions:
 
     @property
     def alive(self) -> list[int]:
-        """The versions that somebody holds, and the newest."""
+        """Numbers of the versions that are in use, and of the newest."""
         return sorted({self._newest, *(number for number in self._leaves if self._alive_leaves(number))})
 
     @property
     def extra_bytes(self) -> int:
-        """What versions hold beyond the Parameters themselves."""
+        """Bytes that versions hold beyond the Parameters themselves."""
         own = {parameter.data_ptr() for parameter in self._parameters}
         sizes = {
             leaf.data_ptr(): leaf.nbytes
@@ -305,10 +319,10 @@ class WeightVersions:
         return sum(sizes.values())
 
     def restore(self, newest: int, older: Mapping[int, Mapping[Tensor, Tensor]]) -> None:
-        """Count on from an earlier run: the Parameters hold version `newest`.
+        """Continue an earlier run: the Parameters hold version `newest`.
 
         Args:
-            older: what each Parameter was in versions that will be asked for; nobody holds one now.
+            older: each Parameter's values in older versions that will still be asked for, by version.
         """
         self._newest, self._oldest = newest, min([newest, *older])
         self._held, self._leaves = {}, {}
@@ -316,8 +330,8 @@ class WeightVersions:
             self._hold(number, {p: values[p].requires_grad_() for p in self._parameters})
 
     def _share(self, number: int) -> Weights:
-        # .data, not .detach(): that one would share the version counter, too, and autograd would refuse a
-        # backward after the Parameters moved on to a storage of their own and were changed there.
+        # .data instead of .detach(), which would share autograd's version counter: autograd would then refuse
+        # a backward after the optimizer has changed the Parameters in their new storage.
         return self._hold(number, {p: p.data.requires_grad_() for p in self._parameters})
 
     def _hold(self, number: int, leaf_of: Mapping[Tensor, Tensor]) -> Weights:

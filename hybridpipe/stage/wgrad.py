@@ -1,12 +1,7 @@
-"""Products: the weight gradients of large linear layers, of several microbatches in one product.
+"""Batched wgrad: weight gradients of large linear layers, of several microbatches in one matrix product.
 
-A weight's gradient is the product of what came back and what went in, a row each sample (or token). With a
-microbatch's few rows it reads and writes the whole gradient for little arithmetic, and autograd goes through
-it once more to add it up. So the rows of several microbatches are kept (`deferred`) until there are enough
-of them, and one product adds to `.grad` in place. Kept are at most ENOUGH_ROWS and one microbatch's, no more
-than twice the weight. Not for schedules that keep versions: a version has leaves of its own.
-Invariant: after a backward that it is told is final no row is left, and where its hooks run a weight's
-gradient is complete; else rows wait for `multiply_all`.
+Knows one stage; not for schedules that keep versions, since each version has leaves of its own.
+Invariant: after a final backward no row is left, and a weight's hooks run when its gradient is complete.
 """
 
 import math
@@ -19,17 +14,23 @@ from torch import Tensor, nn
 
 from hybridpipe.stage.deferred import Deferring, Use
 
-# A product over n rows takes 2 n operations an element of the weight, and 20 bytes of memory traffic. A core
-# does the operations of 50 rows while it moves these bytes; so few rows more than these save nothing more.
+# A product over n rows takes 2 n operations an element of the weight and moves 20 bytes. A core does the
+# operations of 50 rows while it moves these bytes, so a few times as many rows save nothing more.
 ENOUGH_ROWS = 256
-LEAST_ELEMENTS = 2**18  # a smaller weight stays in the cache, and calls cost more than it
-LEAST_SIDE = 256  # with a shorter one the rows weigh more than the weight
+LEAST_ELEMENTS = 2**18  # a smaller weight stays in the cache, and calls cost more than the product
+LEAST_SIDE = 256  # with a shorter side the rows take more memory than the weight
 
 
 class WeightGradients:
-    """A stage's rows that are not multiplied yet.
+    """The rows of a stage that are not multiplied yet.
 
-    A weight that stands in two modules is left to autograd, and so is one whose gradient someone watches.
+    A weight's gradient is the product of the output's gradient and the input, with a row for each sample or
+    token. With the few rows of a microbatch, the product reads and writes the whole gradient for little
+    arithmetic, and autograd adds it up in a second pass. So the rows of several microbatches are kept, and
+    one product adds to `.grad` in place. At most ENOUGH_ROWS and one microbatch's rows are kept, which is no
+    more than twice the weight.
+
+    Autograd keeps a weight that two modules share, and one whose gradient has hooks.
     """
 
     def __init__(self, layers: nn.Sequential) -> None:
@@ -42,37 +43,37 @@ class WeightGradients:
 
         self.deferring = Deferring(layers, is_wanted)
         self._layers = layers
-        self.most_bytes = 0  # that were kept at once
-        self.fewest_rows = 0  # of a microbatch, and one weight; 0: none were kept
+        self.most_bytes = 0  # peak of the bytes kept at once
+        self.fewest_rows = 0  # of one microbatch for one weight; 0: no rows were kept
         self._kept: dict[Tensor, list[Use]] = {}
-        self._joined: dict[Tensor, bool] = {}
+        self._is_batched: dict[Tensor, bool] = {}
         self._num_bytes = 0
 
     @property
     def is_empty(self) -> bool:
-        """No layer is large enough."""
+        """True if no layer is large enough."""
         return not self.deferring.candidates
 
     @property
     def has_rows(self) -> bool:
-        """Rows are waiting to be multiplied."""
+        """True if rows are waiting to be multiplied."""
         return bool(self._kept)
 
-    def joins(self, weight: Tensor, num_rows: int) -> bool:
-        """A microbatch of enough rows is left to autograd, whose function has less to do (docs/log).
+    def batches(self, weight: Tensor, num_rows: int) -> bool:
+        """Return True if the weight's gradients are batched; autograd is faster with enough rows (docs/log).
 
-        A minibatch's first microbatch decides for all: else one that goes to autograd, at the end, would find
-        rows of a shorter one before it left behind when the weight's hooks run.
+        A minibatch's first microbatch decides for all. Otherwise a last microbatch that goes to autograd
+        would run the weight's hooks while rows of a shorter one are still waiting.
         """
-        return self._joined.setdefault(weight, num_rows < ENOUGH_ROWS)
+        return self._is_batched.setdefault(weight, num_rows < ENOUGH_ROWS)
 
     def add(self, use: Use, is_last: bool) -> None:
-        """Keep a microbatch's rows. `is_last`: none follow before the gradient is used."""
+        """Keep a microbatch's rows; `is_last` means that none follow before the gradient is used."""
         if sum(len(each.gradient) for each in self._kept.get(use.weight, ())) >= ENOUGH_ROWS:
-            self._multiply(use.weight)  # only now: the last of a minibatch may wait for a better moment
+            self._multiply(use.weight)  # not earlier, so that a minibatch's last rows wait for the all-reduce
         kept = self._kept.setdefault(use.weight, [])
         if self._may_change(use.inputs) or use.inputs.untyped_storage().nbytes() > 2 * use.inputs.nbytes:
-            use = use._replace(inputs=use.inputs.clone())  # or a view would keep all of what it looks at
+            use = use._replace(inputs=use.inputs.clone())  # a view would keep its whole storage alive
         kept.append(use)
         self._num_bytes += _num_bytes(use)
         self.most_bytes = max(self.most_bytes, self._num_bytes)
@@ -80,24 +81,24 @@ class WeightGradients:
             self._multiply(use.weight)
 
     def _may_change(self, inputs: Tensor) -> bool:
-        """A layer may update its buffers in the next microbatch's forward."""
+        """Return True if the inputs are a buffer, which the next microbatch's forward may update."""
         start = inputs.untyped_storage().data_ptr()
         return any(buffer.untyped_storage().data_ptr() == start for buffer in self._layers.buffers())
 
     @property
-    def most_joined(self) -> int:
-        """Microbatches of the largest product, by the weight that had the fewest rows; 0: there was none."""
+    def max_batched(self) -> int:
+        """Microbatches in the largest product, by the weight with the fewest rows; 0 without products."""
         return math.ceil(ENOUGH_ROWS / self.fewest_rows) if self.fewest_rows else 0
 
     def note_rows(self, counts: Iterable[int]) -> None:
-        """What a microbatch has kept of each weight."""
+        """Note the number of rows that a microbatch has kept for each weight."""
         self.fewest_rows = min(filter(None, (self.fewest_rows, *counts)), default=0)
 
     def multiply_all(self) -> None:
-        """Leave no row behind."""
+        """Multiply all rows that wait."""
         for weight in list(self._kept):
             self._multiply(weight)
-        self._joined.clear()
+        self._is_batched.clear()
 
     def _multiply(self, weight: Tensor) -> None:
         uses = self._kept.pop(weight)
@@ -116,19 +117,19 @@ class WeightGradients:
 
 
 class MicrobatchRows:
-    """One microbatch's way into the products."""
+    """The sink of one microbatch, which hands its rows to `WeightGradients`."""
 
     takes_biases = False
-    weights = None  # the layers are called with their own
+    weights = None  # the layers are called with their own weights
 
-    def __init__(self, products: WeightGradients) -> None:
-        self._products = products
+    def __init__(self, wgrad: WeightGradients) -> None:
+        self._wgrad = wgrad
         self._is_final = self.collecting = False
         self._rows: Counter[Tensor] = Counter()
 
     @contextmanager
     def collected(self, is_final: bool) -> Iterator[None]:
-        """Around the backward. `is_final`: after it all gradients are to be complete."""
+        """Run the backward inside this context; after a final one all gradients are complete."""
         self.collecting, self._is_final = True, is_final
         try:
             yield
@@ -136,23 +137,23 @@ class MicrobatchRows:
             self.collecting = False
 
     def takes(self, weight: Tensor, num_rows: int) -> bool:
-        """Where joining saves anything."""
-        return self._products.joins(weight, num_rows)
+        """Return True if batching the weight's gradients saves time."""
+        return self._wgrad.batches(weight, num_rows)
 
     def note(self, use: Use) -> None:
-        """Keep the rows, or multiply.
+        """Keep the rows, or multiply them in a final backward.
 
-        Autograd (of torch 2.13) runs the weight's hooks behind its last use, though it has no gradient of its
-        own to add: they find a complete one, and the all-reduce begins in time.
+        Autograd (torch 2.13) runs the weight's hooks after its last use even without a gradient of its own.
+        The hooks find a complete gradient, so the all-reduce starts in time.
         """
         self._rows[use.weight] += len(use.gradient)
-        self._products.add(use, is_last=self._is_final)
+        self._wgrad.add(use, is_last=self._is_final)
 
     def finish(self) -> None:
-        """After the backward: where it was the final one, what had no use in it."""
-        self._products.note_rows(self._rows.values())
+        """Multiply, after a final backward, the rows of weights without a use in it."""
+        self._wgrad.note_rows(self._rows.values())
         if self._is_final:
-            self._products.multiply_all()
+            self._wgrad.multiply_all()
 
 
 def _is_large(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from hybridpipe.checkpoint.resume import (
     refuse_changed,
 )
 from hybridpipe.checkpoint.snapshot import Saver
-from hybridpipe.comm.groups import meet
+from hybridpipe.comm.groups import barrier_with_timeout
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
 from hybridpipe.data.samples import DRAWN_ANEW
@@ -81,7 +81,7 @@ class CheckpointManager:
             step, saved = self._state.step, "before the first minibatch, with nothing to save"
             if step:
                 saved = f"at step {step}, saved as {Path(folder) / name_of(step)}"
-            preemption.stop(f"stopped {saved}", step, partial(meet, self._world))
+            preemption.stop(f"stopped {saved}", step, partial(barrier_with_timeout, self._world))
 
     def keeper(
         self, worker: Worker, asked: Checkpointing, microbatch_size: int, anew: bool = False

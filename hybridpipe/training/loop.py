@@ -42,7 +42,7 @@ class EpochLoop:
         self._worker, self._recorder, self._state, self._keeper = worker, recorder, state, keeper
         self._progress: EpochProgress = state.progress
         self._minibatch_size = minibatch_size
-        worker.note_flight(keeper is not None)
+        worker.keep_forward_state(keeper is not None)
 
     def run(self, batches: Iterator[Minibatch]) -> Generator[MinibatchRecord, None, None]:
         """Train on the epoch's minibatches, all of which are given."""

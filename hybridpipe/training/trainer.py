@@ -236,7 +236,7 @@ class Trainer:
             self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
         self.worker.renew()
         if not self._accumulated:
-            self.worker.forget_gradients()
+            self.worker.zero_grad()
         if not self.worker.flushes:
             what = f"{self.plan.schedule}, whose minibatches follow each other without a pause"
             raise ValueError(f"train_step makes no sense under {what}; use fit")
@@ -318,7 +318,7 @@ class Trainer:
         self.prepare(dataset, validation)
         if self.world.rank == 0:
             valid.warn_if_in_evaluation_mode(self.model)
-        self.worker.forget_gradients()
+        self.worker.zero_grad()
         keeper = None
         if checkpoint is not None:
             keeper = self._checkpoints.keeper(self.worker, checkpoint, self.microbatch_size)
@@ -441,7 +441,7 @@ class Trainer:
     def _make_ready(self, dataset: Any) -> dict[str, str]:
         """For a data set to train or to evaluate on. Returns its fingerprint."""
         facts = consistency.check_data_alike(self.world, "dataset", dataset, self.seed)
-        consistency.check_alike(self.world, consistency.of_user(self.model))
+        consistency.check_alike(self.world, consistency.modes_and_requires_grad(self.model))
         if self._worker is None:
             self._make_plan(next(minibatches(self._microbatches(dataset))))
         self.worker.renew()

@@ -57,7 +57,7 @@ class Kept:
 
     def __init__(self, plan, executor, point):
         module, update = executor.stages[0].module, executor.update
-        before = executor.stashed.before_flight()
+        before = executor.stashed.oldest_forward_state()
         state = module.state_dict() | (before.buffers if before else {})
         self.module = {key: value.clone() for key, value in state.items()}
         stepping = (update.optimizer, update.scheduler) if update.optimizer else ()

@@ -116,7 +116,7 @@ def test_another_size_is_told():
 
 
 def test_foreign_bytes_are_told():
-    with pytest.raises(ProtocolError, match="does not start as one of ours"):
+    with pytest.raises(ProtocolError, match="does not start with hybridpipe"):
         check_header(torch.zeros(HEADER_BYTES, dtype=torch.uint8), Spec(()), HEADER, NAMES)
 
 

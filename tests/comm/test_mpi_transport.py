@@ -198,13 +198,13 @@ def test_who_waits_in_vain_is_told_what_has_come_instead(transport):
     transport.send(filled(64, 5), 0, tag=4)
     transport.send(filled(1 << 16, 6), 0, tag=4)
 
-    def doubt():
-        assert [(tag, len(message)) for tag, message in transport.unclaimed(0)] == [(4, 64), (4, 1 << 16)]
+    def on_slow():
+        assert [(tag, len(message)) for tag, message in transport.unexpected(0)] == [(4, 64), (4, 1 << 16)]
         raise ProtocolError("told")
 
     receiving = transport.receive(filled(64), 0, tag=3)
     with pytest.raises(ProtocolError, match="told"):
-        receiving.wait(doubt)
+        receiving.wait(on_slow)
     for size, value in [(64, 5), (1 << 16, 6)]:  # to look at them does not take them away
         transport.receive(buffer := filled(size), 0, tag=4).wait()
         assert buffer.eq(value).all()

@@ -22,9 +22,9 @@ class Counted(NamedTuple):
     transport: "Watched"
     pending: Pending
 
-    def wait(self, doubt=None):
+    def wait(self, on_slow=None):
         self.transport.posted -= 1
-        self.pending.wait(doubt)
+        self.pending.wait(on_slow)
 
     def is_complete(self):
         return self.pending.is_complete()

@@ -88,7 +88,7 @@ def test_what_is_alive_never_shares_memory(actions):
 
 
 def test_buffers_may_come_back_from_another_thread():
-    """The communication thread drops the last reference to what has been sent."""
+    """The progress thread drops the last reference to what has been sent."""
     buffers, handed, stop = Buffers(), [], threading.Event()
 
     def drop():

@@ -246,7 +246,7 @@ def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
         loss=loss if s == plan.num_stages - 1 else None,
         split_backward=plan.schedule == "zero-bubble",
         recompute=plan.recomputes(s),
-        join_products=plan.traits.batches_wgrad,
+        batches_wgrad=plan.traits.batches_wgrad,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.comm.messages import Buffers, ProtocolError
-from hybridpipe.comm.transport import DOUBT_SECONDS, Pending, Unclaimed
+from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected
 
 
 class Mailboxes:
@@ -24,11 +24,11 @@ class Mailboxes:
         with self._lock:
             return self._queues[sender, receiver, tag]
 
-    def lying(self, sender: int, receiver: int) -> list[Unclaimed]:
+    def lying(self, sender: int, receiver: int) -> list[Unexpected]:
         """The messages that have not been taken."""
         with self._lock:
             return [
-                Unclaimed(tag, message)
+                Unexpected(tag, message)
                 for (source, target, tag), queue in self._queues.items()
                 if (source, target) == (sender, receiver)
                 for message in list(queue.queue)
@@ -36,7 +36,7 @@ class Mailboxes:
 
 
 class _Sent:
-    def wait(self, doubt: Callable[[], None] | None = None) -> None:
+    def wait(self, on_slow: Callable[[], None] | None = None) -> None:
         """Buffered: done at once."""
 
     def is_complete(self) -> bool:
@@ -48,15 +48,15 @@ class _Receiving:
         self._buffer, self._queue, self._timeout_seconds = buffer, queue, timeout_seconds
         self._completed = False
 
-    def wait(self, doubt: Callable[[], None] | None = None) -> None:
+    def wait(self, on_slow: Callable[[], None] | None = None) -> None:
         """Raises queue.Empty when nothing comes in time."""
         if self._completed:
             return
         try:
-            message = self._queue.get(timeout=min(DOUBT_SECONDS, self._timeout_seconds))
+            message = self._queue.get(timeout=min(SLOW_WAIT_SECONDS, self._timeout_seconds))
         except Empty:
-            if doubt is not None:
-                doubt()
+            if on_slow is not None:
+                on_slow()
             message = self._queue.get(timeout=self._timeout_seconds)
         if len(message) != len(self._buffer):
             raise ProtocolError(f"{len(message)} bytes came where the plan expects {len(self._buffer)}")
@@ -83,7 +83,7 @@ class QueueTransport:
         """Take from the mailbox when waited for."""
         return _Receiving(buffer, self._mailboxes.queue(peer, self._rank, tag), self._timeout_seconds)
 
-    def unclaimed(self, peer: int) -> list[Unclaimed]:
+    def unexpected(self, peer: int) -> list[Unexpected]:
         """What lies in the peer's mailbox for this rank: whoever has asked takes it when it waits."""
         return self._mailboxes.lying(peer, self._rank)
 

@@ -178,7 +178,7 @@ def test_groups_with_other_options_are_not_mixed():
     found = read_optimizer(through_text(state), "file")
     names = named(layers).parameters()
     check_optimizer(optim.SGD([{"params": second}, {"params": first}], lr=9.0), names, found, "file")
-    with pytest.raises(UserError, match=r"^file: a.weight and c.weight, .* had other options: "):
+    with pytest.raises(UserError, match=r"^file: a.weight and c.weight, .* had different options: "):
         check_optimizer(optim.SGD(layers.parameters(), lr=0.1), names, found, "file")
     del found["c.bias"]
     with pytest.raises(UserError, match=r"^file: has no optimizer state of c.bias, which is trained now$"):

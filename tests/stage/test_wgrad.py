@@ -65,7 +65,7 @@ def train(
     module: nn.Module, sizes, before_last=lambda: None, is_flushed=True, arrived=None, **options
 ) -> Stage:
     """One minibatch through a stage, each backward right after its forward, the last one final."""
-    stage = Stage(StageModule(list(module)), CPU, loss=nn.functional.mse_loss, join_products=True, **options)
+    stage = Stage(StageModule(list(module)), CPU, loss=nn.functional.mse_loss, batches_wgrad=True, **options)
     for parameter in module.parameters() if arrived else ():
         parameter.register_post_accumulate_grad_hook(arrived)
     for m, size in enumerate(sizes):
@@ -130,7 +130,7 @@ def test_the_last_rows_wait_though_there_are_enough():
     """Eight microbatches of 32 rows: the product was made in the last backward, before its gradient went."""
     module = nn.Sequential(linear())
     stage = train(module, [32] * (ENOUGH_ROWS // 32), is_flushed=False)
-    assert module[0].weight.grad is None and stage.keeps_back
+    assert module[0].weight.grad is None and stage.has_deferred_wgrad
     train_on = torch.zeros(32, SIZE, dtype=torch.float64)
     stage.forward_loss(99, train_on, train_on, share=1.0, step=0)
     stage.backward(99)
@@ -151,13 +151,13 @@ class Routed(nn.Module):
 def test_a_layer_may_get_no_rows():
     module = nn.Sequential(Routed())
     stage = train(module, [4, 4])
-    assert stage.most_joined == ENOUGH_ROWS // 4
+    assert stage.max_batched == ENOUGH_ROWS // 4
     assert torch.equal(module[0].other.weight.grad, torch.zeros(SIZE, SIZE, dtype=torch.float64))
 
 
 def test_a_weight_s_rows_of_a_microbatch_count_together():
     stage = train(nn.Sequential(Twice()), [16, 16])
-    assert stage.most_joined == ENOUGH_ROWS // 32
+    assert stage.max_batched == ENOUGH_ROWS // 32
 
 
 def test_no_more_than_enough_rows_and_one_microbatch_are_kept(monkeypatch):
@@ -218,7 +218,7 @@ class Skipping(nn.Module):
 
 def test_a_final_backward_that_reaches_no_weight_leaves_no_row_behind():
     """The rows of the first microbatch came into the next minibatch's gradient."""
-    stage = Stage(StageModule([Skipping()]), CPU, join_products=True)
+    stage = Stage(StageModule([Skipping()]), CPU, batches_wgrad=True)
     inputs = torch.ones(2, SIZE, dtype=torch.float64)
     for m in range(2):
         outputs = stage.forward(m, inputs, step=0)
@@ -240,7 +240,7 @@ class Counting(nn.Module):
 
 
 def test_kept_rows_do_not_follow_a_buffer():
-    stage = Stage(StageModule([Counting()]), CPU, join_products=True)
+    stage = Stage(StageModule([Counting()]), CPU, batches_wgrad=True)
     for m in range(3):
         outputs = stage.forward(m, torch.ones(2, SIZE, dtype=torch.float64), step=0)
         stage.backward(m, [torch.ones_like(outputs)], is_final=m == 2)
@@ -256,16 +256,16 @@ def test_a_view_does_not_keep_what_it_is_a_view_of():
         def forward(self, inputs):
             return self.layer(inputs[:, 0])
 
-    stage = Stage(StageModule([First()]), CPU, join_products=True)
+    stage = Stage(StageModule([First()]), CPU, batches_wgrad=True)
     outputs = stage.forward(0, torch.ones(2, 50, SIZE, dtype=torch.float64), step=0)
     stage.backward(0, [torch.ones_like(outputs)])
-    ((use,),) = stage._products._kept.values()
+    ((use,),) = stage._wgrad._kept.values()
     assert use.inputs.untyped_storage().nbytes() == use.inputs.nbytes
 
 
 def test_a_hook_that_comes_later_sees_gradients():
     module, seen = nn.Sequential(linear()), []
-    stage = Stage(StageModule(list(module)), CPU, loss=nn.functional.mse_loss, join_products=True)
+    stage = Stage(StageModule(list(module)), CPU, loss=nn.functional.mse_loss, batches_wgrad=True)
     module[0].weight.register_hook(lambda gradient: seen.append(gradient.shape))
     inputs = torch.ones(2, SIZE, dtype=torch.float64)
     stage.forward_loss(0, inputs, inputs, share=1.0, step=0)

@@ -257,7 +257,7 @@ def main() -> None:
     check_refused("another order to evaluate", "of dataset[", lambda trainer: trainer.evaluate(shard()))
     check_refused("minibatches of a rank's own", "train_step", lambda t: t.train_step(*shard()[:MINIBATCH]))
     check_refused("other epochs", "epochs", lambda trainer: trainer.fit(data(), 1 + RANK))
-    check_refused("a target drawn anew", "another one each time", lambda t: t.fit(OwnNoise(True)))
+    check_refused("a target drawn anew", "changes each time", lambda t: t.fit(OwnNoise(True)))
     trainer = Trainer(
         mlp(), loss=F.cross_entropy, optimizer=decaying, plan=plan("1-1", 3), minibatch_size=MINIBATCH
     )
