@@ -85,7 +85,7 @@ def test_fit_left_by_all_ranks_between_synchronous_minibatches_can_go_on(job):
 def test_a_thread_can_end_the_job_though_mpi_abort_hangs(job, where):
     """It did in one of ten runs with Horovod. The thread that calls it keeps Python's lock meanwhile."""
     done = job(2, "stuck.py", where, fails=True)
-    assert time.time() - float(re.search(r"ending at ([\d.]+)", done.stdout)[1]) < 5.0
+    assert time.time() - float(re.search(r"ending at ([\d.]+)", done.stdout)[1]) < 30.0  # against hanging
     assert re.search(r"exited\s+on\s+signal 14", done.stdout), done.stdout
 
 
