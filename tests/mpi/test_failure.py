@@ -109,7 +109,7 @@ def test_a_disk_may_be_slow_as_long_as_it_moves(job, tmp_path):
     told = job(2, "slowdisk.py", str(tmp_path), "9", "0").stdout
     assert min(map(float, re.findall(r"saved in ([\d.]+) s", told))) > 4, told
     told = job(2, "slowdisk.py", str(tmp_path), "2", "60", fails=True).stdout
-    blamed = r"rank 1 on host \S+ writes stage-001\.safetensors, and its disk has taken nothing for \d+ s"
+    blamed = r"rank 1 on host \S+ writes stage-001\.safetensors, and its disk has accepted no data for \d+ s"
     assert re.search(f"hybridpipe: {blamed}", told), told
 
 
