@@ -1,7 +1,7 @@
-"""Config: what `hybridpipe train CONFIG` reads, a TOML file that names factories and sizes.
+"""Config: the TOML file of `hybridpipe train CONFIG`, which names factories and sizes.
 
-Imports neither torch nor mpi4py, so that a mistake is told before MPI starts: `load_config` checks what
-the file says, `Config.check` imports the factories and checks that their arguments fit.
+Not known here: torch and MPI. Invariant: mistakes are reported before MPI starts; `load_config` checks the
+text, `Config.check` imports the factories and checks their arguments.
 """
 
 import inspect
@@ -25,9 +25,12 @@ SOURCES = (AUTO, "dp", "straight")
 
 @dataclass(frozen=True)
 class Factory:
-    """A callable by its name, "module:callable", and the arguments to call it with.
+    """A callable's name, "module:callable", and its keyword arguments.
 
-    The folder of CONFIG is on the import path, in front.
+    The folder of CONFIG comes first on the import path.
+
+    Raises:
+        ValueError: `factory` is no such name.
     """
 
     factory: str
@@ -41,7 +44,7 @@ class Factory:
             raise ValueError(f"factory must be 'module:callable', got {self.factory!r}")
 
     def build(self, *positional: Any) -> Any:
-        """What the callable returns; errors of its own keep their traceback.
+        """Call it with `positional` and its own arguments; errors inside it keep their traceback.
 
         Raises:
             UserError: there is no such callable, or the arguments do not fit it.
@@ -49,11 +52,15 @@ class Factory:
         return self.bind(*positional)()
 
     def bind(self, *positional: Any) -> Callable[[], Any]:
-        """The call that `build` makes, known to fit but not made yet."""
+        """Return the call of `build`, checked but not made yet. Raises UserError as `build` does."""
         return self._bind(positional, self.args, "args")
 
     def resolve(self) -> Callable[..., Any]:
-        """The callable itself, imported; UserError if there is none."""
+        """Import the callable.
+
+        Raises:
+            UserError: there is none of that name.
+        """
         if self.folder and self.folder not in sys.path:
             sys.path.insert(0, self.folder)
         module_name, _, name = self.factory.partition(":")
@@ -61,7 +68,7 @@ class Factory:
             target: Any = import_module(module_name)
         except ModuleNotFoundError as error:
             if not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and what it imports is not
+                raise  # the module exists, but one of its own imports does not
             found = f"no module {error.name!r} in {self.folder} or on the import path"
             raise UserError(f"{self.where}.factory: {found}, got {self.factory!r}") from None
         for part in name.split("."):
@@ -95,8 +102,9 @@ class Factory:
 class DataConfig(Factory):
     """The data sets: the factory returns a map-style one of (inputs, targets).
 
-    `validation_args` go over `args` for the held-out set; without them there is none. `num_workers` is
-    explained at `Trainer`.
+    Args:
+        validation_args: replace or extend `args` for the held-out set; None: there is none.
+        num_workers: as in `Trainer`.
     """
 
     validation_args: dict[str, Any] | None = None
@@ -107,11 +115,11 @@ class DataConfig(Factory):
         non_negative_int("num_workers", self.num_workers)
 
     def build_validation(self) -> Any:
-        """The held-out data set, or None."""
+        """Build the held-out data set; None: there is none."""
         return self.bind_validation()()
 
     def bind_validation(self) -> Callable[[], Any]:
-        """The call that `build_validation` makes, known to fit but not made yet."""
+        """Return the call of `build_validation`, checked but not made yet. Raises UserError as `build`."""
         if self.validation_args is None:
             return lambda: None
         return self._bind((), self.args | self.validation_args, "validation_args")
@@ -119,9 +127,11 @@ class DataConfig(Factory):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Sizes in samples; `microbatch` may be missing where a plan file says how many there are.
+    """The training loop. Fields that are not listed here are those of `Trainer` and `Trainer.fit`.
 
-    The targets are explained at `Trainer.fit`, what is between them and the sizes at `Trainer`.
+    Args:
+        minibatch: in samples.
+        microbatch: in samples; None: it follows from a plan file's number of microbatches.
     """
 
     minibatch: int
@@ -160,11 +170,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class PlanConfig(PlanRequest):
-    """Where the plan comes from: one of `SOURCES`, or a plan.json, which says all the rest itself.
+    """The source of the plan, and the request that a searched plan has to meet.
 
-    The fields of `PlanRequest` are asked of a plan that is searched for. `predict = false`: a plan.json is
-    run without measuring model and machines, which takes seconds at each start, and nothing predicted
-    stands beside what was measured.
+    Args:
+        source: one of `SOURCES`, or a plan.json, which determines everything else.
+        predict: measure model and machines also for a plan.json. That takes seconds at each start; without it
+            no prediction is shown beside the measured times.
     """
 
     source: str = "auto"
@@ -177,15 +188,17 @@ class PlanConfig(PlanRequest):
 
     @property
     def request(self) -> dict[str, Any]:
-        """What is asked of the plan, by the keywords of `Trainer`."""
+        """The request as keyword arguments of `Trainer`."""
         return {field.name: getattr(self, field.name) for field in fields(PlanRequest)}
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How often OUT/checkpoints gets one, in minibatches (none given: at the end of each epoch).
+    """The checkpoints in OUT/checkpoints.
 
-    `Checkpointing` tells more.
+    Args:
+        every: minibatches between two; None: one at the end of each epoch.
+        keep: number of checkpoints that are kept.
     """
 
     every: int | None = None
@@ -201,9 +214,13 @@ class CheckpointConfig:
 class Config:
     """A training run.
 
-    `loss` is called with nothing, `optimizer` with the parameters, `lr_scheduler` with the optimizer, beside
-    their `args`; the loss that is built is called with (outputs, targets) and returns the mean over the
-    samples.
+    Args:
+        loss: called without positional arguments; maps (outputs, targets) to the mean over the samples.
+        optimizer: called with the parameters.
+        lr_scheduler: called with the optimizer.
+
+    Raises:
+        ValueError: a target is given without a validation set.
     """
 
     model: Factory
@@ -225,7 +242,11 @@ class Config:
                 )
 
     def check(self) -> None:
-        """Imports every factory and checks that its arguments fit, without a call; else UserError."""
+        """Import every factory and check that its arguments fit, without calling it.
+
+        Raises:
+            UserError: a factory does not exist, or its arguments do not fit.
+        """
         self.model.bind()
         self.data.bind()
         self.data.bind_validation()
@@ -236,13 +257,14 @@ class Config:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads CONFIG; `overrides` such as "train.epochs=2" or "model.factory=models:mlp" go over it.
+    """Read and check a TOML file. A plan file in `plan.source` is relative to it.
 
-    The value of an override is TOML; what is not TOML is a string. A plan file in `plan.source` is
-    relative to CONFIG.
+    Args:
+        overrides: fields and values, such as "train.epochs=2" or "model.factory=models:mlp". A value is TOML,
+            or else a string.
 
     Raises:
-        UserError: one line that says where, what is there and what is allowed.
+        UserError: a mistake in one line: file, field, value and what is allowed.
     """
     path = Path(path)
     try:
@@ -264,7 +286,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _override(document: dict[str, Any], override: str) -> None:
-    """Sets one "a.b=value" in the document."""
+    """Set one "a.b=value" in the document."""
     key, equals, text = override.partition("=")
     *tables, name = key.strip().split(".")
     if not equals or not tables or not all([*tables, name]):

@@ -1,20 +1,20 @@
-"""How the user's mistakes are told: in one line that says where, what is there and what is allowed."""
+"""Errors of the user, each told in one line: where it is, the value that was found and what is allowed."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_LONGEST_LIST = 12  # names; a longer list helps nobody in one line
+_LONGEST_LIST = 12  # names; a longer list is left out of the line
 
 
 class UserError(ValueError):
-    """A mistake in a file, a configuration or an argument; its text is one line, commands exit with 2."""
+    """A mistake in a file, a configuration or an argument, as one line; commands exit with code 2."""
 
     exit_code = 2
-    step: int | None = None  # of the training, where it is known
+    step: int | None = None  # of the training; None: unknown
 
 
 class NotSaved(UserError):
-    """A checkpoint could not be written. Told as a mistake is, but another attempt may go better."""
+    """A checkpoint could not be written. It is told in one line, too, but another attempt may succeed."""
 
     exit_code = 1
 
@@ -24,7 +24,7 @@ class NotSaved(UserError):
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str:
-    """What the user may have meant by `name`: " (did you mean 'stop'? allowed: start, stop)", or nothing."""
+    """Return a hint for a misspelt name, such as " (did you mean 'stop'? allowed: start, stop)", or ""."""
     names = list(allowed)
     hints = [f"did you mean {close!r}?" for close in get_close_matches(name, names, n=1)]
     if 0 < len(names) <= _LONGEST_LIST:
@@ -33,6 +33,6 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """The value as Python writes it, cut to what a line can bear."""
+    """Return the value's `repr`, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -321,7 +321,7 @@ def test_writing_is_all_or_nothing(tmp_path: Path):
     with pytest.raises(UserError, match=r"folder/plan\.json: cannot be written: No such file or directory"):
         write_json(tmp_path / "folder" / "plan.json", {})
     (tmp_path / "taken").mkdir()
-    with pytest.raises(UserError, match="taken: cannot be written: it is there, and is no regular file"):
+    with pytest.raises(UserError, match="taken: cannot be written: it exists and is no regular file"):
         write_json(tmp_path / "taken", {})
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.json", "taken"]
 

@@ -1,7 +1,4 @@
-"""Data sets, minibatches and their loading.
-
-Configurations name the data sets as `hybridpipe.data:digits`.
-"""
+"""Data sets, minibatches and their loading; configurations name the data sets as `hybridpipe.data:digits`."""
 
 from hybridpipe.data.datasets import digits, fashion_mnist
 

@@ -1,8 +1,7 @@
-"""Batches: an epoch of a data set, cut into minibatches and microbatches; what there is in each.
+"""Batches: an epoch of a data set in minibatches and microbatches, and the samples of each.
 
-Order and random draws follow from seed, epoch and sample alone, so every rank knows the one without a word
-and makes the others alike: of a sample that is cropped at random, the rank of the first stage takes the
-inputs and that of the last stage the targets. When a microbatch is loaded, and by whom, is `loading`'s.
+Not known here: when a microbatch is loaded, and by which process (`loader`).
+Invariant: order and random draws follow from seed, epoch and sample alone, so they are equal on all ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,19 @@ Loaded = tuple[TensorTree, TensorTree]  # inputs and targets of a microbatch
 
 
 class Microbatches:
-    """One epoch of a data set; `[i, b]` loads microbatch b of minibatch i. The last ones may be short.
+    """One epoch of a data set; `[i, b]` loads microbatch b of minibatch i. The last of each may be short.
+
+    A sample that is cropped at random is cropped alike on the rank of the first stage, which takes its
+    inputs, and on that of the last stage, which takes its targets.
 
     Args:
         dataset: map-style: `len(dataset)`, and `dataset[i]` is (inputs, target). It may draw from the
             generators of torch (the CPU's), NumPy and Python; those of the process stay as they are.
+        minibatch_size, microbatch_size: in samples.
+        epoch: counted from 0; it seeds the order and the draws together with `seed`.
+
+    Raises:
+        TypeError, ValueError: the data set cannot be trained on (`check_dataset`).
     """
 
     def __init__(
@@ -50,11 +57,11 @@ class Microbatches:
 
     @property
     def counts(self) -> list[int]:
-        """Of the microbatches in each minibatch."""
+        """Number of microbatches in each minibatch."""
         return [len(self.sizes(i)) for i in range(len(self))]
 
     def sizes(self, minibatch: int) -> list[int]:
-        """Of a minibatch's microbatches."""
+        """Return the number of samples in each microbatch of a minibatch."""
         start = minibatch * self.minibatch_size
         return microbatch_sizes(min(self.minibatch_size, len(self.order) - start), self.microbatch_size)
 
@@ -64,7 +71,7 @@ class Microbatches:
         return self._load(self.order[start : start + self.sizes(minibatch)[microbatch]])
 
     def _load(self, samples: Sequence[int]) -> Loaded:
-        if type(self.dataset) is TensorDataset:  # one indexing for all of them; a subclass may do more
+        if type(self.dataset) is TensorDataset:  # all samples in one indexing; a subclass may do more
             inputs, targets = (tensor[list(samples)] for tensor in self.dataset.tensors)
             return inputs, targets
         return stacked(drawn(self.dataset, self.seed, self.epoch, samples), samples)
@@ -73,15 +80,15 @@ class Microbatches:
 def minibatches(
     microbatches: Microbatches, load: Callable[[int, int], Loaded] | None = None
 ) -> Iterator[Minibatch]:
-    """All minibatches of an epoch.
+    """Yield all minibatches of an epoch.
 
     Args:
-        load: how microbatch b of minibatch i is come by; by default it is loaded when it is asked for.
+        load: returns microbatch b of minibatch i; by default it is loaded when it is needed.
     """
     last: tuple[tuple[int, int], Loaded] | None = None
 
     def loaded(i: int, b: int) -> Loaded:
-        nonlocal last  # a rank that is first and last stage asks for inputs, then for targets
+        nonlocal last  # a rank with the first and the last stage takes the inputs, then the targets
         if last is None or last[0] != (i, b):
             last = (i, b), microbatches[i, b] if load is None else load(i, b)
         return last[1]
@@ -94,12 +101,16 @@ def minibatches(
 
 
 def num_minibatches(dataset: Any, minibatch_size: int) -> int:
-    """How many minibatches an epoch has."""
+    """Return the number of minibatches in an epoch."""
     return ceil_div(len(dataset), minibatch_size)
 
 
 def microbatch_size_of(plan: Plan, minibatch_size: int, microbatch_size: int | None = None) -> int:
-    """What the plan's number of microbatches makes it; it must be the given one, if one is given."""
+    """Return the microbatch size in samples that follows from the plan's number of microbatches.
+
+    Raises:
+        ValueError: no size gives that number of microbatches, or it differs from a given `microbatch_size`.
+    """
     size = ceil_div(minibatch_size, plan.num_microbatches)
     count = ceil_div(minibatch_size, size)
     if count != plan.num_microbatches:
@@ -116,9 +127,9 @@ def microbatch_size_of(plan: Plan, minibatch_size: int, microbatch_size: int | N
 
 
 def parts_of(share: int, minibatch_size: int) -> list[int]:
-    """Halves and quarters of a rank's share, where they make slices of one size; of two samples at least.
+    """Return half and a quarter of a rank's share as microbatch sizes, where they slice it evenly.
 
-    BatchNorm, and what squeezes, does not work with one.
+    A size is at least two samples: BatchNorm, and layers that squeeze, do not work with one.
     """
     return [] if minibatch_size % share else [share // n for n in (2, 4) if share % n == 0 and share > n]
 

@@ -1,8 +1,6 @@
-"""Data sets that the examples and the quick start train on.
+"""Data sets of the examples and the quick start, for a configuration's `[data] factory`.
 
-Each function returns a map-style data set of (input, target) pairs held in memory, so it
-can be named in a configuration (`[data] factory = "hybridpipe.data:digits"`). Who reads
-which sample, and in which order, is not known here.
+Not known here: order of the samples and ranks. Invariant: a data set is map-style and held in memory.
 """
 
 import gzip
@@ -24,7 +22,7 @@ _FASHION_HELP = "`apt-get install dataset-fashion-mnist` provides it in /usr/sha
 
 
 def digits(train: bool = True) -> TensorDataset:
-    """Scikit-learn's handwritten digits: 1437 for training, 360 held out.
+    """Load scikit-learn's handwritten digits: 1437 for training, 360 held out.
 
     Returns:
         Pairs of a float32 image (1, 8, 8), standardised, and an int64 class in 0..9.
@@ -32,7 +30,7 @@ def digits(train: bool = True) -> TensorDataset:
     Raises:
         ModuleNotFoundError: scikit-learn is not installed; the message says how to get it.
     """
-    # Read, not imported: scikit-learn and scipy would load for some seconds, on every rank.
+    # The file is read without an import: scikit-learn and scipy would take seconds to load, on every rank.
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
@@ -41,8 +39,8 @@ def digits(train: bool = True) -> TensorDataset:
     table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     pixels, classes = table[:, :-1], table[:, -1]  # (1797, 64) in 0..16, (1797,)
 
-    # Shuffled, sorted by class, every fifth held out: each class is split 4 to 1. RandomState's
-    # stream is frozen for good, which that of numpy's newer generators is not.
+    # After shuffling and sorting by class every fifth is held out, so each class is split 4 to 1.
+    # RandomState's stream will never change; that of numpy's newer generators may.
     shuffled = np.random.RandomState(0).permutation(len(classes))
     by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
     held_out = np.sort(by_class[::5])
@@ -58,7 +56,7 @@ def digits(train: bool = True) -> TensorDataset:
 def fashion_mnist(
     root: str = "/usr/share/datasets/fashion-mnist", train: bool = True, limit: int | None = None
 ) -> TensorDataset:
-    """Fashion-MNIST: 60000 images for training, 10000 held out.
+    """Load Fashion-MNIST: 60000 images for training, 10000 held out.
 
     Args:
         root: directory of the four idx files, each plain or with `.gz`.
@@ -95,7 +93,10 @@ def fashion_mnist(
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """The array in an idx file of unsigned bytes, unpacked first where the name ends in `.gz`.
+    """Read the array in an idx file of unsigned bytes; a file whose name ends in `.gz` is unpacked first.
+
+    Returns:
+        A writable uint8 array of the shape that the file states.
 
     Raises:
         ValueError: the file is damaged, of another format, or of another dtype.
@@ -121,12 +122,12 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
             f"{path}: {len(raw)} bytes; expected {expected} = {start} for the header + "
             f"{' × '.join(map(str, shape))}"
         )
-    # A copy, since torch wants writable memory.
+    # torch needs writable memory, so the array is copied.
     return np.frombuffer(raw, dtype=np.uint8, offset=start).reshape(shape).copy()
 
 
 def _find(root: Path, name: str) -> Path:
-    """`root/name`, or `root/name.gz`."""
+    """Return the path `root/name`, or else `root/name.gz`."""
     for path in (root / name, root / f"{name}.gz"):
         if path.is_file():
             return path

@@ -1,7 +1,7 @@
-"""Loading: microbatches made before they are asked for, by processes of the rank's own.
+"""Loader: processes of a rank, run by torch's DataLoader, load microbatches before they are needed.
 
-torch's DataLoader does the work; what it loads, and in which order, is known from the programs. Not known
-here: what a microbatch is made of (`batches`), and who needs it (`Worker.loads`).
+Not known here: the samples of a microbatch (`batches`), and the programs that need it (`Worker.loads`).
+Invariant: microbatches are loaded in the order in which the rank's program uses them.
 """
 
 import os
@@ -17,27 +17,28 @@ from hybridpipe.data.batches import Loaded, Microbatches, minibatches
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.health import preemption
 
-At = tuple[int, int]  # a minibatch of the epoch, and a microbatch of it
+At = tuple[int, int]  # index of a minibatch in the epoch, and of a microbatch in it
 
 
 def loaded(
     microbatches: Microbatches, loads: Callable[[Sequence[int]], Sequence[At]], num_workers: int
 ) -> Iterator[Minibatch]:
-    """All minibatches of an epoch.
+    """Yield all minibatches of an epoch, loaded ahead.
 
     Args:
-        loads: what this rank loads of them, in order, from the number of microbatches of each.
-        num_workers: processes that load ahead; 0: what is asked for is loaded then.
+        loads: maps the number of microbatches in each minibatch to the microbatches that this rank needs, in
+            order.
+        num_workers: processes that load ahead; 0: a microbatch is loaded when it is needed.
     """
     order = loads(microbatches.counts) if num_workers else []
     return minibatches(microbatches, _ahead(microbatches, order, num_workers) if order else None)
 
 
 def _ahead(microbatches: Microbatches, order: Sequence[At], num_workers: int) -> Callable[[int, int], Loaded]:
-    """The microbatches of `order`, asked for one by one.
+    """Start the processes, and return a function that takes the microbatches of `order` one by one.
 
-    The processes are forked (a new interpreter would import the user's script, and start MPI, as the same
-    rank), keep two microbatches each ready, and end with what is returned.
+    The processes are forked: a new interpreter would import the user's script, and start MPI, as the same
+    rank. Each keeps two microbatches ready. They end when the function is deleted.
     """
     loader = DataLoader(
         _WithPlace(microbatches),
@@ -46,8 +47,8 @@ def _ahead(microbatches: Microbatches, order: Sequence[At], num_workers: int) ->
         collate_fn=_as_it_is,
         num_workers=num_workers,
         multiprocessing_context="fork",
-        worker_init_fn=_leave_when_the_rank_asks,
-        generator=torch.Generator(),  # else the process's would be drawn from
+        worker_init_fn=_end_on_signal_from_rank,
+        generator=torch.Generator(),  # by default the DataLoader draws from the process's generator
     )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, preemption.SIGNALS)
     try:
@@ -64,7 +65,7 @@ def _ahead(microbatches: Microbatches, order: Sequence[At], num_workers: int) ->
 
 
 class _WithPlace(Dataset[tuple[At, Loaded]]):
-    """So that a microbatch says which it is."""
+    """Microbatches together with their indices, which `load` checks."""
 
     def __init__(self, microbatches: Microbatches) -> None:
         self._microbatches = microbatches
@@ -74,19 +75,20 @@ class _WithPlace(Dataset[tuple[At, Loaded]]):
 
 
 def _as_it_is(values: Any) -> Any:
-    """By default tuples would become lists."""
+    """Collate nothing: the default would turn tuples into lists."""
     return values
 
 
-def _leave_when_the_rank_asks(_: int) -> None:
-    """Schedulers ask every process of a job to stop; the rank, which needs these, goes on until it has saved.
+def _end_on_signal_from_rank(_: int) -> None:
+    """End this process on a TERM from its rank only.
 
-    What they ask with is blocked in here from the start; the rank's own TERM is told by its sender.
+    A job scheduler signals every process of a job, but the rank needs its loaders until it has saved. Their
+    signals are blocked from the start; a TERM from the rank is recognised by its sender.
     """
-    Thread(target=_wait_for_the_rank, daemon=True).start()
+    Thread(target=_wait_for_signal_from_rank, daemon=True).start()
 
 
-def _wait_for_the_rank() -> None:
+def _wait_for_signal_from_rank() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

@@ -1,7 +1,6 @@
-"""Samples: the data sets that can be trained on, one batch of their samples, and a fingerprint of them.
+"""Samples: checks of data sets, batches of samples, and fingerprints that ranks compare.
 
-Knows torch's data sets, no ranks and no schedule. A sample's random draws follow from seed, epoch and index.
-Invariant: the process's generators stand afterwards where they stood before.
+Not known here: ranks and schedules. Invariant: the process's random generators are left as they were.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
 from hybridpipe.model.tensors import TensorTree, raw_bytes
 
-A_SAMPLE = -1  # in the place of a layer's number
+A_SAMPLE = -1  # stands in a random key where a layer has its index
 CPU = torch.device("cpu")
 NUM_COMPARED = 6  # samples in a fingerprint
 DRAWN_ANEW = "drawn anew each time"
@@ -24,21 +23,25 @@ _PARTS = ("inputs", "target")
 
 
 def check_dataset(name: str, dataset: Any) -> None:
-    """Raises TypeError or ValueError, in one line, for what cannot be trained on.
+    """Check that a data set can be trained on.
 
     Args:
-        name: what the caller calls it, such as "dataset".
+        name: the caller's name for it, such as "dataset", for the message.
+
+    Raises:
+        TypeError: it is not map-style.
+        ValueError: it is empty.
     """
     accepted = f"{name} must be a map-style data set, whose samples are pairs (inputs, target)"
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise TypeError(
             f"{accepted}, got a {kind}: pass the data set inside it, {name} = loader.dataset; "
-            "minibatch_size, num_workers and fit(shuffle=...) take the place of the loader's options"
+            "minibatch_size, num_workers and fit(shuffle=...) replace the loader's options"
         )
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"{accepted}, got the IterableDataset {kind}, whose samples no rank can ask for by number; "
+            f"{accepted}, got the IterableDataset {kind}, whose samples cannot be indexed; "
             "read it into a list first"
         )
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -49,7 +52,7 @@ def check_dataset(name: str, dataset: Any) -> None:
 
 
 def drawn(dataset: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
-    """The samples at `indices`, each with random draws that follow from seed, epoch and index alone."""
+    """Load the samples at `indices`, each with random draws that follow from seed, epoch and index alone."""
     samples = []
     with preserved_state(CPU, python_too=True):
         for index in indices:
@@ -59,25 +62,28 @@ def drawn(dataset: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[A
 
 
 def stacked(samples: list[Any], indices: Sequence[int]) -> tuple[TensorTree, TensorTree]:
-    """Inputs and targets of a microbatch.
+    """Stack samples into the inputs and targets of a microbatch, samples in the first dimension.
+
+    Args:
+        indices: of the samples in the data set, for the message.
 
     Raises:
-        ValueError: the samples differ in shape; with the first two that do.
+        ValueError: the samples differ in shape; the message names the first two that do.
     """
     try:
         inputs, targets = default_collate(samples)
     except (RuntimeError, ValueError):
         _check_alike(samples, indices)
         raise
-    return _as_value(inputs), _as_value(targets)
+    return _as_tree(inputs), _as_tree(targets)
 
 
 def fingerprint(name: str, dataset: Any, seed: int) -> dict[str, str]:
-    """The length of a data set and hashes of a few of its samples, as facts that ranks compare.
+    """Return the length of a data set and hashes of a few of its samples, as facts that ranks compare.
 
     Args:
-        name: as of `check_dataset`; the facts' names begin with it.
-        seed: of the training; it says which samples are looked at.
+        name: as for `check_dataset`; the facts are named after it.
+        seed: of the training; it chooses the samples.
 
     Raises:
         TypeError, ValueError: a sample cannot be trained on, or not together with others.
@@ -99,12 +105,12 @@ def fingerprint(name: str, dataset: Any, seed: int) -> dict[str, str]:
 
 
 def drawn_anew(facts: Mapping[str, str]) -> set[str]:
-    """Which of "inputs" and "target" are others whenever a sample is loaded, by its fingerprint."""
+    """Return those of "inputs" and "target" that differ each time a sample is loaded, by a fingerprint."""
     return {name.split()[0] for name, text in facts.items() if text == DRAWN_ANEW}
 
 
 def comparable(facts: Mapping[str, str], anew: Collection[str]) -> dict[str, str]:
-    """A fingerprint that says nothing of the parts that are drawn anew; some may be alike by chance."""
+    """Return the fingerprint without the hashes of parts in `anew`, of which some may agree by chance."""
     return {name: DRAWN_ANEW if name.split()[0] in anew else text for name, text in facts.items()}
 
 
@@ -123,7 +129,7 @@ def _check_sample(where: str, sample: Any) -> None:
 
 
 def _check_alike(samples: Sequence[Any], indices: Sequence[int]) -> None:
-    """Raises ValueError unless the samples can be stacked."""
+    """Raise ValueError unless the samples can be stacked."""
     first = list(_shapes(samples[0]))
     for index, sample in zip(indices, samples, strict=True):
         for (part, here), (_, there) in zip(first, _shapes(sample)):
@@ -145,7 +151,7 @@ def _leaves(value: Any) -> Sequence[Any]:
 
 
 def _digest(value: Any) -> str:
-    """A short hash of types, shapes and bytes."""
+    """Return a short hash of types, shapes and bytes."""
     hashed = hashlib.blake2b(digest_size=4)
     for leaf in _leaves(value):
         hashed.update(f"{type(leaf).__name__} {np.shape(leaf)} {getattr(leaf, 'dtype', '')}".encode())
@@ -153,6 +159,6 @@ def _digest(value: Any) -> str:
     return hashed.hexdigest()
 
 
-def _as_value(collated: Tensor | Sequence[Tensor]) -> TensorTree:
-    """`default_collate` turns tuples into lists."""
+def _as_tree(collated: Tensor | Sequence[Tensor]) -> TensorTree:
+    """Turn the lists that `default_collate` makes into tuples."""
     return collated if isinstance(collated, Tensor) else tuple(collated)

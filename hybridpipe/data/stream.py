@@ -1,7 +1,7 @@
-"""Stream: the minibatches that one program works through, their microbatches numbered from end to end.
+"""Stream: the minibatches of one program, with their microbatches numbered throughout.
 
-A synchronous program flushes after one minibatch, so its stream holds one; an asynchronous program runs
-from one drain of the pipeline to the next. Tensors are fetched where, and when, they are needed.
+A synchronous program has a stream of one minibatch; an asynchronous one runs until the pipeline is drained.
+Not known here: data sets. Invariant: tensors are fetched on the ranks that need them, when they need them.
 """
 
 from bisect import bisect_right
@@ -13,26 +13,30 @@ from hybridpipe.model.tensors import TensorTree, map_tensors, tensors_of
 
 
 class Minibatch(NamedTuple):
-    """One minibatch's microbatches; inputs and targets are fetched where, and when, they are needed."""
+    """One minibatch's microbatches: their sizes, and functions from a microbatch's index to its tensors."""
 
-    sizes: Sequence[int]
+    sizes: Sequence[int]  # in samples
     inputs: Callable[[int], TensorTree]
     targets: Callable[[int], TensorTree]
 
     @property
     def num_samples(self) -> int:
-        """Samples in all microbatches."""
+        """Number of samples in all microbatches."""
         return sum(self.sizes)
 
 
 def microbatch_sizes(num_samples: int, microbatch_size: int) -> list[int]:
-    """Samples in each microbatch of a minibatch: all of one size but for the last."""
+    """Return the samples in each microbatch of a minibatch: all of one size but for the last."""
     full, rest = divmod(num_samples, microbatch_size)
     return [microbatch_size] * full + [rest] * (rest > 0)
 
 
 def slice_minibatch(inputs: TensorTree, targets: TensorTree, microbatch_size: int) -> Minibatch:
-    """A minibatch that is in memory already, samples in the first dimension."""
+    """Slice a minibatch that is in memory, samples in the first dimension, into microbatches.
+
+    Raises:
+        ValueError: the tensors hold no samples, or not equally many.
+    """
     counts = {len(tensor) for value in (inputs, targets) for tensor in tensors_of(value)}
     if len(counts) != 1:
         raise ValueError(f"inputs and targets must hold equally many samples, got {sorted(counts)}")
@@ -49,7 +53,7 @@ def slice_minibatch(inputs: TensorTree, targets: TensorTree, microbatch_size: in
 
 
 class StreamedMicrobatch(NamedTuple):
-    """A microbatch of the stream: which it is of which minibatch."""
+    """A microbatch of the stream, and its place in its minibatch."""
 
     minibatch: Minibatch
     step: int  # minibatches trained on before this one
@@ -57,25 +61,25 @@ class StreamedMicrobatch(NamedTuple):
 
     @property
     def inputs(self) -> TensorTree:
-        """What the first stage takes."""
+        """The first stage's inputs."""
         return self.minibatch.inputs(self.microbatch)
 
     @property
     def targets(self) -> TensorTree:
-        """What the loss takes."""
+        """The loss's targets."""
         return self.minibatch.targets(self.microbatch)
 
     @property
     def share(self) -> float:
-        """Its part of the minibatch's samples."""
+        """Its fraction of the minibatch's samples, in (0, 1]."""
         return self.minibatch.sizes[self.microbatch] / self.minibatch.num_samples
 
 
 class Stream:
-    """Minibatches, in order.
+    """Minibatches in order; `stream[m]` is microbatch m, counted from the first minibatch.
 
     Args:
-        step: how many minibatches have been trained on before.
+        step: number of minibatches trained on before.
     """
 
     def __init__(self, minibatches: Sequence[Minibatch], step: int) -> None:

@@ -1,1 +1,1 @@
-"""What watches ranks, and what they do when something fails."""
+"""Failures, hangs and preemption of ranks, and faults injected by tests."""

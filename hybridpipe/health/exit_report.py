@@ -1,11 +1,7 @@
-"""Outcome: what the ranks tell the supervisor above mpirun, whose exit code says little of them.
+"""Exit reports: files in which ranks tell the supervisor above mpirun why they end.
 
-    DIR/rank-0003.up           signals may be passed on to this rank now: it does with them what it is to do
-    DIR/rank-0003.json         why this rank has ended, written before it does
-
-DIR is $HYBRIDPIPE_OUTCOMES, on a disk that all hosts share; without the variable nothing is told. A file is
-there whole or not at all, and the first that a rank tells stays. Standard library only: what a rank has to
-tell may come before torch and MPI are there.
+Not known here: torch and MPI, as a rank may end before they are loaded.
+Invariant: a file is complete or absent, and a rank's first report stays.
 """
 
 import contextlib
@@ -17,40 +13,47 @@ from pathlib import Path
 
 from hybridpipe.environment import launched_rank
 
+# The variable names a folder on a disk that all hosts share; without it nothing is reported. In it:
+#     rank-0003.up      signals may be passed on to this rank: it handles them now
+#     rank-0003.json    its `Outcome`, written before the rank ends
 DIRECTORY = "HYBRIDPIPE_OUTCOMES"
 ATTEMPT = "HYBRIDPIPE_ATTEMPT"
-PREEMPTED = 75  # EX_TEMPFAIL: start it again, and it goes on
+PREEMPTED = 75  # EX_TEMPFAIL: a job that is started again resumes
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Why a rank has ended: its exit code, the report's line, what of it two failures have in common.
-
-    `error` is the cause without rank and host; `step` is where it arose, None outside of training.
-    """
+    """The end of a rank."""
 
     rank: int
-    code: int
-    cause: str
-    error: str
-    step: int | None
-    time: float
+    code: int  # exit code
+    cause: str  # one line, with rank and host
+    error: str  # the same without them, by which two failures are compared
+    step: int | None  # in which it happened; None outside of training
+    time: float  # seconds since the epoch
 
 
-def is_asked_for() -> bool:
-    """Whether somebody above wants to be told."""
+def has_supervisor() -> bool:
+    """True if a supervisor reads this job's exit reports."""
     return _directory() is not None
 
 
 def up() -> None:
-    """From now on this rank does with signals what it is to do."""
+    """Tell the supervisor that this rank handles signals from now on."""
     if directory := _directory():
         with contextlib.suppress(OSError):
             (directory / f"rank-{launched_rank():04}.up").touch()
 
 
 def tell(code: int, cause: str, error: str = "", step: int | None = None) -> None:
-    """Leave word why this rank ends."""
+    """Write this rank's exit report, unless there is one already.
+
+    Args:
+        code: exit code.
+        cause: one line with rank and host.
+        error: the cause without them; by default the same.
+        step: in which it happened; None outside of training.
+    """
     directory = _directory()
     if directory is None:
         return
@@ -58,23 +61,24 @@ def tell(code: int, cause: str, error: str = "", step: int | None = None) -> Non
     outcome = Outcome(rank, code, " ".join(cause.splitlines()), error or cause, step, time.time())
     final = directory / f"rank-{rank:04}.json"
     temporary = final.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):  # a full disk must not hide what was to be told: it is printed, too
+    with contextlib.suppress(OSError):  # a full disk must not hide the error itself, which is printed, too
         if not final.exists():
             temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
             temporary.replace(final)
 
 
 def read(directory: Path) -> list[Outcome]:
-    """What the ranks have told, the earliest first."""
-    told = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.glob("rank-*.json")]
-    return sorted(told, key=lambda outcome: outcome.time)
+    """Return the outcomes that the ranks have reported, the earliest first."""
+    texts = [path.read_text(encoding="utf-8") for path in directory.glob("rank-*.json")]
+    return sorted((Outcome(**json.loads(text)) for text in texts), key=lambda outcome: outcome.time)
 
 
 def num_up(directory: Path) -> int:
+    """Return the number of ranks that handle signals."""
     return sum(1 for _ in directory.glob("rank-*.up"))
 
 
 def _directory() -> Path | None:
-    """Where to tell; None if nobody asked, or the directory is not on this host."""
+    """Return the folder for the reports; None without a supervisor, or if the folder is not on this host."""
     directory = os.environ.get(DIRECTORY)
     return Path(directory) if directory and Path(directory).is_dir() else None

@@ -1,9 +1,7 @@
-"""Failure: one rank's error ends the whole job within seconds, with one message that says where.
+"""Failure: one rank's error ends the whole job within seconds, with one message that says where it happened.
 
-mpi4py alone leaves the other ranks waiting for ever when one raises. `install` sees uncaught exceptions of
-the main thread, of any other thread, and `sys.exit` with an error; `guard` sees what leaves a step. Each
-prints a report and calls MPI_Abort, which ends every rank. A world of one rank ends as Python does by itself,
-once it has left word where somebody above asked for that (`outcome`).
+Not known here: programs and plans. Invariant: in a world of several ranks an uncaught error is printed and
+ends in MPI_Abort, where mpi4py alone would leave the other ranks waiting; a single rank ends as Python does.
 """
 
 import atexit
@@ -28,11 +26,11 @@ from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.errors import UserError
 from hybridpipe.health import exit_report
 
-# MPI_Abort hung in 1 of 10 runs with Horovod. A rank that dies of a signal makes mpirun end the job too.
+# MPI_Abort hung in 1 of 10 runs with Horovod. A rank that a signal kills makes mpirun end the job, too.
 ABORT_SECONDS = 2
-# Ranks that meet the same error at the same time report one after the other, so that the first is the last.
+# When all ranks meet one error at the same time, the first to report ends the job before the others report.
 STAGGER_SECONDS = 0.5
-# A link that was cut in the middle of a job: mpirun 5.0.11 waited for the lost host until it was killed.
+# After a link was cut, mpirun 5.0.11 waited for the lost host until it was killed.
 LAUNCHER_SECONDS = 3
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")  # of Open MPI
 
@@ -42,11 +40,11 @@ _original_exit = sys.exit
 
 
 class _Exit(NamedTuple):
-    """A call of `sys.exit`, which the caller may catch.
+    """A call of `sys.exit`, whose exception may still be caught.
 
     Args:
-        stack: where it was called: at exit, the exception does not know any more.
-        doing: by the rank then; a rank that does anything else has caught it.
+        stack: of the call; it is no longer known at exit.
+        doing: the rank's status in the call. If it has changed by the exit, the exception was caught.
     """
 
     code: Any
@@ -58,25 +56,29 @@ _last_exit: _Exit | None = None
 
 
 def install() -> None:
-    """Let an error on this rank end the job, or be told where nobody else is in it. Twice is once."""
+    """Install the hooks that let any error on this rank end the job; repeated calls do nothing.
+
+    The hooks see uncaught exceptions of all threads, and `sys.exit` with an error. In a world of one rank
+    they only write the exit report, if there is a supervisor.
+    """
     alone = MPI.COMM_WORLD.size == 1
-    if sys.excepthook is _excepthook or (alone and not exit_report.is_asked_for()):
+    if sys.excepthook is _excepthook or (alone and not exit_report.has_supervisor()):
         return
     sys.excepthook = _excepthook
     if not alone:
         threading.excepthook = lambda args: _excepthook(args.exc_type, args.exc_value, args.exc_traceback)
-    # SystemExit passes an excepthook by; raised without these three, it stays unseen
+    # SystemExit does not reach an excepthook; one that is raised without these three is not seen
     sys.exit = builtins.exit = builtins.quit = _exit  # type: ignore[assignment]
     look_first_at_exit()
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # a crash tells where in Python it happened
+        faulthandler.enable()  # a crash prints its Python stack
 
 
 def look_first_at_exit() -> None:
-    """Let a `sys.exit` with an error be seen before what was registered so far runs at exit.
+    """Register the check for a `sys.exit` with an error again, so that it runs first at exit.
 
-    Handlers run in reverse order: MPI's would wait for the other ranks, and Horovod's, registered whenever it
-    is initialised, would fail on those with a message that hides the cause.
+    Handlers run in reverse order. MPI's would wait for the other ranks. Horovod's, which is registered at
+    each initialisation, would fail on those and hide the cause with its message.
     """
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
@@ -84,7 +86,10 @@ def look_first_at_exit() -> None:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Around work with other ranks: an error that the caller catches would leave them waiting."""
+    """Guard work with other ranks: any exception that leaves it ends the job.
+
+    A caller that caught the exception would leave the other ranks waiting.
+    """
     try:
         yield
     except BaseException as error:
@@ -123,7 +128,7 @@ def _at_exit() -> None:
 
 
 def _tell(error: BaseException) -> tuple[int, str]:
-    """Leave word of what has happened. Returns the exit code and the report's line."""
+    """Write the exit report. Return the exit code and the report's line."""
     what = traceback.format_exception_only(error)[-1].strip()
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {rank_status}"
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
@@ -132,10 +137,10 @@ def _tell(error: BaseException) -> tuple[int, str]:
 
 
 def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
-    """Report and end the job. Never returns; of several failing threads the first one reports.
+    """Report an error and end the job; never returns. Of several failing threads only the first reports.
 
     Args:
-        stack: where the error arose, for one that has no traceback of its own.
+        stack: of an error without a traceback.
     """
     if not _reporting.acquire(blocking=False):
         threading.Event().wait()
@@ -149,9 +154,9 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """One line and exit code 2, a mistake of the user, if the error names no other; no traceback.
+    """Print a user's mistake in one line, without a traceback, and end the job; never returns.
 
-    The first rank that sees it ends the job for all.
+    The exit code is that of a `UserError`, else 2. The first rank that reports ends all ranks.
     """
     code, step = (error.exit_code, error.step) if isinstance(error, UserError) else (2, None)
     exit_report.tell(code, str(error), step=step)
@@ -163,14 +168,14 @@ def refuse(error: Exception) -> NoReturn:
 
 
 def end_launcher_if_stuck() -> None:
-    """Before `end_job`, where a host may be lost: mpirun would wait for that host's daemon for ever.
+    """Start a process that kills this rank's launcher, unless it ends by itself within LAUNCHER_SECONDS.
 
-    A process of its own ends what started this rank, unless it ends by itself within `LAUNCHER_SECONDS`.
+    To be called before `end_job` where a host may be lost: mpirun would wait for that host's daemon forever.
     """
     launcher = _launcher()
     if launcher is not None:
-        looks = range(10 * LAUNCHER_SECONDS)
-        wait = f"for i in {' '.join(map(str, looks))}; do kill -0 {launcher} || exit; sleep 0.1; done"
+        polls = range(10 * LAUNCHER_SECONDS)
+        wait = f"for i in {' '.join(map(str, polls))}; do kill -0 {launcher} || exit; sleep 0.1; done"
         subprocess.Popen(
             ["/bin/sh", "-c", f"{wait}; kill -KILL {launcher}"],
             env={}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -179,7 +184,7 @@ def end_launcher_if_stuck() -> None:
 
 
 def _launcher() -> int | None:
-    """The process of mpirun, or of its daemon on this host, that this rank descends from."""
+    """Return the process of mpirun, or of its daemon on this host, that this rank descends from."""
     process = os.getpid()
     while process > 1:
         try:
@@ -192,7 +197,7 @@ def _launcher() -> int | None:
 
 
 def end_job(code: int) -> NoReturn:
-    """MPI_Abort, and SIGALRM's default action should that hang. Never returns."""
+    """Call MPI_Abort; if it hangs, SIGALRM kills this process. Never returns."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # in this thread at least
     signal.alarm(ABORT_SECONDS)
     MPI.COMM_WORLD.Abort(code or 1)

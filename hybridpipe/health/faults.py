@@ -1,10 +1,7 @@
-"""Faults: what HYBRIDPIPE_FAULT asks to go wrong, and where. No timing: a fault is tied to a named point.
+"""Faults that HYBRIDPIPE_FAULT injects at named points: "rank=1,step=3,mb=2,point=forward,kind=kill; ...".
 
-    HYBRIDPIPE_FAULT="rank=1,step=3,mb=2,point=forward,kind=kill"     several are separated by ;
-
-Code calls `at` at each point; without the variable that is one comparison. Standard library only: the points
-of saving are passed by code that knows neither torch nor MPI. Invariant: a fault happens once, in one
-attempt (HYBRIDPIPE_ATTEMPT, which the supervisor counts), so that what is restarted can get further.
+Not known here: torch and MPI; code that passes a point calls `at`. Invariant: a fault happens once, in one
+attempt (HYBRIDPIPE_ATTEMPT, which the supervisor counts), so that a restarted job can get past it.
 """
 
 import ctypes
@@ -44,28 +41,31 @@ POINTS = (
     "evaluate",
     *SAVING,
 )
-# What the code at the point has to do itself, and the points that do it.
+# Kinds that the code at the point carries out itself, with the points that do.
 ACTED_ON = {"badsize": SENDING, "badtag": SENDING, "nan": ("forward", "receive-gradient", "step")}
-ASKING = {"usr1": signal.SIGUSR1, "term": signal.SIGTERM}  # the rank to stop, twice
+ASKING = {"usr1": signal.SIGUSR1, "term": signal.SIGTERM}  # preempt the rank; each is sent twice
 KINDS = ("raise", "exit", "thread", "kill", "stop", "segv", "delay", *ASKING, *ACTED_ON)
 
 EXIT_CODE = 3
 _NUMBERS = ("rank", "step", "mb", "attempt")
 _KEYS = (*_NUMBERS, "point", "kind", "seconds")
-_FOR_EVER = 3600.0  # a thread that waits for the end of its process
+_FOREVER = 3600.0  # for a thread that waits for the end of its process
 
 
 class InjectedFault(RuntimeError):
-    """Somebody asked for it."""
+    """An error that HYBRIDPIPE_FAULT demands."""
 
 
 @dataclass
 class Fault:
-    """One fault. `step` and `mb`: None is the first time that the rank passes the point.
+    """A fault, and where it happens.
 
     Args:
-        step: minibatches trained on before this one, as in reports.
-        seconds: of a delay.
+        step: minibatches trained on before this one, as in reports; None: any.
+        mb: microbatch; None: any.
+        attempt: of the supervisor, counted from 0.
+        seconds: length of a delay.
+        happened: a fault happens once.
     """
 
     point: str
@@ -78,7 +78,7 @@ class Fault:
     happened: bool = False
 
     def is_due(self, point: str, step: int | None, microbatch: int | None) -> bool:
-        """At this point, now; on which rank is not asked here."""
+        """True if the fault is to happen at this point now; the rank is not checked."""
         return (
             not self.happened
             and self.point == point
@@ -88,7 +88,11 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """Raises UserError in one line for what is not a list of faults."""
+    """Parse the variable's text, faults separated by semicolons.
+
+    Raises:
+        UserError: the text is no list of faults; the message names field, value and what is allowed.
+    """
     return [_parse_one(part) for part in text.split(";") if part.strip()]
 
 
@@ -126,13 +130,17 @@ def _value(key: str, value: str) -> Any:
         seconds = float(value)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < _FOR_EVER:
-        raise UserError(f"{VARIABLE}: {key} must be a number in [0, {_FOR_EVER:g}), got {shown(value)}")
+    if not 0 <= seconds < _FOREVER:
+        raise UserError(f"{VARIABLE}: {key} must be a number in [0, {_FOREVER:g}), got {shown(value)}")
     return seconds
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> list[Fault]:
-    """What this attempt has to go through."""
+    """Return the faults of this attempt.
+
+    Raises:
+        UserError: as in `parse`, or HYBRIDPIPE_ATTEMPT is no number.
+    """
     text = environment.get(VARIABLE)
     if not text:
         return []
@@ -146,15 +154,15 @@ _faults: Sequence[Fault] = from_environment()
 
 
 def any_left() -> bool:
-    """Whether it is worth to find out for `at` where the rank is."""
+    """True if any fault is still to happen on some rank."""
     return any(not fault.happened for fault in _faults)
 
 
 def at(point: str, *, step: int | None = None, microbatch: int | None = None) -> str | None:
-    """The rank is at `point` now. If a fault is due it happens.
+    """Inject the fault that is due at `point`, if there is one.
 
     Returns:
-        "badsize", "badtag" or "nan", for the caller to do; else None.
+        "badsize", "badtag" or "nan", which the caller carries out; else None.
 
     Raises:
         InjectedFault: kind=raise.
@@ -165,13 +173,13 @@ def at(point: str, *, step: int | None = None, microbatch: int | None = None) ->
     for fault in _faults:
         if fault.is_due(point, step, microbatch) and fault.rank == _rank():
             fault.happened = True
-            return _happen(fault, step, microbatch)
+            return _inject(fault, step, microbatch)
     return None
 
 
-def _happen(fault: Fault, step: int | None, microbatch: int | None) -> str | None:
+def _inject(fault: Fault, step: int | None, microbatch: int | None) -> str | None:
     what = f"injected {fault.kind} at {fault.point}, step {step}, microbatch {microbatch}"
-    # the time is what tests measure from
+    # tests measure from this time
     print(f"hybridpipe: rank {fault.rank}: {what}, time {time.time():.3f}", file=sys.stderr, flush=True)
     match fault.kind:
         case "raise":
@@ -197,22 +205,22 @@ def _happen(fault: Fault, step: int | None, microbatch: int | None) -> str | Non
 
 
 def _fail_in_a_thread(what: str) -> None:
-    """Another thread raises, and this one never comes back to see it."""
+    """Raise in another thread, while this one sleeps."""
 
     def fail() -> None:
         raise InjectedFault(what)
 
     threading.Thread(target=fail, name="hybridpipe-fault").start()
-    time.sleep(_FOR_EVER)
+    time.sleep(_FOREVER)
 
 
 def _signal_and_wait(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(_FOR_EVER)
+    time.sleep(_FOREVER)
 
 
 def _rank() -> int:
-    """In the world, if MPI is there already; as the launcher tells it otherwise."""
+    """Return this rank, from MPI if it is initialised, else from the launcher's variables."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         rank: int = mpi.COMM_WORLD.rank

@@ -1,8 +1,7 @@
-"""Hang: what a watchdog knows of a job that stands still, and whose fault it is. Pure; knows no MPI.
+"""Hang: the states of all ranks of a job that makes no progress, and the rank that causes it.
 
-Ranks that wait are victims. The cause is who is waited for, and for nobody else: a rank that gives no answer
-because it is stopped or lost, or one that is busy with something that does not end. Who waits for a
-checkpoint is no victim while any rank's disk still takes something of it.
+Not known here: MPI and processes. Invariant: a rank that waits for others is no cause, unless all wait; ranks
+that wait for a checkpoint do not hang while any rank's disk still accepts data.
 """
 
 import json
@@ -12,20 +11,22 @@ from dataclasses import asdict, dataclass
 
 from hybridpipe.comm.status import CHECKPOINT, OUTSIDE
 
-# For a rank that others wait for while it is in no method.
+# A hint for a rank that others wait for while it is in no method.
 COLLECTIVE = "methods of Trainer are collective: every rank has to call them, in the same order"
 
 
 @dataclass(frozen=True)
 class State:
-    """What one rank is doing, in its own words.
+    """The state of one rank, as it answers.
 
     Args:
         position: instruction, step and stage.
-        wait: what it waits for, and `peers` who with; empty while it computes.
+        seconds: since the rank last made progress.
+        wait: operation that it waits in; empty while it computes.
+        peers: ranks that take part in that operation.
         stacks: of its threads.
-        saving: what its saving thread does, if it does not wait; `still_seconds`: for how long its disk has
-            taken nothing.
+        saving: activity of its saving thread, a verb; empty if that thread waits.
+        still_seconds: seconds since its disk last accepted data of a checkpoint.
     """
 
     position: str
@@ -37,10 +38,12 @@ class State:
     still_seconds: float = math.inf
 
     def encode(self) -> bytes:
+        """Return the state as JSON, for a message."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def decode(data: bytes) -> "State":
+        """Return the state that `encode` wrote."""
         fields = json.loads(data)
         return State(**{**fields, "peers": tuple(fields["peers"])})
 
@@ -51,7 +54,7 @@ class State:
 
 
 def awaited(states: Mapping[int, State | None], start: int) -> list[int]:
-    """The ranks that `start` waits for, and those that they wait for, nearest first."""
+    """Return `start`, the ranks that it waits for, and those that they wait for in turn, nearest first."""
     found, todo = [start], [start]
     while todo:
         state = states.get(todo.pop(0))
@@ -63,10 +66,13 @@ def awaited(states: Mapping[int, State | None], start: int) -> list[int]:
 
 
 def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int], str]:
-    """The ranks because of which `reporter` waits, and what is wrong with them.
+    """Return the ranks that make `reporter` wait, and a verb phrase that says what is wrong with them.
+
+    A rank that does not answer, being stopped or lost, comes first; then one whose checkpoint does not
+    advance; then one that is busy with something that does not end.
 
     Args:
-        states: None: no answer.
+        states: of each rank; None: it did not answer.
     """
     ranks = awaited(states, reporter)
     silent = [rank for rank in ranks if states.get(rank) is None]
@@ -75,7 +81,7 @@ def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int],
     saving = [rank for rank in ranks if _state(states, rank).saving]
     if saving and _for_checkpoint(states, ranks):
         first = _state(states, saving[0])
-        return saving, f"{first.saving}, and its disk has taken nothing for {first.still_seconds:.0f} s"
+        return saving, f"{first.saving}, and its disk has accepted no data for {first.still_seconds:.0f} s"
     busy = [rank for rank in ranks if not _state(states, rank).wait]
     if busy:
         first = _state(states, busy[0])
@@ -88,9 +94,9 @@ def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int],
 
 
 def seconds_since_saving_moved(states: Mapping[int, State | None], reporter: int) -> float | None:
-    """If `reporter` waits for a checkpoint in the end: for how long nothing more of it was written, anywhere.
+    """Return the seconds since any rank's disk last accepted data, if `reporter` waits for a checkpoint.
 
-    None: it waits for something else, or a rank gives no answer.
+    None: it waits for something else, or a rank did not answer.
     """
     ranks = awaited(states, reporter)
     if any(state is None for state in states.values()) or not _for_checkpoint(states, ranks):
@@ -99,7 +105,7 @@ def seconds_since_saving_moved(states: Mapping[int, State | None], reporter: int
 
 
 def describe(states: Mapping[int, State | None], hosts: Mapping[int, str]) -> Iterator[str]:
-    """A line for each rank."""
+    """Yield a line of the report for each rank."""
     for rank, state in sorted(states.items()):
         yield f"hybridpipe:   rank {rank} on host {hosts[rank]}: {state or 'no answer'}"
 

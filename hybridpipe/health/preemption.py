@@ -1,12 +1,7 @@
-"""Preemption: whether this rank was asked to stop, and the end that all ranks come to together.
+"""Preemption: USR1 or TERM requests a stop, and all ranks end at the same step.
 
-USR1 and TERM ask. A handler only notes it; `Worker.share` carries the note to all ranks beside the losses, so
-all see it with the same minibatch and stop at the same step. A signal is taken on whatever thread it comes:
-blocking it for a thread that waits would have to precede numpy, whose OpenBLAS starts threads on import that
-would die of it. Python runs the handler when the main thread is next in Python, which is early enough: it has
-to get out of a receive, and to the next `share`, in any case. One that comes behind the last `share`, while
-the end is saved, stays noted for whoever listens next. Imports neither torch nor MPI, because a command
-listens before it loads them; whoever does not listen is ended by the signal, as any process is.
+Not known here: torch and MPI, because a command handles signals before it loads them.
+Invariant: a handler only notes the request; `Worker.share` carries it to all ranks beside the losses.
 """
 
 import atexit
@@ -22,15 +17,18 @@ from typing import NoReturn
 from hybridpipe.environment import launched_rank
 from hybridpipe.health import exit_report
 
+# No thread blocks these: numpy's OpenBLAS starts threads on import, and one of them would die of the signal.
+# Python runs the handler once the main thread is in Python again. That is early enough, as the request counts
+# from the next `share` on. One after the last `share`, while the end is saved, is kept for the next training.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-# Whoever leaves first makes mpirun end the others, so all leave together, if the others come at all.
+# The first rank that exits makes mpirun end the others, so all exit together, if the others arrive in time.
 TOGETHER_SECONDS = 30.0
 
 
 class Preempted(SystemExit):
-    """All ranks have stopped at one step, and what they have trained is saved. Ends the process with 75.
+    """Raised when all ranks have stopped at one step and have saved their state; the exit code is 75.
 
-    To be caught for what must be done before the end; the job does not go on after it.
+    A script may catch it to clean up, but the job cannot continue.
     """
 
     def __init__(self, what: str) -> None:
@@ -42,12 +40,12 @@ class Preempted(SystemExit):
 
 
 class _State:
-    """This rank's part in a preemption.
+    """This rank's state of preemption.
 
     Args:
-        listening: signals ask.
-        noted: a signal has come while the rank listened, perhaps too late for the training that did.
-        asked: the rank is to stop; False for a training that does not listen, as it would end unsaved.
+        listening: the signals request a stop.
+        noted: a signal has arrived while the rank listened, perhaps too late for the training at that time.
+        asked: a stop is requested; False in a training that does not listen, because it would end unsaved.
         leaving: the process is about to end.
     """
 
@@ -62,7 +60,10 @@ state = _State()
 
 @contextlib.contextmanager
 def listening(wanted: bool = True) -> Iterator[None]:
-    """Inside, if wanted, the signals ask; outside they end the process. Only the main thread can listen."""
+    """Let the signals request a stop inside the block, if `wanted`; outside they end the process.
+
+    Only the main thread can handle signals; in another one nothing changes.
+    """
     if not wanted or state.listening or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -71,17 +72,17 @@ def listening(wanted: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        if not state.leaving:  # else a second signal would end what is about to end with 75
+        if not state.leaving:  # a second signal must not end a process that is about to end with 75
             for signum, handler in before.items():
                 signal.signal(signum, handler)
             state.listening = state.asked = False
 
 
 def listen() -> None:
-    """From now on the signals ask."""
+    """Let the signals request a stop from now on. Main thread only."""
     for signum in SIGNALS:
         signal.signal(signum, _note)
-        signal.siginterrupt(signum, False)  # a read in C, of whoever, goes on
+        signal.siginterrupt(signum, False)  # system calls of any library are resumed
     state.listening, state.asked = True, state.noted
 
 
@@ -90,9 +91,9 @@ def _note(_signum: int, _frame: object) -> None:
 
 
 def _in_child() -> None:
-    """A forked child, such as one that a data set starts, asks nobody: TERM ends it.
+    """Reset the handlers in a forked child, such as one that a data set starts: TERM ends it.
 
-    USR1, which Slurm sends to every process of a step, does not: the rank needs its children to save.
+    USR1 is ignored there: Slurm sends it to every process of a step, and the rank needs its children to save.
     """
     if state.listening:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -104,11 +105,12 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def stop(what: str, step: int, barrier: Callable[[float], None]) -> NoReturn:
-    """End the training here, on all ranks alike, once what is to be saved is saved on all of them.
+    """End the training, on all ranks alike. Collective; to be called after saving.
 
     Args:
-        what: in words, such as "stopped at step 12, saved in runs/digits/step-00000012".
-        barrier: waits for the other ranks, at most so many seconds.
+        what: message such as "stopped at step 12, saved in runs/digits/step-00000012".
+        step: minibatches trained on.
+        barrier: waits for the other ranks, for at most the seconds given to it.
 
     Raises:
         Preempted: always.
@@ -117,12 +119,12 @@ def stop(what: str, step: int, barrier: Callable[[float], None]) -> NoReturn:
     exit_report.tell(exit_report.PREEMPTED, what, step=step)
     if launched_rank() == 0:
         print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
-    atexit.register(_leave, barrier)  # registered last, it comes first: before MPI's and Horovod's
+    atexit.register(_leave, barrier)  # runs first because it is registered last: before MPI's and Horovod's
     raise Preempted(what)
 
 
 def _leave(barrier: Callable[[float], None]) -> None:
-    """MPI's own end would wait for messages that are under way between the stages, and nobody takes."""
+    """Exit without MPI_Finalize, which would wait for messages between stages that no rank receives."""
     barrier(TOGETHER_SECONDS)
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):  # closed already

@@ -1,10 +1,7 @@
-"""Watchdog: a thread of each rank that sees when nothing moves any more, says why, and ends the job.
+"""Watchdog: a thread of each rank that queries all ranks when its own makes no progress, and ends the job.
 
-A stopped process or a cut link raises no error anywhere; MPI and Horovod wait for ever. Time counts while the
-rank is in one instruction, or in one wait outside, whatever it does there; between steps it is the caller's.
-Who has waited for too long asks all ranks what they are doing, over a communicator that nobody else uses, and
-prints the answers: one report, which names who does not answer or, if all do, for whom the others wait. Who
-waits for a checkpoint learns from the answers whether the disks still move, and waits on.
+Not known here: the rule that names the cause (`hang`). Invariant: it uses a communicator of its own, and time
+counts only while the rank is in one instruction or one wait; between steps it belongs to the caller.
 """
 
 import atexit
@@ -23,33 +20,38 @@ from hybridpipe.health import exit_report, failure, hang
 from hybridpipe.health.hang import State
 
 DEFAULT_SECONDS = 300.0  # the first step of a large model, or a slow file system, may take minutes
-LONGEST_PAUSE_SECONDS = 1.0  # between two looks
-ASK_SECONDS = 2.5  # everyone who can answer has answered by then
-YIELD_SECONDS = 4.0  # for the report of a rank that has asked before
+LONGEST_PAUSE_SECONDS = 1.0  # between two checks
+ASK_SECONDS = 2.5  # a rank that can answer does so in this time
+YIELD_SECONDS = 4.0  # leaves the report to a lower rank that has queried the ranks, too
 QUESTION, ANSWER = 1, 2
 _STATES = {  # of /proc/PID/stat, for a process of this machine
-    "T": "it is stopped by a signal (SIGSTOP); kill -CONT lets it go on",
+    "T": "it is stopped by a signal (SIGSTOP); kill -CONT resumes it",
     "t": "it is stopped by a debugger",
     "Z": "it has ended",
     "D": "it waits for a disk or a network file system",
 }
-_AT_ITS_END = f"or it has come to the end of its script ({hang.COLLECTIVE})"
+_AT_ITS_END = f"or it has reached the end of its script ({hang.COLLECTIVE})"
 _ELSEWHERE = f"it is stopped or lost, its host is down, or the link to it is cut, {_AT_ITS_END}"
 
 
 class _Process(NamedTuple):
-    """Where a rank runs. `machine`: whose processes see each other."""
+    """The process of a rank."""
 
     host: str
-    machine: str
+    machine: str  # equal for processes that see each other in /proc
     pid: int
 
 
 class Watchdog:
-    """Watches this rank. Collective: all ranks of `world` make one.
+    """The watchdog of this rank. Collective: all ranks of `world` make one.
+
+    A stopped process or a cut link raises no error; MPI and Horovod wait forever. A rank without progress for
+    the timeout queries all ranks and prints one report, which names the rank that does not answer or, if all
+    answer, the one that the others wait for. A rank that waits for a checkpoint learns from the answers that
+    the disks still accept data, and continues to wait.
 
     Args:
-        timeout_seconds: without progress.
+        timeout_seconds: longest time without progress.
     """
 
     def __init__(self, world: MPI.Comm, timeout_seconds: float) -> None:
@@ -59,7 +61,7 @@ class Watchdog:
         self._timeout_seconds = timeout_seconds
         self._pause_seconds = min(LONGEST_PAUSE_SECONDS, timeout_seconds / 10)
         self._seen, self._still_seconds = (rank_status.doing, rank_status.wait), 0.0
-        self._asked_by: dict[int, float] = {}  # rank -> when
+        self._asked_by: dict[int, float] = {}  # rank -> time of its query
         self._answers: dict[int, State] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._ended = threading.Event()
@@ -68,14 +70,14 @@ class Watchdog:
         atexit.register(self.stop)  # before MPI's end
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """End the thread."""
         atexit.unregister(self.stop)
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def close(self) -> None:
-        """Watch no longer, and give the communicator back. Collective."""
+        """End the thread and free the communicator. Collective."""
         self.stop()
         self._communicator.Free()
 
@@ -84,7 +86,7 @@ class Watchdog:
         while not self._ended.wait(self._pause_seconds):
             self._listen()
             now = time.monotonic()
-            # a job that was suspended as a whole goes on where it was: that time counts for little
+            # a job may have been suspended as a whole: such a pause counts as two checks at most
             passed, last = min(now - last, 2 * self._pause_seconds), now
             if rank_status.is_busy and not rank_status.has_moved_since(*self._seen):
                 self._still_seconds += passed
@@ -94,7 +96,7 @@ class Watchdog:
                 self._end()
 
     def _listen(self) -> None:
-        """Answer who asks, note who answers."""
+        """Answer queries, and note the answers to this rank's own."""
         status = MPI.Status()
         while (message := self._communicator.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
@@ -122,7 +124,7 @@ class Watchdog:
         )
 
     def _end(self) -> None:
-        """Ask, report, end the job, unless something moves after all."""
+        """Query all ranks, print the report and end the job, unless there is progress after all."""
         asked, seen = time.monotonic(), (rank_status.doing, rank_status.wait)
         self._answers = {}
         for rank in range(len(self._processes)):
@@ -166,13 +168,13 @@ class Watchdog:
                 what = f"gives no answer{others}: {self._fate(ranks[0])}"
         return [
             *stacks,
-            f"hybridpipe: no progress for {self._timeout_seconds:g} s (--hang-timeout); what the ranks do:",
+            f"hybridpipe: no progress for {self._timeout_seconds:g} s (--hang-timeout); the ranks' status:",
             *hang.describe(states, hosts),
-            f"hybridpipe: {who} {what}; seen by rank {self._rank}; ending the job",
+            f"hybridpipe: {who} {what}; reported by rank {self._rank}; ending the job",
         ]
 
     def _fate(self, rank: int) -> str:
-        """Why a rank may not answer."""
+        """Return the likely reason why a rank does not answer."""
         process, this = self._processes[rank], self._processes[self._rank]
         if (process.host, process.machine) != (this.host, this.machine):
             return _ELSEWHERE
@@ -181,7 +183,7 @@ class Watchdog:
         except OSError:
             return "its process is gone"
         return _STATES.get(
-            state, f"its process is alive, held up outside Python, or its link is cut, {_AT_ITS_END}"
+            state, f"its process is alive but blocked outside Python, or its link is cut, {_AT_ITS_END}"
         )
 
 
@@ -191,21 +193,25 @@ def _this_process() -> _Process:
         try:
             machine += os.readlink(path) if Path(path).is_symlink() else Path(path).read_text()
         except OSError:
-            machine += str(os.getpid())  # nobody's
+            machine += str(os.getpid())  # no other process has it in common
     return _Process(socket.gethostname(), machine, os.getpid())
 
 
-def _stacks(but: int) -> str:
+def _stacks(excluded_thread: int) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"  thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
-        if ident != but
+        if ident != excluded_thread
     )
 
 
 def watch(world: MPI.Comm, timeout_seconds: float) -> Watchdog | None:
-    """A watchdog, unless there is nobody to wait for or the timeout is 0. Collective."""
+    """Start a watchdog; None: there is one rank only, or the timeout is 0. Collective.
+
+    Args:
+        timeout_seconds: longest time without progress.
+    """
     if world.size == 1 or timeout_seconds == 0:
         return None
     return Watchdog(world, timeout_seconds)

@@ -1,5 +1,7 @@
-"""Reduction: Horovod's all-reduce by size, what it waits for, how much of one a computing rank gets for
-nothing, and how much slower ranks compute beside Horovod's idle thread."""
+"""Horovod's all-reduce: seconds by size, overlap with computing, and the cost of Horovod's idle thread.
+
+Not known here: stages and plans. Invariant: as in `repetitions`.
+"""
 
 import os
 import time
@@ -36,38 +38,43 @@ if TYPE_CHECKING:
 
 QUICK_CYCLE_MILLISECONDS = 1.0  # Horovod 0.28's default
 NUM_TENSORS = 4  # of a bucket: Horovod fuses small ones
-BESIDE_SECONDS = 0.1  # of all-reduces beside computing
-BESIDE_ROUNDS = 7  # of these at least: three of 60 ms gave any overlap from 0 to 1
-BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # of computing before one: many time slices of the kernel
-SHARE_SECONDS, SHARE_ROUNDS = 0.03, 10  # others take a part of some
+BESIDE_SECONDS = 0.1  # for the all-reduces beside computing
+BESIDE_ROUNDS = 7  # of these at least: three rounds of 60 ms gave an overlap anywhere from 0 to 1
+BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # computing before an all-reduce: many time slices of the kernel
+SHARE_SECONDS, SHARE_ROUNDS = 0.03, 10  # several rounds, because other processes disturb some of them
 GOLDEN = (5**0.5 - 1) / 2
-LEAST_BYTES = 2**19  # of a bucket; in smaller ones the latency is all, and a slope noise
-# Within a machine a millisecond of latency, which varies by half, hides what up to 8 MiB take: their line was
-# of 1.6 to 10 GB/s where these say 4 to 5.
+LEAST_BYTES = 2**19  # of a bucket; smaller ones show the latency only, and their slope is noise
+# Within a machine the latency of a millisecond, which varies by half, hides the time of up to 8 MiB: a line
+# through them gave 1.6 to 10 GB/s, where these sizes give 4 to 5.
 LARGE_BYTES = (2**24, 2**25, 2**26)
 
 
 def measure_allreduce(
     world: "MPI.Comm", unit: Unit, link: Link, gradient_bytes: int, computing: Computing
 ) -> tuple[AllReduce, float, float]:
-    """Horovod's own, as the gradients use it, over the first unit of a level; its overlap there; and how fast
-    ranks compute while it has nothing to do, relative to those without it.
+    """Measure Horovod's all-reduce over the first unit of a level. Collective over `world`.
 
     Args:
-        gradient_bytes: of the model. So much is all-reduced at once, up to the last of SIZES_BYTES, or of
-            LARGE_BYTES if that takes little, and no more, but where links let more pass, as time is not a
-            line: over 100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
-        computing: what a machine's ranks do at once.
+        link: the level's link, already measured.
+        gradient_bytes: size of the model's gradients, and of the largest all-reduce. Sizes up to the last of
+            SIZES_BYTES are timed, and those of LARGE_BYTES while they take little. Where a link lets bursts
+            pass, the largest is at least two bursts, because time is no line in the bytes then: over
+            100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
+        computing: the speed of a machine's ranks.
+
+    Returns:
+        The all-reduce's figures; its overlap with computing, in [0, 1]; and the speed of ranks beside
+        Horovod's idle thread, relative to that without it.
     """
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     burst = link.burst_bytes or 0.0
-    rest = burst * link.message.seconds_per_byte  # until the burst has gathered again
-    at_once = int(burst / sent)
-    most = max(min(gradient_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * at_once)
+    rest = burst * link.message.seconds_per_byte  # until the link lets a burst pass again
+    burst_size = int(burst / sent)  # of an all-reduce
+    most = max(min(gradient_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * burst_size)
     larger = [num_bytes for num_bytes in LARGE_BYTES if most < num_bytes < 2 * gradient_bytes]
     reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, larger=larger, sharing=computing.sharing)
     timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
-    limited = fit.beyond(timed, at_once)
+    limited = fit.beyond(timed, burst_size)
     (_, least), (num_bytes, seconds) = limited[0], limited[-1]
     slope = (seconds - least) / num_bytes
     line = fit.fit_line(limited, max(slope, sent * link.message.seconds_per_byte))
@@ -84,15 +91,15 @@ def measure_allreduce(
         wait = quick + 1e-3 * max(0.0, cycle - QUICK_CYCLE_MILLISECONDS) / 2
     figures = AllReduce(sent / line.seconds_per_byte, latency, line.error, wait)
     alone, reducing, both = beside
-    at_work = reducing - quick  # waiting for the cycle costs nobody anything
-    return figures, fit.overlap(alone, at_work, both) if at_work > 0 else 1.0, speed
+    busy = reducing - quick  # waiting for Horovod's cycle takes no processor time
+    return figures, fit.overlap(alone, busy, both) if busy > 0 else 1.0, speed
 
 
 def _reduce(
     group: "MPI.Comm", rest_seconds: float, most_bytes: int, larger: Sequence[int], sharing: int
 ) -> tuple[list[Timed], list[float], list[list[float]], float]:
-    # One after another would each wait for the cycle after the one before, however little it takes; so pauses
-    # are spread evenly, however many. And a link that lets a burst pass has rested before each.
+    # Without pauses each all-reduce would wait for the cycle after the one before it, however short it is. So
+    # the pauses are spread evenly over the cycle. A link that lets bursts pass rests in each pause, too.
     pauses = (rest_seconds + GOLDEN * i % 1 * 1e-3 * QUICK_CYCLE_MILLISECONDS for i in count())
 
     def pause() -> None:
@@ -118,17 +125,17 @@ def _reduce(
 
 
 def _cycle_milliseconds() -> float:
-    """Of Horovod's thread, which looks so often whether there is anything to do."""
+    """Return the cycle of Horovod's thread: the time between two looks for work."""
     return float(os.environ.get(CYCLE_TIME) or QUICK_CYCLE_MILLISECONDS)
 
 
 @contextmanager
 def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
-    """Horovod among the ranks of `group`.
+    """Run Horovod among the ranks of `group`.
 
-    `quick`: where its thread has been told to look less often, let it look every QUICK_CYCLE_MILLISECONDS.
-    What an all-reduce itself takes, 1 to 10 ms within a machine, would be lost in waits of up to two cycles,
-    as the ranks' begin at different times.
+    Args:
+        quick: shorten a longer cycle to QUICK_CYCLE_MILLISECONDS. An all-reduce takes 1 to 10 ms within a
+            machine. The ranks' cycles begin at different times, and waits of up to two would hide that.
     """
     told = os.environ.get(CYCLE_TIME)
     if quick and _cycle_milliseconds() > QUICK_CYCLE_MILLISECONDS:
@@ -143,7 +150,7 @@ def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
 
 
 def _starter(hvd: Any, num_bytes: int) -> Callable[[], Callable[[], object]]:
-    """Begins an all-reduce, and returns what waits for its end."""
+    """Return a function that begins an all-reduce and returns a function that waits for its end."""
     tensors = [torch.zeros(num_bytes // 4 // NUM_TENSORS) for _ in range(NUM_TENSORS)]
 
     def begin() -> Callable[[], object]:
@@ -154,15 +161,16 @@ def _starter(hvd: Any, num_bytes: int) -> Callable[[], Callable[[], object]]:
 
 
 def _prepared(hvd: Any, num_bytes: int) -> Callable[[], object]:
+    """Return a whole all-reduce as one function."""
     begin = _starter(hvd, num_bytes)
     return lambda: begin()()
 
 
 def _processor_share(group: "MPI.Comm") -> float:
-    """How much of a processor each rank has, all computing at once.
+    """Return each rank's share of a processor while all ranks compute.
 
-    Not how much it gets done, which changes with the machine's speed: within a minute that made 0.93 to 0.995
-    of Horovod's thread, and this 0.98 to 0.99.
+    The share is steadier than the work done, which changes with the machine's speed. Within a minute the
+    work gave 0.93 to 0.995 for the ranks beside Horovod's thread, and the share 0.98 to 0.99.
     """
     work, shares = default_work(), []
     for _ in range(SHARE_ROUNDS):
@@ -177,7 +185,7 @@ def _processor_share(group: "MPI.Comm") -> float:
 def _beside_computing(
     group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, pauses: Iterator[float]
 ) -> list[float]:
-    """Seconds of a computation on all ranks, of an all-reduce that takes less, and of both at once."""
+    """Return the seconds of a computation on all ranks, of a shorter all-reduce, and of both at once."""
     compute = computation(group, 2 * seconds)
 
     def both() -> None:
@@ -198,12 +206,12 @@ def _beside_computing(
 
 
 def _waits_after_computing(group: "MPI.Comm", reduce: Callable[[], object]) -> list[list[float]]:
-    """Seconds that each rank spends in an all-reduce to which it comes from computing, in each round.
+    """Return the seconds that each rank spends, in each round, in an all-reduce right after computing.
 
-    Ranks that share processors come to it unevenly; the last one waits for Horovod's cycle only.
+    Ranks that share processors arrive at different times; the last one waits for Horovod's cycle only.
     """
     compute = computation(group, BEFORE_SECONDS)
-    reduce()  # Horovod's first negotiation of a name
+    reduce()  # Horovod negotiates a name in the first call
     taken = []
     for _ in range(BEFORE_ROUNDS):
         compute()

@@ -1,4 +1,7 @@
-"""Computing: how fast the ranks of a machine are when several compute, and machines beside each other."""
+"""Computing: the speed of a machine's ranks when several compute, and of machines relative to each other.
+
+Not known here: layers. Invariant: ranks that do not compute wait for a message, as in training.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,16 +19,18 @@ from hybridpipe.planning.cost import fit
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# By where those that wait are polling, one rank alone is up to 1.3 times as fast in one as in the next.
+# One rank alone is up to 1.3 times as fast in one round as in the next: it depends on where the others poll.
 COMPUTING_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What the ranks of a machine get done.
+    """The work that the ranks of a machine do per second.
 
-    done: by n, of n of them that compute at once, units of work a second together, on each machine; holds 1.
-    num_cores: of a machine's ranks together.
+    Args:
+        done: for n ranks of a machine that compute at once, their units of work per second together, for each
+            machine. It has an entry for n = 1.
+        num_cores: cores that a machine's ranks share.
     """
 
     done: Mapping[int, tuple[float, ...]]
@@ -33,7 +38,7 @@ class Computing:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """As `Cluster.compute_speeds`."""
+        """Speed of each of n computing ranks, as in `Cluster.compute_speeds`."""
         throughput = {
             n: median(together / alone for together, alone in zip(by_machine, self.done[1], strict=True))
             for n, by_machine in self.done.items()
@@ -42,14 +47,14 @@ class Computing:
 
     @property
     def relative_speed(self) -> tuple[float, ...] | None:
-        """As `Cluster.relative_speed`."""
+        """Speed of each rank's machine, as in `Cluster.relative_speed`; None: the machines are alike."""
         machines = fit.relative_speeds(self.done[1])
         per_machine = max(self.done)
         return machines and tuple(speed for speed in machines for _ in range(per_machine))
 
     @property
     def sharing(self) -> int:
-        """How many ranks of a machine share its processors; 1 where each has its own."""
+        """Number of ranks that share a machine's processors; 1 where each has its own."""
         num_ranks = len(self.speeds)
         machine = Cluster.flat(num_ranks, bandwidth=1.0, latency_seconds=0.0)
         busy = replace(machine, node_ranks=num_ranks, compute_speeds=self.speeds).is_busy(num_ranks - 1)
@@ -57,14 +62,14 @@ class Computing:
 
     @property
     def processors(self) -> float:
-        """What all ranks of a machine do at once, relative to one that computes alone."""
+        """Work of all ranks of a machine at once, relative to that of one rank alone."""
         return len(self.speeds) * self.speeds[-1]
 
     def or_more(self, again: "Computing") -> "Computing":
-        """The most that was done in either.
+        """Return the larger of the two measurements, entry by entry.
 
-        What others take of a shared machine, for seconds, is not the ranks' to share: two on two cores have
-        seemed to have 0.6 to 0.8 of a core each for a second, and 0.98 the next.
+        Other users of a shared machine may take a part of it for seconds: two ranks on two cores have had 0.6
+        to 0.8 of a core each in one second and 0.98 in the next. Plans should not depend on that.
         """
         most = {n: tuple(map(max, done, again.done[n])) for n, done in self.done.items()}
         return replace(self, done=most)
@@ -73,16 +78,20 @@ class Computing:
 def measure_computing(
     world: "MPI.Comm", per_machine: int, work: Work, open_transport: OpenTransport
 ) -> Computing:
-    """How much work 1, 2, 4, ... and all ranks of a machine do at once; every machine at the same time.
+    """Measure the work that 1, 2, 4, ... and all ranks of a machine do at once. Collective over `world`.
 
-    The others wait for a message, as they would for a stage that computes: looking whether it is there takes
-    processor time, too.
+    All machines are measured at the same time. The other ranks wait for a message, as they would for a stage
+    that computes, because polling takes processor time, too.
+
+    Args:
+        per_machine: ranks on each machine.
+        work: computes one unit.
     """
     counts = fit.doubling(1, per_machine)
     work()
     rounds = COMPUTING_ROUNDS if largest(world, timed_call(work)) < COMPUTE_SECONDS else 1
     firsts = range(0, world.size, per_machine)
-    rounds_done: dict[int, list[list[float]]] = {n: [] for n in counts}  # by machine, for each round
+    rounds_done: dict[int, list[list[float]]] = {n: [] for n in counts}  # for each round, by machine
     machine = world.Split(world.rank // per_machine, world.rank)
     groups = {n: machine.Split(machine.rank < n, machine.rank) for n in counts}
     num_ranks, num_cores = machine_cores(world)
@@ -103,7 +112,11 @@ def measure_computing(
 def _rate_of_first(
     count: int, machine: "MPI.Comm", group: "MPI.Comm", transport: Transport, work: Work
 ) -> float:
-    """Units of work a second while so many ranks, `group`, compute; 0 for those who wait until they have."""
+    """Return this rank's units of work per second while the first `count` ranks compute; 0: it waited.
+
+    Args:
+        group: this rank's half of the machine: the ranks that compute, or those that wait.
+    """
     end = torch.zeros(1, dtype=torch.uint8)
     if machine.rank >= count:
         transport.receive(end, 0, 0).wait()
@@ -111,7 +124,7 @@ def _rate_of_first(
     own = rate(work)
     all_done = group.Ibarrier()
     while not all_done.Test():
-        work()  # who is done goes on, or the others had its processor: 1.1 to 1.25 times as fast
+        work()  # an idle rank would leave its processor to the others, which ran 1.1 to 1.25 times as fast
     if machine.rank == 0:
         for sending in [transport.send(end, peer, 0) for peer in range(count, machine.size)]:
             sending.wait()

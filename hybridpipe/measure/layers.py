@@ -1,9 +1,7 @@
-"""Measure: from a model and one microbatch to its profile, on stock PyTorch.
+"""Profile of a model's layers, measured on one microbatch with stock PyTorch, a single-layer stage each.
 
-The model runs as single-layer stages, all layers forward and then all backward, as training would; each
-layer's figure is what it typically takes over many repetitions. What it costs to run a layer by itself
-(Python included) is thereby in the figure. Copies are measured, so model and data stay as they were. Ranks
-that measure at once, each its own copy, do equally many repetitions; how they agree is not known here.
+Not known here: ranks and MPI. Ranks that measure at once agree on equal repetitions through `agree`.
+Invariant: the model, its gradients and the data are as they were before.
 """
 
 import math
@@ -30,8 +28,8 @@ from hybridpipe.types import Agree, Loss, OptimizerFactory
 
 _Key = TypeVar("_Key", bound=Hashable)
 
-# Warm-up lets allocators and oneDNN settle. A repetition is of as many passes as it takes to see many time
-# slices of the kernel, which are some milliseconds. The budget keeps big models from taking minutes.
+# Warm-up lets allocators and oneDNN settle. A repetition has enough passes to span many time slices of the
+# kernel, which last some milliseconds. The budget keeps big models from taking minutes.
 WARM_UP = 2
 REPETITION_SECONDS = 0.04
 MIN_REPEATS, MAX_REPEATS = 3, 16
@@ -49,17 +47,30 @@ def measure(
     agree: Agree = float,
     sizes: Sequence[int] = (),
 ) -> ModelProfile:
-    """Measure every layer on one microbatch; see `Rehearsal`."""
+    """Measure every layer of a copy of the model on one microbatch.
+
+    Args:
+        model: an `nn.Sequential`; each child is a layer.
+        inputs, targets, loss: as for `Rehearsal`.
+        optimizer, agree, sizes: as for `Rehearsal.measure`.
+        device: where the layers run; by default the CPU.
+
+    Raises:
+        TypeError: the model is not an `nn.Sequential`.
+    """
     return Rehearsal(copied(model), inputs, targets, loss, device).measure(optimizer, agree, sizes)
 
 
 class Rehearsal:
-    """A model's layers and a copy of one microbatch to run through them.
+    """A model's layers as single-layer stages, and a copy of one microbatch to run through them.
+
+    The overhead of running a layer by itself, Python included, is part of each figure, as it is in training.
 
     Args:
-        model: a copy (`copied`), as running it changes its buffers.
-        inputs, targets: one microbatch, samples in the first dimension.
+        model: a copy (`copied`), because running it changes its buffers.
+        inputs, targets: one microbatch; tensors have the samples in the first dimension.
         loss: counted with the last layer.
+        device: where the layers run; by default the CPU.
     """
 
     def __init__(
@@ -72,18 +83,18 @@ class Rehearsal:
     ) -> None:
         self.device = device or torch.device("cpu")
         count = num_layers(model)
-        self.stages, self.halving = (
+        self.stages, self.split_stages = (
             [
                 Stage(
                     stage_module(model, i, i + 1),
                     self.device,
                     loss=loss if i + 1 == count else None,
-                    split_backward=halves,
+                    split_backward=split_backward,
                     check_loss=False,
                 )
                 for i in range(count)
             ]
-            for halves in (False, True)
+            for split_backward in (False, True)
         )
         self.names = [stage.layers.names[0] for stage in self.stages]
         self.inputs, self.targets = (  # copies, as the first layer may work in place
@@ -92,18 +103,18 @@ class Rehearsal:
         )
 
     def run(self) -> None:
-        """One forward and one backward of the microbatch."""
-        with self._at_work() as watch:
+        """Run one forward and one backward of the microbatch."""
+        with self._running() as watch:
             _pass(self.stages, _Microbatch(self.inputs, self.targets), watch, {})
 
     @contextmanager
-    def _at_work(self) -> Iterator[Stopwatch]:
-        """Around what runs the layers, which seed the process's generators."""
+    def _running(self) -> Iterator[Stopwatch]:
+        """Yield a stopwatch; restore the random state afterwards, as layers seed the process's generators."""
         with preserved_state(self.device, python_too=True), closing(Stopwatch(self.device)) as watch:
             yield watch
 
     def _first(self, size: int | None) -> "_Microbatch":
-        """So many samples; None: all."""
+        """Return the first `size` samples; None: all of them."""
         inputs, targets = (
             map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
         )
@@ -115,23 +126,26 @@ class Rehearsal:
         agree: Agree = float,
         sizes: Sequence[int] = (),
     ) -> ModelProfile:
-        """What each layer takes, keeps and passes on.
+        """Measure the seconds of each layer, the bytes it keeps, and the bytes it passes on.
 
         Args:
-            optimizer: its step over each layer's parameters is measured too, and the weight of its state.
-            agree: with the other ranks that measure at once.
-            sizes: of the microbatch, in samples, no more than there are; the figures of the first one are the
-                profile's own, the rest are its `others`. By default there is one, all samples.
+            optimizer: makes an optimizer; its state and its step over each layer's parameters are measured.
+            agree: returns the largest of the seconds that the ranks which measure at once give it.
+            sizes: microbatch sizes in samples, at most as many as there are. The first size gives the
+                profile's own figures, the rest its `others`. By default there is one size, all samples.
+
+        Returns:
+            The profile, in seconds and bytes; a second is one of the clock, waiting for a processor included.
         """
         stages = self.stages
         microbatches = [self._first(size) for size in sizes] or [self._first(None)]
-        with self._at_work() as watch:
+        with self._running() as watch:
             num_bytes = [_measure_bytes(stages, each) for each in microbatches]
             seconds = _typical(
-                [partial(_passes, stages, self.halving, each, watch) for each in microbatches], agree
+                [partial(_passes, stages, self.split_stages, each, watch) for each in microbatches], agree
             )
             crossing: dict[int, list[bool]] = {}
-            _pass(stages, microbatches[0], watch, crossing)  # which finds out what gets a gradient
+            _pass(stages, microbatches[0], watch, crossing)  # determines which outputs get a gradient
             in_between = partial(_pass, stages, microbatches[0], watch, crossing)
             updates, state_bytes = _measure_updates(stages, optimizer, in_between, watch, agree)
         parameter_bytes = [
@@ -161,28 +175,28 @@ class Rehearsal:
 
 
 class _LayerBytes(NamedTuple):
-    """What a layer keeps for its backward, passes on, and gets back for that."""
+    """Bytes of one microbatch in one layer."""
 
-    activation: int
-    output: int
-    gradient: int
+    activation: int  # kept for the backward
+    output: int  # passed on to the next layer
+    gradient: int  # received from it
 
 
 class _Joining(NamedTuple):
-    """What a layer's products of several microbatches were seen to join and to keep back."""
+    """Batched weight gradients of one layer, as observed."""
 
-    microbatches: int  # in a product at most; 0: none are joined
+    microbatches: int  # in one product at most; 0: the layer's are not batched
     kept_bytes: int
 
     @property
     def num_measured(self) -> int:
-        """Microbatches of the product that is measured."""
+        """Number of microbatches in the product that is measured."""
         return min(self.microbatches, NUM_JOINED)
 
 
 @dataclass
 class _Microbatch:
-    """What the layers are measured on, and, once they ran, what of it they join."""
+    """A microbatch that the layers are measured on, and each layer's batched products once they have run."""
 
     inputs: TensorTree
     targets: TensorTree
@@ -198,9 +212,9 @@ def _layer_profile(
     num_bytes: _LayerBytes,
 ) -> LayerProfile:
     forward = seconds["forward", i]
-    of_inputs = None
-    if parameter_bytes:  # halves take a little more in the forward, too
-        of_inputs = max(0.0, seconds["inputs' half", i] + seconds["forward to halves", i] - forward)
+    input_seconds = None
+    if parameter_bytes:  # a split backward makes the forward a little longer, too
+        input_seconds = max(0.0, seconds["input backward", i] + seconds["forward before split", i] - forward)
     return LayerProfile(
         name=name,
         forward_seconds=forward,
@@ -210,18 +224,18 @@ def _layer_profile(
         activation_bytes=num_bytes.activation,
         update_seconds=seconds.get(("update", i), 0.0),
         gradient_bytes=num_bytes.gradient,
-        weight_seconds=seconds["weights' half", i] if parameter_bytes else 0.0,
-        input_seconds=of_inputs,
-        accumulate_seconds=_accumulating(seconds, i) if parameter_bytes else 0.0,
+        weight_seconds=seconds["weight backward", i] if parameter_bytes else 0.0,
+        input_seconds=input_seconds,
+        accumulate_seconds=_accumulate_seconds(seconds, i) if parameter_bytes else 0.0,
         joined=_joined_products(joining, seconds, i),
     )
 
 
 def _typical(samplers: Sequence[Callable[[], Mapping[_Key, Took]]], agree: Agree) -> list[dict[_Key, float]]:
-    """What each figure of each sampler typically is, in seconds.
+    """Return the typical seconds of each figure, for each sampler.
 
-    In turns, repetition by repetition: a machine whose speed changes meanwhile (by 1.6 times within seconds
-    was seen) would make one microbatch size look cheaper than another.
+    The samplers take turns, repetition by repetition. The speed of a machine may change within seconds, by a
+    factor of 1.6 on one: one microbatch size would else look cheaper than another.
     """
     lengths, counts = [], []
     for sample in samplers:
@@ -234,17 +248,17 @@ def _typical(samplers: Sequence[Callable[[], Mapping[_Key, Took]]], agree: Agree
         counts.append(min(MAX_REPEATS, max(MIN_REPEATS, affordable)))
     samples: list[list[Mapping[_Key, Took]]] = [[] for _ in samplers]
     turns = sorted(((n + 0.5) / count, i) for i, count in enumerate(counts) for n in range(count))
-    for _, i in turns:  # each sampler's are spread evenly over the whole time
+    for _, i in turns:  # each sampler's repetitions are spread evenly over the whole time
         samples[i] += [samplers[i]() for _ in range(lengths[i])]
     return [_middle(own, length) for own, length in zip(samples, lengths, strict=True)]
 
 
 def _middle(samples: Sequence[Mapping[_Key, Took]], length: int) -> dict[_Key, float]:
-    """Typical figures, from repetitions of so many samples.
+    """Return typical seconds from repetitions of `length` samples each.
 
-    Where ranks share cores, a layer waits for a processor now and then, for a time slice that may be longer
-    than the layer, and a longer layer waits more often. So the medians of what layers take while they run
-    give the proportions, and repetitions of many slices, waiting included, the sum.
+    Where ranks share cores, a layer sometimes waits for a processor. That wait may be longer than the layer,
+    and a longer layer waits more often. So the proportions come from the medians of the layers' running
+    times, and the sum comes from whole repetitions, waiting included.
     """
     medians = {key: statistics.median(each[key].running_seconds for each in samples) for key in samples[0]}
     totals = [sum(took.seconds for took in each.values()) for each in samples]
@@ -256,15 +270,17 @@ def _middle(samples: Sequence[Mapping[_Key, Took]], length: int) -> dict[_Key, f
 
 
 def _passes(
-    stages: list[Stage], halving: list[Stage], microbatch: _Microbatch, watch: Stopwatch
+    stages: list[Stage], split_stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch
 ) -> dict[tuple[str, int], Took]:
-    """What every layer takes in one forward and one backward; in the first backward of an update, whose
-    gradients are added to none; and in a backward in halves (by `halving`). Where a layer joins the products
-    of several microbatches, also in each of NUM_JOINED backwards, and a product of as many, or as many as
-    join.
+    """Run every kind of pass once, and return the seconds of each layer in it.
 
-    In turn, so that what else the machine does counts for all; the differences are what the weights'
-    gradients take. Notes in the microbatch what was joined.
+    - One forward and one backward.
+    - The first backward of an update, whose gradients are added to none.
+    - A split backward, by `split_stages`.
+    - For layers with batched wgrad: up to NUM_JOINED backwards, and one product of their microbatches.
+
+    The kinds take turns, so that other load on the machine counts for all of them; the weight gradients' time
+    is a difference between them. The batched products are noted in the microbatch.
     """
     crossing: dict[int, list[bool]] = {}
 
@@ -277,49 +293,50 @@ def _passes(
     _clear_gradients(stages)
     first = backwards()
     took = _pass(stages, microbatch, watch, crossing)
-    halved = _pass(halving, microbatch, watch, crossing)
+    split = _pass(split_stages, microbatch, watch, crossing)
     for i in range(len(stages)):
         took["first backward", i] = first[i]
-        took["forward to halves", i], took["inputs' half", i] = halved["forward", i], halved["backward", i]
-        took["weights' half", i] = halved["weights' half", i]
-    joining = [(i, stage) for i, stage in enumerate(stages) if stage.can_batch_wgrad]
-    if joining:
+        took["forward before split", i] = split["forward", i]
+        took["input backward", i] = split["backward", i]
+        took["weight backward", i] = split["weight backward", i]
+    batching = [(i, stage) for i, stage in enumerate(stages) if stage.can_batch_wgrad]
+    if batching:
         _clear_gradients(stages)
-        with _joined(stages):
+        with _batched_wgrad(stages):
             for n in range(1, NUM_JOINED + 1):
                 of_pass = backwards()
-                for i, stage in joining:
+                for i, stage in batching:
                     took[f"joined backward {n}", i] = of_pass[i]
                     if n == min(stage.max_batched, NUM_JOINED):
                         began = watch.now()
                         stage.complete_gradients()
                         took["product", i] = watch.since(began)
-        for _, stage in joining:
+        for _, stage in batching:
             stage.complete_gradients()
     microbatch.joining = [_Joining(stage.max_batched, stage.max_deferred_bytes) for stage in stages]
     return took
 
 
-def _accumulating(seconds: Mapping[tuple[str, int], float], layer: int) -> float:
-    """What an update's first backward is spared."""
+def _accumulate_seconds(seconds: Mapping[tuple[str, int], float], layer: int) -> float:
+    """Return the seconds of adding gradients up, which the first backward of an update does not need."""
     return max(0.0, seconds["backward", layer] - seconds["first backward", layer])
 
 
 def _joined_products(
     joining: _Joining, seconds: Mapping[tuple[str, int], float], layer: int
 ) -> JoinedProducts | None:
-    """On the line through a product of one microbatch and one of as many as were measured."""
+    """Fit a line through the products of one microbatch and of the most measured; None: there are none."""
     count = joining.num_measured
     if not count:
         return None
-    leaving = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
+    backwards = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
     of_several = seconds["product", layer]
-    of_one = max(0.0, seconds["weights' half", layer] - _accumulating(seconds, layer))
-    a_microbatch = max(0.0, of_several - of_one) / (count - 1) if count > 1 else 0.0
+    of_one = max(0.0, seconds["weight backward", layer] - _accumulate_seconds(seconds, layer))
+    per_microbatch = max(0.0, of_several - of_one) / (count - 1) if count > 1 else 0.0
     return JoinedProducts(
-        backward_seconds=statistics.mean(leaving),
-        product_seconds=max(0.0, of_several - count * a_microbatch),
-        microbatch_seconds=a_microbatch,
+        backward_seconds=statistics.mean(backwards),
+        product_seconds=max(0.0, of_several - count * per_microbatch),
+        microbatch_seconds=per_microbatch,
         microbatches=joining.microbatches,
         kept_bytes=math.ceil(joining.kept_bytes / count),
     )
@@ -331,8 +348,8 @@ def _clear_gradients(stages: list[Stage]) -> None:
 
 
 @contextmanager
-def _joined(stages: list[Stage]) -> Iterator[None]:
-    """Weight gradients of several passes are made at once."""
+def _batched_wgrad(stages: list[Stage]) -> Iterator[None]:
+    """Make the weight gradients of several passes in one product."""
     for stage in stages:
         stage.batches_wgrad = True
     try:
@@ -344,7 +361,7 @@ def _joined(stages: list[Stage]) -> Iterator[None]:
 
 @contextmanager
 def _frozen(stages: list[Stage]) -> Iterator[None]:
-    """No parameter requires a gradient."""
+    """Freeze all parameters: none requires a gradient."""
     trained = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -358,10 +375,10 @@ def _frozen(stages: list[Stage]) -> Iterator[None]:
 def _pass(
     stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch, crossing: dict[int, list[bool]]
 ) -> dict[tuple[str, int], Took]:
-    """What every layer takes in one forward and one backward, or its first half and, apart, its second.
+    """Run one forward and one backward, whole or split, and return the seconds of each layer.
 
     Args:
-        crossing: which of each layer's outputs get a gradient; filled in where it does not say.
+        crossing: for each layer, the outputs that get a gradient; missing layers are filled in.
     """
     took = {}
     value = microbatch.inputs
@@ -378,15 +395,15 @@ def _pass(
         began = watch.now()
         gradients = (stage.backward_input if stage.split_backward else stage.backward)(0, gradients)
         took["backward", i] = watch.since(began)
-        if stage.split_backward:  # at once: it keeps less than after all the others' first
+        if stage.split_backward:  # at once: less memory is kept than after all layers' input gradients
             began = watch.now()
             stage.backward_weight(0)
-            took["weights' half", i] = watch.since(began)
+            took["weight backward", i] = watch.since(began)
     return took
 
 
 def _measure_bytes(stages: list[Stage], microbatch: _Microbatch) -> list[_LayerBytes]:
-    """Of each layer. A storage counts where it is first kept."""
+    """Count the bytes of each layer. A storage counts in the layer that keeps it first."""
     kept: dict[int, Any] = {
         tensor.untyped_storage().data_ptr(): tensor
         for stage in stages
@@ -405,7 +422,7 @@ def _measure_bytes(stages: list[Stage], microbatch: _Microbatch) -> list[_LayerB
     value = microbatch.inputs
     for stage in stages:
         counting.append(0)
-        crossing: tuple[Tensor, ...] = ()  # nothing goes on behind the loss
+        crossing: tuple[Tensor, ...] = ()  # no layer follows the loss
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             if stage.loss is None:
                 outputs = stage.forward(0, value, step=0)
@@ -428,10 +445,10 @@ def _measure_updates(
     watch: Stopwatch,
     agree: Agree,
 ) -> tuple[dict[tuple[str, int], float], int]:
-    """Seconds of the ("update", layer) of each layer that is trained, and bytes of the optimizer's state.
+    """Return the seconds of ("update", layer) for each trained layer, and the bytes of the optimizer's state.
 
     Args:
-        in_between: goes through the caches between two steps, forward and backward, as training does.
+        in_between: runs a forward and a backward between two steps, which fills the caches as training does.
     """
     optimizers, gradients = {}, {}
     for i, stage in enumerate(stages):
@@ -439,7 +456,7 @@ def _measure_updates(
         if optimizer is not None and parameters:
             gradients[i] = [p.grad for p in parameters if p.grad is not None]
             for gradient in gradients[i]:
-                gradient.zero_()  # a step of nothing costs as much, and leaves the copy fit for use
+                gradient.zero_()  # a step with zero gradients takes as long and leaves the copy usable
             optimizers[i] = optimizer(parameters)
 
     def steps() -> dict[tuple[str, int], Took]:
@@ -448,7 +465,7 @@ def _measure_updates(
             in_between()
         for i, over_layer in optimizers.items():
             began = watch.now()
-            norms(gradients[i])  # which tell whether they are numbers
+            norms(gradients[i])  # training checks them for numbers that are not finite
             with fused(over_layer):
                 over_layer.step()
             took["update", i] = watch.since(began)

@@ -1,4 +1,7 @@
-"""Messages: a link alone and shared, rested and not, and what a message takes from those who compute."""
+"""Links between ranks: bandwidth alone and shared, bursts after a rest, and the processor time of a message.
+
+Not known here: stages and plans of a training. Invariant: as in `repetitions`.
+"""
 
 import math
 import time
@@ -41,37 +44,51 @@ from hybridpipe.planning.schedules.instructions import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-STREAM_SECONDS = 0.06  # of the messages that one pair, or several at once, send one after another
+STREAM_SECONDS = 0.06  # planned for the messages that each pair sends one after another
 MAX_STREAMED = 16
-REST_SECONDS = 0.06  # over 100 Mbit/s 750 KB could have passed meanwhile
-LIMITED_SECONDS = 1e-3
+REST_SECONDS = 0.06  # in this time 750 KB could pass over 100 Mbit/s
+LIMITED_SECONDS = 1e-3  # a message that takes less does not show a limited rate
 WAKING_ROUNDS = 3
-TURNS, TURN_SECONDS = 30, 4e-3  # of computing between two messages, a few time slices of the kernel
-LONG_AHEAD = 4  # turns, after which a message has been there for long
-WAITED_SECONDS = 2e-4  # a rank that finds a message goes on sooner
+TURNS, TURN_SECONDS = 30, 4e-3  # a turn is computing between two messages, for some time slices of the kernel
+LONG_AHEAD = 4  # turns; a message that was sent so long ago has certainly arrived
+WAITED_SECONDS = 2e-4  # a shorter wait means that the message was there
 HANDLED, UNITS = 30, 3  # messages each way, and units of work between them
-HANDLED_BYTES = 2**14  # more than what MPI sends at once
+HANDLED_BYTES = 2**14  # more than MPI's eager limit
 EXCHANGES: tuple[tuple[Callable[[int], Instruction], ...], ...] = (  # of the first stage of two, and the last
     (SendActivation, ReceiveGradient),
     (ReceiveActivation, SendGradient),
 )
-LARGE_BYTES, ARRIVED_SECONDS = 2**19, 2e-3  # those, or as many as arrive in less than the units of work take
+LARGE_BYTES = 2**19  # the larger of the two sizes whose processor time is measured
+ARRIVED_SECONDS = 2e-3  # a message of that size has to arrive in this time, while the units of work run
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
+    """A measured link between units of a level.
+
+    Args:
+        message: seconds of a message by its bytes, between two ranks alone.
+        handling_seconds: processor time of a message at either end.
+        handling_seconds_per_byte: and for each of its bytes.
+        shared_bandwidth: bytes per second of all ranks of a unit together; None: a unit has one rank.
+        burst_bytes: bytes that pass a rested link at once; None: its rate is not limited.
+    """
+
     message: fit.Line
-    handling_seconds: float  # processor time at either end
+    handling_seconds: float
     handling_seconds_per_byte: float
     shared_bandwidth: float | None
     burst_bytes: float | None
 
 
 def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int, open_transport: OpenTransport) -> Link:
-    """Messages between the first ranks of two units of the level below, then between all their ranks.
+    """Measure messages between the first ranks of two units of the level below, then between all their ranks.
 
-    A network that limits a rate lets some hundred KiB pass at once, and a ping-pong gives it pauses; so the
-    bandwidth is at most what a stream sustains.
+    Collective over `world`. A network that limits its rate lets some hundred KiB pass at once, and recovers
+    in the pauses of a ping-pong. So the bandwidth is at most that of a sustained stream.
+
+    Args:
+        per_machine: ranks on each machine.
     """
     timings = in_group(world, (0, unit.inner), partial(_ping_pong, open_transport=open_transport))
     both_units = range(2 * unit.inner)
@@ -80,12 +97,12 @@ def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int, open_transport
     one = in_group(world, both_units, partial(stream, num_pairs=1, seconds_per_byte=streamed))
     message = fit.fit_line(timings, 1 / one)
     shared = None
-    if unit.inner > 1:  # else it is the port of one rank
+    if unit.inner > 1:  # else only one rank uses the link
         slower = unit.inner * message.seconds_per_byte
         together = in_group(world, both_units, partial(stream, num_pairs=unit.inner, seconds_per_byte=slower))
         shared = fit.shared_bandwidth(one, together, unit.inner)
-    at_once = unit.inner / shared if shared else message.seconds_per_byte  # seconds, a byte of every pair
-    sizes = _handled_bytes(at_once)
+    shared_seconds_per_byte = unit.inner / shared if shared else message.seconds_per_byte  # of every pair
+    sizes = _handled_bytes(shared_seconds_per_byte)
     busy = range(max(2 * unit.inner, per_machine))
     handling_of = partial(_handling, distance=unit.inner, sizes=sizes, open_transport=open_transport)
     handled = in_group(world, busy, handling_of)
@@ -98,20 +115,20 @@ def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int, open_transport
 
 
 def _ping_pong(group: "MPI.Comm", open_transport: OpenTransport) -> list[tuple[int, float]]:
-    """(bytes, seconds one way): half of there and back."""
+    """Return (bytes, seconds one way) by size; one way is half of there and back."""
     with open_transport(group) as transport:
         prepare = partial(_there_and_back, group, transport)
         return [(each.num_bytes, each.seconds / 2) for each in by_size(group, SIZES_BYTES, prepare)]
 
 
 def _rested(group: "MPI.Comm", message: fit.Line, open_transport: OpenTransport) -> list[tuple[int, float]]:
-    """Messages over a link that has rested, by size, until one is limited: (bytes, seconds one way)."""
+    """Return (bytes, seconds one way) over a rested link, for growing sizes, until one is slowed down."""
     timed: list[tuple[int, float]] = []
     with open_transport(group) as transport:
         for num_bytes in SIZES_BYTES:
             limited_seconds = num_bytes * message.seconds_per_byte
             if limited_seconds < LIMITED_SECONDS and num_bytes < SIZES_BYTES[-1]:
-                continue  # too short to be told apart
+                continue  # too short to show a limit
             action = _there_and_back(group, transport, num_bytes, REST_SECONDS)
             taken = median(timed_call(action) for _ in range(MIN_REPEATS))
             timed.append((num_bytes, mean(group.allgather(taken)) / 2 - REST_SECONDS))
@@ -123,7 +140,7 @@ def _rested(group: "MPI.Comm", message: fit.Line, open_transport: OpenTransport)
 def _there_and_back(
     group: "MPI.Comm", transport: Transport, num_bytes: int, pause_seconds: float = 0.0
 ) -> Callable[[], None]:
-    """Between two ranks, each of which pauses before it sends."""
+    """Return an action that sends a message there and back; each of the two ranks pauses before it sends."""
     peer = 1 - group.rank
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
 
@@ -142,10 +159,10 @@ def _there_and_back(
 def _stream(
     group: "MPI.Comm", num_pairs: int, seconds_per_byte: float, open_transport: OpenTransport
 ) -> float:
-    """Bytes per second that `num_pairs` ranks of the first half of the group send to those of the second.
+    """Return the bytes per second that the first `num_pairs` ranks send to the other half of the group.
 
     Args:
-        seconds_per_byte: of each of them, about; decides how much is sent.
+        seconds_per_byte: approximate time of each pair; it determines the bytes that are sent.
     """
     half = group.size // 2
     num_bytes = STREAM_SECONDS / seconds_per_byte
@@ -171,10 +188,9 @@ def _stream(
 
 
 def _handled_bytes(seconds_per_byte: float) -> list[int]:
-    """Sizes of messages of which none is still on its way when it is waited for.
+    """Return message sizes that arrive before the receiver waits for them.
 
-    A large one is left out where that is not much larger than the small one: on so slow a link the
-    processor's part in a byte is nothing.
+    On a slow link the large size is left out: the processor time of a byte is nothing beside its transfer.
     """
     large = int(min(LARGE_BYTES, ARRIVED_SECONDS / seconds_per_byte))
     return [HANDLED_BYTES, large] if large > 4 * HANDLED_BYTES else [HANDLED_BYTES]
@@ -183,13 +199,14 @@ def _handled_bytes(seconds_per_byte: float) -> list[int]:
 def _handling(
     group: "MPI.Comm", distance: int, sizes: Sequence[int], open_transport: OpenTransport
 ) -> list[float]:
-    """Processor seconds that a message of each size takes, at either end, from ranks that compute in between.
+    """Return the processor seconds of a message at either end, by size, for ranks that compute in between.
 
-    With all that `PointToPoint` does for it. A ping-pong's are fewer: its path stays in the caches, and a
-    progress thread asleep.
+    They include the work of `PointToPoint`. A ping-pong would take less: its code stays in the caches, and
+    the progress thread sleeps.
 
     Args:
-        distance: the first so many ranks exchange with the next so many, and so on; who has none, computes.
+        distance: ranks i and i + distance exchange messages, in blocks of twice as many; a rank without a
+            partner only computes.
     """
     work = default_work()
     block, place = divmod(group.rank, distance)
@@ -210,17 +227,17 @@ def _handling(
 
 
 def _p2p(pair: Sequence[int], stage: int, transport: Transport) -> PointToPoint:
-    """Between two ranks that hold a stage each."""
+    """Return the exchange between two ranks that hold one stage each."""
     stages = [StageSpec(i, i + 1, ranks=(rank,)) for i, rank in enumerate(pair)]
     return PointToPoint(Plan(tuple(stages), num_microbatches=HANDLED), stage, transport, torch.device("cpu"))
 
 
 def _exchange_and_compute(p2p: PointToPoint | None, stage: int, num_bytes: int, work: Work) -> None:
-    """A message goes each way while both compute, and is asked for when it has long been there."""
+    """Send messages each way while both ranks compute; each is received long after its arrival."""
     activation = torch.zeros(num_bytes // 4, requires_grad=True)
     if p2p is not None:
         program: Program = tuple(kind(m) for m in range(HANDLED) for kind in EXCHANGES[stage])
-        sizes = [num_bytes] * HANDLED  # in place of samples, which the shapes are known by
+        sizes = [num_bytes] * HANDLED  # in place of samples; shapes are remembered by them
         p2p.begin(program, sizes, step=0, training=True)
     for turn in range(HANDLED + 2):
         for _ in range(UNITS if turn < HANDLED else 0):
@@ -236,7 +253,7 @@ def _exchange_and_compute(p2p: PointToPoint | None, stage: int, num_bytes: int, 
 
 
 def _answer(p2p: PointToPoint, microbatch: int) -> None:
-    """An activation's gradient, which is as large."""
+    """Receive an activation and send a gradient of the same size."""
     received = tensors_of(p2p.receive_activation(microbatch))
     p2p.send_gradient(microbatch, [tensor.detach() for tensor in received])
 
@@ -244,21 +261,20 @@ def _answer(p2p: PointToPoint, microbatch: int) -> None:
 def measure_wakeups(
     world: "MPI.Comm", sharing: int, speeds: Sequence[float], open_transport: OpenTransport
 ) -> tuple[float, ...]:
-    """Processor time that a machine loses when a rank that has waited for a message goes on, by how many of
-    its ranks compute then.
+    """Measure the processor time that a machine loses when a waiting rank wakes up. Collective over `world`.
 
-    The kernel may let it wait for one processor while another has nothing to do, and what the rank had in the
-    caches is gone. So ranks in a ring compute and pass on as much, once each needing the message that the one
-    before it has just sent, and once one that has long been there. Of n + 1 such ranks n compute, and the
-    fewer they are, the less is there to fill a gap: on two cores 1.3 ms with two and 0.7 with three.
+    The kernel may queue the rank for one processor while another is idle, and its cache contents are gone.
+    Ranks in a ring compute and pass messages on: once each needs the message that the rank before it has just
+    sent, and once a message that arrived long ago. Of n + 1 such ranks n compute. With fewer ranks less work
+    fills the gap: on two cores 1.3 ms are lost with two ranks and 0.7 ms with three.
 
     Args:
-        sharing: so many ranks share a machine's processors; 1 where each has its own.
-        speeds: as `Cluster.compute_speeds`.
+        sharing: number of ranks that share a machine's processors; 1 where each has its own.
+        speeds: as in `Cluster.compute_speeds`.
 
     Returns:
-        entry n-1: with n ranks that compute, n < sharing; 0 where they leave a processor free, or hardly any
-        had to wait. Empty where all leave one free.
+        Entry n-1: seconds lost while n < sharing ranks compute; 0 where they leave a processor free or hardly
+        any rank had to wait. Empty where no number of ranks shares processors.
     """
     together = [n * speed for n, speed in enumerate(speeds, start=1)]  # n ranks, relative to one alone
     measured = {}
@@ -271,11 +287,12 @@ def measure_wakeups(
 
 
 def _lost_by_waiting(group: "MPI.Comm", slower: float, open_transport: OpenTransport) -> tuple[float, int]:
-    """Seconds that turns take longer where all but one rank can have their message at once, and how many
-    more messages are waited for; medians.
+    """Return the extra seconds of turns whose messages are just in time, and the extra number of waits.
+
+    Both are medians over the rounds, relative to turns whose messages arrived long before.
 
     Args:
-        slower: and that they would take as many times as long anyway, as one rank fewer computes.
+        slower: factor by which turns with messages just in time take longer anyway: one rank fewer computes.
     """
     compute = computation(group, TURN_SECONDS)
     rounds = []
@@ -290,10 +307,10 @@ def _lost_by_waiting(group: "MPI.Comm", slower: float, open_transport: OpenTrans
 def _turns(
     group: "MPI.Comm", compute: Callable[[], None], ahead: int, open_transport: OpenTransport
 ) -> tuple[float, int]:
-    """Seconds of TURNS turns on all ranks, and the number of messages that were waited for.
+    """Return the seconds of TURNS turns on all ranks, and the number of messages that were waited for.
 
     Args:
-        ahead: so many turns a rank takes before it needs a message.
+        ahead: turns that a rank takes before it needs a message.
     """
     before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     message = torch.zeros(HANDLED_BYTES, dtype=torch.uint8)

@@ -1,10 +1,7 @@
 """Probe: measures the machines under mpirun, in a few seconds, and returns a `Cluster`.
 
-Measured as the runtime uses them: messages through its own transport, alone and several at once; Horovod's
-all-reduce by size, and how much of one a computing rank gets for nothing; how fast the ranks of a machine
-compute when several do. What the figures are made of from the timings is in `hybridpipe.planning.cost.fit`.
-Invariant: what is measured on some ranks leaves the others asleep (`hybridpipe.comm.idle`), or, where that is
-the question, waiting for a message; and all that take part do equally many repetitions.
+Not known here: how figures follow from timings (`hybridpipe.planning.cost.fit`).
+Invariant: ranks outside a measurement sleep (`hybridpipe.comm.idle`); those inside repeat equally often.
 """
 
 import re
@@ -34,13 +31,19 @@ def probe(
     gradient_bytes: int = LARGE_BYTES[-1],
     progress_thread: bool = True,
 ) -> Cluster:
-    """Measure the machines behind `world`. Collective; the same cluster on every rank.
+    """Measure the machines behind `world`, as training uses them. Collective.
+
+    Messages go through the transport of training, alone and several at once. Horovod's all-reduce is timed by
+    size, and beside a computation. The ranks of a machine compute alone and together.
 
     Args:
-        work: computes one unit of what the ranks will compute, for how they hamper each other; by default a
-            product of matrices, which stays in the cache, and a sum, which does not.
-        gradient_bytes: of the model; 64 MiB at most are all-reduced.
-        progress_thread: of the transport that will train (`needs_progress_thread`).
+        work: computes one unit of the ranks' work, to measure how computing ranks slow each other down. By
+            default a product of matrices, which stays in the cache, and a sum, which does not.
+        gradient_bytes: size of the model's gradients; at most 64 MiB are all-reduced.
+        progress_thread: the transport of training has a progress thread (`needs_progress_thread`).
+
+    Returns:
+        The cluster, in seconds and bytes; the same on every rank.
 
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
@@ -48,7 +51,7 @@ def probe(
     from hybridpipe.comm.mpi_transport import MpiTransport
 
     if world.size == 1:
-        return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # no link to measure, and none to use
+        return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # there is no link
     per_host = _ranks_per_host(world)
     per_machine = _equal_units(machine_leaders(world)) or per_host
     units = [("host", 1, per_host), ("network", per_host, world.size)]
@@ -103,7 +106,7 @@ def _ranks_per_host(world: "MPI.Comm") -> int:
 
 
 def _equal_units(leaders: Sequence[int]) -> int | None:
-    """The size of the units that `leaders`, each rank's first peer, describe; None if they are not alike."""
+    """Return the number of ranks a unit, given the first rank of each rank's unit; None: the units differ."""
     size = leaders.count(leaders[0])
     if len(leaders) % size:
         return None
@@ -111,7 +114,7 @@ def _equal_units(leaders: Sequence[int]) -> int | None:
 
 
 def _memory_bytes(world: "MPI.Comm", per_machine: int) -> int | None:
-    """What a rank may use: what its GPU has left, or its share of what the machine has; None if unknown."""
+    """Return the memory for one rank: free on its GPU, or its share of the machine's; None: unknown."""
     if torch.cuda.is_available():
         left = torch.cuda.mem_get_info()[0]
     else:

@@ -1,6 +1,7 @@
-"""Repetitions: how what is measured is repeated, on which ranks, and what they compute meanwhile.
+"""Repetitions of measurements on some ranks, and a computation that stands for training.
 
-Invariant: all ranks that take part do equally many repetitions, and the others sleep.
+Not known here: the quantity measured. Invariant: all ranks that take part do equally many repetitions, and
+the others sleep.
 """
 
 import time
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
 Work = Callable[[], object]
 OpenTransport = Callable[..., AbstractContextManager[Transport]]  # `MpiTransport`, as training has it
 
-# Small ones for the latency, and more up to what large layers all-reduce, as time is lost there. None follows
-# one that took GROW_SECONDS, so none takes more than 0.15 s: over 100 Mbit/s messages stop at 512 KiB.
+# Small sizes show the latency. Large ones, up to the gradients of large layers, show where time is lost. No
+# size follows one that took GROW_SECONDS, so none takes over 0.15 s; 100 Mbit/s links stop at 512 KiB.
 SIZES_BYTES = (64, 2**11, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, 2**23)
 GROW_SECONDS = 0.04
-# A size is repeated for so long, within these numbers.
+# A size is repeated for SIZE_SECONDS, within these limits.
 SIZE_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.05, 3, 25
 COMPUTE_SECONDS = 0.1  # a time slice of the kernel is a few milliseconds
-ROUNDS = 3  # of what is compared, taken in turn, as the machines' speed drifts
+ROUNDS = 3  # of compared measurements, which take turns because the machines' speed drifts
 
 
 class Unit(NamedTuple):
-    """The first unit of a level: `ranks` ranks, in units of the level below of `inner` ranks each."""
+    """The first unit of a level: `ranks` ranks, in units of the level below, of `inner` ranks each."""
 
     name: str
     inner: int
@@ -39,6 +40,8 @@ class Unit(NamedTuple):
 
 
 class Timed(NamedTuple):
+    """The seconds that one message or all-reduce of `num_bytes` takes."""
+
     num_bytes: int
     seconds: float
 
@@ -49,23 +52,23 @@ def by_size(
     prepare: Callable[[int], Work],
     before: Work = lambda: None,
 ) -> list[Timed]:
-    """The time of `prepare(num_bytes)()`, in which all ranks of `group` take part, for growing sizes.
+    """Time `prepare(num_bytes)()` for growing sizes. Collective over `group`.
 
     Args:
-        sizes_bytes: as far as time permits, at least two.
-        before: runs before each repetition, and does not count.
+        sizes_bytes: tried in this order, at least two of them, until one takes more than GROW_SECONDS.
+        before: runs before each repetition; its time does not count.
     """
     timed: list[Timed] = []
     for num_bytes in sizes_bytes:
         timed.append(repeated(group, num_bytes, prepare(num_bytes), before))
-        if len(timed) > 1 and timed[-1].seconds > GROW_SECONDS:  # a line wants two
+        if len(timed) > 1 and timed[-1].seconds > GROW_SECONDS:  # a line needs two points
             break
     return timed
 
 
 def repeated(group: "MPI.Comm", num_bytes: int, action: Work, before: Work = lambda: None) -> Timed:
-    """The median of some repetitions, and of that the mean over the ranks."""
-    action()  # fresh memory, and Horovod's first negotiation of a name
+    """Return the median of some repetitions, averaged over the ranks. Collective over `group`."""
+    action()  # the first call gets memory from the kernel, and Horovod negotiates a name in it
     first = timed_call(action)
     repeats = int(SIZE_SECONDS / mean(group.allgather(first)))
     taken = []
@@ -76,14 +79,18 @@ def repeated(group: "MPI.Comm", num_bytes: int, action: Work, before: Work = lam
 
 
 def timed_call(action: Callable[[], object]) -> float:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
 def in_group(world: "MPI.Comm", ranks: Sequence[int], measure: Callable[["MPI.Comm"], Any]) -> Any:
-    """What `measure` finds on the first of `ranks`, given their communicator, while the others sleep."""
+    """Call `measure` with a communicator of `ranks`, while the other ranks sleep. Collective over `world`.
+
+    Returns:
+        The value that the first of `ranks` measured, on every rank.
+    """
     from hybridpipe.comm.mpi import MPI
 
     group = world.Split(0 if world.rank in ranks else MPI.UNDEFINED, world.rank)
@@ -96,7 +103,7 @@ def in_group(world: "MPI.Comm", ranks: Sequence[int], measure: Callable[["MPI.Co
 
 
 def rate(work: Work) -> float:
-    """Units of work a second, for COMPUTE_SECONDS or one unit."""
+    """Return the units of work done per second, measured for COMPUTE_SECONDS or one unit."""
     done, began = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - began) < COMPUTE_SECONDS:
         work()
@@ -105,7 +112,10 @@ def rate(work: Work) -> float:
 
 
 def default_work() -> Work:
-    """About a millisecond, half of it in the cache and half of it through memory, as training is of both."""
+    """Return a unit of work of about a millisecond, half of it in the cache and half of it through memory.
+
+    Training does both.
+    """
     matrix, vector = torch.ones(192, 192), torch.ones(2**19)
     product, total = torch.empty_like(matrix), torch.empty_like(vector)
 
@@ -117,7 +127,7 @@ def default_work() -> Work:
 
 
 def computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
-    """Work that takes about so long while all ranks do it. Collective."""
+    """Return work that takes about `seconds` while all ranks of `group` do it. Collective."""
     work = default_work()
     work()
     group.Barrier()

@@ -1,7 +1,6 @@
-"""Stopwatch: how long something took, and for how much of that its thread waited for a processor.
+"""Stopwatch: elapsed seconds, and those of them for which the thread waited for a processor.
 
-Knows no layers. Where the kernel does not tell how long a thread has waited (Linux's schedstat does), it is
-taken to have waited for nothing.
+Not known here: layers. Invariant: where the kernel has no schedstat (Linux has), no waiting is counted.
 """
 
 import os
@@ -14,19 +13,19 @@ from hybridpipe.device import clock_of
 
 
 class Took(NamedTuple):
-    """Seconds, and those of them that were spent ready to run, without a processor."""
+    """Elapsed seconds, and those of them that the thread was ready to run but had no processor."""
 
     seconds: float
     waited_seconds: float = 0.0
 
     @property
     def running_seconds(self) -> float:
-        """What it would have taken with a processor of its own."""
+        """Seconds on a processor or asleep: the time taken with a processor of its own."""
         return self.seconds - self.waited_seconds
 
 
 class Stopwatch:
-    """For the thread that makes it, and a device whose queue it waits for."""
+    """A stopwatch for the thread that makes it, which reads the clock once the queue of `device` is empty."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
@@ -37,18 +36,18 @@ class Stopwatch:
                 self.close()
 
     def now(self) -> Took:
-        """Since some moment in the past; to begin with."""
-        self._clock()  # what was queued before does not count
-        waited_seconds = self._waited_seconds()  # first, as looking takes a microsecond
+        """Return the present reading, for `since`; its zero is arbitrary."""
+        self._clock()  # work that was queued before does not count
+        waited_seconds = self._waited_seconds()  # before the clock, because reading takes a microsecond
         return Took(self._clock(), waited_seconds)
 
     def since(self, began: Took) -> Took:
-        """Between `began`, from `now`, and now."""
+        """Return the seconds since `began`, a reading of `now`."""
         seconds = self._clock() - began.seconds
         return Took(seconds, min(seconds, self._waited_seconds() - began.waited_seconds))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the kernel's file; nothing is counted as waiting from then on."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -57,6 +56,6 @@ class Stopwatch:
         return 0.0 if self._file is None else int(self._read()[1]) * 1e-9
 
     def _read(self) -> list[bytes]:
-        """Nanoseconds on a processor, nanoseconds ready without one, turns."""
+        """Return schedstat's fields: nanoseconds on a processor, nanoseconds waiting for one, time slices."""
         assert self._file is not None
         return os.pread(self._file, 100, 0).split()

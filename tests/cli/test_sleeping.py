@@ -1,9 +1,11 @@
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from hybridpipe.cli import sleeping
 from hybridpipe.cli.sleeping import Pace, sleeping_loss
 from hybridpipe.cli.sleeping import SleepingLayer as layer
 from hybridpipe.model.sequential import StageModule
@@ -37,15 +39,21 @@ def test_sleeps_are_as_long_in_total_as_they_were_to_be():
 
 
 def test_what_goes_by_between_two_sleeps_is_part_of_the_second(monkeypatch):
-    pace, slept = Pace(), []
-    pace.sleep(1e-3)
-    time.sleep(0.05)
-    monkeypatch.setattr(time, "sleep", slept.append)
-    pace.sleep(0.04, goes_on=True)
-    assert slept == []
-    pace.sleep(0.5)
-    (seconds,) = slept
-    assert seconds < 0.5  # 10 ms and more were given too many
+    now, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now.append(now[-1] + seconds)
+
+    clock = SimpleNamespace(perf_counter=lambda: now[-1], sleep=sleep)
+    monkeypatch.setattr(sleeping, "time", clock)
+    pace = Pace()
+    pace.sleep(0.25)
+    now.append(now[-1] + 0.5)
+    pace.sleep(0.375, goes_on=True)
+    assert slept == [0.25]
+    pace.sleep(1.0)
+    assert slept == [0.25, 0.875]  # 0.125 s were given too many
 
 
 @pytest.mark.parametrize("split", [False, True])

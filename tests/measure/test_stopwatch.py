@@ -1,3 +1,5 @@
+"""What a stopwatch says, against a file and a clock that are given, and against the kernel's own figure."""
+
 import os
 import subprocess
 import sys
@@ -7,29 +9,60 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridpipe.measure import stopwatch as module
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 
 CPU = torch.device("cpu")
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+LIMIT_SECONDS = 60  # against hanging
 
 
-def spin(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
+class Given:
+    """A clock in seconds, and a file of the kernel's nanoseconds, that say what the test says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tell(0.0, waited_seconds=0.0)
+
+    def tell(self, seconds: float, waited_seconds: float) -> None:
+        self.seconds = seconds
+        self.path.write_text(f"123 {round(waited_seconds * 1e9)} 4\n")
 
 
-def test_who_sleeps_waits_for_no_processor():
+@pytest.fixture
+def given(monkeypatch, tmp_path):
+    given = Given(tmp_path / "schedstat")
+    descriptor = os.open(given.path, os.O_RDONLY)
+    monkeypatch.setattr(os, "open", lambda *_: descriptor)
+    monkeypatch.setattr(module, "clock_of", lambda device: lambda: given.seconds)
+    return given
+
+
+@pytest.mark.parametrize(
+    "waited, told",
+    [
+        (3.0, 0.0),  # asleep, or running
+        (3.5, 0.5),
+        (9.0, 2.0),  # the two are read one after the other: no more than all of it
+    ],
+)
+def test_seconds_without_a_processor_are_the_kernels(given, waited, told):
+    given.tell(10.0, waited_seconds=3.0)
     watch = Stopwatch(CPU)
     began = watch.now()
-    time.sleep(0.2)
+    given.tell(12.0, waited_seconds=waited)
     took = watch.since(began)
     watch.close()
-    assert took.seconds >= 0.2 and took.running_seconds > 0.5 * took.seconds
+    assert took == (pytest.approx(2.0), pytest.approx(told))
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="needs Linux's schedstat")
-def test_who_shares_a_processor_waits_for_it_half_of_the_time():
-    """Two processes on one core, for many time slices."""
+def waited_seconds() -> float:
+    return int(SCHEDSTAT.read_text().split()[1]) * 1e-9
+
+
+@pytest.mark.skipif(not SCHEDSTAT.exists(), reason="needs Linux's schedstat")
+def test_a_thread_that_shares_a_processor_waits_for_it():
+    """Two processes on one core, until the kernel has let this one wait for a while."""
     everywhere = os.sched_getaffinity(0)
     core = min(everywhere)
     other = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
@@ -38,14 +71,20 @@ def test_who_shares_a_processor_waits_for_it_half_of_the_time():
             neighbour.stdout.readline()
             os.sched_setaffinity(0, {core})
             watch = Stopwatch(CPU)
+            before = waited_seconds()
             began = watch.now()
-            spin(0.5)
+            first = waited_seconds()
+            end = time.monotonic() + LIMIT_SECONDS
+            while waited_seconds() < first + 0.05:
+                assert time.monotonic() < end, "the kernel counts no waiting"
+            last = waited_seconds()
             took = watch.since(began)
+            after = waited_seconds()
             watch.close()
         finally:
             os.sched_setaffinity(0, everywhere)
             neighbour.kill()
-    assert 0.3 < took.waited_seconds / took.seconds < 0.9
+    assert last - first - 1e-6 <= took.waited_seconds <= after - before + 1e-6
 
 
 def test_without_the_kernels_word_nothing_was_waited_for(monkeypatch):

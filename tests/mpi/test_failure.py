@@ -85,7 +85,7 @@ def test_fit_left_by_all_ranks_between_synchronous_minibatches_can_go_on(job):
 def test_a_thread_can_end_the_job_though_mpi_abort_hangs(job, where):
     """It did in one of ten runs with Horovod. The thread that calls it keeps Python's lock meanwhile."""
     done = job(2, "stuck.py", where, fails=True)
-    assert time.time() - float(re.search(r"ending at ([\d.]+)", done.stdout)[1]) < 5.0
+    assert time.time() - float(re.search(r"ending at ([\d.]+)", done.stdout)[1]) < 30.0  # against hanging
     assert re.search(r"exited\s+on\s+signal 14", done.stdout), done.stdout
 
 
@@ -109,7 +109,7 @@ def test_a_disk_may_be_slow_as_long_as_it_moves(job, tmp_path):
     told = job(2, "slowdisk.py", str(tmp_path), "9", "0").stdout
     assert min(map(float, re.findall(r"saved in ([\d.]+) s", told))) > 4, told
     told = job(2, "slowdisk.py", str(tmp_path), "2", "60", fails=True).stdout
-    blamed = r"rank 1 on host \S+ writes stage-001\.safetensors, and its disk has taken nothing for \d+ s"
+    blamed = r"rank 1 on host \S+ writes stage-001\.safetensors, and its disk has accepted no data for \d+ s"
     assert re.search(f"hybridpipe: {blamed}", told), told
 
 

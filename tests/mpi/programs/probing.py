@@ -28,10 +28,10 @@ assert 1e6 < level.bandwidth < 1e12 and 0 < level.latency_seconds < 1 and level.
 assert 1e5 < level.allreduce.bandwidth <= level.bandwidth * 1.001, "no ring is faster than its links"
 assert 0 <= level.allreduce.wait_seconds < 1
 assert len(cluster.wakeup_seconds) in (0, world.size - 1)
-assert all(0 <= each < 0.1 for each in cluster.wakeup_seconds)
+assert all(0 <= each < 5 for each in cluster.wakeup_seconds)
 assert 0 <= level.allreduce.latency_seconds < 5 and level.allreduce.fit_error >= 0
 assert len(cluster.compute_speeds) == world.size and cluster.compute_speeds[0] == 1
 assert all(0.01 < speed <= 1 for speed in cluster.compute_speeds)
 assert cluster.relative_speed is None and cluster.memory_bytes > 0
-assert 0 < cluster.message_seconds < 0.1 and 0 <= cluster.message_seconds_per_byte < 1e-6
+assert 0 <= cluster.message_seconds < 5 and 0 <= cluster.message_seconds_per_byte < 1e-6
 assert 0 <= cluster.overlap <= 1
