@@ -218,14 +218,7 @@ def in_threads(
                 events[rank].append(done.events)
 
     each_in_a_thread(plan, train, barriers)
-    first = []
-    for spec in plan.stages[: plan.num_groups]:
-        replicas = [executors[rank] for rank in spec.ranks]
-        for others in replicas[1:]:
-            for mine, theirs in zip(_parameters(replicas[0]), _parameters(others), strict=True):
-                assert torch.equal(mine, theirs), "replicas differ"
-        assert all(stage.num_stashed == 0 for each in replicas for stage in each.stages)
-        first.append(replicas[0])
+    first = _first_replicas(plan, executors)
     held = [pair for each in first for pair in zip(each.held, each.stages, strict=True)]
     in_order = sorted(held, key=lambda pair: pair[0])
     seen = [] if plan.is_asynchronous or plan.chunks > 1 else range(len(minibatches) // accumulate)
@@ -236,6 +229,19 @@ def in_threads(
         events,
         executors,
     )
+
+
+def _first_replicas(plan: Plan, executors: dict[int, Executor]) -> list[Executor]:
+    """Return each stage's first replica; assert that the others are equal and all stashes empty."""
+    first = []
+    for spec in plan.stages[: plan.num_groups]:
+        replicas = [executors[rank] for rank in spec.ranks]
+        for others in replicas[1:]:
+            for mine, theirs in zip(_parameters(replicas[0]), _parameters(others), strict=True):
+                assert torch.equal(mine, theirs), "replicas differ"
+        assert all(stage.num_stashed == 0 for each in replicas for stage in each.stages)
+        first.append(replicas[0])
+    return first
 
 
 def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
