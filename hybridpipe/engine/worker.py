@@ -191,7 +191,7 @@ class Worker:
             return number
         found = np.array([number])
         request = together.Iallreduce(MPI.IN_PLACE, found, op=MPI.MAX)
-        self.transport.watch(request, found, "whether to update", together.ranks).wait()
+        self.transport.watch(request, found, "agreement on an update", together.ranks).wait()
         return int(found[0])
 
     def zero_grad(self) -> None:
