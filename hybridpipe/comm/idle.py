@@ -97,6 +97,6 @@ def measure_together(world: "MPI.Comm", measure: Callable[[Agree], ModelProfile]
 
 
 def _sleep_until(world: "MPI.Comm", request: "MPI.Request") -> None:
-    with rank_status.waiting("measuring together", range(world.size)):
+    with rank_status.waiting("joint measurement", range(world.size)):
         while not request.Test():
             time.sleep(PAUSE_SECONDS)

@@ -86,14 +86,8 @@ def encode_spec(spec: Spec) -> Tensor:
     Raises:
         ValueError: the spec is too long.
     """
-    text = json.dumps(
-        {
-            "single": spec.single,
-            "tensors": [
-                [list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in spec.tensors
-            ],
-        }
-    ).encode()
+    tensors = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in spec.tensors]
+    text = json.dumps({"single": spec.single, "tensors": tensors}).encode()
     if len(text) > SPEC_BYTES:
         raise ValueError(
             f"the shapes and types of a stage's outputs must fit in {SPEC_BYTES} bytes, got "

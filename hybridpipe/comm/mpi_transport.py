@@ -355,7 +355,7 @@ class MpiTransport:
         if arrived.num_bytes != what.num_bytes:
             pending.error = (
                 f"rank {what.peers[0]} sent {arrived.num_bytes} bytes with tag {what.tag} where the plan "
-                f"expects {what.num_bytes}; nothing of it was taken"
+                f"expects {what.num_bytes}; the message was not read"
             )
             self._arrived[what.peers[0], what.tag].appendleft(arrived)
             pending.complete()

@@ -165,13 +165,7 @@ class PointToPoint:
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
 
     def _send(
-        self,
-        kind: int,
-        microbatch: int,
-        cut: int,
-        peer: int,
-        spec: Spec,
-        tensors: Sequence[Tensor | None],
+        self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Sequence[Tensor | None]
     ) -> None:
         if spec.num_bytes > LARGEST_MESSAGE_BYTES:
             raise ValueError(

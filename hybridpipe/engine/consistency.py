@@ -30,7 +30,7 @@ from hybridpipe.types import Loss
 from hybridpipe.version import __version__
 
 _NOTHING = "nothing"
-COMPARED = "comparison of settings over all ranks"  # the name of the wait in reports
+COMPARED = "comparison of settings"  # the name of the wait in reports
 
 
 def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> None:

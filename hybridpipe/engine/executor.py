@@ -130,13 +130,13 @@ class Executor:
         for part in program.parts:
             self._execute(run, program, part)
             if part.num_minibatches:
-                yield run.take()
+                yield run.take_result()
                 run.now = self.clock()
         for stage in self.stages:
             stage.complete_gradients()
         run.end()
         if run.events:
-            yield run.take()
+            yield run.take_result()
 
     def begin(self, stream: Stream, done: int) -> "ProgramRun":
         """Return a new run of a program over a stream."""
@@ -183,9 +183,9 @@ class ProgramRun:
         self.unchecked: dict[int, torch.Tensor] = {}  # losses that no update covers so far
         self.events: list[Event] = []
         self.is_final = False  # True in the last backward of a chunk before its gradients are used
-        self.minibatches_due = 0  # in the next update
-        self.applied = 0  # minibatches, since `take`
-        self.covered = done  # minibatches, by all updates
+        self.minibatches_due = 0  # number of minibatches in the next update
+        self.applied = 0  # number of minibatches in updates since the last `take_result`
+        self.covered = done  # number of minibatches in all updates so far
         self.now = executor.clock()
 
     def do(self, instruction: Instruction, is_final: bool) -> None:
@@ -217,7 +217,7 @@ class ProgramRun:
         began, self.now = self.now, self.executor.clock()
         self.events.append(Event(instruction, began, self.now))
 
-    def take(self) -> UpdateResult:
+    def take_result(self) -> UpdateResult:
         """Return losses and events since the last call."""
         result = UpdateResult({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
         self.losses, self.events, self.applied = {}, [], 0

@@ -65,7 +65,7 @@ class Spoiling:
                 buffer = torch.cat([buffer, buffer])
             elif self.fault == "badtag":
                 tag += self.next_tag
-        pending: Pending = super().send(buffer, peer, tag)  # type: ignore[misc]  # of the transport behind
+        pending: Pending = super().send(buffer, peer, tag)  # type: ignore[misc]  # defined by the transport
         return pending
 
 

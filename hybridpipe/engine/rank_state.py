@@ -128,22 +128,14 @@ def put(executor: Executor, new: NewState) -> None:
     for of_stage in layers.values():
         for key, tensor in of_stage.tensors().items():
             overwrite(tensor, new.model[key])
-    statistics, update = executor.statistics, executor.update
-    statistics.begin_anew()
+    executor.statistics.begin_anew()
     if new.samples_seen is not None:
-        statistics.num_samples = new.samples_seen
-        statistics.num_batches = [
+        executor.statistics.num_samples = new.samples_seen
+        executor.statistics.num_batches = [
             {path: new.batches_agreed.get(of_stage.key(path), own) for path, own in before.items()}
-            for of_stage, before in zip(layers.values(), statistics.num_batches, strict=True)
+            for of_stage, before in zip(layers.values(), executor.statistics.num_batches, strict=True)
         ]
-    update.num_minibatches = new.num_minibatches
-    if update.optimizer is not None:
-        put_optimizer(update.optimizer, parameters(executor), new.parameters, not new.is_fresh)
-    if new.is_fresh:  # the new scheduler steps to where it would stand by now
-        update.num_minibatches = 0
-        update.catch_up(new.num_minibatches)
-    elif update.scheduler is not None and new.scheduler is not None:
-        update.scheduler.load_state_dict(new.scheduler.state)
+    _put_update(executor, new)
     if executor.stashed is not None:
         trained = {p: key for p, key in parameters(executor).items() if p.requires_grad}
         older = {
@@ -153,6 +145,19 @@ def put(executor: Executor, new: NewState) -> None:
         executor.stashed.restore(new.newest, older)
     if new.random is not None:
         new.random.put(executor.device)
+
+
+def _put_update(executor: Executor, new: NewState) -> None:
+    update = executor.update
+    if update.optimizer is not None:
+        put_optimizer(update.optimizer, parameters(executor), new.parameters, not new.is_fresh)
+    if new.is_fresh:  # the new scheduler steps to where it would stand by now
+        update.num_minibatches = 0
+        update.catch_up(new.num_minibatches)
+        return
+    update.num_minibatches = new.num_minibatches
+    if update.scheduler is not None and new.scheduler is not None:
+        update.scheduler.load_state_dict(new.scheduler.state)
 
 
 def stage_modules(executor: Executor) -> dict[int, StageModule]:

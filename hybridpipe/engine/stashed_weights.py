@@ -4,8 +4,8 @@ The plan names the version, `stage.weights` keeps it. Knows no messages and no o
 Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); PipeDream-2BW (ICML 2021).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -94,11 +94,9 @@ class StashedWeights:
         self._forward_states.pop(microbatch, None)
         self.versions.collect(self._of.pop(microbatch), factor)
 
-    @contextmanager
-    def update(self) -> Iterator[None]:
+    def update(self) -> AbstractContextManager[None]:
         """Make a new version of the update inside this context."""
-        with self.versions.update():
-            yield
+        return self.versions.update()
 
     def end(self) -> None:
         """Drop all versions but the newest."""

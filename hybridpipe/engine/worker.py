@@ -191,7 +191,7 @@ class Worker:
             return number
         found = np.array([number])
         request = together.Iallreduce(MPI.IN_PLACE, found, op=MPI.MAX)
-        self.transport.watch(request, found, "whether to update", together.ranks).wait()
+        self.transport.watch(request, found, "agreement on an update", together.ranks).wait()
         return int(found[0])
 
     def zero_grad(self) -> None:
@@ -363,17 +363,17 @@ class Worker:
         if replicas is None or replicas.size == 1:
             return
 
-        def add_up(tensor: Tensor) -> Tensor:
+        def sum_all(tensor: Tensor) -> Tensor:
             total = tensor.clone()
             replicas.Allreduce(MPI.IN_PLACE, total.numpy(), op=MPI.SUM)
             return total
 
-        def of_first(tensor: Tensor) -> Tensor:
+        def from_first(tensor: Tensor) -> Tensor:
             sent = tensor.clone()
             replicas.Bcast(sent.numpy(), 0)
             return sent
 
-        self.executor.statistics.agree(add_up, of_first)
+        self.executor.statistics.agree(sum_all, from_first)
 
     def state_dict(self, point: ResumePoint) -> RankState:
         """Return this rank's state at a resume point; its tensors are the live ones, not copies."""

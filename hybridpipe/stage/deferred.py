@@ -220,7 +220,7 @@ class _Deferred(torch.autograd.Function):
         of_inputs = of_weight = of_bias = None
         if ctx.needs_input_grad[2]:
             of_inputs = operation.input_gradient(gradient, inputs, weight)
-        # A layer may call autograd within its forward, and may even differentiate the result twice ...
+        # A layer may call autograd within its forward, and may even differentiate that gradient ...
         now = not sink.collecting or torch.is_grad_enabled()
         if now:
             of_weight = operation.weight_gradient(gradient, inputs, weight).to(ctx.weight.dtype)

@@ -82,23 +82,23 @@ class RunningStatistics:
         counted = (statistics(stage, COUNTED) for stage in self._stages)
         self.num_batches = [{path: int(tensor) for path, tensor in each.items()} for each in counted]
 
-    def agree(self, add_up: Callable[[Tensor], Tensor], of_first: Callable[[Tensor], Tensor]) -> None:
+    def agree(self, sum_all: Callable[[Tensor], Tensor], from_first: Callable[[Tensor], Tensor]) -> None:
         """Average the statistics over the stage's replicas, weighted by samples. Collective over them.
 
         Args:
-            add_up: returns the sum of a tensor over the replicas.
-            of_first: returns the first replica's tensor.
+            sum_all: returns the sum of a tensor over the replicas.
+            from_first: returns the first replica's tensor.
         """
-        total = int(add_up(torch.tensor(self.num_samples)))
+        total = int(sum_all(torch.tensor(self.num_samples)))
         if not total:
             return
         for stage, before in zip(self._stages, self.num_batches, strict=True):
             for path, buffer in _once(statistics(stage, COUNTED)).items():
-                buffer.fill_(before[path] + int(add_up(buffer.cpu() - before[path])))
+                buffer.fill_(before[path] + int(sum_all(buffer.cpu() - before[path])))
             for buffer in _once(statistics(stage, AVERAGED)).values():
                 own = buffer.detach().to("cpu", torch.float64)
-                first = of_first(own)
-                buffer.copy_(first + add_up(self.num_samples * (own - first)) / total)
+                first = from_first(own)
+                buffer.copy_(first + sum_all(self.num_samples * (own - first)) / total)
         self.begin_anew()
 
 

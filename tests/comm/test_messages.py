@@ -21,7 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Random bits, NaNs with a payload among them; of a bool only 0 and 1 are values."""
+    """Return random bits, including NaNs with a payload; a bool holds only 0 and 1."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,), dtype=torch.uint8)
     return bits.view(dtype).view(shape)
@@ -32,7 +32,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 def sent(tensors) -> tuple[torch.Tensor, ...]:
-    """Through a message and back."""
+    """Return tensors packed into a message and unpacked again."""
     spec = spec_of(tensors)
     buffer = torch.full((spec.num_bytes,), 170, dtype=torch.uint8)
     pack(buffer, spec, tensors, HEADER)
@@ -137,7 +137,7 @@ def test_a_spec_survives_its_encoding(spec):
 
 def test_what_cannot_be_described_is_refused():
     spec = Spec((TensorSpec((1, 2, 3, 4), torch.float32, True),) * 200)
-    with pytest.raises(ValueError, match=r"described in 4096 bytes, got \d+ bytes for 200 tensors"):
+    with pytest.raises(ValueError, match=r"must fit in 4096 bytes, got \d+ bytes for 200 tensors"):
         encode_spec(spec)
 
 

@@ -54,7 +54,7 @@ def test_order_for_each_tag(transport):
 
 def test_a_buffer_is_free_once_it_is_sent_and_dropped(transport):
     buffers, addresses = Buffers(), set()
-    gc.disable()  # by reference count alone
+    gc.disable()  # reference counts alone must free the buffer
     try:
         for _ in range(20):
             receiving = transport.receive(incoming := buffers.take(1 << 20), 0, tag=0)
@@ -128,7 +128,7 @@ def test_pauses_grow_while_nothing_comes():
 @pytest.mark.parametrize("transport", [{}, {"cores_to_spare": True}], indirect=True)
 @pytest.mark.parametrize("what", ["send", "receive"])
 def test_something_new_ends_a_long_pause(transport, what):
-    """A posted receive had waited for so long that the thread looked every 20 ms only."""
+    """The progress thread polls only every 20 ms after a posted receive has waited for long."""
     awaited = transport.receive(filled(8), 0, 1)
     deadline = time.monotonic() + 10
     while transport._resting <= 10e-3:
@@ -137,7 +137,7 @@ def test_something_new_ends_a_long_pause(transport, what):
     if what == "send":
         transport.send(filled(1 << 20), 0, 2)
     other = transport.receive(filled(1 << 20), 0, 2)
-    assert transport._pause <= 10e-3  # else it were the one behind a pause of more than that
+    assert transport._pause <= 10e-3  # otherwise it would be longer than the present pause
     if what == "receive":
         transport.send(filled(1 << 20), 0, 2)
     transport.send(filled(8), 0, 1)
@@ -146,7 +146,7 @@ def test_something_new_ends_a_long_pause(transport, what):
 
 
 def test_a_rank_that_waits_for_long_sleeps_with_and_without_a_core(transport):
-    """From its own thread's processor time, so that what else the machine does makes no difference."""
+    """The thread's processor time is measured, since it does not depend on other processes."""
     pending = transport.receive(filled(64), 0, tag=0)
     sender = threading.Timer(0.5, lambda: transport.send(filled(64, 5), 0, tag=0).wait())
     sender.start()
@@ -158,7 +158,7 @@ def test_a_rank_that_waits_for_long_sleeps_with_and_without_a_core(transport):
 
 
 def test_sends_that_nobody_waits_for_are_let_go(transport):
-    """Whoever waits sees to them once there are many: its own messages alone keep it busy here."""
+    """A rank whose waits always succeed at once must still complete its sends once there are many."""
     for _ in range(200):
         receiving = transport.receive(filled(64), 0, tag=0)
         transport.send(filled(64), 0, tag=0)
@@ -167,8 +167,8 @@ def test_sends_that_nobody_waits_for_are_let_go(transport):
 
 
 @pytest.mark.parametrize("transport", [{"progress_thread": False}], indirect=True)
-def test_without_a_thread_who_sends_lets_go_of_what_is_sent(transport):
-    """Under gpipe the first stage sends all microbatches without a wait; their buffers would all be held."""
+def test_without_a_progress_thread_sending_frees_buffers(transport):
+    """Under gpipe the first stage sends all microbatches without a wait, and would hold all buffers."""
     receiving = [transport.receive(filled(1 << 16), 0, tag=0) for _ in range(50)]
     most = 0
     for _ in range(50):
@@ -182,7 +182,7 @@ def test_without_a_thread_who_sends_lets_go_of_what_is_sent(transport):
 @pytest.mark.parametrize("sent, expected", [(128, 64), (64, 128), (1 << 22, 1 << 12), (1 << 12, 1 << 22)])
 @pytest.mark.parametrize("receive_first", [True, False])
 def test_a_message_of_another_size_is_not_taken(transport, sent, expected, receive_first):
-    """Open MPI would write the longer one past the buffer's end (4 MB: a crash), and take the shorter one."""
+    """Open MPI would write a longer one past the buffer's end (4 MB: a crash), and accept a shorter one."""
     surroundings = filled(expected + 128, 7)
     buffer = surroundings[64:-64]
     if receive_first:
@@ -196,7 +196,7 @@ def test_a_message_of_another_size_is_not_taken(transport, sent, expected, recei
     transport.receive(filled(sent), 0, tag=3).wait()  # it is still there
 
 
-def test_who_waits_in_vain_is_told_what_has_come_instead(transport):
+def test_a_slow_wait_can_look_at_unexpected_messages(transport):
     transport.send(filled(64, 5), 0, tag=4)
     transport.send(filled(1 << 16, 6), 0, tag=4)
 
@@ -207,7 +207,7 @@ def test_who_waits_in_vain_is_told_what_has_come_instead(transport):
     receiving = transport.receive(filled(64), 0, tag=3)
     with pytest.raises(ProtocolError, match="told"):
         receiving.wait(on_slow)
-    for size, value in [(64, 5), (1 << 16, 6)]:  # to look at them does not take them away
+    for size, value in [(64, 5), (1 << 16, 6)]:  # they can still be received
         transport.receive(buffer := filled(size), 0, tag=4).wait()
         assert buffer.eq(value).all()
     transport.send(filled(64), 0, tag=3)  # so that the transport can be closed

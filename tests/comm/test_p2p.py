@@ -1,4 +1,4 @@
-"""Two ranks in one thread: queues hold what is sent, so the receiver may come later."""
+"""Two ranks in one thread, over queues that hold messages until the receiver asks for them."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Counted(NamedTuple):
 
 
 class Watched(QueueTransport):
-    """Counts what is sent and the receives that are posted but not yet waited for."""
+    """A transport that counts messages sent, and receives posted but not yet waited for."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -52,7 +52,7 @@ class FaultyQueue(Spoiling, Watched):
 
 
 class Pair:
-    """Both ends of a straight plan with two stages."""
+    """Both ends of the cut in a straight plan with two stages."""
 
     def __init__(self):
         mailboxes = Mailboxes()
@@ -233,8 +233,8 @@ def test_a_message_that_does_not_match_the_plan_is_not_consumed(fault, told):
         pair.behind.receive_activation(1)
 
 
-def test_a_wrong_size_posted_ahead_is_told_as_such_by_who_waits_for_an_earlier_one():
-    """Its buffer was never filled: what stands there, of an older message perhaps, says nothing."""
+def test_a_wrong_size_posted_ahead_is_told_in_an_earlier_messages_wait():
+    """The header must not be checked: the buffer was not filled and may hold an older message."""
     pair = Pair()
     pair.begin(2, 2, 2)
     pair.forward(0, torch.randn(2, 3))

@@ -1,4 +1,4 @@
-"""Buffers are used again, and never while anything looks at them."""
+"""Buffers are reused, and never while a tensor uses their memory."""
 
 import gc
 import threading
@@ -88,7 +88,7 @@ def test_what_is_alive_never_shares_memory(actions):
 
 
 def test_buffers_may_come_back_from_another_thread():
-    """The progress thread drops the last reference to what has been sent."""
+    """The progress thread drops the last reference to a sent buffer."""
     buffers, handed, stop = Buffers(), [], threading.Event()
 
     def drop():

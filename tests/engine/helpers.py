@@ -51,7 +51,7 @@ class OnFirst(nn.Module):
 
 
 class Recorded(SharedSync):
-    """Keeps what the replicas agreed on."""
+    """Records the summed gradients of each update."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -63,13 +63,13 @@ class Recorded(SharedSync):
 
 
 class StageSum:
-    """The sum of a number over the stages of ranks that are threads."""
+    """Sums a number over the stages of ranks that are threads."""
 
     def __init__(self, barrier: threading.Barrier):
         self.barrier, self.numbers = barrier, {}
 
     def at(self, place: Place) -> Callable[[float], float]:
-        """For the rank there; replicas have the same number."""
+        """Return the function of the rank at `place`; replicas pass the same number."""
 
         def add_up(number: float) -> float:
             self.numbers[place] = number
@@ -82,7 +82,7 @@ class StageSum:
 
 
 class Result(NamedTuple):
-    """What a training left behind: per minibatch the loss and each parameter's gradient, and the weights."""
+    """The results of a training: loss and gradients of each minibatch, and the weights at the end."""
 
     losses: list[float]
     gradients: list[list[Tensor | None]]
@@ -94,7 +94,7 @@ class Result(NamedTuple):
 def make_plan(
     name: str, num_layers: int, num_microbatches: int, schedule: str = "1f1b", **options: Any
 ) -> Plan:
-    """From "2-1" and the like: the layers shared out evenly."""
+    """Make a plan from a name such as "2-1", with the layers divided evenly among the stages."""
     replicas = [int(count) for count in name.split("-")] * options.get("chunks", 1)
     edges = [round(i * num_layers / len(replicas)) for i in range(len(replicas) + 1)]
     stages = tuple(StageSpec(*each) for each in zip(edges, edges[1:], replicas, strict=False))
@@ -110,7 +110,7 @@ def one_process(
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
 ) -> Result:
-    """Plain PyTorch, the whole minibatch at once; an update after each `accumulate` of them."""
+    """Train in plain PyTorch on whole minibatches, with an update after every `accumulate` of them."""
     model = copy.deepcopy(model)
     parameters = list(model.parameters())
     update = optimizer([p for p in parameters if p.requires_grad])
@@ -139,7 +139,7 @@ def make_executors(
     rule: UpdateRule,
     timeout_seconds: float = 5.0,
 ) -> tuple[dict[int, Executor], list[threading.Barrier]]:
-    """Every rank's, with a model of its own, and the barriers where they wait for each other."""
+    """Return each rank's executor, with a model of its own, and the barriers where ranks wait."""
     check_plan(model, plan)
     mailboxes = Mailboxes()
     executors: dict[int, Executor] = {}
@@ -147,7 +147,7 @@ def make_executors(
     stage_sum = StageSum(barriers[0])
     for group, spec in enumerate(plan.stages[: plan.num_groups]):
         held = plan.held_stages(Place(group, 0))
-        stages = [[_stage(plan, model, s, loss) for s in held] for _ in spec.ranks]  # for each replica
+        stages = [[_stage(plan, model, s, loss) for s in held] for _ in spec.ranks]
         parameters = [[p for stage in each for p in stage.module.parameters()] for each in stages]
         barriers.append(threading.Barrier(spec.replicas, timeout=timeout_seconds))
         for r, rank in enumerate(spec.ranks):
@@ -168,14 +168,14 @@ def make_executors(
 
 
 def each_in_a_thread(plan: Plan, work: Callable[[int], None], barriers: Sequence[threading.Barrier]) -> None:
-    """`work(rank)` for each rank at once. Raises what would be told first."""
+    """Call `work(rank)` in a thread for each rank, and raise the error that processes would report first."""
     errors: list[Exception] = []
 
     def run(rank: int) -> None:
         try:
             work(rank)
         except Exception as error:
-            time.sleep(getattr(error, "stagger_seconds", 0.0))  # as processes do before they report
+            time.sleep(getattr(error, "stagger_seconds", 0.0))  # processes also wait before they report
             errors.append(error)
             for barrier in barriers:
                 barrier.abort()
@@ -200,7 +200,7 @@ def in_threads(
     rule: UpdateRule | None = None,
     accumulate: int = 1,
 ) -> Result:
-    """The same under a plan. Raises what the first failing rank raised."""
+    """Train under a plan, with a thread for each rank, and raise the first failing rank's error."""
     executors, barriers = make_executors(plan, model, loss, rule or UpdateRule(optimizer), timeout_seconds)
     cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
     streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
@@ -218,14 +218,7 @@ def in_threads(
                 events[rank].append(done.events)
 
     each_in_a_thread(plan, train, barriers)
-    first = []
-    for spec in plan.stages[: plan.num_groups]:
-        replicas = [executors[rank] for rank in spec.ranks]
-        for others in replicas[1:]:
-            for mine, theirs in zip(_parameters(replicas[0]), _parameters(others), strict=True):
-                assert torch.equal(mine, theirs), "replicas differ"
-        assert all(stage.num_stashed == 0 for each in replicas for stage in each.stages)
-        first.append(replicas[0])
+    first = _first_replicas(plan, executors)
     held = [pair for each in first for pair in zip(each.held, each.stages, strict=True)]
     in_order = sorted(held, key=lambda pair: pair[0])
     seen = [] if plan.is_asynchronous or plan.chunks > 1 else range(len(minibatches) // accumulate)
@@ -236,6 +229,19 @@ def in_threads(
         events,
         executors,
     )
+
+
+def _first_replicas(plan: Plan, executors: dict[int, Executor]) -> list[Executor]:
+    """Return each stage's first replica; assert that the others are equal and all stashes empty."""
+    first = []
+    for spec in plan.stages[: plan.num_groups]:
+        replicas = [executors[rank] for rank in spec.ranks]
+        for others in replicas[1:]:
+            for mine, theirs in zip(_parameters(replicas[0]), _parameters(others), strict=True):
+                assert torch.equal(mine, theirs), "replicas differ"
+        assert all(stage.num_stashed == 0 for each in replicas for stage in each.stages)
+        first.append(replicas[0])
+    return first
 
 
 def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
@@ -255,7 +261,7 @@ def _parameters(executor: Executor) -> list[Tensor]:
 
 
 def assert_same(result: Result, expected: Result, within: float = 1e-12) -> None:
-    """Losses, gradients and parameters, to rounding."""
+    """Assert that losses, gradients and parameters are equal up to rounding."""
     torch.testing.assert_close(result.losses, expected.losses, rtol=0, atol=within)
     for seen, wanted in zip(result.gradients, expected.gradients, strict=False):
         for gradient, reference in zip(seen, wanted, strict=True):

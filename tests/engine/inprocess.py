@@ -1,4 +1,4 @@
-"""In-process: the same executor with a thread for each rank, queues for the wire. No MPI messages move."""
+"""In-process ranks: a transport over queues and a gradient sync over shared memory, without MPI."""
 
 import threading
 from collections import defaultdict
@@ -20,12 +20,12 @@ class Mailboxes:
         self._lock = threading.Lock()
 
     def queue(self, sender: int, receiver: int, tag: int) -> "Queue[Tensor]":
-        """Messages in order."""
+        """Return the queue from a sender to a receiver under a tag."""
         with self._lock:
             return self._queues[sender, receiver, tag]
 
-    def lying(self, sender: int, receiver: int) -> list[Unexpected]:
-        """The messages that have not been taken."""
+    def waiting(self, sender: int, receiver: int) -> list[Unexpected]:
+        """Return the messages that have not been received."""
         with self._lock:
             return [
                 Unexpected(tag, message)
@@ -37,7 +37,7 @@ class Mailboxes:
 
 class _Sent:
     def wait(self, on_slow: Callable[[], None] | None = None) -> None:
-        """Buffered: done at once."""
+        """Return at once, since queues buffer the message."""
 
     def is_complete(self) -> bool:
         return True
@@ -49,7 +49,7 @@ class _Receiving:
         self._completed = False
 
     def wait(self, on_slow: Callable[[], None] | None = None) -> None:
-        """Raises queue.Empty when nothing comes in time."""
+        """Wait for the message, and raise queue.Empty after the timeout."""
         if self._completed:
             return
         try:
@@ -80,16 +80,16 @@ class QueueTransport:
         return _Sent()
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Take from the mailbox when waited for."""
+        """Return a receive that takes the message from the mailbox in its `wait`."""
         return _Receiving(buffer, self._mailboxes.queue(peer, self._rank, tag), self._timeout_seconds)
 
     def unexpected(self, peer: int) -> list[Unexpected]:
-        """What lies in the peer's mailbox for this rank: whoever has asked takes it when it waits."""
-        return self._mailboxes.lying(peer, self._rank)
+        """Return all messages from the peer in the mailboxes; posted receives take theirs only in `wait`."""
+        return self._mailboxes.waiting(peer, self._rank)
 
 
 class SharedSync:
-    """Gradients summed over the replicas of a stage, which are threads of one process."""
+    """Sums gradients over the replicas of a stage, which are threads of one process."""
 
     bytes_reduced = 0
 
@@ -105,23 +105,23 @@ class SharedSync:
 
     @property
     def owned(self) -> list[Tensor]:
-        """All of them."""
+        """All parameters."""
         return self._parameters
 
     def renew(self) -> None:
-        """Nothing depends on what is trained."""
+        """Do nothing: the sum covers all parameters."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no resources to release."""
 
     def begin_final_backward(self) -> None:
-        """Nothing starts early here."""
+        """Do nothing: no sum starts early."""
 
     def end_final_backward(self) -> None:
-        """Nothing did."""
+        """Do nothing: no sum has started."""
 
     def finish(self) -> None:
-        """Every replica computes the same sum, in the order of the replicas."""
+        """Compute the sum in the order of the replicas, the same on each of them."""
         self._barrier.wait()
         sums = []
         for same in zip(*self._all, strict=True):

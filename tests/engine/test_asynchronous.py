@@ -1,6 +1,6 @@
-"""Asynchronous schedules in threads: the runtime's weights are those of the formulas.
+"""Asynchronous schedules in threads: the weights equal those of the papers' formulas.
 
-Without dropout, as threads share torch's generator; tests/mpi has it.
+The models have no dropout here, since threads share torch's generator; tests/mpi covers dropout.
 """
 
 from collections import defaultdict
@@ -98,8 +98,8 @@ def test_learning_rates_are_left_alone_when_asked():
 
 SCHEDULERS = {
     "step": partial(torch.optim.lr_scheduler.StepLR, step_size=7, gamma=0.5),
-    "cosine": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=15),  # from the rate before
-    "one cycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=30),  # and momentum
+    "cosine": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=15),  # computes from the last rate
+    "one cycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=30),  # sets momentum
 }
 
 

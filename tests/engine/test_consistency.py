@@ -1,4 +1,4 @@
-"""What ranks must have in common, as text; tests/mpi compares."""
+"""The facts that ranks compare, as text; tests/mpi compares them between processes."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ PLAN = Plan((StageSpec(0, 1), StageSpec(1, 2)))
 
 
 class World:
-    """What rank 1 of two sees, where rank 0 has `first`."""
+    """A world of two as rank 1 sees it, where rank 0 has the facts `first`."""
 
     size = 2
 
@@ -64,7 +64,7 @@ def test_another_version_is_told_first():
 
 
 def test_a_cycle_time_of_the_first_host_only_is_told(monkeypatch):
-    """Open MPI carries only its own variables to other hosts; ranks would join different tensors."""
+    """Open MPI passes only its own variables to other hosts; ranks would fuse different tensors."""
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "10")
     theirs = described()
     monkeypatch.delenv("HOROVOD_CYCLE_TIME")

@@ -33,7 +33,7 @@ def mlp() -> nn.Sequential:
 
 
 def skip() -> nn.Sequential:
-    """Boundaries of three tensors: one with gradient, one of integers, one skip connection."""
+    """A model whose cuts carry three tensors: one with gradient, one of integers, one skip connection."""
     return nn.Sequential(
         nn.Linear(FEATURES, 6),
         Call(lambda x: (x, x.argmax(1), x)),
@@ -52,7 +52,7 @@ def frozen(*indices: int) -> nn.Sequential:
 
 
 def with_unused() -> nn.Sequential:
-    """A parameter that no microbatch uses: its gradient stays None, so weight decay passes it by."""
+    """A model with parameters that no microbatch uses: their gradients stay None, so no weight decay."""
     model = mlp()
     for i in (0, 4):
         model[i].register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
@@ -60,7 +60,7 @@ def with_unused() -> nn.Sequential:
 
 
 def branches() -> nn.Sequential:
-    """Of two tensors that cross every cut behind the first layer one is never used."""
+    """A model whose cuts after the first layer carry a tensor that no later layer uses."""
     return nn.Sequential(
         Both(FEATURES, 6),
         OnFirst(nn.Tanh()),
@@ -80,14 +80,14 @@ class Both(nn.Module):
 
 
 def detached() -> nn.Sequential:
-    """Nothing comes back over a cut before the third layer."""
+    """A model without a gradient at cuts before the third layer."""
     return nn.Sequential(
         nn.Linear(FEATURES, 6), nn.Tanh(), Call(torch.Tensor.detach), nn.Linear(6, CLASSES)
     ).double()
 
 
 class OnPositive(nn.Module):
-    """Uses its parameters for samples that begin with a positive number, and not at all where none does."""
+    """Uses its parameters only if some sample begins with a positive number."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ def test_models_that_are_no_plain_chain(make_model, name):
 @pytest.mark.parametrize("name", ["1-1", "2-1", "1-3", "1-1-1"])
 @pytest.mark.parametrize("make_model", [branches, detached])
 def test_what_nothing_behind_a_cut_uses_has_no_gradient(make_model, name, schedule, recompute):
-    """The stage behind sent zeros once, so that weight decay and momentum moved what one process leaves."""
+    """The next stage once sent zeros, so weight decay and momentum changed unused parameters."""
     model, data = make_model(), minibatches(8, 8, 3)
     plan = make_plan(name, len(model), 4, schedule, recompute=recompute)
     result = in_threads(plan, model, data, 2, cross_entropy, momentum)
@@ -164,14 +164,14 @@ def test_a_loss_that_depends_on_nothing_trained_is_refused():
 
 
 class Drawing(nn.Module):
-    """Scales by numbers of all three generators."""
+    """Scales its input by numbers drawn from torch, Python and NumPy."""
 
     def forward(self, x):
         return x * (torch.rand(()) + random.random() + np.random.random())
 
 
 def test_a_recomputed_layer_draws_the_same_numbers_and_the_process_none():
-    """Draws from `random` and NumPy were not keyed: the gradient was of another forward than the loss."""
+    """Draws from `random` and NumPy were once not keyed: loss and gradient came from different forwards."""
     layers = nn.Linear(FEATURES, 6), Drawing(), nn.Linear(6, CLASSES), Drawing()
     model, data = nn.Sequential(*layers).double(), minibatches(4, 4)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
@@ -210,7 +210,7 @@ def test_adam():
 
 @pytest.mark.parametrize("name", ["1-2-1", "3-2"])
 def test_events_are_the_program_in_order_and_do_not_overlap(name):
-    """With the loading of data before the forwards of the first stage and the last."""
+    """A load event precedes each forward of the first and the last stage."""
     model, data = mlp(), minibatches(12, 7)
     plan = make_plan(name, len(model), 6)
     result = in_threads(plan, model, data, 2, cross_entropy, momentum)
@@ -226,7 +226,7 @@ def test_events_are_the_program_in_order_and_do_not_overlap(name):
             assert times == sorted(times)
 
 
-WIDE = 512  # such a layer's products are joined
+WIDE = 512  # the weight gradients of a layer of this width are batched
 
 
 @pytest.mark.parametrize(
@@ -234,13 +234,13 @@ WIDE = 512  # such a layer's products are joined
     [
         ("1-1", "1f1b", 1, {1}),
         ("1-1-1", "gpipe", 1, {1, 2}),
-        ("1-2", "1f1b", 1, set()),  # the all-reduce begins in the last backward
-        ("1-1", "interleaved-1f1b", 3, {0, 1}),  # of their later stages
+        ("1-2", "1f1b", 1, set()),  # the all-reduce starts in the last backward
+        ("1-1", "interleaved-1f1b", 3, {0, 1}),  # in the later stage of each rank
         ("1-1", "zero-bubble", 1, set()),  # a product for each microbatch
     ],
 )
-def test_products_that_another_stage_waited_for_are_made_when_all_is_sent(name, schedule, chunks, making):
-    """The last gradient took so much longer to be sent: a fifth of a minibatch of large layers."""
+def test_deferred_wgrad_is_computed_after_the_last_send(name, schedule, chunks, making):
+    """It once delayed the last gradient's send, by a fifth of a minibatch with large layers."""
     model = nn.Sequential(nn.Linear(FEATURES, WIDE), *(nn.Linear(WIDE, WIDE) for _ in range(5))).double()
     data = minibatches(12, 7)
     plan = make_plan(name, len(model), 6, schedule, chunks=chunks)
@@ -249,7 +249,7 @@ def test_products_that_another_stage_waited_for_are_made_when_all_is_sent(name, 
     for rank in plan.ranks:
         for events in result.events[rank]:
             names = [type(event.instruction) for event in events]
-            count = len(plan.held_stages(plan.place(rank))) - (rank == 0)  # nobody waits for the first
+            count = len(plan.held_stages(plan.place(rank))) - (rank == 0)  # no stage waits for the first one
             assert names.count(Products) == (count if rank in making else 0)
             if rank in making:
                 first = names.index(Products)

@@ -35,7 +35,7 @@ def test_keys_are_the_same_on_every_machine_and_in_every_version():
 
 
 def process_draws() -> list[float]:
-    """An odd number of normal ones, of which two are drawn at once."""
+    """Draw an odd number of normal numbers, since generators make them in pairs and keep one."""
     return [*torch.rand(3).tolist(), random.gauss(0, 1), *np.random.standard_normal(3)]
 
 

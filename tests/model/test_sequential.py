@@ -54,7 +54,7 @@ class Scaled(nn.Sequential):
 
 
 def test_a_sequential_that_does_more_than_call_its_children_is_refused():
-    """Cut between its children it would silently be another function."""
+    """Stages would run its children only, which is silently another function."""
     with pytest.raises(TypeError, match="Residual has its own forward"):
         num_layers(Residual(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="Scaled has its own scale"):

@@ -46,7 +46,7 @@ def test_what_is_not_finite_is_counted(dtype):
 
 
 def test_types_without_infinity_or_order_are_looked_at_too():
-    """NaN in complex numbers was not seen, and torch does not compare those of eight bits."""
+    """NaN in complex numbers was once missed, and torch cannot compare floats of eight bits."""
     assert not_finite(torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)) is None
     assert not_finite(torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn)) == "1 NaN and 0 infinite of 2"
     numbers = torch.tensor([1 + 1j, complex(0, NAN), complex(INFINITY, 0)])
@@ -56,5 +56,5 @@ def test_types_without_infinity_or_order_are_looked_at_too():
 
 @pytest.mark.parametrize("tensor", [B, B > 0, torch.empty(0), torch.full((2,), 3e38), A.to_sparse()])
 def test_what_is_no_number_or_merely_large_passes(tensor):
-    """A sum of the largest numbers overflows; what is sparse no file can hold, which is told elsewhere."""
+    """A sum of the largest numbers overflows; sparse tensors are refused elsewhere."""
     assert not_finite(tensor) is None

@@ -66,7 +66,7 @@ def may_read_memory_of_others():
     "program, arguments, compared",
     [("exactness.py", ["4", "2-1", "1-1-1"], 16), ("asynchronous.py", ["1-1-1", "2-1"], 12)],
 )
-def test_with_a_communication_thread_training_is_the_same(job, program, arguments, compared):
+def test_with_a_progress_thread_training_is_the_same(job, program, arguments, compared):
     """Elsewhere ranks that fill this machine's cores have none."""
     done = job(3, program, *arguments, env=WITHOUT_SINGLE_COPY)
     assert done.stdout.count("parameters within") == compared

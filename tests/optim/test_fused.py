@@ -1,4 +1,4 @@
-"""A fused step beside the plain one, and what is left to the plain one."""
+"""Fused steps equal plain ones, and unsupported cases keep the plain loop."""
 
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -33,7 +33,7 @@ def give_gradients(trained, step):
 
 @pytest.fixture
 def used(monkeypatch):
-    """How often each of torch's fused kernels ran."""
+    """Count the calls of each of torch's fused kernels."""
     counts = {}
 
     def counting(name):
@@ -62,7 +62,7 @@ def test_a_fused_step_is_the_plain_one_but_for_rounding(used, name, dtype, toler
         plainly.step()
         with fused(fusing):
             fusing.step()
-        assert all(group["fused"] is None for group in fusing.param_groups)  # as a checkpoint has it
+        assert all(group["fused"] is None for group in fusing.param_groups)  # the user's option
     assert sum(used.values()) == 10
     for one, other in zip(plain, ours, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
@@ -70,7 +70,7 @@ def test_a_fused_step_is_the_plain_one_but_for_rounding(used, name, dtype, toler
 
 @pytest.mark.parametrize("fused_steps", [(0, 1, 4), (2, 3, 5)])
 def test_it_may_begin_and_end_at_any_step(used, fused_steps):
-    """Training that goes on from a checkpoint of the plain loop, and the other way round."""
+    """A checkpoint of the plain loop can continue with fused steps, and the other way round."""
     for make, options in OPTIMIZERS.values():
         plain, ours = parameters(torch.float64), parameters(torch.float64)
         plainly, fusing = make(plain, lr=0.1, **options), make(ours, lr=0.1, **options)
@@ -89,12 +89,12 @@ def test_it_may_begin_and_end_at_any_step(used, fused_steps):
 
 
 def test_autograd_sees_that_the_weights_were_changed():
-    """The kernels alone leave a graph valid that the plain loop does not, and its gradients are wrong."""
+    """Autograd refuses an older graph after a plain step; after the bare kernels it gives wrong gradients."""
     parameter = nn.Parameter(torch.ones(3))
     graph = (parameter * parameter).sum()
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    # A user's, behind the step: now nothing tells what was trained.
+    # A user's hook behind the step drops the gradients, which show the trained parameters.
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     with fused(optimizer):
         optimizer.step()
@@ -136,10 +136,10 @@ def test_an_error_in_a_step_leaves_the_options_as_they_were():
     ids=str,
 )
 def test_what_the_user_has_said_holds(used, options):
-    trained = [p.requires_grad_(False) for p in parameters()]  # or a differentiable step refuses them
+    trained = [p.requires_grad_(False) for p in parameters()]  # a differentiable step refuses others
     optimizer = torch.optim.Adam(trained, **{"lr": 0.1} | options)
     give_gradients(trained, 0)
-    with fused(optimizer), suppress(AssertionError):  # of the plain loop, to `capturable` on a CPU
+    with fused(optimizer), suppress(AssertionError):  # the plain loop refuses `capturable` on a CPU
         optimizer.step()
     assert not used
     assert optimizer.param_groups[0]["fused"] is options.get("fused")
@@ -168,8 +168,10 @@ def test_a_subclass_is_left_alone(used):
 
 @pytest.mark.parametrize("transposed", [{"weight"}, {"first"}, {"second"}, {"first", "second"}])
 def test_memory_in_another_order_is_not_taken_for_the_same(used, transposed):
-    """The kernels would add the transposed gradient of a square weight, without an error. A buffer that the
-    first gradient has made lies as that one did."""
+    """The kernels would add the transposed gradient of a square weight without an error.
+
+    A momentum buffer has the memory layout of the first gradient.
+    """
 
     def make(name, start):
         numbers = torch.arange(start, start + 16.0).reshape(4, 4)
@@ -216,7 +218,7 @@ def test_a_sparse_gradient_is_left_to_the_plain_loop(used):
 
 
 def test_a_gradient_that_comes_later_than_others(used):
-    """Torch's fused SGD fails where some have a momentum and others not: it knows one first step of all."""
+    """Torch's fused SGD fails if only some parameters have a momentum buffer."""
     plain, ours = parameters(torch.float64), parameters(torch.float64)
     plainly, fusing = (torch.optim.SGD(each, lr=0.1, momentum=0.9) for each in (plain, ours))
     for step in range(4):

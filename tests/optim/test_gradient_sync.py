@@ -1,4 +1,4 @@
-"""Buckets and hooks, with a Horovod that only notes what it is asked for."""
+"""Buckets and hooks, with a fake Horovod that records its calls."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Started(NamedTuple):
 
 
 class Horovod:
-    """As if the stage's other replica had the same gradients, or none, or no parameter unused."""
+    """A fake Horovod whose other replica has the same gradients, or none, or uses every parameter."""
 
     Sum = "sum"
 
@@ -35,7 +35,7 @@ class Horovod:
         return self.started[-1]
 
     def poll(self, handle):
-        """Done at the second look."""
+        """Report the end at the second poll."""
         self.looks[handle.name] += 1
         return self.looks[handle.name] > 1
 
@@ -230,7 +230,7 @@ def test_compressed_gradients_travel_as_halves_and_arrive_as_they_were(monkeypat
 
 
 class AtOnce(Horovod):
-    """As if the all-reduce were done before the backward goes on."""
+    """A fake Horovod whose all-reduce is complete before the backward continues."""
 
     def grouped_allreduce_async_(self, tensors, name, op):
         handle = super().grouped_allreduce_async_(tensors, name, op)
@@ -243,7 +243,7 @@ class AtOnce(Horovod):
 
 
 class Position(nn.Module):
-    """Autograd makes the gradients of both summands from one tensor."""
+    """Adds a position; autograd gives both summands one gradient tensor."""
 
     def __init__(self):
         super().__init__()
@@ -253,8 +253,8 @@ class Position(nn.Module):
         return value + self.position[None]
 
 
-def test_summing_amid_the_backward_leaves_what_it_goes_on_with_alone(monkeypatch):
-    """With one sample the input's gradient was the sum over the replicas of the position's."""
+def test_an_in_place_sum_does_not_change_gradients_that_the_backward_reads(monkeypatch):
+    """With one sample the input's gradient was once the sum over the replicas of the position's gradient."""
     monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", 1)
     net = nn.Sequential(nn.Linear(4, 4), Position(), nn.Linear(4, 2))
     inputs = torch.randn(1, 3, 4)
@@ -272,7 +272,7 @@ def test_summing_amid_the_backward_leaves_what_it_goes_on_with_alone(monkeypatch
 
 
 class Shared(nn.Module):
-    """One layer in two checkpoints, which autograd runs again one by one."""
+    """Runs one layer in two activation checkpoints, which autograd repeats one after the other."""
 
     def __init__(self, **options):
         super().__init__()
@@ -285,7 +285,7 @@ class Shared(nn.Module):
 
 
 def test_a_gradient_that_comes_when_the_sum_has_begun_is_refused(monkeypatch):
-    """It was lost, or added to what Horovod was summing. Torch's DDP refuses it, too."""
+    """It would be lost, or added to the tensor that Horovod is summing; torch's DDP refuses it, too."""
     net = Shared(use_reentrant=True)
     reducer, _ = make(monkeypatch, net.parameters())
     reducer.begin_final_backward()

@@ -1,4 +1,4 @@
-"""Numbers gone bad, on one rank; tests/mpi lets several agree."""
+"""The check for NaN and infinity on one rank; tests/mpi covers the agreement of several ranks."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def test_finite_numbers_pass():
     rank = Rank()
     assert rank.allows(1.0, 2.0)
     for parameter in rank.stage.module.parameters():
-        parameter.grad = None  # such as frozen in effect
+        parameter.grad = None  # as for an unused parameter
     assert rank.allows() and rank.allows(1.0)
 
 
@@ -98,7 +98,7 @@ def test_training_stops_before_the_weights_are_spoilt():
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant")
 def test_a_sparse_gradient_is_looked_at_like_any_other():
-    """An embedding's with sparse=True: there is neither a norm nor isfinite of it as a whole."""
+    """Torch has neither a norm nor isfinite of the gradient of an embedding with sparse=True."""
     rank = Rank()
     weight = rank.stage.module[0].weight
     weight.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (3, 3))

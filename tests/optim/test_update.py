@@ -1,4 +1,4 @@
-"""Updates: clipping over all stages, schedulers that count minibatches, rates that nobody else sees."""
+"""Updates: clipping over all stages, schedulers that count minibatches, and scaled learning rates."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ def test_a_step_is_fused_where_the_optimizer_leaves_that_open():
     assert seen == [True] and optimizer.param_groups[0]["fused"] is None
 
 
-# --- the rate
+# --- the learning rate
 
 
 def test_without_a_delay_the_rate_is_the_users():
@@ -95,7 +95,7 @@ def test_clipping_is_that_of_torch(max_norm, value):
 
 def test_a_norm_at_the_limit_is_clipped_as_torch_does():
     mine, whole = parameters(1.0), parameters(1.0)
-    nn.utils.clip_grad_norm_(whole, math.sqrt(3))  # which divides by 1e-6 more than the norm
+    nn.utils.clip_grad_norm_(whole, math.sqrt(3))  # torch divides by the norm plus 1e-6
     torch.optim.SGD(whole, lr=1.0).step()
     Update(torch.optim.SGD(mine, lr=1.0), max_norm=math.sqrt(3)).step()
     torch.testing.assert_close(mine, whole, rtol=0, atol=1e-15)
@@ -126,14 +126,14 @@ def test_all_parameter_groups_are_clipped_and_scaled():
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5, 1.0]
 
 
-# --- the rate that others see
+# --- the learning rate that schedulers see
 
 
 def test_the_scheduler_counts_minibatches_and_sees_the_users_rate():
     optimizer = sgd(parameters(1.0))
     update = Update(optimizer, step_lr, LearningRate(scale=3.0, delay=4, warm_up=100))
     seen = []
-    for count in (1, 1, 2, 1):  # the last two updates are of round(s) of a stage with replicas
+    for count in (1, 1, 2, 1):  # an update of a stage with replicas covers a round of several minibatches
         update.step(count)
         seen.append(optimizer.param_groups[0]["lr"])
     assert seen == [0.1, 0.05, 0.025, 0.025]
@@ -181,10 +181,10 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
     assert optimizer.param_groups[0]["lr"] is given and given == 0.5
     mine.grad = torch.ones_like(mine)
     update.step()
-    assert optimizer.param_groups[0]["lr"] is given and given == 0.25  # the scheduler's
+    assert optimizer.param_groups[0]["lr"] is given and given == 0.25  # the scheduler has set it
 
 
-# --- what is refused
+# --- refused optimizers and options
 
 
 def test_optimizers_without_a_rate_work_where_nothing_changes_it():
@@ -206,7 +206,7 @@ def test_schedulers_that_want_a_metric_are_refused():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     with pytest.raises(ValueError, match=r"lr_scheduler .* got ReduceLROnPlateau with step\(metrics\)"):
         Update(sgd(parameters(1.0)), plateau)
-    Update(None, plateau)  # never made
+    Update(None, plateau)  # without an optimizer no scheduler is made
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_what_makes_sense_is_not():
 
 
 class Spare(nn.Module):
-    """Has a parameter that it does not use."""
+    """A layer with a parameter that it does not use."""
 
     def __init__(self, size: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers and values that pipelines meet: skip connections, masks, outputs without gradient."""
+"""Layers for tests of stages: skip connections, masks, outputs without gradient."""
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ def join():
 
 
 def double(*layers: nn.Module) -> nn.Sequential:
-    """In float64, so that two orders of adding up differ by 1e-16 and a mistake by more."""
+    """Return a model in float64, where two orders of addition differ by 1e-16 and a mistake by more."""
     return nn.Sequential(*layers).double()
 
 
@@ -48,7 +48,7 @@ def batch(num_samples: int, num_features: int) -> torch.Tensor:
 
 
 class Shared(nn.Module):
-    """One linear layer used twice, its weight used a third time from outside."""
+    """Uses one linear layer twice, and its weight a third time."""
 
     def __init__(self, size):
         super().__init__()
@@ -59,7 +59,7 @@ class Shared(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is also that of the linear layer behind."""
+    """An embedding that shares its weight with the linear layer after it."""
 
     def __init__(self, entries, size, sparse=False):
         super().__init__()
@@ -71,7 +71,7 @@ class Tied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Runs `inner` again in the backward."""
+    """Runs `inner` under activation checkpointing, so again in the backward."""
 
     def __init__(self, inner, use_reentrant):
         super().__init__()
@@ -82,7 +82,7 @@ class Checkpointed(nn.Module):
 
 
 class Penalised(nn.Module):
-    """Adds to its output the gradient of its input: autograd inside the forward, differentiated again."""
+    """Adds its input's gradient to its output, so the backward differentiates a gradient."""
 
     def __init__(self, inner):
         super().__init__()
@@ -95,7 +95,7 @@ class Penalised(nn.Module):
 
 
 class Implicit(nn.Module):
-    """Runs autograd for its input's gradient inside the backward, twice, before the real one goes on."""
+    """Runs autograd twice for its input's gradient inside the backward."""
 
     def __init__(self, size):
         super().__init__()
@@ -116,7 +116,7 @@ class Implicit(nn.Module):
 
 
 class Stateful(nn.Module):
-    """Its output depends on buffers that its forwards change, in place and by replacement."""
+    """Computes outputs from buffers that its forwards change, in place and by replacement."""
 
     def __init__(self, size):
         super().__init__()

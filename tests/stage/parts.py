@@ -1,6 +1,6 @@
-"""Parts of models that test what a stage does to a backward: layers of every kind, with inputs that fit.
+"""Layers of every kind with inputs that fit, in float64, for tests of a stage's backward.
 
-In float64. `CASES` gives for each a function that makes (layers, inputs).
+`CASES` maps a name to a function that makes (layers, inputs).
 """
 
 import torch
@@ -42,7 +42,7 @@ def noisy() -> nn.Sequential:
 
 
 def first(module: nn.Module) -> Call:
-    """The module's first output alone, as of an LSTM."""
+    """Returns only the first output of a module, such as an LSTM."""
     call = Call(lambda x: module(x)[0])
     call.module = module
     return call
@@ -158,7 +158,7 @@ def vmapped(module: nn.Module) -> Call:
 
 
 def case(name: str) -> tuple[list[nn.Module], torch.Tensor]:
-    """The layers, each time with the same weights, and inputs."""
+    """Make a case's layers, with the same weights each time, and its inputs."""
     torch.manual_seed(3)
     layers, inputs = CASES[name]()
     return [layer.double() for layer in layers], inputs
@@ -174,7 +174,7 @@ def gradients_like(outputs):
 
 
 def train(stage, inputs, num_microbatches=2, weights=None):
-    """Forwards and backwards of some microbatches; returns the outputs and gradients of the inputs."""
+    """Run forwards and backwards of some microbatches; return outputs and gradients of the inputs."""
     results = []
     for m in range(num_microbatches):
         leaf = inputs.detach().clone().requires_grad_(inputs.requires_grad)

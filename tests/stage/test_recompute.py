@@ -1,4 +1,4 @@
-"""A stage that runs its forwards again gives bit for bit what one that keeps them does."""
+"""A stage with recomputation gives the same results bit for bit as a stage without it."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ def check_equal(ours, theirs):
 
 
 def result(name, with_weights=False, **options):
-    """Outputs, gradients of the inputs and parameters, and buffers of three microbatches, two in flight."""
+    """Return outputs, gradients and buffers of three microbatches, two of them in flight together."""
     layers, inputs = case(name)
     stage = stage_of(layers, **options)
     versions = WeightVersions(stage.module)

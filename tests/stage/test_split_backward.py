@@ -114,7 +114,7 @@ def test_the_note_shares_the_memory_that_was_saved():
         outputs = stage.forward(0, inputs, 0)
     weights = [layer.weight.data_ptr() for layer in (stage.module[0], stage.module[2])]
     activations = {address: size for address, size in saved.items() if address not in weights}
-    assert sorted(activations.values()) == [5 * 3 * 4, 5 * 4 * 4]  # the inputs, and tanh's output once
+    assert sorted(activations.values()) == [5 * 3 * 4, 5 * 4 * 4]  # the inputs and, once, tanh's output
     stage.backward_input(0, [torch.ones_like(outputs)])
     notes = stage._weight_halves[0]._uses
     assert [note.inputs.data_ptr() in activations for note in notes] == [True, True]
@@ -126,11 +126,11 @@ def test_nothing_stays_alive():
     alive = {}
     for i, layer in enumerate(layers):
         layer.register_forward_hook(lambda _, __, output, i=i: alive.update({i: weakref.ref(output)}))
-    gc.disable()  # by reference count alone
+    gc.disable()  # reference counts alone must free the memory
     try:
         shape = stage.forward(0, torch.randn(5, 3).requires_grad_(), 0).shape
         stage.backward_input(0, [torch.ones(shape)])
-        assert all(output() is None for output in alive.values())  # the graph is gone, the notes are not
+        assert all(output() is None for output in alive.values())  # the graph is freed, the notes are kept
         half = weakref.ref(stage._weight_halves[0])
         notes = [weakref.ref(t) for use in stage._weight_halves[0]._uses for t in (use.inputs, use.gradient)]
         assert all(note() is not None for note in notes)
@@ -140,7 +140,7 @@ def test_nothing_stays_alive():
         gc.enable()
 
 
-def test_modules_are_their_own_again_behind_the_forward_and_when_it_fails():
+def test_modules_have_their_own_forward_again_after_a_run_or_an_error():
     class Fails(nn.Module):
         def forward(self, x):
             raise ValueError("no")

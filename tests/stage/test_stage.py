@@ -1,4 +1,4 @@
-"""Stages chained by hand equal the whole model; what they keep is gone after the backward."""
+"""Stages chained by hand equal the whole model, and their stash is empty after the backward."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ mse = nn.functional.mse_loss
 
 
 def cut(model: nn.Sequential, *edges: int, loss=mse, seed: int = 0) -> list[Stage]:
-    """The model's own layers as stages `[edges[i], edges[i + 1])`."""
+    """Divide the model's own layers into stages `[edges[i], edges[i + 1])`."""
     layers = list(model)
     stages = [Stage(StageModule(layers[a:b], a), CPU, seed) for a, b in pairwise(edges)]
     stages[-1].loss = loss
@@ -28,13 +28,13 @@ def cut(model: nn.Sequential, *edges: int, loss=mse, seed: int = 0) -> list[Stag
 
 
 def across(value):
-    """What a cut does: the numbers in memory of their own, as leaves."""
+    """Copy a value into leaves, as its transfer over a cut does."""
     needs = [tensor.requires_grad for tensor in tensors_of(value)]
     return received(map_tensors(lambda t: t.detach().clone(), value), needs)
 
 
 def run(stages: list[Stage], inputs, targets, microbatch: int = 0, step: int = 0, share: float = 1.0):
-    """Forward and backward through all stages; returns the loss and the gradients of the first inputs."""
+    """Run all stages forward and backward; return the loss and the gradients of the first inputs."""
     value = inputs
     for stage in stages[:-1]:
         value = across(stage.forward(microbatch, value, step))
@@ -134,7 +134,7 @@ def test_an_unused_input_gets_none():
 
 
 def test_outputs_without_gradients_leave_parameters_alone():
-    """Zeros in their place would let weight decay move what one process leaves alone."""
+    """Gradients of zero would let weight decay change parameters that one process leaves unchanged."""
     stage = Stage(StageModule(list(double(nn.Linear(3, 4)))), CPU)
     inputs = batch(2, 3).requires_grad_()
     stage.forward(0, inputs, step=0)

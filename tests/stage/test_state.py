@@ -1,4 +1,4 @@
-"""A stage's state as tensors and JSON: nothing is lost, nothing is pickled, what does not fit is refused."""
+"""A state as tensors and JSON: nothing is lost or pickled, and a state that does not fit is refused."""
 
 import copy
 import json
@@ -80,7 +80,7 @@ def train(layers, optimizer, scheduler, steps):
 
 
 def through_text(state: State) -> State:
-    """As a file has it."""
+    """Return the state as read back from a file."""
     return State(
         {name: tensor.clone() for name, tensor in state.tensors.items()}, json.loads(json.dumps(state.meta))
     )
@@ -91,7 +91,7 @@ def through_text(state: State) -> State:
     [
         *((name, None, torch.float64) for name in OPTIMIZERS),
         *(("momentum", name, torch.float64) for name in SCHEDULERS),
-        ("adam", None, torch.bfloat16),  # whose state torch's own load_state_dict would cast
+        ("adam", None, torch.bfloat16),  # torch's own load_state_dict would cast its state
     ],
 )
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(name, scheduler, dtype):
@@ -118,7 +118,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(name, scheduler, dtype)
 
 
 def test_how_a_step_is_computed_is_the_new_optimizers():
-    """A checkpoint from before `fused = false` was asked for had made the steps fused again."""
+    """A checkpoint without the user's `fused = false` once made the steps fused again."""
     layers = make_layers(torch.float32)
     state = State()
     take_optimizer(torch.optim.SGD(layers.parameters(), lr=0.3), named(layers).parameters(), state)
@@ -169,7 +169,7 @@ def test_what_was_never_packed_is_refused(document):
 
 
 def test_groups_with_other_options_are_not_mixed():
-    """Two stages' parameters had different rates; in one group now, one of them would be lost."""
+    """Two stages' parameters had different rates; in one group, one of the rates would be lost."""
     layers = make_layers()
     first, second = [*layers[0].parameters()], [*layers[2].parameters()]
     state = State()
@@ -215,7 +215,7 @@ def test_tied_parameters_have_one_name():
 
 def test_generators_go_on():
     cpu = torch.device("cpu")
-    random.gauss(0, 1)  # half of a pair is kept
+    random.gauss(0, 1)  # Python keeps the other number of the pair
     np.random.randn()
     state = through_text(Generators.now(cpu).state())
     drawn = torch.rand(3), random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()

@@ -1,4 +1,4 @@
-"""How replicas agree on normalisation layers' statistics, against the formula in float64."""
+"""Averages of normalisation layers' statistics over replicas, against the formula in float64."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def net(**options) -> nn.Sequential:
 
 
 def trained(sizes: list[int], **options) -> tuple[nn.Sequential, RunningStatistics]:
-    """A replica that has seen microbatches of these sizes."""
+    """Make a replica that has trained on microbatches of these sizes."""
     module = net(**options)
     counted = RunningStatistics([module])
     generator = torch.Generator().manual_seed(sum(sizes))
@@ -25,7 +25,7 @@ def trained(sizes: list[int], **options) -> tuple[nn.Sequential, RunningStatisti
 
 
 def agree(replicas: list[tuple[nn.Sequential, RunningStatistics]]) -> None:
-    """All of them, one after the other: what the others give is known beforehand."""
+    """Average the statistics of all replicas, one after the other, with the others' numbers precomputed."""
     before = [module.state_dict() for module, _ in replicas]
     before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
     samples = [counted.num_samples for _, counted in replicas]
@@ -50,7 +50,7 @@ def agree(replicas: list[tuple[nn.Sequential, RunningStatistics]]) -> None:
 @pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["momentum", "cumulative"])
 @pytest.mark.parametrize("sizes", [[[4, 4], [4]], [[6], [2, 2, 2], [3]], [[5], []], [[], [2, 7]]])
 def test_the_mean_over_the_samples_and_the_sum_of_the_batches(sizes, options):
-    """A replica with a short last microbatch, or with none, counted as much as any other."""
+    """A replica with a short last microbatch, or with none, once counted as much as any other."""
     replicas = [trained(own, **options) for own in sizes]
     numbers = [sum(own) for own in sizes]
     expected = {
@@ -84,7 +84,7 @@ def test_the_next_agreement_counts_from_the_last_one():
 
 
 def test_what_all_have_alike_stays_to_the_bit():
-    """Frozen statistics, and those of replicas that saw nothing since: thirds do not add up to one."""
+    """Frozen statistics stay exactly equal, although an average of thirds would round them."""
     for samples in (0, 1):
         replicas = [trained([5]) for _ in range(3)]
         before = replicas[0][0].state_dict()["1.running_var"].clone()

@@ -1,4 +1,4 @@
-"""Versions of a stage's weights: right numbers, copied only when needed, gone when nobody holds them."""
+"""Versions of a stage's weights: correct values, copied only when needed, freed after their last use."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ def num_bytes(model) -> int:
 
 
 def change(versions, model) -> None:
-    """An update, such as an optimizer makes it: in place."""
+    """Update the parameters in place, as an optimizer does."""
     with versions.update(), torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -53,7 +53,7 @@ def test_gradients_arrive_on_the_weights_that_were_given(name, options, amid):
     stage = stage_of(layers, **options)
     versions = WeightVersions(stage.module)
     weights = versions.current()
-    change(versions, stage.module)  # the Parameters must not be what is used
+    change(versions, stage.module)  # the backward must not use the Parameters
     with versions.handing_over(weights) if amid else nullcontext():
         check_same(train(stage, inputs, weights=weights), expected)
     assert amid or all(parameter.grad is None for parameter in stage.module.parameters())
@@ -215,8 +215,8 @@ def test_tied_parameters_stay_tied():
     assert versions.extra_bytes == num_bytes(model)
 
 
-def test_gradients_arrive_amid_a_backward_that_hands_them_over():
-    """Else the all-reduces of an asynchronous pipeline begin when the backward is done."""
+def test_gradients_reach_the_parameters_during_the_last_backward():
+    """The all-reduces of an asynchronous pipeline can then start before the backward ends."""
     model = chain()
     stage, versions = stage_of(list(model)), WeightVersions(model)
     weights, events = versions.current(), []
@@ -255,7 +255,7 @@ def test_gradients_add_up_times_a_factor():
 
 
 def test_a_gradient_that_is_handed_over_is_kept_not_copied():
-    """torch.autograd.backward([leaf], [gradient]) makes a copy: a pass through the memory of all weights."""
+    """torch.autograd.backward([leaf], [gradient]) would copy every gradient."""
     leaves = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     arrived = []
     leaves[1].register_post_accumulate_grad_hook(lambda leaf: arrived.append(leaf.grad.tolist()))
@@ -334,7 +334,7 @@ def test_scripted_layers_take_other_weights():
 
 
 def test_a_loss_with_a_parameter_of_another_stage_is_refused():
-    """It got no gradient from there, where one process has one."""
+    """The parameter would get no gradient from the loss, while one process computes one."""
     first, last = double(nn.Linear(3, 4)), double(nn.Linear(4, 2))
     outputs = last(first(batch(2, 3)).detach())
     own = outputs.sum() + last[0].weight.sum()

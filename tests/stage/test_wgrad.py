@@ -1,3 +1,5 @@
+"""Batched weight gradients equal autograd's; small, shared or watched weights are left to autograd."""
+
 import copy
 
 import pytest
@@ -9,7 +11,7 @@ from hybridpipe.model.sequential import StageModule
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.wgrad import ENOUGH_ROWS, WeightGradients
 
-SIZE = 512  # of the smallest weight that is worth it
+SIZE = 512  # 512 x 512 is the smallest weight whose gradients are batched
 CPU = torch.device("cpu")
 
 
@@ -29,7 +31,7 @@ class Twice(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Runs its layer's forward again in the backward."""
+    """Runs its layer under activation checkpointing, so again in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ MODELS = {
 def train(
     module: nn.Module, sizes, before_last=lambda: None, is_flushed=True, arrived=None, **options
 ) -> Stage:
-    """One minibatch through a stage, each backward right after its forward, the last one final."""
+    """Train on one minibatch, each backward right after its forward, the last one final."""
     stage = Stage(StageModule(list(module)), CPU, loss=nn.functional.mse_loss, batches_wgrad=True, **options)
     for parameter in module.parameters() if arrived else ():
         parameter.register_post_accumulate_grad_hook(arrived)
@@ -88,7 +90,7 @@ def expected(module: nn.Module, sizes) -> list[torch.Tensor]:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("sizes", [[32] * 10, [6, 2], [300, 2, 20], [20, 300]])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_autograd_and_hooks_run_once_when_they_are_complete(name, sizes, recompute):
+def test_gradients_equal_autograds_and_hooks_run_once_with_complete_ones(name, sizes, recompute):
     module = MODELS[name]()
     plain = copy.deepcopy(module)
     seen: dict[torch.Tensor, list[torch.Tensor]] = {parameter: [] for parameter in module.parameters()}
@@ -106,7 +108,7 @@ def test_gradients_are_those_of_autograd_and_hooks_run_once_when_they_are_comple
 
 
 def test_a_microbatch_of_enough_rows_is_left_to_autograd(monkeypatch):
-    """And so are the others of its weight: a short one before the final one would leave rows behind."""
+    """The weight's other microbatches are, too: a short one would leave rows behind in the final backward."""
     noted = []
     monkeypatch.setattr(WeightGradients, "add", lambda self, use, is_last: noted.append(use))
     train(nn.Sequential(linear()), [ENOUGH_ROWS, 2])
@@ -127,7 +129,7 @@ def test_without_a_final_backward_the_gradients_are_completed_on_demand(is_final
 
 
 def test_the_last_rows_wait_though_there_are_enough():
-    """Eight microbatches of 32 rows: the product was made in the last backward, before its gradient went."""
+    """The last of eight microbatches of 32 rows once delayed its input's gradient by the product."""
     module = nn.Sequential(linear())
     stage = train(module, [32] * (ENOUGH_ROWS // 32), is_flushed=False)
     assert module[0].weight.grad is None and stage.has_deferred_wgrad
@@ -138,7 +140,7 @@ def test_the_last_rows_wait_though_there_are_enough():
 
 
 class Routed(nn.Module):
-    """Of two layers the second gets the rows that a condition leaves: none here."""
+    """Gives its second layer an empty batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +191,7 @@ def test_a_weight_whose_gradient_is_watched_is_left_to_autograd():
 
 
 def test_a_weight_with_hooks_of_its_owner_is_left_to_autograd():
-    """Horovod's come later, when the stage has been made."""
+    """The owner's hooks are there before the stage; Horovod adds its hooks after it."""
     layer, seen = linear(), []
     layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad is not None))
     train(nn.Sequential(layer), [2, 2])
@@ -217,7 +219,7 @@ class Skipping(nn.Module):
 
 
 def test_a_final_backward_that_reaches_no_weight_leaves_no_row_behind():
-    """The rows of the first microbatch came into the next minibatch's gradient."""
+    """The rows of the first microbatch were once added to the next minibatch's gradient."""
     stage = Stage(StageModule([Skipping()]), CPU, batches_wgrad=True)
     inputs = torch.ones(2, SIZE, dtype=torch.float64)
     for m in range(2):
@@ -227,7 +229,7 @@ def test_a_final_backward_that_reaches_no_weight_leaves_no_row_behind():
 
 
 class Counting(nn.Module):
-    """What goes into its layer is a buffer, which each forward changes in place."""
+    """Feeds its layer a buffer that each forward changes in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +249,7 @@ def test_kept_rows_do_not_follow_a_buffer():
     assert stage.module[0].layer.weight.grad.sum() == 2 * SIZE * SIZE * (1 + 2 + 3)
 
 
-def test_a_view_does_not_keep_what_it_is_a_view_of():
+def test_a_view_does_not_keep_its_base_alive():
     class First(nn.Module):
         def __init__(self) -> None:
             super().__init__()
