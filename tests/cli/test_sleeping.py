@@ -18,11 +18,11 @@ class Noted(Pace):
 
     def __init__(self):
         super().__init__()
-        self.told, self.went_on = [], []
+        self.told, self.uninterrupted = [], []
 
-    def sleep(self, seconds, goes_on=False):
+    def sleep(self, seconds, uninterrupted=False):
         self.told.append(seconds)
-        self.went_on.append(goes_on)
+        self.uninterrupted.append(uninterrupted)
 
 
 def profile(parameters=0, output=0, gradient=None) -> LayerProfile:
@@ -41,7 +41,7 @@ def test_what_goes_by_between_two_sleeps_is_part_of_the_second(monkeypatch):
     pace.sleep(1e-3)
     time.sleep(0.05)
     monkeypatch.setattr(time, "sleep", slept.append)
-    pace.sleep(0.04, goes_on=True)
+    pace.sleep(0.04, uninterrupted=True)
     assert slept == []
     pace.sleep(0.5)
     (seconds,) = slept
@@ -66,7 +66,7 @@ def test_forward_then_each_half_of_the_backward(split):
     else:
         stage.backward(0)
         assert pace.told[2:] == [5.0, 5.0]
-    assert pace.went_on[:4] == [False, True, False, True]  # a stage's first forward and last backward waited
+    assert pace.uninterrupted[:4] == [False, True, False, True]  # a stage's ends wait
 
 
 def test_only_what_is_sent_or_reduced_has_its_size():
