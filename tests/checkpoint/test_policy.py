@@ -357,7 +357,7 @@ def test_what_the_last_update_has_spoilt_is_not_saved(
         trainer.fit(TensorDataset(*data[:8]), checkpoint=Checkpointing(tmp_path))
     assert refused.value.exit_code == 1
     assert str(refused.value).endswith(
-        "; nothing is saved; the checkpoint before, if there is one, stays the last one"
+        "; nothing is saved; the checkpoint before, if there is one, stays the latest"
     )
     assert not [*tmp_path.glob("*step*"), *tmp_path.glob(".step*")], "neither a checkpoint nor a part of one"
     with pytest.raises(NotSaved, match=told):
@@ -374,7 +374,7 @@ def test_what_an_older_version_saved_is_looked_at_before_the_training_ends_well(
         spoilt().fit(data, checkpoint=Checkpointing(tmp_path))
     trainer = spoilt()
     trainer.resume(tmp_path)
-    told = r"^after step 1 0\.weight is not finite: .*; so it is in the checkpoint that was resumed from"
+    told = r"^after step 1 0\.weight is not finite: .*, and so it is in the resumed checkpoint"
     with pytest.raises(NotSaved, match=told) as refused:
         trainer.fit(data, 0, checkpoint=Checkpointing(tmp_path))
     assert (refused.value.exit_code, refused.value.step) == (1, 1)

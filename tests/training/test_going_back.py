@@ -63,7 +63,7 @@ def test_a_second_training_is_kept_out_while_the_first_one_runs(tmp_path, capfd)
     folder = tmp_path / CHECKPOINTS
     first, second = trainer(), trainer()
     first.save(folder)
-    told = f"{folder}: another training that is running saves there"
+    told = f"{folder}: another running training saves there"
     with pytest.raises(UserError, match=f"^{told}$"):
         second.save(folder)
     with pytest.raises(SystemExit):
