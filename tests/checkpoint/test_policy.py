@@ -184,9 +184,8 @@ def test_auto_takes_the_checkpoints_plan(make, data, tmp_path):
     assert trainer.plan.schedule == "gpipe" and trainer.microbatch_size == 4
     other = make(plan="auto", schedule="1f1b")
     told = other.resume(tmp_path)[1]
-    assert (
-        told
-        == "its plan 1, gpipe, does not fit here, so a new one is searched for: schedule = 1f1b is asked for"
+    assert told == (
+        "its plan 1, gpipe, does not fit here, so a new one is searched for: schedule = 1f1b is asked for"
     )
     other.fit(data)
     assert other.plan.schedule == "1f1b"
