@@ -1,7 +1,7 @@
-"""Config: what `hybridpipe train CONFIG` reads, a TOML file that names factories and sizes.
+"""Config of `hybridpipe train`: a TOML file with factories and sizes.
 
-Imports neither torch nor mpi4py, so that a mistake is told before MPI starts: `load_config` checks what
-the file says, `Config.check` imports the factories and checks that their arguments fit.
+Imports neither torch nor mpi4py, so that mistakes are reported before MPI starts. `load_config` checks the
+values, `Config.check` imports the factories and checks their arguments.
 """
 
 import inspect
@@ -25,9 +25,10 @@ SOURCES = (AUTO, "dp", "straight")
 
 @dataclass(frozen=True)
 class Factory:
-    """A callable by its name, "module:callable", and the arguments to call it with.
+    """Callable by name, "module:callable", and its arguments. CONFIG's folder is first on the import path.
 
-    The folder of CONFIG is on the import path, in front.
+    Raises:
+        ValueError: the name has another form.
     """
 
     factory: str
@@ -41,19 +42,19 @@ class Factory:
             raise ValueError(f"factory must be 'module:callable', got {self.factory!r}")
 
     def build(self, *positional: Any) -> Any:
-        """What the callable returns; errors of its own keep their traceback.
+        """Call it and return the result; errors inside the callable keep their traceback.
 
         Raises:
-            UserError: there is no such callable, or the arguments do not fit it.
+            UserError: there is no such callable, or the arguments do not fit.
         """
         return self.bind(*positional)()
 
     def bind(self, *positional: Any) -> Callable[[], Any]:
-        """The call that `build` makes, known to fit but not made yet."""
+        """Return the call of `build` after checking its arguments, without making it."""
         return self._bind(positional, self.args, "args")
 
     def resolve(self) -> Callable[..., Any]:
-        """The callable itself, imported; UserError if there is none."""
+        """Import and return the callable; UserError if there is none."""
         if self.folder and self.folder not in sys.path:
             sys.path.insert(0, self.folder)
         module_name, _, name = self.factory.partition(":")
@@ -61,7 +62,7 @@ class Factory:
             target: Any = import_module(module_name)
         except ModuleNotFoundError as error:
             if not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and what it imports is not
+                raise  # the module exists, but an import inside it fails
             found = f"no module {error.name!r} in {self.folder} or on the import path"
             raise UserError(f"{self.where}.factory: {found}, got {self.factory!r}") from None
         for part in name.split("."):
@@ -93,10 +94,11 @@ class Factory:
 
 @dataclass(frozen=True)
 class DataConfig(Factory):
-    """The data sets: the factory returns a map-style one of (inputs, targets).
+    """Data sets: the factory returns a map-style data set of (inputs, targets).
 
-    `validation_args` go over `args` for the held-out set; without them there is none. `num_workers` is
-    explained at `Trainer`.
+    Args:
+        validation_args: arguments of the held-out data set that replace `args`; None for no such data set.
+        num_workers: as in `Trainer`.
     """
 
     validation_args: dict[str, Any] | None = None
@@ -107,11 +109,11 @@ class DataConfig(Factory):
         non_negative_int("num_workers", self.num_workers)
 
     def build_validation(self) -> Any:
-        """The held-out data set, or None."""
+        """Build the held-out data set; None if there is none."""
         return self.bind_validation()()
 
     def bind_validation(self) -> Callable[[], Any]:
-        """The call that `build_validation` makes, known to fit but not made yet."""
+        """Return the call of `build_validation` after checking its arguments, without making it."""
         if self.validation_args is None:
             return lambda: None
         return self._bind((), self.args | self.validation_args, "validation_args")
@@ -119,9 +121,9 @@ class DataConfig(Factory):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Sizes in samples; `microbatch` may be missing where a plan file says how many there are.
+    """Settings of a training; `minibatch` and `microbatch` are sizes in samples.
 
-    The targets are explained at `Trainer.fit`, what is between them and the sizes at `Trainer`.
+    `microbatch` is not needed with a plan file. `Trainer.fit` explains the targets, `Trainer` the others.
     """
 
     minibatch: int
@@ -160,11 +162,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class PlanConfig(PlanRequest):
-    """Where the plan comes from: one of `SOURCES`, or a plan.json, which says all the rest itself.
+    """Source of the plan, and requirements for a plan that is searched for (`PlanRequest`).
 
-    The fields of `PlanRequest` are asked of a plan that is searched for. `predict = false`: a plan.json is
-    run without measuring model and machines, which takes seconds at each start, and nothing predicted
-    stands beside what was measured.
+    Args:
+        source: one of `SOURCES`, or a plan.json.
+        predict: False to run a plan.json without measuring model and machines, which takes some seconds at
+            each start; the summary then has no prediction.
     """
 
     source: str = "auto"
@@ -177,16 +180,13 @@ class PlanConfig(PlanRequest):
 
     @property
     def request(self) -> dict[str, Any]:
-        """What is asked of the plan, by the keywords of `Trainer`."""
+        """Requirements for the plan, as keyword arguments of `Trainer`."""
         return {field.name: getattr(self, field.name) for field in fields(PlanRequest)}
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How often OUT/checkpoints gets one, in minibatches (none given: at the end of each epoch).
-
-    `Checkpointing` tells more.
-    """
+    """Interval of checkpoints in minibatches, and number of those that stay (`Checkpointing`)."""
 
     every: int | None = None
     keep: int = 3
@@ -199,11 +199,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A training run.
+    """Config of a training run.
 
-    `loss` is called with nothing, `optimizer` with the parameters, `lr_scheduler` with the optimizer, beside
-    their `args`; the loss that is built is called with (outputs, targets) and returns the mean over the
-    samples.
+    Besides their `args`, the factory of the optimizer gets the parameters, and that of the scheduler the
+    optimizer. The built loss is called with (outputs, targets) and returns the mean over the samples.
     """
 
     model: Factory
@@ -225,7 +224,7 @@ class Config:
                 )
 
     def check(self) -> None:
-        """Imports every factory and checks that its arguments fit, without a call; else UserError."""
+        """Import every factory and check its arguments without calling it; UserError if they do not fit."""
         self.model.bind()
         self.data.bind()
         self.data.bind_validation()
@@ -236,13 +235,12 @@ class Config:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads CONFIG; `overrides` such as "train.epochs=2" or "model.factory=models:mlp" go over it.
+    """Read CONFIG, with overrides such as "train.epochs=2" or "model.factory=models:mlp".
 
-    The value of an override is TOML; what is not TOML is a string. A plan file in `plan.source` is
-    relative to CONFIG.
+    The value of an override is TOML or else a string. A plan file in `plan.source` is relative to CONFIG.
 
     Raises:
-        UserError: one line that says where, what is there and what is allowed.
+        UserError: the file or an override is wrong.
     """
     path = Path(path)
     try:
@@ -264,7 +262,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _override(document: dict[str, Any], override: str) -> None:
-    """Sets one "a.b=value" in the document."""
+    """Set one "a.b=value" in the document."""
     key, equals, text = override.partition("=")
     *tables, name = key.strip().split(".")
     if not equals or not tables or not all([*tables, name]):

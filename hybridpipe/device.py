@@ -1,7 +1,6 @@
-"""Devices: where a rank computes, how its time is read and its memory counted.
+"""Device of a rank: its choice, its clock and its memory. Models and other ranks are not known here.
 
-Knows torch, no model and no ranks but this one's place on its host.
-Invariant: nothing else in the package asks whether a device is a CPU or a GPU to tell the time.
+Invariant: no other module distinguishes CPU and GPU to measure time.
 """
 
 import resource
@@ -12,10 +11,11 @@ import torch
 
 
 def device_of_rank(local_rank: int, device: torch.device | str | None) -> torch.device:
-    """Choose a rank's device: the GPU of its number on this host where there is one, else the CPU.
+    """Choose a rank's device: by default the GPU of its number on this host if there is one, else the CPU.
 
     Args:
-        device: as the user gave it; "cuda" without a number is the rank's own.
+        local_rank: index of the rank among those of its host.
+        device: the user's choice; "cuda" without a number is the rank's own.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
@@ -24,12 +24,12 @@ def device_of_rank(local_rank: int, device: torch.device | str | None) -> torch.
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", local_rank % num_gpus)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # for pinned memory, and what layers make on "cuda"
+        torch.cuda.set_device(device)  # for pinned memory, and tensors that layers make on "cuda"
     return device
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds that reads once the device is done with what it was given."""
+    """Return a clock in seconds that waits for the device's queue before each reading."""
     if device.type != "cuda":
         return time.perf_counter
 
@@ -41,7 +41,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory used: of a GPU's allocator; on a CPU of the process, libraries included."""
+    """Peak memory of a GPU's allocator or, on a CPU, of the process, libraries included."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""The environment of a process: its cores, its rank and how many ranks its launcher has started.
+"""Environment of a process: its cores, its rank and the number of ranks that its launcher has started.
 
 Standard library only. Reads the operating system and the variables of MPI and Slurm; changes nothing.
 """
@@ -6,29 +6,30 @@ Standard library only. Reads the operating system and the variables of MPI and S
 import os
 from collections.abc import Mapping
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # of a started process
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # set by launchers
 
 
 def cores() -> frozenset[int]:
-    """The cores that this process may use."""
+    """Numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def num_cores() -> int:
+    """Number of cores that this process may use."""
     return len(cores())
 
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as the launcher tells it, before MPI starts; 0 without a launcher."""
+    """Rank of this process from the launcher's variables, before MPI starts; 0 without a launcher."""
     return next((int(env[name]) for name in RANK_VARIABLES if name in env), 0)
 
 
 def promised_ranks(env: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks the launcher around this process started; None without a launcher.
+    """Number of ranks that the launcher started; None without a launcher.
 
-    A world smaller than this means that launcher and MPI did not meet: every process believes to be alone.
+    A smaller world means that launcher and MPI do not fit together, and every process is a world of one rank.
     """
     if "SLURM_STEP_ID" in env and "OMPI_COMM_WORLD_SIZE" not in env:  # a task of srun, not a batch script
         return int(env.get("SLURM_STEP_NUM_TASKS", "1"))

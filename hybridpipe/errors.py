@@ -1,20 +1,20 @@
-"""How the user's mistakes are told: in one line that says where, what is there and what is allowed."""
+"""Errors of the user, reported in one line with place, value and allowed values."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_LONGEST_LIST = 12  # names; a longer list helps nobody in one line
+_LONGEST_LIST = 12  # names; a longer list does not fit into one line
 
 
 class UserError(ValueError):
-    """A mistake in a file, a configuration or an argument; its text is one line, commands exit with 2."""
+    """Mistake in a file, a configuration or an argument; its text is one line, and commands exit with 2."""
 
     exit_code = 2
-    step: int | None = None  # of the training, where it is known
+    step: int | None = None  # the training's step, if known
 
 
 class NotSaved(UserError):
-    """A checkpoint could not be written. Told as a mistake is, but another attempt may go better."""
+    """Failure to write a checkpoint. It is reported like a mistake, but a restart may succeed."""
 
     exit_code = 1
 
@@ -24,7 +24,7 @@ class NotSaved(UserError):
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str:
-    """What the user may have meant by `name`: " (did you mean 'stop'? allowed: start, stop)", or nothing."""
+    """Hint for a wrong name, or an empty string: " (did you mean 'stop'? allowed: start, stop)"."""
     names = list(allowed)
     hints = [f"did you mean {close!r}?" for close in get_close_matches(name, names, n=1)]
     if 0 < len(names) <= _LONGEST_LIST:
@@ -33,6 +33,6 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """The value as Python writes it, cut to what a line can bear."""
+    """Text of a value as Python writes it, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,8 +1,7 @@
-"""Files: plans, profiles and clusters as JSON, strictly read and never half-written.
+"""Files: plans, profiles and clusters as JSON, read strictly and written atomically.
 
-The types are plain dataclasses that check themselves; this module adds what a file can get wrong: types,
-names, `format`. Every mistake is a `UserError` of one line, as in
-`plan.json: stages[1].replicas: must be an integer >= 1, got -1`.
+The dataclasses check their own values; this module checks types, names and `format`. Every mistake is a
+`UserError` of one line: `plan.json: stages[1].replicas: must be an integer >= 1, got -1`.
 """
 
 import json
@@ -29,35 +28,35 @@ from hybridpipe.planning.profile import PROFILE_FORMAT, ModelProfile
 
 T = TypeVar("T")
 
-# Of a file that is read as text. A profile of 10,000 layers in five sizes has 25 MB; JSON takes some thirty
-# times as much memory as it has bytes at worst.
+# Limit of a file that is read as text. A profile of 10,000 layers in five sizes has 25 MB; parsed JSON takes
+# up to thirty times its bytes.
 MOST_BYTES = 2**26
 _WIDTH = 110  # columns; JSON that fits into them stays on one line
-_UNION_BRANCHES = ("int", "tuple[int, ...]")  # pydantic's names for them stand in the place of a mistake
+_UNION_BRANCHES = ("int", "tuple[int, ...]")  # pydantic's names of them, to leave out of an error's location
 _LEADING = ("format", "num_layers", "schedule", "num_microbatches")  # fields written before all others
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a plan.json; `predicted`, `num_layers` and all the `ranks` may be left out.
+    """Plan from a plan.json, in which `predicted`, `num_layers` and all `ranks` may be missing.
 
     Raises:
-        UserError: the file or what it says is wrong. So do the other readers.
+        UserError: the file or its contents are wrong, as for the other readers.
     """
     return _read_json(path, Plan, PLAN_FORMAT)
 
 
 def read_profile(path: str | Path) -> ModelProfile:
-    """The profile in a profile.json."""
+    """Profile from a profile.json."""
     return _read_json(path, ModelProfile, PROFILE_FORMAT)
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster in a cluster.json."""
+    """Cluster from a cluster.json."""
     return _read_json(path, Cluster, CLUSTER_FORMAT)
 
 
 def read_pipedream_graph(path: str | Path) -> LayerGraph:
-    """The layer graph in a graph.txt that PipeDream's profiler wrote."""
+    """Layer graph from a graph.txt of PipeDream's profiler."""
     text = read_text(path)
     try:
         return parse_graph(text)
@@ -66,9 +65,10 @@ def read_pipedream_graph(path: str | Path) -> LayerGraph:
 
 
 def read_costs(path: str | Path, samples: int | None) -> ModelProfile:
-    """The profile of a microbatch of `samples`, if that is known, from a profile.json or a graph.txt.
+    """Profile of a microbatch of `samples` from a profile.json or a graph.txt.
 
-    A graph.txt does not say how many samples it is of; it is taken to be of as many.
+    Args:
+        samples: None for the file's own number. A graph.txt has none: `samples`, or 1, is assumed.
     """
     if Path(path).suffix == ".txt":
         graph = read_pipedream_graph(path)
@@ -78,22 +78,22 @@ def read_costs(path: str | Path, samples: int | None) -> ModelProfile:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes a dataclass or a dict; a reader sees the old file or the new one, never a part.
+    """Write a dataclass or a dict as JSON; readers see the old file or the new one, never a part.
 
-    NaN and infinity, which JSON does not know, become null.
+    NaN and infinity, which JSON lacks, become null.
 
     Raises:
         UserError: the file cannot be written.
     """
     document = to_jsonable_python(value, inf_nan_mode="null")
-    if is_dataclass(value):  # an optional field that is not there is left out; in a dict, None is a value
+    if is_dataclass(value):  # None is an absent field in a dataclass, and a value in a dict
         document = _present(document)
     document = {name: document[name] for name in _LEADING if name in document} | document
     write_text(path, _text(document) + "\n")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a whole file at once, in the same way."""
+    """Write a text file atomically; UserError if it cannot be written."""
     path = Path(path)
     check_replaceable(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -108,19 +108,22 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises UserError for a folder, or a device, which a rename would replace as it does a file."""
+    """Raise UserError for a folder or a device, which a rename would replace like a file."""
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: cannot be written: it is there, and is no regular file")
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a regular file of at most MOST_BYTES; UserError if it is none, or cannot be read.
+    """Text of a regular file of at most MOST_BYTES.
 
-    A pipe or a device in its place is not waited for.
+    Raises:
+        UserError: the file is larger, no regular file, no UTF-8 text or cannot be read.
     """
     try:
         found = Path(path).stat()
-        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):  # a directory says so when it is read
+        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(
+            found.st_mode
+        ):  # reading a directory raises a good error
             if found.st_size > MOST_BYTES:
                 raise UserError(f"{path}: must have at most {MOST_BYTES:,} bytes, got {found.st_size:,}")
             return Path(path).read_text(encoding="utf-8")
@@ -132,10 +135,13 @@ def read_text(path: str | Path) -> str:
 
 
 def parse(kind: type[T], document: dict[str, Any], source: str) -> T:
-    """A dataclass from the tables that JSON or TOML give: no field unknown, no type converted.
+    """Dataclass from a table of JSON or TOML, without unknown fields and without type conversions.
+
+    Args:
+        source: the file's name, for errors.
 
     Raises:
-        UserError: the first mistake, unknown names before all others; `source` says where it was read.
+        UserError: the first mistake; unknown names come before all others.
     """
     try:
         _check_values(document, "")
@@ -145,14 +151,14 @@ def parse(kind: type[T], document: dict[str, Any], source: str) -> T:
     except ValidationError as error:
         mistakes = error.errors(include_url=False)
         unknown = [each for each in mistakes if each["type"] == "unexpected_keyword_argument"]
-        raise UserError(f"{source}: {_told(kind, (unknown or mistakes)[0])}") from None
+        raise UserError(f"{source}: {_line(kind, (unknown or mistakes)[0])}") from None
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
 
 
 @cache
 def _validator(kind: type) -> SchemaValidator:
-    """Pydantic's, ending at the first item of a list that is wrong: else each of ten million is told."""
+    """Return pydantic's validator, changed to end at the first wrong item of a list."""
     return SchemaValidator(_stopping_early(TypeAdapter(kind).core_schema))
 
 
@@ -167,7 +173,7 @@ def _stopping_early(schema: Any) -> Any:
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """A file's JSON object, not looked into."""
+    """JSON object of a file, without checks of its fields; UserError if it is none."""
     text = read_text(path)
     if not text.strip():
         raise UserError(f"{path}: must be a JSON object, got an empty file")
@@ -189,7 +195,7 @@ def _read_json(path: str | Path, kind: type[T], file_format: str) -> T:
 
 
 def _check_values(value: Any, path: str) -> None:
-    """Raises UserError for a value that JSON cannot hold or that needs more than 64 bits."""
+    """Raise UserError for a value that JSON cannot hold or that needs more than 64 bits."""
     match value:
         case dict():
             for name, item in value.items():
@@ -207,8 +213,8 @@ def _check_values(value: Any, path: str) -> None:
             raise UserError(f"{path}: must be a string, a number or a boolean, got {value}")
 
 
-def _told(kind: type, mistake: ErrorDetails) -> str:
-    """Pydantic's mistake as `field: what is allowed, what was there`."""
+def _line(kind: type, mistake: ErrorDetails) -> str:
+    """Format pydantic's error as `field: must be ..., got ...`."""
     location = [part for part in mistake["loc"] if part not in _UNION_BRANCHES]
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     path = "".join(parts).removeprefix(".")
@@ -217,7 +223,7 @@ def _told(kind: type, mistake: ErrorDetails) -> str:
             return f"{path}: unknown field{suggest(str(location[-1]), _fields_at(kind, location[:-1]))}"
         case "missing":
             return f"{path}: is required, but missing"
-        case "value_error":  # of a dataclass's own check: its text begins with the field's name
+        case "value_error":  # from a dataclass's own check, whose text begins with the field's name
             text = str(mistake["ctx"]["error"])
             if named := re.fullmatch(r"([\w.\[\]]+) (must .*)", text):
                 field = named[1].removeprefix(f"{path}.")
@@ -229,7 +235,7 @@ def _told(kind: type, mistake: ErrorDetails) -> str:
 
 
 def _fields_at(kind: Any, location: Sequence[int | str]) -> list[str]:
-    """The names of the fields that the dataclass at this place of the file has."""
+    """Return the field names of the dataclass at this location of the file."""
     for part in location:
         kind = get_args(kind)[0] if isinstance(part, int) else get_type_hints(kind)[part]
         if type(None) in get_args(kind):  # X | None
@@ -238,7 +244,7 @@ def _fields_at(kind: Any, location: Sequence[int | str]) -> list[str]:
 
 
 def _present(value: Any) -> Any:
-    """Without what is None, at any depth."""
+    """Return the value without entries that are None, at any depth."""
     match value:
         case dict():
             return {name: _present(item) for name, item in value.items() if item is not None}
@@ -248,7 +254,7 @@ def _present(value: Any) -> Any:
 
 
 def _text(value: Any, indent: str = "") -> str:
-    """JSON in lines of at most `_WIDTH` columns, as far as its strings and numbers allow."""
+    """Format JSON in lines of at most `_WIDTH` columns, unless a string or number is longer."""
     line = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(line) <= _WIDTH or not isinstance(value, dict | list):
         return line

@@ -1,6 +1,6 @@
-"""Types that several packages share: what users hand in as functions, and how ranks agree on a number.
+"""Types that several packages share: functions that users pass in, and agreement between ranks.
 
-Knows torch only; holds no behaviour.
+Only torch is known here; there is no behaviour.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,4 +11,4 @@ from torch import Tensor
 
 Loss = Callable[[Any, Any], Tensor]  # (outputs, targets) -> the mean over the samples, a tensor of one number
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-Agree = Callable[[float], float]  # the largest of all measuring ranks' numbers; a barrier, too
+Agree = Callable[[float], float]  # maximum over all measuring ranks; also a barrier

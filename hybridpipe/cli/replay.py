@@ -209,6 +209,6 @@ def _processor_time() -> tuple[float, float]:
 
 
 def _processor_load(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """The busy share of the time between, by whoever; NaN where it is not known."""
+    """Busy share of the processors, by all processes, between two times; NaN if unknown."""
     busy, idle = (b - a for a, b in zip(before, after, strict=True))
     return busy / (busy + idle) if busy + idle else float("nan")

@@ -227,7 +227,7 @@ def test_fit_between_no_sync_and_its_update_is_refused(make):
     trainer = make(mlp())
     with trainer.no_sync():
         trainer.train_step(*data()[:8])
-    with pytest.raises(ValueError, match="before the update that is to follow"):
+    with pytest.raises(ValueError, match="before the update that follows"):
         trainer.fit(data())
 
 
