@@ -1,6 +1,6 @@
-"""hybridpipe: pipeline and data parallelism for PyTorch, planned from measurements, over MPI and Horovod.
+"""Pipeline and data parallelism for PyTorch, planned from measurements, over MPI and Horovod.
 
-Importing the package imports neither torch nor MPI; `Trainer` is loaded when it is first asked for.
+Importing the package imports neither torch nor MPI; `Trainer` is imported on first access.
 """
 
 from typing import TYPE_CHECKING, Any

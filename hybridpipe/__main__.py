@@ -1,4 +1,4 @@
-"""`python -m hybridpipe` is the command `hybridpipe`."""
+"""Entry point of `python -m hybridpipe`, which is the command `hybridpipe`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m hybridpipe.launcher NUM_RANKS -- COMMAND...`: the older name of `hybridpipe.launch.mpirun`."""
+"""Older name of `hybridpipe.launch.mpirun`: `python -m hybridpipe.launcher NUM_RANKS -- COMMAND...`."""
 
 import sys
 

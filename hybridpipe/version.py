@@ -1,3 +1,3 @@
-"""The version of hybridpipe; pyproject.toml and `hybridpipe --version` read it here."""
+"""Version of hybridpipe; pyproject.toml and `hybridpipe --version` read it here."""
 
 __version__ = "0.1.0"

@@ -72,7 +72,7 @@ PLAN = "plan --profile p.json --cluster c.json"
         ("launch --ranks 2 -- train c.toml --plan nope.json", "nope.json: cannot be read: No such file"),
         ("launch --ranks 2 -- train c.toml --plan four.json", "four.json: plan needs 4 = 4 ranks, got 2"),
         ("launch --ranks 2 -- train c.toml --cluster nope.json", "nope.json: cannot be read: No such file"),
-        ("launch --ranks 2 -- train c.toml --resume nope", "nope: --resume: is not there"),
+        ("launch --ranks 2 -- train c.toml --resume nope", "nope: --resume: does not exist"),
         ("launch --ranks 2 -- train c.toml --resume-changed", "--resume-changed goes with --resume"),
         ("launch --ranks 2 -- train c.toml --out p.json/x", "p.json/x: cannot be made: Not a directory"),
     ],

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: a directory that is whole or not there, of hashed files (docs/reference/files.md)."""
+"""Checkpoints on the disk: directories of hashed files, complete or absent (docs/reference/files.md)."""

@@ -1,7 +1,7 @@
-"""Directory: a checkpoint as a directory, which is complete under its final name or not there.
+"""Checkpoints as directories: publication by renaming, search for the last good one, deletion of old ones.
 
-Knows neither torch nor MPI: one process calls it, for all; `names` tells what lies there. Invariant: after a
-kill or a power cut at any moment, what `last_good` finds is whole: the old checkpoint or the new one.
+Torch and MPI are not known here; one process calls these functions for all ranks. Invariant: after a kill or
+a power cut at any moment, `last_good` finds a complete checkpoint, the old or the new one.
 """
 
 import fcntl
@@ -27,21 +27,21 @@ from hybridpipe.checkpoint.names import LATEST, LOCK, name_of, parse_name, step_
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import faults
 
-_LARGEST_MANIFEST = 1 << 26  # bytes: 100,000 ranks' files need a quarter
+_LARGEST_MANIFEST = 1 << 26  # bytes; the files of 100,000 ranks need a quarter of it
 _LARGEST_LATEST = 100
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """What has a checkpoint's name in `root`, the largest step first."""
+    """Paths in `root` with a checkpoint's name, the largest step first."""
     found = [each for each in _listed(root) if step_of(each) is not None]
     return sorted(found, key=_step, reverse=True)
 
 
 def hold(root: Path) -> int:
-    """Keep other trainings out of `root` until the descriptor returned is closed, or the process has ended.
+    """Lock `root` against other trainings until the returned descriptor is closed or the process ends.
 
     Raises:
-        UserError: another one is there, or `root` cannot be made.
+        UserError: another training holds the lock, or `root` cannot be made.
     """
     _make(root)
     with writing(root / LOCK):
@@ -50,21 +50,21 @@ def hold(root: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            raise UserError(f"{root}: another training that is running saves there") from None
+            raise UserError(f"{root}: another running training saves there") from None
         except OSError:  # a file system without locks
             pass
     return descriptor
 
 
 def begin(root: Path, step: int) -> Path:
-    """The new, empty directory to write the files of a checkpoint into; what a killed training left goes.
+    """Make a new, empty directory for the files of a checkpoint; leftovers of a killed training are removed.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the directory cannot be made.
     """
     _make(root)
     for line in _clear(root):
-        _tell(line)
+        _print(line)
     path = _temporary(root, step)
     with writing(path):
         path.mkdir()
@@ -72,21 +72,21 @@ def begin(root: Path, step: int) -> Path:
 
 
 def abandon(root: Path, step: int) -> None:
-    """Give up a checkpoint that was begun: its temporary directory goes, as far as that is possible."""
+    """Remove the temporary directory of an unfinished checkpoint, as far as possible."""
     shutil.rmtree(_temporary(root, step), ignore_errors=True)
 
 
 def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[str, JSON], keep: int) -> Path:
-    """Let the files written since `begin` appear as a checkpoint, and delete checkpoints that are too old.
+    """Publish the files written since `begin` as a checkpoint, and delete old checkpoints.
 
     Args:
-        files: what each `write_shard` returned, on whatever rank; they must all be there.
+        files: the results of `write_shard` on all ranks; all of these files must exist.
         described: `epoch`, `position`, `plan`, `versions` and `run` of the `Manifest`.
-        keep: so many checkpoints stay, this one included; those of larger steps are not counted, and stay.
+        keep: number of checkpoints that stay, with this one. Checkpoints of larger steps always stay.
 
     Raises:
-        UserError: the checkpoint is not there then, and neither is its temporary directory. Only where
-            nothing but the last rename failed, of `latest`, it is there and not the latest.
+        UserError: the checkpoint and its temporary directory do not exist then. If only the last rename, of
+            `latest`, has failed, the checkpoint exists and is not the latest.
     """
     if keep < 1:
         raise ValueError(f"keep must be >= 1, got {keep}")
@@ -98,7 +98,7 @@ def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[s
             faults.at("save-manifest", step=step)
             manifest.write(text.encode())
         sync_directory(unfinished)
-        with _latest_to_be(final):  # written before: where the disk is full, nothing has moved yet
+        with _replacing_latest(final):  # written first: if the disk is full, nothing has been renamed yet
             faults.at("save-rename", step=step)
             _move_into_place(unfinished, final)
             faults.at("save-latest", step=step)
@@ -107,21 +107,21 @@ def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[s
         raise
     faults.at("save-prune", step=step)
     for line in _prune(root, step, keep):
-        _tell(line)
+        _print(line)
     return final
 
 
 def stand_on(checkpoint: Path) -> None:
-    """Let `latest` name this checkpoint: the one just published, or the one that is gone back to."""
-    with _latest_to_be(checkpoint):
+    """Let `latest` name this checkpoint, to which the training has gone back."""
+    with _replacing_latest(checkpoint):
         pass
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint `path`, whose files are not looked at.
+    """Manifest of the checkpoint `path`, whose other files are not read.
 
     Raises:
-        UserError: there is none, or it is damaged, or of another step than the directory's name says.
+        UserError: the manifest is missing, damaged, or of another step than the directory's name.
     """
     with reading(path):
         if not path.is_dir():
@@ -139,7 +139,7 @@ def verify(path: Path) -> Manifest:
     """Read every byte of a checkpoint and compare it with the manifest.
 
     Raises:
-        UserError: one line that names the file that is wrong, and how.
+        UserError: a file is missing, damaged or not listed; the error names it.
     """
     manifest = read_manifest(path)
     _check_files(path, manifest.files)
@@ -149,10 +149,10 @@ def verify(path: Path) -> Manifest:
 
 
 def last_good(root: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from: the latest, or else the next one that verifies; None if there is none.
+    """Checkpoint to resume from: the latest if it verifies, else the next that does; None if none does.
 
     Returns:
-        It, and one line for each that was passed over.
+        The checkpoint, and a line for each one that was passed over.
     """
     passed = []
     candidates, lines = _candidates(root)
@@ -177,8 +177,8 @@ def _make(root: Path) -> None:
 
 
 @contextmanager
-def _latest_to_be(checkpoint: Path) -> Iterator[None]:
-    """`latest`, with what it is going to say, takes its place when the context ends well."""
+def _replacing_latest(checkpoint: Path) -> Iterator[None]:
+    """Write `latest` for this checkpoint, and put it in place when the context ends normally."""
     with replacing(checkpoint.parent / LATEST) as unfinished:
         with NewFile(unfinished) as file:
             file.write(f"{checkpoint.name}\n".encode())
@@ -186,9 +186,14 @@ def _latest_to_be(checkpoint: Path) -> Iterator[None]:
 
 
 def _candidates(root: Path) -> tuple[list[Path], list[str]]:
-    """In the order to be tried: `latest`, older ones, newer ones, which the training has gone back behind."""
+    """Return the checkpoints in the order to try: `latest`, older ones, newer ones; and lines for the user.
+
+    Newer ones exist if the training has gone back to an earlier checkpoint.
+    """
     found = checkpoints(root)
-    for each in _in_state(root, "replaced"):  # killed between two renames: it is whole, and the only one
+    for each in _in_state(
+        root, "replaced"
+    ):  # killed between two renames: complete, and the only one of its step
         if not _in_place(each).exists():
             found.append(each)
     with reading(root / LATEST):
@@ -198,7 +203,7 @@ def _candidates(root: Path) -> tuple[list[Path], list[str]]:
 
 
 def _latest(root: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `latest` names, if there is such a file, and what is wrong with it."""
+    """Return the checkpoint that `latest` names, if the file exists, and a line for each mistake in it."""
     path = root / LATEST
     if not path.exists():
         return None, []
@@ -209,19 +214,19 @@ def _latest(root: Path) -> tuple[Path | None, list[str]]:
     if step_of(Path(name)) is None or Path(name).name != name:
         return None, [f"{path}: must name a checkpoint, got {shown(name)}"]
     if not (root / name).is_dir():
-        return root / name, [f"{path}: names {name}, which is not there"]
+        return root / name, [f"{path}: names {name}, which does not exist"]
     return root / name, []
 
 
 def _step(path: Path) -> int:
-    """Of a checkpoint, whatever state its name says."""
+    """Return the step of a checkpoint in any state."""
     name = parse_name(path)
     assert name is not None, path
     return name.step
 
 
 def _in_place(path: Path) -> Path:
-    """Where this checkpoint belongs when it is whole."""
+    """Return the path of this checkpoint once it is complete."""
     return path.with_name(name_of(_step(path)))
 
 
@@ -230,7 +235,7 @@ def _in_state(root: Path, *states: str) -> list[Path]:
 
 
 def _check_files(path: Path, files: Sequence[FileEntry], hint: str = "") -> None:
-    """Raises UserError unless exactly these files are there (and the manifest), each of its length."""
+    """Raise UserError unless the directory has exactly these files, of these lengths, and the manifest."""
     present = {each.name for each in _listed(path)} - {MANIFEST}
     for entry in files:
         if entry.name not in present:
@@ -253,22 +258,22 @@ def _move_into_place(unfinished: Path, final: Path) -> None:
 
 
 def _prune(root: Path, step: int, keep: int) -> list[str]:
-    """Delete what is older than the last `keep` that look whole; says what could not be deleted.
+    """Delete checkpoints older than the last `keep` complete ones; return lines about failures.
 
-    One that does not look whole is not counted; it goes when it is older than all that are kept.
+    Incomplete ones are not counted, and are deleted if they are older than all that are kept.
     """
     kept, old = 1, _in_state(root, "replaced", "deleted")
     for path in checkpoints(root):
         if _step(path) >= step:
             continue
         if kept < keep:
-            kept += _looks_whole(path)
+            kept += _looks_complete(path)
         else:
             old.append(path)
     return _delete(old)
 
 
-def _looks_whole(path: Path) -> bool:
+def _looks_complete(path: Path) -> bool:
     try:
         _check_files(path, read_manifest(path).files)
     except UserError:
@@ -277,7 +282,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _delete(paths: Sequence[Path]) -> list[str]:
-    """First rename, so that nothing half-deleted looks like a checkpoint; says what could not be deleted."""
+    """Delete directories; return lines about failures. Renaming first keeps a rest from looking complete."""
     lines = []
     for path in paths:
         doomed = path.with_name(name_of(_step(path), "deleted"))
@@ -286,7 +291,7 @@ def _delete(paths: Sequence[Path]) -> list[str]:
                 _remove(doomed)
                 os.rename(path, doomed)
             _remove(doomed)
-        except OSError as error:  # will be tried again, and must not end a training
+        except OSError as error:  # is tried again later, and must not end a training
             lines.append(f"{path}: cannot be deleted: {error.strerror or error}")
     return lines
 
@@ -299,7 +304,7 @@ def _remove(path: Path) -> None:
 
 
 def _clear(root: Path) -> list[str]:
-    """Remove what a killed training has left; what it had only moved aside returns to its place."""
+    """Remove leftovers of a killed training; a checkpoint that it only renamed returns to its place."""
     for path in _in_state(root, "replaced"):
         if not _in_place(path).exists():
             with writing(path):
@@ -307,7 +312,7 @@ def _clear(root: Path) -> list[str]:
     return _delete(_in_state(root, "tmp", "replaced", "deleted"))
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
 
 
@@ -316,6 +321,6 @@ def _temporary(root: Path, step: int) -> Path:
 
 
 def _listed(path: Path) -> list[Path]:
-    """What is in a directory; nothing if it is not there."""
+    """Return the entries of a directory; none if it does not exist."""
     with reading(path):
         return sorted(path.iterdir()) if path.exists() else []

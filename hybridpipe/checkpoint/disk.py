@@ -1,8 +1,7 @@
-"""Disk: files that are hashed while they are written and are on the disk when that is said; bounded reading.
+"""Disk: files that are hashed and fsynced while they are written, and reading of bounded size.
 
-Knows nothing of checkpoints. Invariant: a `NewFile` that could not be finished is not there any more, and the
-one line that tells so names it. (safetensors' own writer would have to be read again for the hash, and tells
-a watchdog nothing while a slow disk takes a large file; torch.save hides the errno and leaves a part.)
+Checkpoints are not known here. Invariant: an unfinished `NewFile` is removed, and the error names it in one
+line. safetensors' writer would need a second pass for the hash, and torch.save hides the errno.
 """
 
 import errno
@@ -20,18 +19,18 @@ from hybridpipe.comm.status import rank_status
 from hybridpipe.errors import UserError
 from hybridpipe.files import check_replaceable
 
-CHUNK_BYTES = 1 << 22  # hashed and written at once: large enough for the disk, small enough for the cache
-SYNC_BYTES = 1 << 30  # one fsync of a large file at its end could take longer than a watchdog waits
+CHUNK_BYTES = 1 << 22  # written and hashed at a time: large for the disk, small for the cache
+SYNC_BYTES = 1 << 30  # between two fsyncs: a single one of a large file could exceed the watchdog's timeout
 
 
 class NewFile:
-    """A file that is not there yet; a context that ends well leaves it fsynced, any other leaves none."""
+    """New file, as a context manager: fsynced after a normal end, removed after an exception."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._hash = hashlib.sha256()
         self._num_bytes = self._unsynced = 0
-        # Exclusively: another training in the same directory is an error, never a mixture.
+        # O_EXCL: two trainings in one directory are an error and never mix their files.
         with writing(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
@@ -39,7 +38,7 @@ class NewFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """All of `data`, one byte an item."""
+        """Write all of `data`, whose items are bytes."""
         view = memoryview(data)
         with writing(self.path):
             while view:
@@ -55,7 +54,7 @@ class NewFile:
 
     @property
     def entry(self) -> FileEntry:
-        """What has been written so far."""
+        """Name, length and hash of the bytes written so far."""
         return FileEntry(self.path.name, self._num_bytes, self._hash.hexdigest())
 
     def __exit__(
@@ -75,13 +74,13 @@ class NewFile:
             self._remove()
 
     def _remove(self) -> None:
-        with suppress(OSError):  # what made the file fail is told; that its rest stays, too, adds nothing
+        with suppress(OSError):  # the first error is reported; a remaining part of the file is harmless
             self.path.unlink()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Under what name to write a file that takes the place of another when the context ends well."""
+    """Yield a temporary path to write to; the file replaces `path` when the context ends normally."""
     check_replaceable(path)
     unfinished = path.with_name(f".{path.name}.tmp")
     with writing(path):
@@ -98,13 +97,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync_directory(path: Path) -> None:
-    """Let the names in a directory survive a power cut."""
+    """Fsync a directory, so that its entries survive a power cut."""
     with writing(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not know it
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems lack it
                 raise
         finally:
             os.close(descriptor)
@@ -112,9 +111,10 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file to read from, unbuffered, and its length in bytes; UserError if there is none.
+    """Open a regular file for unbuffered reading; yield it and its length in bytes.
 
-    A pipe in its place is refused instead of waited for.
+    Raises:
+        UserError: there is no such file, or it is another kind, such as a pipe, which is not waited for.
     """
     with reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -126,7 +126,7 @@ def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """A file that is known to be small; UserError if it is not."""
+    """Contents of a file; UserError if it is larger than `most_bytes`."""
     with open_regular(path) as (file, size):
         if size > most_bytes:
             raise UserError(f"{path}: must have at most {most_bytes:,} bytes, got {size:,}")
@@ -134,16 +134,16 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def read_into(file: BinaryIO, buffer: memoryview, path: Path) -> None:
-    """Fill the buffer; UserError if the file ends before."""
+    """Fill the buffer; UserError if the file ends too early."""
     while buffer:
-        count = file.readinto(buffer[:CHUNK_BYTES])  # type: ignore[attr-defined]  # FileIO's
+        count = file.readinto(buffer[:CHUNK_BYTES])  # type: ignore[attr-defined]  # a method of FileIO
         if not count:
             raise UserError(f"{path}: ended while it was read")
         buffer = buffer[count:]
 
 
 def hash_of(path: Path) -> FileEntry:
-    """What is on the disk under this name."""
+    """Name, length and hash of a file on the disk."""
     digest, num_bytes = hashlib.sha256(), 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with open_regular(path) as (file, _):
@@ -154,19 +154,19 @@ def hash_of(path: Path) -> FileEntry:
 
 
 def compare(path: Path, found: FileEntry, listed: FileEntry) -> None:
-    """Raises UserError unless a file is what a manifest lists."""
+    """Raise UserError if a file differs from its entry in the manifest."""
     if found.num_bytes != listed.num_bytes:
         raise UserError(f"{path}: must have {listed.num_bytes:,} bytes, got {found.num_bytes:,}")
     if found.sha256 != listed.sha256:
         raise UserError(
             f"{path}: its SHA-256 must be {listed.sha256[:12]}… as in the manifest, got "
-            f"{found.sha256[:12]}…: the file was damaged or exchanged"
+            f"{found.sha256[:12]}…: the file was damaged or replaced"
         )
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Errors of the operating system in one line that names the file."""
+    """Turn errors of the operating system into a UserError that names the file."""
     try:
         yield
     except FileNotFoundError:
@@ -177,12 +177,10 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Errors of the operating system in one line that names the file."""
+    """Turn errors of the operating system into a UserError that names the file."""
     try:
         yield
     except FileExistsError:
-        raise UserError(
-            f"{path}: is there already: does another training write into this directory?"
-        ) from None
+        raise UserError(f"{path}: exists already: does another training write to this directory?") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error

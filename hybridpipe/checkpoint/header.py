@@ -1,7 +1,7 @@
-"""Header: what stands before the bytes of the tensors in a safetensors file, written and judged.
+"""Header of a safetensors file, before the bytes of its tensors. Pure: bytes in, bytes out.
 
-Pure: bytes in, bytes out. Invariant: a header that `decode` accepts accounts for every byte of the file's
-data exactly once, so that nothing is ever allocated that the file does not hold.
+Invariant: a header that `decode` accepts covers every data byte of the file exactly once, so that no
+memory is allocated for bytes that the file does not have.
 Source: https://huggingface.co/docs/safetensors, "Format".
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from hybridpipe.checkpoint.manifest import parse_json
 from hybridpipe.errors import UserError, shown, suggest
 
-LENGTH_BYTES = 8  # before the header: its length, little endian
+LENGTH_BYTES = 8  # the header's length, little endian, stands before it
 LARGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 METADATA = "__metadata__"
 
@@ -26,7 +26,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor: its bytes are `[start, stop)` of those that follow the header."""
+    """One tensor, whose bytes are `[start, stop)` of the data after the header."""
 
     name: str
     dtype: str
@@ -38,13 +38,13 @@ class Slot:
 def encode(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[Slot]]:
-    """The length and the header of a file of such tensors (name, dtype, shape), and where their bytes go.
+    """Length and header of a file with these tensors (name, dtype, shape), and the tensors' places in it.
 
     Raises:
-        ValueError: the header would be too long to be read.
+        ValueError: the header would be longer than LARGEST_HEADER.
     """
     slots: list[Slot] = []
-    # Widest items first, as safetensors does: every tensor is then aligned for who maps the file.
+    # Widest items first, as safetensors does: every tensor is then aligned in a memory-mapped file.
     for name, dtype, shape in sorted(tensors, key=lambda each: (-ITEM_BYTES[each[1]], each[0])):
         start = slots[-1].stop if slots else 0
         slots.append(Slot(name, dtype, shape, start, start + ITEM_BYTES[dtype] * math.prod(shape)))
@@ -63,7 +63,7 @@ def encode(
 
 
 def check_length(length: bytes, file_bytes: int, source: str) -> int:
-    """The header's length in bytes, from a file's first ones; UserError if the file cannot hold it."""
+    """Length of the header in bytes, from the first bytes of a file; UserError if the file is shorter."""
     if len(length) < LENGTH_BYTES:
         raise UserError(f"{source}: must be a safetensors file, got {file_bytes} bytes")
     num_bytes = int.from_bytes(length, "little")
@@ -76,10 +76,15 @@ def check_length(length: bytes, file_bytes: int, source: str) -> int:
 
 
 def decode(text: bytes, data_bytes: int, source: str) -> tuple[list[Slot], dict[str, str]]:
-    """The tensors, in the order of their bytes, and the metadata of a header that `data_bytes` bytes follow.
+    """Tensors of a header, in the order of their bytes, and its metadata.
+
+    Args:
+        text: the header without its length.
+        data_bytes: bytes after the header.
+        source: the file's name, for errors.
 
     Raises:
-        UserError: the header is wrong, or does not account for these bytes.
+        UserError: the header is malformed, or does not cover the data exactly.
     """
     document = parse_json(text, f"{source}: header")
     if not isinstance(document, dict):
@@ -102,10 +107,10 @@ def decode(text: bytes, data_bytes: int, source: str) -> tuple[list[Slot], dict[
     return slots, metadata
 
 
-def _slot(name: str, said: Any, source: str) -> Slot:
-    if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
-        raise UserError(f"{source}: must have dtype, shape and data_offsets, got {shown(said)}")
-    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+def _slot(name: str, entry: Any, source: str) -> Slot:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise UserError(f"{source}: must have dtype, shape and data_offsets, got {shown(entry)}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise UserError(f"{source}: dtype: unknown {shown(dtype)}{suggest(str(dtype), ITEM_BYTES)}")
     if not _are_counts(shape):

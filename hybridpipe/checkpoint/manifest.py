@@ -1,8 +1,7 @@
-"""Manifest: what a checkpoint consists of, as the JSON file that is written last into it.
+"""Manifest of a checkpoint: the list of its contents, a JSON file written last. Pure: text in, text out.
 
-Pure: text in, text out; neither files nor torch are known here. Invariant: what `to_text` writes, `from_text`
-reads as an equal value, and a text in which a bit was flipped either says the same or is refused, as the
-manifest carries a checksum of what it says.
+Invariants: `from_text` reads the text of `to_text` as an equal value; a text with a flipped bit has the same
+meaning or is refused, because the manifest contains a checksum of its contents.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from hybridpipe.planning.checks import non_negative_int
 FORMAT = "hybridpipe-checkpoint/1"
 MANIFEST = "manifest.json"
 
-JSON = Any  # what json.loads gives: dicts with str keys, lists, str, int, float, bool, None
+JSON = Any  # a result of json.loads: dicts with str keys, lists, str, int, float, bool, None
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # no separator, and no leading dot
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -44,14 +43,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint was taken of.
+    """Contents of a checkpoint.
 
     Args:
         step: minibatches trained on.
-        epoch, position: that many epochs are complete, and so many minibatches of the next one.
-        plan: as in plan.json.
-        versions: of hybridpipe, torch and what else wrote it.
-        run: whatever the training wants to know about itself.
+        epoch: complete epochs.
+        position: minibatches trained on in the next epoch.
+        plan: the plan, as in plan.json.
+        versions: of hybridpipe, torch and Python.
+        run: the train state, as the training describes it.
+        files: the other files of the checkpoint.
     """
 
     step: int
@@ -72,7 +73,7 @@ class Manifest:
             raise ValueError(f"files must name every file once, got {twice[0]!r} twice")
 
     def entry(self, name: str) -> FileEntry | None:
-        """The file of this name, if the checkpoint has one."""
+        """Entry of the file of this name; None if there is none."""
         return next((file for file in self.files if file.name == name), None)
 
 
@@ -80,7 +81,8 @@ def to_text(manifest: Manifest) -> str:
     """The text of manifest.json.
 
     Raises:
-        TypeError, ValueError: the manifest holds what JSON cannot give back as it was.
+        TypeError: the manifest holds a value that JSON cannot hold.
+        ValueError: the manifest would be read as a different one.
     """
     document = {"format": FORMAT, **asdict(manifest)}
     check_json(document, MANIFEST)
@@ -92,10 +94,13 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: bytes, source: str) -> Manifest:
-    """The manifest that a file says.
+    """Manifest from the text of a file.
+
+    Args:
+        source: the file's name, for errors.
 
     Raises:
-        UserError: it is not one, or was damaged; `source` names the file.
+        UserError: the text is no manifest, or was damaged.
     """
     document = parse_json(text, source)
     if not isinstance(document, dict):
@@ -103,25 +108,25 @@ def from_text(text: bytes, source: str) -> Manifest:
     if document.get("format") != FORMAT:
         got = shown(document["format"]) if "format" in document else "none"
         raise UserError(f"{source}: format: must be {FORMAT!r}, got {got}")
-    said = {name: value for name, value in document.items() if name != "checksum"}
+    contents = {name: value for name, value in document.items() if name != "checksum"}
     try:
-        manifest = parse(Manifest, {name: said[name] for name in said if name != "format"}, source)
+        manifest = parse(Manifest, {name: contents[name] for name in contents if name != "format"}, source)
     except RecursionError:
         raise UserError(f"{source}: is nested too deeply") from None
     if "checksum" not in document:
         raise UserError(f"{source}: checksum: is required, but missing")
-    if document["checksum"] != _checksum(said):
+    if document["checksum"] != _checksum(contents):
         raise UserError(f"{source}: checksum: does not fit the rest: the file was damaged or edited")
     return manifest
 
 
 def parse_json(text: bytes | str, source: str) -> JSON:
-    """JSON, strictly: no name twice in an object. UserError if it is not."""
+    """Value of a JSON text; UserError if it is not JSON, or an object has a name twice."""
 
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a name stands twice in an object")
+            raise ValueError("a name occurs twice in an object")
         return found
 
     try:
@@ -135,7 +140,7 @@ def parse_json(text: bytes | str, source: str) -> JSON:
 
 
 def check_json(value: JSON, where: str) -> None:
-    """Raises TypeError for what JSON would change or cannot hold; a tuple counts as a list."""
+    """Raise TypeError for a value that JSON would change or cannot hold; a tuple counts as a list."""
     match value:
         case dict():
             for name, item in value.items():
@@ -152,6 +157,6 @@ def check_json(value: JSON, where: str) -> None:
 
 
 def _checksum(document: dict[str, Any]) -> str:
-    """Of what is said, however it is laid out."""
+    """Return the SHA-256 of the contents, whatever the layout of the text."""
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,10 +1,10 @@
-"""Names: what the entries of a checkpoint directory are called. Pure.
+"""Names of the entries of a folder of checkpoints. Pure.
 
-ROOT/step-00000120/             a checkpoint: its files, and manifest.json, which was written last
-ROOT/latest                     the name of the one that the training stands on
+ROOT/step-00000120/             a checkpoint: its files, and manifest.json, written last
+ROOT/latest                     the name of the current checkpoint
 ROOT/.lock                      locked by the training that saves there
 ROOT/.step-00000120.tmp/        being written
-ROOT/.step-00000120.replaced/   has made room for another of the same step, which is not in its place yet
+ROOT/.step-00000120.replaced/   renamed for a new checkpoint of the same step, not yet in its place
 ROOT/.step-00000120.deleted/    being deleted
 """
 
@@ -19,7 +19,7 @@ State = Literal["tmp", "replaced", "deleted"]
 
 
 class Name(NamedTuple):
-    """What a directory's name says: `state` is None for a checkpoint in its place."""
+    """Parsed name of a directory; `state` is None for a checkpoint in its place."""
 
     step: int
     state: State | None

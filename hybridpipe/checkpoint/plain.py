@@ -1,10 +1,7 @@
-"""Plain: the model in a checkpoint as a file of its `state_dict()` alone, which anybody can load.
+"""Plain files of weights: a model's `state_dict()` alone, as `safetensors.torch.load_file` reads it.
 
-    safetensors.torch.load_file("model.safetensors")       # model.load_state_dict(...)
-
-Knows which names a checkpoint's tensors have, and nothing else about training: no model is built.
-Invariant: what is exported equals, bit for bit, what `Trainer.full_state_dict` gives where the checkpoint was
-taken; where a stage had more than two replicas, running statistics may differ in the last bit, as a sum does.
+Only the names of a checkpoint's tensors are known here: no model is built. Invariant: an export equals
+`Trainer.full_state_dict` bit for bit, except the last bit of running statistics of more than two replicas.
 """
 
 from collections.abc import Mapping
@@ -26,14 +23,14 @@ from hybridpipe.stage.statistics import Replica, agreed
 
 
 def export(source: Path, out: Path) -> list[str]:
-    """Write the weights in a checkpoint, or in the last good one of a folder, to a safetensors file.
+    """Write the weights of a checkpoint, or of the last good one in a folder, to a safetensors file.
 
     Returns:
-        What there is to tell, in lines.
+        Lines for the user.
 
     Raises:
-        UserError: there is no checkpoint, or a file of it is damaged, or `out` cannot be written; a file that
-            was there before is still there.
+        UserError: there is no checkpoint, a file of it is damaged, or `out` cannot be written; an earlier
+            `out` then stays.
     """
     checkpoint, lines = _found(source)
     state = model_state(checkpoint)
@@ -44,10 +41,10 @@ def export(source: Path, out: Path) -> list[str]:
 
 
 def model_state(checkpoint: Path) -> dict[str, Tensor]:
-    """What `model.state_dict()` was; reads and verifies the files that it needs.
+    """Weights and buffers of a checkpoint, as `model.state_dict()` named them.
 
     Raises:
-        UserError: one of them is damaged, or they contradict each other.
+        UserError: a file is damaged, or files contradict each other.
     """
     state: dict[str, Tensor] = {}
     of_ranks: dict[int, Replica] = {}
@@ -68,9 +65,7 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
         batches |= batches_agreed(meta, str(path))
         for key, tensor in own.items():
             if key in state and not _same(state[key], tensor):
-                raise UserError(
-                    f"{path}: tensor {shown(key)}: must be as in another stage, which holds it, too"
-                )
+                raise UserError(f"{path}: tensor {shown(key)}: must equal the same tensor of another stage")
             else:
                 state[key] = tensor
     if not state:
@@ -83,12 +78,13 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def read_weights(source: Path, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of any safetensors file; one that `model` has under several keys, under all of them.
+    """Tensors of any safetensors file, with tied weights under all of their keys in `model`.
 
-    `safetensors.torch.save_model` writes a tied weight under one of its keys only.
+    `safetensors.torch.save_model` writes a tied weight under one key only. Names and shapes are not compared
+    with the model's.
 
     Raises:
-        UserError: the file is none. Whether its tensors are the model's is not looked at.
+        UserError: the file is no safetensors file.
     """
     tensors = read_plain(source)
     written = {_memory(model[key]): tensor for key, tensor in tensors.items() if key in model}
@@ -99,7 +95,7 @@ def read_weights(source: Path, model: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """Which elements of which memory a tensor is."""
+    """Return a key that equals for tensors on the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -108,12 +104,12 @@ def _found(source: Path) -> tuple[Path, list[str]]:
         return source, []
     checkpoint, lines = directory.last_good(source)
     if checkpoint is None:
-        raise UserError("; ".join([f"{source}: holds no checkpoint that is whole", *lines]))
+        raise UserError("; ".join([f"{source}: holds no complete checkpoint", *lines]))
     return checkpoint, lines
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit."""
+    """True if both are equal bit for bit."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

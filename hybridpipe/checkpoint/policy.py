@@ -1,7 +1,7 @@
-"""The policy of checkpoints: when `fit` saves.
+"""Policy of checkpoints: the steps at which `fit` saves.
 
-Knows the engine, not the trainer, which says what a manifest holds of a training. Invariant: what is
-published with a step holds the losses of all minibatches before that step and of none behind it.
+The trainer is not known here; a callback describes the training for the manifest. Invariant: a checkpoint
+contains the losses of all minibatches before its step and of none after it.
 """
 
 import os
@@ -26,15 +26,18 @@ JSON = Any
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Where and how often `fit` saves; what it ends with is saved, too.
+    """Folder and interval of checkpoints during `fit`, which also saves at its end.
 
     Args:
-        folder: holds the checkpoints; every rank sees it.
-        every: minibatches; None: at the end of each epoch. Under pipedream with replicas it is the next
-            minibatch after which every stage has updated (`planning.schedules.resume_points_every`). Under
-            asynchronous schedules a snapshot waits for its losses for so long that a small number is taken
-            times 2, 3, …, so that no two copies of the whole state wait at once.
-        keep: so many of the last ones stay.
+        folder: the folder of checkpoints, on a disk that all ranks share.
+        every: interval in minibatches; None for the end of each epoch. Under pipedream with replicas, a
+            checkpoint moves to the next minibatch after which every stage has updated
+            (`planning.schedules.resume_points_every`). Under asynchronous schedules, a small interval is
+            multiplied: a snapshot waits for its losses, and only one copy of the state may wait.
+        keep: number of latest checkpoints that stay.
+
+    Raises:
+        ValueError: `every` or `keep` is no integer >= 1.
     """
 
     folder: str | os.PathLike[str]
@@ -48,15 +51,15 @@ class Checkpointing:
 
 
 def _far_enough(every: int, plan: Plan) -> int:
-    """The multiple of `every` after which the losses of the last snapshot are in, on every rank.
+    """Return the smallest multiple of `every` after which the last snapshot's losses are on every rank.
 
-    By the step alone: ranks hear of losses at different moments, and a resumed run saves at the same steps.
+    It depends on the plan only, because losses reach ranks at different times, and a resumed run must save at
+    the same steps.
     """
     if not plan.is_asynchronous:
         return every
-    apart = losses_late(plan) + 2 * resume_points_every(
-        plan
-    )  # the resume point may be late, and the update before it
+    # Both resume points may be late.
+    apart = losses_late(plan) + 2 * resume_points_every(plan)
     return every * ceil_div(apart, every)
 
 
@@ -68,56 +71,59 @@ class _Waiting(NamedTuple):
 
 
 class Keeper:
-    """Saves while `fit` trains. Every rank has one, and they do the same, each in its own time.
+    """Saves during `fit`. Every rank has one; all act at the same steps, without synchronisation.
 
     Args:
-        step: of the training now.
-        saved: the step of the checkpoint in the folder that the training has just come from.
-        describe: what the manifest says, once the losses are in.
+        settings: folder, interval and number of checkpoints.
+        saver: writes snapshots.
+        worker: the engine whose state is saved.
+        step: the current step.
+        saved: the step of the checkpoint in the folder that was just resumed; None if none was.
+        describe: returns the manifest's description of the training; called once the losses are in.
     """
 
     def __init__(
         self,
-        asked: Checkpointing,
+        settings: Checkpointing,
         saver: Saver,
         worker: Worker,
         step: int,
         saved: int | None,
         describe: Callable[[], dict[str, JSON]],
     ) -> None:
-        self._asked, self._saver, self._worker, self._describe = asked, saver, worker, describe
+        self._settings, self._saver, self._worker, self._describe = settings, saver, worker, describe
         self._last_point, self._resumed, self._saved = step, saved, saved
-        self._every = None if asked.every is None else _far_enough(asked.every, worker.plan)
+        self._every = None if settings.every is None else _far_enough(settings.every, worker.plan)
         self._waiting = deque[_Waiting]()
         self._tried = False
 
     def at_resume_point(self, step: int, point: ResumePoint) -> None:
-        """An update is done, and every stage will have the same minibatches after it: a snapshot, if due."""
+        """Take a snapshot if one is due; called after an update that ends at a resume point."""
         every, before, self._last_point = self._every, self._last_point, step
         if point.done == point.total if every is None else step // every > before // every:
             self.take(step, point)
-        elif not self._tried:  # what cannot be saved is told at once, not an epoch later
+        elif not self._tried:  # report unsavable state now, not an epoch later
             self._guarded(lambda: snapshot.referred(self._worker, 0, point))
         self._tried = True
 
     def take(self, step: int, point: ResumePoint) -> None:
-        """A snapshot now, unless this step has one."""
+        """Take a snapshot now, unless this step has one."""
         if self._saved != step:
             self._saved = step
             taken = self._guarded(lambda: snapshot.take(self._worker, step, point))
             self._waiting.append(_Waiting(taken, point.done))
 
     def losses_in(self, done: int) -> None:
-        """The losses of the stream's first `done` minibatches are in; the snapshot taken there is written."""
+        """Start writing the snapshot at `done`: the losses of the first `done` minibatches are in."""
         if self._waiting and self._waiting[0].position == done:
             taken = self._waiting.popleft().snapshot
-            told = self._describe() if self._worker.control.rank == 0 else None
-            self._saver.start(taken, Path(self._asked.folder), told, self._asked.keep)
+            manifest = self._describe() if self._worker.control.rank == 0 else None
+            self._saver.start(taken, Path(self._settings.folder), manifest, self._settings.keep)
 
     def finish(self, step: int, point: ResumePoint) -> None:
-        """Training ends here: save that, and wait until it is published. Collective.
+        """Save the final state and wait until it is published. Collective.
 
-        What was saved before it was resumed is looked at, as what is saved now.
+        State that was just resumed, and is not saved again, is checked for NaN and infinity, too.
         """
         if step == self._resumed:
             self._guarded(lambda: snapshot.check_finite(self._worker, step, point))
@@ -126,7 +132,7 @@ class Keeper:
         self._saver.wait()
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """A rank that finds what it cannot save is perhaps the only one; the others would wait for it."""
+        """Run `work`; a UserError ends the job, because other ranks may not see it and would wait."""
         try:
             return work()
         except UserError as error:

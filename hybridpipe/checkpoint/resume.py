@@ -290,7 +290,7 @@ class _Reading:
             yield changed_line("lr_scheduler", is_now or "none", was or "none")
         elif before is not None and before.given is not None:
             for name, *values in differences(update.given.scheduler or {}, before.given):
-                if name not in OF_RATES:  # those follow from the optimizer's options
+                if name not in OF_RATES:  # these follow from the optimizer's options
                     yield changed_line(f"lr_scheduler: {name}", *values)
 
 

@@ -1,8 +1,7 @@
-"""Shard: one safetensors file of tensors and what JSON says about them, hashed as it is written and read.
+"""Shards: safetensors files of tensors and a JSON value, hashed while they are written and read.
 
-Invariant: no pickle, and nothing is allocated before the header has been found to account for every byte of
-the file. Written and read here, not by safetensors' functions, because those would pass over the bytes a
-second time for the hash; any of them can read these files and is read here (tests/checkpoint/test_shard.py).
+Invariant: no pickle, and no memory is allocated before the header is known to cover every byte of the file.
+safetensors' own functions read these files, but would need a second pass for the hash.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from hybridpipe.health import faults
 __all__ = ["FileEntry", "read_plain", "read_shard", "write_plain", "write_shard"]
 
 _META = "hybridpipe-shard/1"  # the name of the JSON text among the header's metadata
-_PLAIN = {"format": "pt"}  # what other readers of safetensors files look for
+_PLAIN = {"format": "pt"}  # expected by other readers of safetensors files
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -50,15 +49,15 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], meta: JSON) -> FileEntry:
-    """Write a new file, fsynced. Tensors may be on any device and laid out in any way.
+    """Write a new file and fsync it. Tensors may have any device and any strides.
 
     Args:
-        meta: any JSON value; infinities and NaN are kept, tuples become lists.
+        meta: any JSON value. Infinities and NaN are kept; tuples become lists.
 
     Raises:
-        TypeError: `meta` holds what JSON does not.
-        UserError: the file cannot be written, or safetensors has no name for a tensor's dtype. No part of it
-            stays, and neither does the temporary directory, as there can be no whole checkpoint any more.
+        TypeError: `meta` is no JSON value.
+        UserError: the file cannot be written, or safetensors lacks a tensor's dtype. The checkpoint cannot be
+            completed then, so its temporary directory is removed, too.
     """
     check_json(meta, "meta")
     directory = parse_name(path.parent)
@@ -71,13 +70,13 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], meta: JSON) -> FileEn
 
 
 def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], JSON]:
-    """The tensors, on the CPU, and what was said about them.
+    """Tensors of a shard, on the CPU, and its JSON value.
 
     Args:
-        entry: what the manifest lists, which every byte read is compared with.
+        entry: the manifest's entry, whose length and hash are checked; None for no check.
 
     Raises:
-        UserError: one line that names the file and what is wrong with it.
+        UserError: the file is damaged, or no shard.
     """
     tensors, metadata = _read(path, entry)
     if _META not in metadata:
@@ -86,12 +85,12 @@ def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], 
 
 
 def write_plain(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A file of tensors alone, as `safetensors.torch.save_file` writes it; raises as `write_shard`."""
+    """Write a file of tensors alone, as `safetensors.torch.save_file` does; raises as `write_shard`."""
     _write(path, tensors, _PLAIN)
 
 
 def read_plain(path: Path) -> dict[str, Tensor]:
-    """The tensors of any safetensors file; UserError if it is none."""
+    """Tensors of any safetensors file, on the CPU; UserError if it is none."""
     return _read(path, None)[0]
 
 
@@ -109,7 +108,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     step = directory.step if directory else None
     with NewFile(path) as file:
         file.write(head)
-        faults.at("save-shard", step=step)  # with a part of the file there
+        faults.at("save-shard", step=step)  # while a part of the file exists
         for slot in slots:
             file.write(_bytes_of(tensors[slot.name].detach().cpu().contiguous()))
     faults.at("save-shard-written", step=step)
@@ -118,7 +117,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 
 def _read(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], dict[str, str]]:
     with open_regular(path) as (file, size):
-        if entry is not None and size != entry.num_bytes:  # before the header is believed
+        if entry is not None and size != entry.num_bytes:  # before the header is trusted
             raise UserError(f"{path}: must have {entry.num_bytes:,} bytes, got {size:,}")
         slots, metadata, head = _read_header(file, size, path)
         digest = hashlib.sha256(head)
@@ -147,5 +146,5 @@ def _read_header(file: BinaryIO, size: int, path: Path) -> tuple[list[header.Slo
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

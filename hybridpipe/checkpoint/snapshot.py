@@ -1,14 +1,8 @@
-"""Snapshots: all ranks' parts of a checkpoint, taken at a resume point, written in the background.
+"""Snapshots: the state of all ranks, copied at a resume point and written in the background.
 
-A snapshot is copied on the training thread, right after the update; from then on training goes its way. A
-thread on each rank writes that rank's files and tells rank 0, whose thread publishes them once every rank has
-its own on the disk. These threads talk over a communicator of their own, so that their messages, which come
-at any time, meet no collective of the training; they wait by looking now and then, not inside MPI. (To agree
-through the minibatches' own reductions would take a later minibatch, and at the end there is none; to agree
-through files, a shared file system that shows new names at once, as NFS does not.)
-
-Invariant: what is published is the state after one minibatch on every rank, or it is not published. An error
-on any rank ends the job with one report, and the checkpoint before stays the latest.
+The training thread copies; a thread on each rank writes, and rank 0's publishes when all ranks have written.
+The threads have their own communicator, and poll it rather than wait inside MPI.
+Invariant: a published checkpoint is the state after one minibatch on every rank. An error ends the job.
 """
 
 import os
@@ -38,9 +32,9 @@ from hybridpipe.stage.state import (
     described,
 )
 
-PAUSE_SECONDS = 2e-3  # between two looks for a message
-# A rank that cannot write removes the directory before it tells. What others miss there is not the first
-# cause: they tell only if nobody has in this time, which is longer than any rank lets others go first.
+PAUSE_SECONDS = 2e-3  # between two polls for a message
+# A rank that cannot write removes the directory before it reports its error. Other ranks then miss the
+# directory, which is no first cause: they wait this long before they report, longer than any other delay.
 GIVEN_UP_SECONDS = 4.0
 BEGUN, WRITTEN, PUBLISHED = range(3)  # tags
 
@@ -51,7 +45,9 @@ class Snapshot(NamedTuple):
     """This rank's files of a checkpoint, before they are written.
 
     Args:
-        learnt: the keys of what training makes of the model: trained parameters and running statistics.
+        step: minibatches trained on.
+        files: state by file name.
+        learnt: keys of the trained parameters and running statistics.
     """
 
     step: int
@@ -59,10 +55,10 @@ class Snapshot(NamedTuple):
     learnt: frozenset[str] = frozenset()
 
     def not_finite(self) -> str | None:
-        """The first tensor with NaN or infinity that training has made, or the optimizer keeps, in words.
+        """Describe the first learnt tensor or optimizer state with NaN or infinity; None if there is none.
 
-        Other buffers, and frozen parameters, may well hold infinity, as masks do. A pass at the speed of
-        memory: 0.1 s/GB on one core, where a copy takes 0.7.
+        Frozen parameters and other buffers may hold infinity, as masks do. It takes 0.1 s/GB on one core, a
+        copy 0.7 s/GB.
         """
         for file in self.files.values():
             for name, tensor in file.tensors.items():
@@ -75,29 +71,29 @@ class Snapshot(NamedTuple):
 
 
 def stage_file(stage: int) -> str:
-    """The name of a stage's file, which its first replica writes."""
+    """Name of a stage's file, which its first replica writes."""
     return f"stage-{stage:03d}.safetensors"
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file of what a rank has of its own."""
+    """Name of the file of a rank's own state."""
     return f"rank-{rank:04d}.safetensors"
 
 
 def plan_json(plan: Plan) -> dict[str, JSON]:
-    """What a plan does, as in plan.json; what was predicted of it is left out."""
+    """Plan as in plan.json, without its prediction."""
     document: dict[str, JSON] = to_jsonable_python(asdict(plan))
     return {name: value for name, value in document.items() if name != "predicted" and value is not None}
 
 
 def take(worker: Worker, step: int, point: ResumePoint) -> Snapshot:
-    """A copy of this rank's state after `step` minibatches.
+    """Copy this rank's state after `step` minibatches.
 
     Args:
-        point: where that is in the stream, under an asynchronous schedule.
+        point: the resume point in the current stream.
 
     Raises:
-        UserError: optimizer or scheduler hold what a checkpoint cannot.
+        UserError: optimizer or scheduler have state that a checkpoint cannot hold.
     """
     faults.at("save-snapshot", step=step)
     found = referred(worker, step, point)
@@ -105,26 +101,26 @@ def take(worker: Worker, step: int, point: ResumePoint) -> Snapshot:
 
 
 def check_finite(worker: Worker, step: int, point: ResumePoint) -> None:
-    """Look at the state of which there is a checkpoint, of a version that did not look. Collective.
+    """Check resumed state for NaN and infinity: older versions saved it without this check. Collective.
 
     Raises:
-        NotSaved: it is not finite, on every rank.
+        NotSaved: the state is not finite; raised on every rank.
     """
     found = referred(worker, step, point).not_finite()
-    for told in worker.control.allgather(found):
-        if told is not None:
-            raise NotSaved(f"{told}; so it is in the checkpoint that was resumed from: take one before", step)
+    for line in worker.control.allgather(found):
+        if line is not None:
+            raise NotSaved(f"{line}, and so it is in the resumed checkpoint: take an earlier one", step)
 
 
 def referred(worker: Worker, step: int, point: ResumePoint) -> Snapshot:
-    """Return this rank's files, their tensors still those that training works on."""
+    """Return this rank's files without copying: training still changes their tensors."""
     state = worker.state_dict(point)
     files = {stage_file(s): of_stage for s, of_stage in state.stages.items()}
     return Snapshot(step, files | {rank_file(worker.control.rank): state.own}, state.learnt)
 
 
 def software() -> dict[str, str]:
-    """What writes a checkpoint."""
+    """Versions of the software that writes a checkpoint."""
     from importlib.metadata import version
 
     return {
@@ -135,31 +131,34 @@ def software() -> dict[str, str]:
 
 
 def described_model(worker: Worker) -> dict[str, JSON]:
-    """The whole model's tensors: their types and shapes."""
+    """Types and shapes of the whole model's tensors."""
     return described(worker.model.state_dict())
 
 
 class Saver:
-    """This rank's part in saving. One checkpoint at a time: a new one waits for the one before.
+    """Writes this rank's part of checkpoints, one at a time.
 
     Args:
-        communicator: of all ranks, and nobody else's.
+        communicator: of all ranks, used for nothing else.
     """
 
     def __init__(self, communicator: MPI.Comm) -> None:
         self._communicator = communicator
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._held: dict[Path, int] = {}  # folders that rank 0 has locked, and by which descriptors
+        self._held: dict[Path, int] = {}  # descriptors of the locks that rank 0 holds, by folder
 
     def start(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON] | None, keep: int) -> None:
-        """Write and publish in the background; collective, each rank in its own time.
+        """Write and publish a checkpoint in the background, after the one before is published.
+
+        Every rank must call it, at any time.
 
         Args:
-            manifest: what it says; rank 0's counts.
+            manifest: the manifest's contents besides step and files, on rank 0.
+            keep: number of latest checkpoints that stay.
 
         Raises:
-            Exception: what went wrong with the one before, in a world of one rank; others have ended by it.
+            Exception: the error of the checkpoint before, in a world of one rank; in others it ends the job.
         """
         self.wait()
         self._hold(root.absolute())
@@ -168,7 +167,7 @@ class Saver:
         self._thread.start()
 
     def _hold(self, root: Path) -> None:
-        """Before anything is begun there: what another training has begun must not be given up with it."""
+        """Lock the folder first, so that another training's unfinished checkpoint is not removed."""
         if self._communicator.rank == 0 and root not in self._held:
             try:
                 self._held[root] = directory.hold(root)
@@ -178,7 +177,7 @@ class Saver:
                 raise
 
     def wait(self) -> None:
-        """Return once the checkpoint that was started is published. Raises as `start`."""
+        """Wait until the started checkpoint is published. Raises as `start`."""
         if self._thread is not None:
             with rank_status.waiting(CHECKPOINT, range(self._communicator.size)):
                 self._thread.join()
@@ -188,7 +187,7 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait, and give the communicator back. Collective."""
+        """Wait, unlock the folders and free the communicator. Collective."""
         self.wait()
         self._communicator.Free()
         for descriptor in self._held.values():
@@ -205,12 +204,12 @@ class Saver:
                 self._communicator.send(_written(folder, snapshot), 0, WRITTEN)
                 self._receive(0, PUBLISHED)
         except BaseException as error:
-            # Of a full disk or a lost mount one line says enough; but a mistake would not be tried again.
+            # One line suffices for a full disk or a lost mount. NotSaved, unlike UserError, allows a restart.
             failed = NotSaved(str(error), snapshot.step) if isinstance(error, UserError) else error
             if self._communicator.size == 1 or isinstance(failed, NotSaved):
                 directory.abandon(root, snapshot.step)
             if self._communicator.size == 1:
-                self._error = failed  # told by the training thread
+                self._error = failed  # raised by the training thread
                 return
             if isinstance(failed, NotSaved):
                 if isinstance(error.__cause__, FileNotFoundError):
@@ -241,13 +240,13 @@ class Saver:
 def _written(folder: Path, snapshot: Snapshot) -> list[FileEntry]:
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: is not seen on host {socket.gethostname()}: "
-            "checkpoints go to a folder that all ranks share"
+            f"{folder}: does not exist on host {socket.gethostname()}: "
+            "the folder of checkpoints must be on a disk that all ranks share"
         ) from FileNotFoundError(folder)
-    with rank_status.in_saving("looks whether all that was learnt is finite"):
+    with rank_status.in_saving("checks that the state is finite"):
         found = snapshot.not_finite()
     if found is not None:
-        kept = "nothing is saved; the checkpoint before, if there is one, stays the last one"
+        kept = "nothing is saved; the checkpoint before, if there is one, stays the latest"
         raise NotSaved(f"{found}; {kept}", snapshot.step)
     entries = []
     for name, state in snapshot.files.items():

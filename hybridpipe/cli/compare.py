@@ -1,7 +1,7 @@
-"""Compare: train one config under several plans and baselines, in turn, and put the figures side by side.
+"""Comparison of several plans and baselines on one config. Each run is a separate job under mpirun.
 
-Each run is a job of its own under mpirun. With several rounds the runs are interleaved, so that a machine
-whose speed drifts treats all alike, and the figures are medians over the rounds.
+Several rounds are interleaved, so that a drift of the machine's speed affects all runs alike. Figures are
+medians over the rounds.
 """
 
 import statistics
@@ -34,14 +34,17 @@ def compare(
     rounds: int,
     out: Path,
 ) -> int:
-    """Run everything, print the table, write DIR/compare.json.
+    """Run every plan and baseline, print a table and write `out`/compare.json.
 
     Args:
-        plans: what `train --plan` takes.
-        baselines: each runs the script `baseline_NAME.py` beside `config`.
+        plans: values of `train --plan`.
+        baselines: names; NAME runs the script `baseline_NAME.py` beside `config`.
 
     Returns:
-        0, or the exit code of the first job that failed.
+        0, or the exit code of the first failed job.
+
+    Raises:
+        UserError: a baseline has no script.
     """
     commands = {plan: _train_command(config, plan, overrides) for plan in plans}
     commands |= {name: _baseline_command(config, name, overrides) for name in baselines}
@@ -73,7 +76,7 @@ def _baseline_command(config: Path, name: str, overrides: Sequence[str]) -> list
     if not script.is_file():
         present = sorted(path.stem.removeprefix("baseline_") for path in config.parent.glob("baseline_*.py"))
         beside = ", ".join(present) or "none"
-        raise UserError(f"--baselines: {script} must be there, got none; beside CONFIG are: {beside}")
+        raise UserError(f"--baselines: {script} must exist, but is missing; beside CONFIG are: {beside}")
     return [sys.executable, str(script), str(config), *_set(overrides)]
 
 
@@ -82,7 +85,7 @@ def _set(overrides: Sequence[str]) -> list[str]:
 
 
 def _median(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last round's summary, with the medians of what is timed."""
+    """Return the last round's summary with its MEDIANS replaced by medians over all rounds."""
     medians = {
         key: statistics.median(summary[key] for summary in summaries)
         for key in MEDIANS

@@ -1,9 +1,7 @@
-"""Importing: the command. From a plain file of weights to a checkpoint that a training starts from.
+"""Import of a plain file of weights as a checkpoint of step 0, for `train --resume auto` to start from.
 
-`train --resume FILE.safetensors` starts from the file each time it is called; a job that is requeued, or is
-started again by its supervisor, has to go on from where it was instead. So the file is made a checkpoint of
-step 0, once, and `train --resume auto` does the rest.
-Invariant: what starts from it is what `--resume FILE.safetensors` starts, under any plan.
+A job that is requeued or restarted must continue where it was: `--resume FILE` would start from FILE again.
+Invariant: under any plan, the training equals one started by `--resume FILE.safetensors`.
 """
 
 from pathlib import Path
@@ -21,12 +19,13 @@ from hybridpipe.training.trainer import Trainer
 
 
 def import_weights(config: Config, source: Path, folder: Path) -> Path:
-    """Write `folder/step-00000000`: the config's model, optimizer and seed, and the weights of `source`.
+    """Write the checkpoint `folder/step-00000000` with the weights of `source`, and return its path.
 
-    One process, whatever will train: the checkpoint is of one rank, and any plan can go on from it.
+    Model, optimizer and seed are the config's. One process writes a checkpoint of one rank, which any plan
+    can resume.
 
     Raises:
-        UserError: the file is no safetensors file or not of this model, or the folder holds checkpoints.
+        UserError: `source` is no safetensors file or does not fit the model, or `folder` holds checkpoints.
     """
     if found := checkpoints(folder):
         raise UserError(

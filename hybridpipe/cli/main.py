@@ -1,6 +1,7 @@
-"""Command line. Parses, dispatches, and tells mistakes: one line, exit code 2, before MPI starts.
+"""Command line: parse the arguments and run one command.
 
-Modules that load torch or start MPI are imported by the command that needs them.
+A user's mistake is reported in one line with exit code 2, before MPI starts. Modules that load torch or
+start MPI are imported by the command that needs them.
 """
 
 import argparse
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from hybridpipe.config import Config
     from hybridpipe.planning.request import PlanRequest
 
-RANK0_SECONDS = 5.0  # by then rank 0 has told its mistake, and mpirun has ended the others
+RANK0_SECONDS = 5.0  # long enough for rank 0 to print its mistake and for mpirun to end the other ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0, 1 for what failed, 2 for a mistake of the user."""
+    """Run one command and return its exit code: 0, 1 after a failure, 2 after a mistake of the user."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -44,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except UserError as error:
         exit_report.tell(error.exit_code, str(error), step=error.step)
-        _tell(f"hybridpipe: {error}")
+        _print_mistake(f"hybridpipe: {error}")
         return error.exit_code
     except Exception as error:
-        if sys.excepthook is sys.__excepthook__:  # MPI has not started: nobody else tells the supervisor
+        if sys.excepthook is sys.__excepthook__:  # without MPI nothing else reports this to the supervisor
             what = f"{type(error).__name__}: {error}"
             exit_report.tell(1, f"rank {launched_rank()}, before training: {what}", what)
         raise
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Whether nobody reads standard output any more, as after `| head`; then the rest goes nowhere."""
+    """True if the reader of standard output is gone, as after `| head`; further output is then discarded."""
     stdout, poll = sys.stdout.fileno(), select.poll()
     poll.register(stdout, 0)
     if not any(state & select.POLLERR for _, state in poll.poll(0)):
@@ -64,10 +65,10 @@ def _is_unread() -> bool:
     return True
 
 
-def _tell(mistake: str) -> None:
-    """Print a mistake that all ranks see alike on rank 0, once, in one line whatever names it quotes.
+def _print_mistake(mistake: str) -> None:
+    """Print a mistake that every rank finds, in one line and on rank 0 only.
 
-    A rank that ended first would make mpirun end rank 0 before that has printed; so the others wait for it.
+    The other ranks wait: mpirun ends all ranks once one has ended, perhaps before rank 0 has printed.
     """
     if launched_rank() == 0:
         print(" ".join(mistake.splitlines()), file=sys.stderr, flush=True)
@@ -77,10 +78,10 @@ def _tell(mistake: str) -> None:
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Import torch and what stands on it, with the garbage collector resting.
+    """Import torch with the garbage collector disabled.
 
-    Nearly all of it stays. To look for garbage in it took a quarter of the time (docs/log); it is
-    left to no collection later.
+    Nearly all objects that the import makes are permanent. Collections among them took a quarter of its time
+    (docs/log), so the objects are frozen: later collections leave them out, too.
     """
     gc.disable()
     try:
@@ -107,7 +108,7 @@ def _profile(options: argparse.Namespace) -> int:
         graph = read_pipedream_graph(options.from_pipedream)
         write_json(options.out, graph.profile(narrow_order(graph), options.samples or 1, "published"))
         if options.samples is None:
-            print("the file does not say how many samples a minibatch had: taken as 1; --samples tells")
+            print("the file does not give the samples of a minibatch: 1 is assumed; --samples sets it")
     else:
         if options.samples is not None:
             raise UserError("profile: --samples goes with --from-pipedream; CONFIG has train.microbatch")
@@ -145,7 +146,7 @@ def _probe(options: argparse.Namespace) -> int:
 
     failure.install()
     share_cores(MPI.COMM_WORLD)
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # as training has it by default
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the default of training, too
     try:
         thread = needs_progress_thread(MPI.COMM_WORLD, torch.device(device))
         cluster = probe(MPI.COMM_WORLD, progress_thread=thread)
@@ -196,7 +197,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> "PlanRequest":
-    """What the options ask of plans; UserError if they do not go together."""
+    """Return the plan request that the options describe; UserError if they contradict each other."""
     from hybridpipe.planning.request import PlanRequest
 
     try:
@@ -206,7 +207,7 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
 
 
 def _minibatch(options: argparse.Namespace, samples: int, ranks: int) -> int:
-    """Samples of a minibatch; UserError if the size of the microbatch does not go with it."""
+    """Return the samples of a minibatch; UserError if --microbatch does not fit it."""
     if options.schedule in TRAITS and TRAITS[options.schedule].whole_minibatch:
         minibatch: int = options.minibatch or samples
         if options.microbatch not in (None, minibatch):
@@ -262,9 +263,9 @@ def _simulate(options: argparse.Namespace) -> int:
 def _changed(
     plan: Plan, profile: ModelProfile, cluster: Cluster, options: argparse.Namespace
 ) -> tuple[Plan, Cluster]:
-    """What the plan and the cluster become with --bandwidth, --latency and --ranks.
+    """Return plan and cluster after the changes by --bandwidth, --latency and --ranks.
 
-    A plan is for its number of ranks: for another it is chosen anew, with as many microbatches a rank.
+    A plan fits one number of ranks: another number gets a new plan, with as many microbatches a rank.
     """
     from hybridpipe.planning import cluster_transform
     from hybridpipe.planning.request import PlanRequest
@@ -288,7 +289,7 @@ def _changed(
 
 
 def _print_prediction(plan: Plan, before: Plan | None, as_json: bool) -> None:
-    """The figures of a plan, beside those from before a change if there was one."""
+    """Print a plan's prediction, beside that of the plan before the change if there was one."""
     from hybridpipe.planning import cluster_transform
 
     assert plan.predicted is not None
@@ -311,33 +312,33 @@ def _train(options: argparse.Namespace) -> int:
         exit_report.up()
         with _loading():
             config.check()
-            import torch._dynamo  # noqa: F401  torch's first optimizer would, amid what is measured
+            import torch._dynamo  # noqa: F401  else the first optimizer imports it during a measurement
 
             from hybridpipe.cli.train import train
 
-        asked = options.trace, options.hang_timeout, options.resume
-        return train(config, plan, _out(options), *asked, options.cluster, options.resume_changed)
+        how = options.trace, options.hang_timeout, options.resume
+        return train(config, plan, _out(options), *how, options.cluster, options.resume_changed)
 
 
 def _checked(options: argparse.Namespace) -> "tuple[Config, str]":
-    """The config and the plan's source of a training, once all that can be seen without torch is right."""
+    """Return a training's config and plan source, after every check that needs no torch."""
     from hybridpipe.files import read_cluster, read_plan
 
     config: Config = _load(options)
     plan: str = options.plan or config.plan.source
     if plan.endswith(".json"):
-        read_plan(plan)  # the trainer reads it again
+        read_plan(plan)  # for its checks only; the trainer reads it again
     if options.cluster is not None:
-        read_cluster(options.cluster)  # likewise
+        read_cluster(options.cluster)  # for its checks only, too
     if options.resume not in (None, "auto") and not Path(options.resume).exists():
-        raise UserError(f"{options.resume}: --resume: is not there; must be auto or a path")
+        raise UserError(f"{options.resume}: --resume: does not exist; must be auto or an existing path")
     if options.resume_changed and options.resume is None:
         raise UserError("train: --resume-changed goes with --resume auto or --resume PATH")
     return config, plan
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """The mistakes that can be seen are told here, before any rank is started."""
+    """Report mistakes in the arguments of `train` before any rank starts, then supervise the job."""
     from hybridpipe.files import read_plan
     from hybridpipe.launch import supervisor
 
@@ -356,7 +357,7 @@ def _launch(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise UserError(f"{plan}: {error}") from None
     return supervisor.supervise(
-        supervisor.Asked(
+        supervisor.LaunchOptions(
             words=tuple(words),
             out=_out(training),
             checkpoints=_out(training) / "checkpoints",
@@ -373,7 +374,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _out(options: argparse.Namespace) -> Path:
-    """The folder that `train` writes to."""
+    """Return the folder that `train` writes to."""
     return options.out or Path("runs") / Path(options.config).stem
 
 
@@ -385,8 +386,8 @@ def _replay(options: argparse.Namespace) -> int:
     cluster = None if options.cluster is None else read_cluster(options.cluster)
     from hybridpipe.cli.replay import Replay, replay
 
-    asked = Replay(profile, plan, cluster, options.scale, options.minibatches, not options.no_overlap)
-    return replay(asked, options.out or Path("runs") / f"replay-{options.plan.stem}")
+    settings = Replay(profile, plan, cluster, options.scale, options.minibatches, not options.no_overlap)
+    return replay(settings, options.out or Path("runs") / f"replay-{options.plan.stem}")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -445,10 +446,10 @@ _RUNS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, telling a mistake in one line and, on several ranks, once."""
+    """Parser that reports a mistake in one line, on rank 0 only."""
 
     def error(self, message: str) -> NoReturn:
-        _tell(f"{self.prog}: {message}; {self.prog} --help tells more")
+        _print_mistake(f"{self.prog}: {message}; see {self.prog} --help")
         sys.exit(2)
 
 

@@ -1,6 +1,6 @@
-"""Profiling: the command. From a config to the profile of its model, for one or several microbatch sizes.
+"""Profiles of a config's model, for one or several microbatch sizes.
 
-Alone it starts no MPI. Under mpirun every rank measures at once, as ranks that share a machine will compute.
+A single process starts no MPI. Under mpirun all ranks measure at once, as they will compute in training.
 """
 
 import os
@@ -21,16 +21,16 @@ from hybridpipe.planning.profile import ModelProfile
 
 
 def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
-    """The profile of the config's model on its data, on the CPU; the same on every rank.
+    """Measure the config's model on its data, on the CPU; every rank returns the same profile.
 
     Args:
-        sizes: of the microbatch, in samples; by default the config's. The first is the one whose figures are
-            the profile's own, the rest are its `others`.
+        sizes: microbatch sizes in samples; by default the config's. The first size gives the profile's own
+            figures, the rest are its `others`.
 
     Raises:
-        UserError: the model cannot be cut, or the data set has fewer samples than a size.
+        UserError: the model cannot be cut into layers, or the data set has fewer samples than a size.
     """
-    keep_freed_memory()  # as in training: a gradient of 16 MB took twice as long
+    keep_freed_memory()  # as training does; without it a gradient of 16 MB took twice as long
     model, dataset, loss = build_model(config), config.data.build(), config.loss.build()
     try:
         num_layers(model)
@@ -41,30 +41,30 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
     most = max(sizes, default=config.train.microbatch or config.train.minibatch)
     batch = next(minibatches(Microbatches(dataset, most, most)))
     microbatch = batch.inputs(0), batch.targets(0)
-    return _together()(partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes))
+    return _measuring()(partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes))
 
 
 def build_model(config: Config) -> nn.Module:
-    """The config's model, its weights following from the config's seed."""
+    """Build the config's model with weights drawn from the config's seed."""
     torch.manual_seed(config.train.seed)
     model: nn.Module = config.model.build()
     return model
 
 
 def circumstances(profile: ModelProfile) -> str:
-    """What the figures of a profile just measured belong to, in a line or two."""
+    """Describe the conditions under which a profile was just measured, in one or two lines."""
     num_threads = torch.get_num_threads()
     text = (
         f"{profile.num_layers} layers, microbatches of {', '.join(map(str, profile.sizes))} samples, "
         f"measured by {profile.load} rank(s) of a machine at once, {num_threads} compute thread(s) each"
     )
     if profile.load == 1 and num_threads > 1 and "OMP_NUM_THREADS" not in os.environ:
-        text += "\nranks that share a machine get fewer: set OMP_NUM_THREADS, or start this under mpirun"
+        text += "\nranks that share a machine get fewer threads: set OMP_NUM_THREADS, or profile under mpirun"
     return text
 
 
-def _together() -> Callable[[Callable[..., ModelProfile]], ModelProfile]:
-    """How to measure: as it is without a launcher, else on every rank at once."""
+def _measuring() -> Callable[[Callable[..., ModelProfile]], ModelProfile]:
+    """Return a function that runs a measurement: directly without a launcher, else on all ranks at once."""
     if (environment.promised_ranks() or 1) == 1:
         return lambda measured: measured()
     from hybridpipe.comm.idle import measure_together, share_cores
@@ -75,7 +75,7 @@ def _together() -> Callable[[Callable[..., ModelProfile]], ModelProfile]:
     share_cores(MPI.COMM_WORLD)
 
     def on_every_rank(measured: Callable[..., ModelProfile]) -> ModelProfile:
-        with failure.guard():  # the ranks that go on would wait for one that failed
+        with failure.guard():  # else the other ranks would wait for a failed one
             return measure_together(MPI.COMM_WORLD, lambda agree: measured(agree=agree))
 
     return on_every_rank

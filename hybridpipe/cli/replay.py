@@ -1,11 +1,8 @@
-"""Replay: the command. A plan on the real runtime, messages and all-reduces included, computing by sleeping.
+"""Replay of a plan: the real engine, messages and all-reduces, with sleeps in place of computing.
 
-A profile tells how long each layer sleeps and how many bytes it moves. With a scale S, bytes are divided by S
-and run over a network that is S times as slow, so that a model too large for this memory takes its own time.
-
-    DIR/summary.json                measured and predicted seconds a minibatch, bytes, processor load
-
-Rank 0 writes and prints. Not known here: how sleeping layers work (`stage.sleeping`).
+A profile gives the seconds and bytes of each layer. A scale S divides all bytes by S, for a network that is
+S times as slow: a model too large for this memory keeps its timing. Rank 0 prints and writes the summary.
+Not known here: sleeping layers (`cli.sleeping`).
 """
 
 import statistics
@@ -34,18 +31,23 @@ from hybridpipe.planning.simulator.predict import predict, simulate
 from hybridpipe.training.trainer import Trainer
 
 REPLAY_FORMAT = "hybridpipe-replay/1"
-WARM_UP_SHARE, DRAIN_SHARE = 1 / 3, 1 / 6  # of the minibatches; neither is looked at
+WARM_UP_SHARE, DRAIN_SHARE = 1 / 3, 1 / 6  # shares of the minibatches at either end, left out of the median
 _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What is asked for.
+    """Settings of one replay.
 
     Args:
-        profile: of the plan's microbatch, at full size; so is the `cluster`, which is for the prediction.
-        num_minibatches: None: enough for a median.
-        overlap: False: an all-reduce begins when the whole backward is done.
+        profile: the layers at full size, for the plan's microbatch size.
+        cluster: the machines at full size, for the prediction; None for no prediction.
+        scale: divisor of all bytes.
+        num_minibatches: minibatches to run; None for enough for a median.
+        overlap: False to begin all-reduces only after the whole backward.
+
+    Raises:
+        UserError: profile and plan differ in layers, or an asynchronous schedule has `overlap` False.
     """
 
     profile: ModelProfile
@@ -67,7 +69,7 @@ class Replay:
             )
 
     def predicted(self) -> float | None:
-        """Seconds a minibatch in the simulator; None without a cluster.
+        """Simulated seconds of a minibatch; None without a cluster.
 
         Raises:
             ValueError: the cluster has fewer ranks than the plan.
@@ -82,14 +84,14 @@ class Replay:
         return simulate(programs(self.plan), self.plan, costs, cluster).seconds
 
 
-def replay(asked: Replay, out: Path) -> int:
-    """Run it. Collective."""
+def replay(settings: Replay, out: Path) -> int:
+    """Run a replay and write `out`/summary.json. Returns exit code 0. Collective."""
     failure.install()
     check_launcher()
     rank = MPI.COMM_WORLD.rank
     try:
-        trainer = _trainer(asked, rank)
-        predicted = asked.predicted() if rank == 0 else None
+        trainer = _trainer(settings, rank)
+        predicted = settings.predicted() if rank == 0 else None
         if rank == 0:
             out.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
@@ -98,40 +100,45 @@ def replay(asked: Replay, out: Path) -> int:
         failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
     sync = trainer.worker.executor.sync
     if isinstance(sync, HorovodSync):
-        sync.overlaps = asked.overlap
-    size = asked.plan.num_microbatches
-    samples = torch.zeros((asked.num_minibatches or enough_minibatches(asked.plan)) * size, 1)
+        sync.overlaps = settings.overlap
+    size = settings.plan.num_microbatches
+    samples = torch.zeros((settings.num_minibatches or enough_minibatches(settings.plan)) * size, 1)
     before = _processor_time()
     trainer.fit(torch.utils.data.TensorDataset(samples, samples), shuffle=False)
     load = _processor_load(before, _processor_time())
     summary = trainer.summary()
-    seconds = pace([record.seconds for record in trainer.recorder.records], round_length(asked.plan))
+    seconds = pace([record.seconds for record in trainer.recorder.records], round_length(settings.plan))
     trainer.close()
     if summary is not None:
-        _finish(asked, summary, seconds, predicted, load, out)
+        _finish(settings, summary, seconds, predicted, load, out)
     return 0
 
 
 def enough_minibatches(plan: Plan) -> int:
-    """For a median: ten minibatches, or as many rounds, and what fills an asynchronous pipeline before."""
+    """Minibatches enough for a median: ten rounds and, if asynchronous, those that fill the pipeline."""
     return 10 * round_length(plan) + plan.is_asynchronous * 2 * plan.num_ranks
 
 
 def round_length(plan: Plan) -> int:
-    """Minibatches after which an asynchronous pipeline repeats itself, or nearly so."""
+    """Minibatches after which the timing of an asynchronous pipeline repeats, approximately."""
     return max(plan.replicas) if plan.is_asynchronous else 1
 
 
 def pace(seconds: Sequence[float], length: int) -> float:
-    """The median over rounds of `length` minibatches of the mean seconds a minibatch, ends left out."""
+    """Median over rounds of the mean seconds of a minibatch, without warm-up and drain.
+
+    Args:
+        seconds: of each minibatch, in order.
+        length: minibatches of a round.
+    """
     full = seconds[round(len(seconds) * WARM_UP_SHARE) : len(seconds) - round(len(seconds) * DRAIN_SHARE)]
     rounds = [full[i : i + length] for i in range(0, len(full) - length + 1, length)]
     return statistics.median(map(statistics.mean, rounds or [seconds]))
 
 
-def _trainer(asked: Replay, rank: int) -> Trainer:
-    """Sleeping layers, with memory for what this rank's stages send and reduce."""
-    plan, profile, own_pace = asked.plan, scaled_profile(asked.profile, asked.scale), Pace()
+def _trainer(settings: Replay, rank: int) -> Trainer:
+    """Build a trainer of sleeping layers; only what this rank sends or reduces has its real size."""
+    plan, profile, own_pace = settings.plan, scaled_profile(settings.profile, settings.scale), Pace()
     place = plan.place(rank)
     held = [] if place is None else [plan.stages[s] for s in plan.held_stages(place)]
     cuts = {stage.stop for stage in held} - {plan.num_layers}
@@ -156,44 +163,45 @@ def _trainer(asked: Replay, rank: int) -> Trainer:
     return Trainer(
         nn.Sequential(*layers),
         loss=sleeping_loss,
-        optimizer=optimizer,  # a function's name is the same on all ranks, which these seconds are not
+        optimizer=optimizer,  # a function has one name on all ranks; `update_seconds` differ
         plan=replace(plan, predicted=None),
         minibatch_size=plan.num_microbatches,
     )
 
 
 def _after_backward(cost: StageCost) -> StageCost:
-    """Its gradients are ready when its whole backward is done."""
+    """Return the cost with every gradient ready only at the end of the backward."""
     return replace(cost, buckets=tuple(replace(bucket, fraction=1.0) for bucket in cost.buckets))
 
 
 def _finish(
-    asked: Replay, summary: dict[str, Any], seconds: float, predicted: float | None, load: float, out: Path
+    settings: Replay, summary: dict[str, Any], seconds: float, predicted: float | None, load: float, out: Path
 ) -> None:
-    """Write and print what it came to."""
+    """Write and print the results."""
     wanted = ("plan", "schedule", "ranks", "minibatches", "bytes_sent_p2p", "bytes_allreduced")
     write_json(
         out / "summary.json",
         {
             "format": REPLAY_FORMAT,
             **{name: summary[name] for name in wanted},
-            "scale": asked.scale,
-            "overlap": asked.overlap,
+            "scale": settings.scale,
+            "overlap": settings.overlap,
             "minibatch_seconds_median": seconds,
             "predicted_minibatch_seconds": predicted,
-            "samples_per_second": asked.profile.samples * asked.plan.num_microbatches / seconds,
+            "samples_per_second": settings.profile.samples * settings.plan.num_microbatches / seconds,
             "peak_memory_bytes": summary["peak_memory_bytes"],
             "processor_load": load,
         },
     )
-    told = f"{seconds * 1e3:.1f} ms a minibatch measured"
+    text = f"{seconds * 1e3:.1f} ms a minibatch measured"
     if predicted:
-        told += f", {predicted * 1e3:.1f} ms predicted ({predicted / seconds - 1:+.0%})"
-    print(f"{asked.plan.name}, {asked.plan.schedule}: {told}; processors {load:.0%} busy; written to {out}")
+        text += f", {predicted * 1e3:.1f} ms predicted ({predicted / seconds - 1:+.0%})"
+    plan = settings.plan
+    print(f"{plan.name}, {plan.schedule}: {text}; processors {load:.0%} busy; written to {out}")
 
 
 def _processor_time() -> tuple[float, float]:
-    """How long this machine's processors have been busy so far, and idle; in units of its own."""
+    """Time that this machine's processors have been busy and idle since boot, in clock ticks."""
     if not _STAT.is_file():
         return 0.0, 0.0
     user, nice, system, idle, waiting, *more = map(float, _STAT.read_text().split("\n", 1)[0].split()[1:8])
@@ -201,6 +209,6 @@ def _processor_time() -> tuple[float, float]:
 
 
 def _processor_load(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """The busy share of the time between, by whoever; NaN where it is not known."""
+    """Busy share of the processors, by all processes, between two times; NaN if unknown."""
     busy, idle = (b - a for a, b in zip(before, after, strict=True))
     return busy / (busy + idle) if busy + idle else float("nan")

@@ -1,9 +1,7 @@
-"""Sleeping: a model that computes nothing, and takes as long and moves as many bytes as a profile says.
+"""Sleeping layers: a model that takes the time and moves the bytes of a profile, and computes nothing.
 
-Knows profiles, autograd and time; no ranks and no messages. A layer's forward and backward sleep for the
-profiled times; what flows over a cut, and the gradients that replicas reduce, are real tensors of the
-profiled sizes. Everything else has one number, and buffers are shared among microbatches, as nobody looks at
-what is in them: it is zeros throughout.
+Ranks and messages are not known here. Tensors over a cut and reduced gradients have their profiled sizes, all
+others have one element. Buffers hold zeros throughout, so microbatches share them.
 """
 
 import time
@@ -17,28 +15,28 @@ from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.planning.profile import LayerProfile
 
 ITEM_BYTES = 4  # float32
-SHORTEST_SECONDS = 2e-4  # a sleep costs about 50 µs of processor time, whatever its length
+SHORTEST_SECONDS = 2e-4  # each sleep costs about 50 µs of processor time
 
 
 class Pace:
-    """Sleeps as long as it was told to in total: what one sleep was too long, the next is shorter.
+    """Sleeps whose total length is exact: the excess of one sleep shortens the next.
 
-    So a rank that shares its processor with many, and gets it late, still computes at the profiled pace.
+    A rank that shares its processor, and wakes up late, still keeps the profiled pace.
     """
 
     def __init__(self) -> None:
         self._owed_seconds = 0.0
         self._ended = 0.0
 
-    def sleep(self, seconds: float, goes_on: bool = False) -> None:
-        """Sleep, or owe what is too short a sleep to be worth it.
+    def sleep(self, seconds: float, uninterrupted: bool = False) -> None:
+        """Sleep for `seconds`, or add them to the next sleep if they are fewer than SHORTEST_SECONDS.
 
         Args:
-            goes_on: no message was waited for since the sleep before, so the time between the two is part
-                of this one: it went by in Python, or waiting for a processor.
+            uninterrupted: True if no message was awaited since the last sleep. The time since then, spent in
+                Python or waiting for a processor, then counts as part of this sleep.
         """
         now = time.perf_counter()
-        self._owed_seconds += seconds - goes_on * (now - self._ended)
+        self._owed_seconds += seconds - uninterrupted * (now - self._ended)
         if self._owed_seconds >= SHORTEST_SECONDS:
             time.sleep(self._owed_seconds)
             self._owed_seconds -= time.perf_counter() - now
@@ -46,17 +44,17 @@ class Pace:
 
 
 class SleepingLayer(nn.Module):
-    """One profiled layer.
-
-    It has no state: there is nothing for ranks to agree on, or to save.
+    """One profiled layer, without state to save.
 
     Args:
-        profile: times, and sizes in bytes.
-        pace: of this rank.
-        reduced: its gradients are reduced among replicas, so the parameter has the profiled size.
-        cut: its output goes to another rank, so it has the profiled size.
-        leads: it is the first of its stage; `ends`: the last. What it waits for is no part of its time.
-        split: the weights' half of its backward is a hook of its parameter: a schedule can put it off.
+        profile: times in seconds and sizes in bytes.
+        pace: the rank's sleeps.
+        reduced: True if replicas reduce its gradients: the parameter has the profiled size.
+        cut: True if its output goes to another rank: the output has the profiled size.
+        leads: True for the first layer of a stage, whose wait for an activation is not part of its time.
+        ends: True for the last layer of a stage, whose wait for a gradient is not part of its time.
+        split: True if the weights' half of the backward runs as a hook of the parameter, for schedules that
+            postpone it.
     """
 
     def __init__(
@@ -88,53 +86,53 @@ class SleepingLayer(nn.Module):
                 )
 
     def forward(self, value: TensorTree) -> TensorTree:
-        """What flows on is one tensor with a gradient and, over a cut, one with the bytes that have none."""
+        """Sleep; return a tensor with a gradient and, at a cut, one with the bytes that need none."""
         output: Tensor = _Sleep.apply(self, self.weight, tensors_of(value)[0])  # type: ignore[no-untyped-call]
         return (output, _alias(self.rest)) if len(self.rest) else output
 
     def gradient_of(self, shape: torch.Size) -> Tensor:
-        """Zeros for an input, which is of one size always."""
+        """Zeros of an input's shape; the buffer is kept, as the shape hardly ever changes."""
         if self.returned.shape != shape:
             self.returned = torch.zeros(shape)
         return _alias(self.returned)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """There is none."""
+        """Save nothing: a sleeping layer has no state."""
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, layer: SleepingLayer, _: Tensor | None, value: Tensor) -> Tensor:
         context.layer, context.shape = layer, value.shape
-        layer.pace.sleep(layer.profile.forward_seconds, goes_on=not layer.leads)
+        layer.pace.sleep(layer.profile.forward_seconds, uninterrupted=not layer.leads)
         return _alias(layer.output)
 
     @staticmethod
     def backward(context: Any, _: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         layer = context.layer
-        layer.pace.sleep(layer.backward_seconds, goes_on=not layer.ends)
+        layer.pace.sleep(layer.backward_seconds, uninterrupted=not layer.ends)
         _, weighted, has_gradient = context.needs_input_grad
         of_weight = _alias(layer.gradient) if weighted else None
         return None, of_weight, layer.gradient_of(context.shape) if has_gradient else None
 
 
 class SleepingOptimizer(torch.optim.Optimizer):
-    """Takes as long as the profiled updates, and updates nothing."""
+    """Optimizer that sleeps for the profiled updates and changes no parameter."""
 
     def __init__(self, parameters: Iterable[Tensor], pace: Pace, seconds: float) -> None:
         super().__init__(parameters, {"lr": 0.0})
         self._pace, self._seconds = pace, seconds
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Sleep."""
+        """Sleep for the seconds of one update."""
         self._pace.sleep(self._seconds)
 
 
 def sleeping_loss(outputs: TensorTree, _: TensorTree) -> Tensor:
-    """A loss that costs nothing."""
+    """Loss of negligible cost: the sum of the first output."""
     return tensors_of(outputs)[0].sum()
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """A tensor of its own on the same memory: autograd takes it as a gradient without copying."""
+    """Return a new tensor on the same memory, which autograd takes as a gradient without copying."""
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.detach())  # type: ignore[call-overload,no-any-return]

@@ -1,10 +1,8 @@
-"""Train: the command. From a config to a trained model and a folder of what was seen on the way.
+"""Training of a config: the run, its printed report and its files. Only rank 0 prints and writes them.
 
-    DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
-    DIR/profile.json  cluster.json
-    DIR/checkpoints/step-00000120/ ...
-
-Rank 0 writes and prints; mistakes that all ranks see alike are told once.
+DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
+DIR/profile.json  cluster.json
+DIR/checkpoints/step-00000120/ ...
 """
 
 import json
@@ -42,23 +40,23 @@ CHECKPOINTS = "checkpoints"  # in DIR
 SUMMARY_FORMAT = "hybridpipe-summary/1"
 
 
-class _Watcher:
-    """What rank 0 shows and writes while the training goes on; nothing on other ranks."""
+class _RunLog:
+    """Progress bar and metrics.jsonl of rank 0 during training; does nothing on other ranks."""
 
-    def __init__(self, trainer: Trainer, out: Path, total: int, name: str, goes_on: bool) -> None:
+    def __init__(self, trainer: Trainer, out: Path, total: int, name: str, appends: bool) -> None:
         self._progress: Progress | None = None
         if trainer.world.rank == 0:
-            self._metrics = _metrics(out / "metrics.jsonl", trainer.step if goes_on else 0)
+            self._metrics = _open_metrics(out / "metrics.jsonl", trainer.step if appends else 0)
             self._progress = Progress(total, name, done=trainer.step)
 
     def note(self, record: MinibatchRecord) -> None:
-        """A minibatch is done."""
+        """Show and write the record of a finished minibatch."""
         if self._progress is not None:
             self._progress.update(record)
             print(json.dumps(asdict(record)), file=self._metrics, flush=True)
 
     def close(self) -> None:
-        """That was the last one."""
+        """Close bar and file."""
         if self._progress is not None:
             self._progress.close()
             self._metrics.close()
@@ -74,88 +72,93 @@ def train(
     cluster: Path | None = None,
     resume_changed: bool = False,
 ) -> int:
-    """Run the training that `config` describes under `plan` (a name or a path). Collective.
+    """Run the training that `config` describes, write its files to `out`, return exit code 0. Collective.
 
     Args:
-        resume: a path, or "auto": what is in OUT/checkpoints, if there is anything good.
-        cluster: of the machines as measured before (`Trainer`).
-        resume_changed: settings may be others than the checkpoint's (`Trainer.resume`).
+        plan: a plan's name or the path of a plan.json.
+        trace: print how each rank spends its time.
+        hang_timeout: seconds without progress after which the job is ended; 0 for never.
+        resume: a path; or "auto" for the last good checkpoint in OUT/checkpoints, if there is one.
+        cluster: a cluster.json with earlier measurements (`Trainer`).
+        resume_changed: allow settings that differ from the checkpoint's (`Trainer.resume`).
     """
     failure.install()
     check_launcher()
     model, loss = build_model(config), config.loss.build()
     try:
         dataset, validation = config.data.build(), config.data.build_validation()
-    except (OSError, ModuleNotFoundError) as error:  # data that is not there, told in one line
+    except (OSError, ModuleNotFoundError) as error:  # missing data is reported in one line
         failure.refuse(error)
     try:
         trainer = _trainer(config, model, loss, plan, cluster, hang_timeout)
-        told = _resume(trainer, resume, out, resume_changed)
+        notes = _resume(trainer, resume, out, resume_changed)
         trainer.prepare(dataset, validation)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
-    not_split = trainer.not_split()
+    schedule = trainer.plan.schedule
+    if not_split := trainer.not_split():
+        notes.insert(0, f"{schedule}: backward not split in {', '.join(not_split)}")
+    if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
+        notes.insert(0, f"{schedule}: train.microbatch is not used, as a minibatch travels whole")
     if trainer.world.rank == 0:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
-        _tell_plan(trainer, out)
-        if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
-            print(
-                f"{trainer.plan.schedule}: train.microbatch is not used, as a minibatch travels whole",
-                flush=True,
-            )
-        if not_split:
-            print(f"{trainer.plan.schedule}: backward not split in {', '.join(not_split)}", flush=True)
-        for line in [*told, *_claim(out, resume)]:
-            print(line, flush=True)
+        _start_folder(trainer, out, resume, notes)
     total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
-    watcher = _Watcher(trainer, out, total, f"{plan} ({trainer.plan.name})", _is_own(out, resume))
+    log = _RunLog(trainer, out, total, f"{plan} ({trainer.plan.name})", _continues_own(out, resume))
     trainer.fit(
         dataset,
         0 if trainer.recorder.has_reached_target else max(0, config.train.epochs - trainer.epoch),
         validation=validation,
         shuffle=config.train.shuffle,
-        on_minibatch=watcher.note,
+        on_minibatch=log.note,
         target_accuracy=config.train.target_accuracy,
         target_loss=config.train.target_loss,
         checkpoint=Checkpointing(out / CHECKPOINTS, config.checkpoint.every, config.checkpoint.keep),
     )
-    watcher.close()
+    log.close()
     _finish(trainer, out, trace)
     trainer.close()
     return 0
 
 
+def _start_folder(trainer: Trainer, out: Path, resume: str | None, notes: list[str]) -> None:
+    """Make the run's folder, claim its checkpoints, and print the plan and the notes. Rank 0 only."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
+    _report_plan(trainer, out)
+    for line in [*notes, *_claim_checkpoints(out, resume)]:
+        print(line, flush=True)
+
+
 def _resume(trainer: Trainer, source: str | None, out: Path, allow_changed: bool = False) -> list[str]:
-    """Go on from there, if anywhere; what there is to tell."""
+    """Resume from `source`, unless that is None; return lines about it for the user."""
     folder = out / CHECKPOINTS
     if source == AUTO:
         return trainer.resume(folder, or_anew=True, allow_changed=allow_changed)
     return [] if source is None else trainer.resume(source, allow_changed=allow_changed)
 
 
-def _is_own(out: Path, source: str | None) -> bool:
-    """Does the training in OUT go on, rather than one that began elsewhere or begins now?"""
+def _continues_own(out: Path, source: str | None) -> bool:
+    """True if the training in OUT continues; False for a new one, or one from elsewhere."""
     if source is None or source == AUTO:
         return source == AUTO
     return Path(source).resolve().is_relative_to((out / CHECKPOINTS).resolve())
 
 
-def _claim(out: Path, source: str | None) -> list[str]:
-    """From now on OUT's checkpoints are this training's; what there is to tell."""
-    if source is None or not _is_own(out, source):
+def _claim_checkpoints(out: Path, source: str | None) -> list[str]:
+    """Reserve OUT's checkpoints for this training; return lines about it for the user."""
+    if source is None or not _continues_own(out, source):
         return _set_aside(out / CHECKPOINTS)
     if source == AUTO:
         return []
-    if step_of(Path(source)) is not None:  # lost before it saves, it is to be gone on with from here
+    if step_of(Path(source)) is not None:  # a restart before the first save must resume here, too
         stand_on(Path(source))
     return []
 
 
 def _set_aside(folder: Path) -> list[str]:
-    """Let `--resume auto` never find what another training has left there, nor let that be lost."""
+    """Rename another training's checkpoints, so that `--resume auto` never finds them and none is lost."""
     if not checkpoints(folder):
         return []
     names = (f"{folder.name}.old{'' if n == 1 else f'.{n}'}" for n in count(1))
@@ -168,25 +171,25 @@ def _set_aside(folder: Path) -> list[str]:
         failure.refuse(error)
     except OSError as error:
         failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
-    return [f"{folder} was another training's, and is {aside} now; --resume auto would have gone on with it"]
+    return [f"{folder} was another training's and is now {aside}: --resume auto would have resumed it"]
 
 
 def _rounded(value: float) -> str:
-    """Four decimals, or four digits of what these would show little of."""
+    """Format with four decimals, or with four significant digits if below 0.01."""
     return f"{value:.4g}" if 0 < abs(value) < 0.01 else f"{value:.4f}"
 
 
-def _metrics(path: Path, step: int) -> TextIO:
-    """The file of records, to be gone on with at `step` (0: anew).
+def _open_metrics(path: Path, step: int) -> TextIO:
+    """Open the file of records to append from `step` on; 0 starts it anew.
 
-    What a run that was lost wrote behind it goes.
+    Records from `step` on, written by a run that was lost, are dropped.
     """
     kept = []
     if step and path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:  # its end, when it was killed
+            except ValueError:  # a line cut short when the run was killed
                 break
             if not isinstance(record, dict) or record.get("step", step) >= step:
                 break
@@ -221,15 +224,15 @@ def _trainer(
 
 
 def check_launcher() -> None:
-    """Refuses to train in as many worlds of one rank as the launcher has started processes."""
+    """Refuse to train if the launcher's processes each see a world of one rank."""
     promised, size = environment.promised_ranks() or 1, MPI.COMM_WORLD.size
     if size < promised:
         what = f"the launcher started {promised} ranks, and this one sees a world of {size}"
-        failure.refuse(UserError(f"{what}: start it with srun --mpi=pmix; hybridpipe doctor tells more"))
+        failure.refuse(UserError(f"{what}: start it with srun --mpi=pmix; hybridpipe doctor gives details"))
 
 
-def _tell_plan(trainer: Trainer, out: Path) -> None:
-    """Print the plan and why it was chosen; write what it was made from beside it."""
+def _report_plan(trainer: Trainer, out: Path) -> None:
+    """Print the plan and the reasons for it; write it together with the profile and cluster behind it."""
     write_json(out / "plan.json", trainer.plan)
     choice = trainer.choice
     if choice is None:
@@ -241,7 +244,7 @@ def _tell_plan(trainer: Trainer, out: Path) -> None:
 
 
 def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
-    """Gather, print and write what the run has come to."""
+    """Gather, print and write the results of the run."""
     summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
     traced = trainer.traced() if trace else None
     if summary is None or state is None:

@@ -1,4 +1,4 @@
-"""Arguments: what the command line's values may be, and the one line that tells a wrong one."""
+"""Values: parsers of command-line values. A wrong value raises ArgumentTypeError with one line."""
 
 import argparse
 import math
@@ -7,10 +7,11 @@ from collections.abc import Callable
 from hybridpipe.errors import shown
 from hybridpipe.planning.checks import MAX_RANKS
 
-MOST = 2**53  # of a number that is counted: beyond it a float is not exact any more
+MOST = 2**53  # the largest count: floats represent every integer up to here exactly
 
 
 def positive(text: str, most: int = MOST) -> int:
+    """An integer from 1 to `most`."""
     value = int(text[:20]) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
@@ -20,10 +21,12 @@ def positive(text: str, most: int = MOST) -> int:
 
 
 def ranks(text: str) -> int:
+    """A number of ranks, from 1 to MAX_RANKS."""
     return positive(text, MAX_RANKS)
 
 
 def factor(text: str) -> float:
+    """A finite number >= 1."""
     try:
         value = float(text)
     except ValueError:
@@ -34,6 +37,7 @@ def factor(text: str) -> float:
 
 
 def hang_timeout(text: str) -> float:
+    """Seconds from 0 to 1e6."""
     try:
         value = float(text)
     except ValueError:
@@ -44,16 +48,19 @@ def hang_timeout(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[int, ...]:
+    """Positive integers separated by commas; repetitions are dropped."""
     return tuple(dict.fromkeys(map(positive, text.split(","))))
 
 
 def bandwidth(text: str) -> float:
+    """Bytes per second, from a number or a text such as 10Gbit."""
     from hybridpipe.planning.cluster_transform import parse_bandwidth
 
     return _parsed(parse_bandwidth, text)
 
 
 def seconds(text: str) -> float:
+    """Seconds, from a number or a text such as 50us."""
     from hybridpipe.planning.cluster_transform import parse_seconds
 
     return _parsed(parse_seconds, text)
@@ -67,6 +74,7 @@ def _parsed(parse: Callable[[str], float], text: str) -> float:
 
 
 def plan_source(text: str) -> str:
+    """A plan's name (auto, dp, straight) or the path of a .json file."""
     from hybridpipe.config import SOURCES
 
     if text not in SOURCES and not text.endswith(".json"):
@@ -75,21 +83,24 @@ def plan_source(text: str) -> str:
 
 
 def plan_sources(text: str) -> list[str]:
+    """Plan sources separated by commas."""
     return [plan_source(name) for name in names(text)]
 
 
 def names(text: str) -> list[str]:
+    """Names separated by commas; empty ones are dropped."""
     return [name for name in text.split(",") if name]
 
 
 def count(text: str) -> int:
+    """An integer from 0 to MOST."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text!r}")
     return positive(text) if text.strip("0") else 0
 
 
 def hosts(text: str) -> dict[str, int]:
-    """h1:4,h2 is {"h1": 4, "h2": 1}."""
+    """Ranks of each host: "h1:4,h2" is {"h1": 4, "h2": 1}."""
     found = {}
     for each in names(text):
         name, _, slots = each.partition(":")

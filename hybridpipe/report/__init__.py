@@ -1,1 +1,1 @@
-"""Text and pictures for people."""
+"""Reports: text for people."""

@@ -1,4 +1,4 @@
-"""Cluster report: what was measured of the machines, as a table for people. Takes data, returns text."""
+"""Report on a cluster: the measurements of the machines as text. Takes data, returns text."""
 
 from tabulate import tabulate
 
@@ -8,10 +8,10 @@ from hybridpipe.report.tables import duration, size
 
 
 def describe(cluster: Cluster, num_cores: int | None = None) -> str:
-    """The links, the all-reduce, and what the ranks of a machine have of its processors.
+    """Describe links, all-reduces and the processors that the ranks of a machine share.
 
     Args:
-        num_cores: of the machine, if it is known.
+        num_cores: cores of a machine, if known.
     """
     lines = [tabulate(map(_row, cluster.levels), headers="keys", disable_numparse=True), ""]
     ranks = cluster.node_ranks or 1
@@ -24,14 +24,14 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
     if any(cluster.wakeup_seconds):
         numbers = doubling(1, len(cluster.wakeup_seconds))
         each = ", ".join(f"{n}: {cluster.wakeup_seconds[n - 1] * 1e3:.1f}" for n in numbers)
-        lines.append(f"ms of a processor to go on with a rank that waited, by how many compute then: {each}")
+        lines.append(f"ms of processor time to wake a waiting rank, by how many compute then: {each}")
     if cluster.relative_speed is not None:
         lines.append("relative speed of the ranks: " + ", ".join(f"{s:.2f}" for s in cluster.relative_speed))
     lines.append(
         f"a message takes {cluster.message_seconds * 1e6:.0f} us and "
-        f"{cluster.message_seconds_per_byte * 1e9:.2f} ns a byte of a processor at either end; "
+        f"{cluster.message_seconds_per_byte * 1e9:.2f} ns a byte of processor time at either end; "
         f"a rank of a replicated stage has {cluster.replicated_speed:.0%} of the speed of another, and "
-        f"{cluster.overlap:.0%} of an all-reduce for nothing"
+        f"{cluster.overlap:.0%} of an all-reduce overlaps with computing at no cost"
     )
     return "\n".join(lines)
 

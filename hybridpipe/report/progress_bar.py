@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a line every few seconds in a log. Rank 0's business."""
+"""Progress of a training: a bar on a terminal, a line every few seconds in a log. Used on rank 0 only."""
 
 import os
 import sys
@@ -12,7 +12,13 @@ LINE_SECONDS = 5.0
 
 
 class Progress:
-    """Shows where the training stands; `update` once a minibatch."""
+    """Shows the progress of a training; `update` is called once a minibatch.
+
+    Args:
+        total: minibatches of the whole training.
+        name: shown before the figures.
+        done: minibatches before this run.
+    """
 
     def __init__(self, total: int, name: str, done: int = 0) -> None:
         self._total, self._name = total, name
@@ -22,7 +28,7 @@ class Progress:
         self._done, self._shown = done, time.monotonic()
 
     def update(self, record: MinibatchRecord) -> None:
-        """One more minibatch is done."""
+        """Count a finished minibatch and show its loss."""
         self._done += 1
         if self._bar is not None:
             self._bar.update()
@@ -34,13 +40,13 @@ class Progress:
             print(f"{where}, loss {record.loss:.4f}, {speed:,.0f} samples/s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """End the bar, which stays on the terminal."""
         if self._bar is not None:
             self._bar.close()
 
 
 def _on_terminal() -> bool:
-    """Under mpirun a rank's stderr is no terminal (or, with Open MPI, always one): the launcher knows."""
+    """True if stderr is shown on a terminal. Under mpirun only the launcher knows, through a variable."""
     if "OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ:
         return os.environ.get("HYBRIDPIPE_TERMINAL") == "1"
     return sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Report: plans and runs as tables for people. Takes data, returns text."""
+"""Tables of plans and runs for people. Takes data, returns text."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Parts, Timeline
 
 NUM_CANDIDATES = 6
-MAX_LISTED = 8  # cuts, or runs of ranks
-TRACED = {  # of a rank's minibatch, as a table calls it
+MAX_LISTED = 8  # items of a list of cuts, or of ranges of ranks
+TRACED = {  # parts of a rank's minibatch: field -> heading
     "seconds": "minibatch",
     "forward_seconds": "forward",
     "backward_seconds": "backward",
@@ -44,15 +44,16 @@ TRACED = {  # of a rank's minibatch, as a table calls it
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """What a stage costs each of its ranks, and the cut behind it, by the terms of `cost.estimate`.
+    """Costs of a stage to each of its ranks, and of the cut behind it, by the terms of `cost.estimate`.
 
     Args:
-        work_seconds: a microbatch's forward, backward and handling of messages.
-        sent_bytes, received_bytes: a microbatch's, over the cuts at both ends.
-        allreduce_seconds: one all-reduce, alone.
-        compute_seconds: a minibatch's work and update.
-        exposed_seconds: what no backward hides of a minibatch's all-reduce.
-        link_seconds: how long a minibatch keeps the busiest link of the cut behind occupied, one way.
+        work_seconds: forward, backward and message handling of a microbatch.
+        sent_bytes: of a microbatch, over the cuts at both ends.
+        received_bytes: of a microbatch, over the cuts at both ends.
+        allreduce_seconds: of one all-reduce without overlap.
+        compute_seconds: work and update of a minibatch.
+        exposed_seconds: the part of a minibatch's all-reduce that no backward hides.
+        link_seconds: occupation of the busiest link of the cut behind by a minibatch, in one direction.
     """
 
     work_seconds: float
@@ -65,7 +66,7 @@ class StageFigures:
 
 
 def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[StageFigures, ...]:
-    """One for each stage of the plan."""
+    """Return the figures of each stage of the plan."""
     none = StageCost(0.0, 0.0)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     over_cuts = [none, *costs[:-1], none]
@@ -79,7 +80,7 @@ def _figures(
     plan: Plan, s: int, terms: StageTerms, before: StageCost, behind: StageCost, cluster: Cluster
 ) -> StageFigures:
     replicas = plan.stages[s].replicas
-    # Under pipedream the replicas take turns: a minibatch is one of theirs, and one has it.
+    # Under pipedream the replicas take turns, and each minibatch is on one replica only.
     takes_turns = replicas if plan.traits.whole_minibatch else 1
     work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds + terms.products_seconds
     return StageFigures(
@@ -97,7 +98,7 @@ def _link_seconds(plan: Plan, s: int, num_bytes: float, cluster: Cluster) -> flo
     if s + 1 == plan.num_stages:
         return 0.0
     ranks, behind = plan.stages[s].ranks, plan.stages[s + 1].ranks
-    # As if asynchronous: all of the minibatch's messages, not only those after the first.
+    # As under an asynchronous schedule: all messages of the minibatch, not only those after the first.
     cut = cut_figures(cluster, ranks, behind, plan.num_microbatches, asynchronous=True)
     return cut.busy_seconds_per_byte * num_bytes
 
@@ -105,13 +106,13 @@ def _link_seconds(plan: Plan, s: int, num_bytes: float, cluster: Cluster) -> flo
 def bottleneck(
     figures: Sequence[StageFigures], minibatch_seconds: float, num_groups: int | None = None
 ) -> tuple[str, float]:
-    """What takes most of a minibatch's time, and how many seconds of it.
+    """The largest part of a minibatch's time, as text, and its seconds.
 
-    That is a stage's computing, the part of an all-reduce that nothing hides, the traffic of a cut, or what
-    the busiest stage or cut leaves over. Where ranks hold several stages, those count together.
+    Parts are a stage's computing, the exposed part of an all-reduce, the traffic of a cut, and the time left
+    beside the busiest stage or cut. Stages that share their ranks count together.
 
     Args:
-        num_groups: of ranks; defaults to one for each stage.
+        num_groups: groups of ranks; by default one for each stage.
     """
     groups = num_groups or len(figures)
     terms, busiest = [], 0.0
@@ -134,7 +135,7 @@ def bottleneck(
 
 
 def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
-    """The stages of a plan: who holds what, and what it is predicted to cost."""
+    """Table of a plan's stages: layers, ranks and predicted costs."""
     peaks = dict(zip(plan.ranks, peak_memory_bytes(profile, plan), strict=True))
     figures = stage_figures(plan, profile, cluster)
     stashes = in_flight_per_stage(plan, plan.num_microbatches)
@@ -163,7 +164,7 @@ def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
 
 
 def candidates_table(candidates: Sequence[Candidate], chosen: Plan) -> str:
-    """The best plans by predicted speed, and what each loses against the best."""
+    """Table of the best plans by predicted time, with the loss of each against the best."""
     best = candidates[0].seconds
     shown = list(candidates[:NUM_CANDIDATES])
     shown += [c for c in candidates[NUM_CANDIDATES:] if c.origin != "exact" or c.plan == chosen]
@@ -200,13 +201,13 @@ def explain(
     cluster: Cluster,
     num_ranks: int | None = None,
 ) -> str:
-    """The plan and why it was chosen.
+    """Describe the plan and the reasons for its choice.
 
     Args:
-        plan: with its prediction.
-        candidates: what it was chosen from, best first; none for a plan that was given.
-        profile: of its microbatch.
-        num_ranks: how many could be used; defaults to all of the cluster's.
+        plan: a plan with its prediction.
+        candidates: the plans it was chosen from, best first; empty for a given plan.
+        profile: the layers at the plan's microbatch size.
+        num_ranks: usable ranks; by default all of the cluster.
     """
     ranks = cluster.num_ranks if num_ranks is None else num_ranks
     lines = [
@@ -242,23 +243,23 @@ def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator
 
 
 def _particulars(plan: Plan) -> str:
-    told = []
+    parts = []
     if plan.traits.whole_minibatch:
         of_input = "each stage's newest" if plan.version_stage(1) else "those of the input stage"
         if plan.num_stages > 1:
-            told.append(f"stale weights: {of_input}")
+            parts.append(f"stale weights: {of_input}")
         if plan.replicas[0] > 1:
-            told.append(f"one update every {plan.replicas[0]} minibatches")
+            parts.append(f"one update every {plan.replicas[0]} minibatches")
     elif plan.is_asynchronous:
-        told.append("weights one update old")
+        parts.append("weights one update old")
     if plan.max_in_flight is not None:
-        told.append(f"at most {plan.max_in_flight} in flight")
-    again = [s for s in range(plan.num_stages) if plan.recomputes(s)]
-    if len(again) == plan.num_stages:
-        told.append("activations recomputed")
-    elif again:
-        told.append(f"activations recomputed in stage(s) {_ranges(again)}")
-    return "".join(f", {each}" for each in told)
+        parts.append(f"at most {plan.max_in_flight} in flight")
+    recomputing = [s for s in range(plan.num_stages) if plan.recomputes(s)]
+    if len(recomputing) == plan.num_stages:
+        parts.append("activations recomputed")
+    elif recomputing:
+        parts.append(f"activations recomputed in stage(s) {_ranges(recomputing)}")
+    return "".join(f", {each}" for each in parts)
 
 
 def _slices(plan: Plan) -> str:
@@ -269,13 +270,14 @@ def _slices(plan: Plan) -> str:
 
 def _one_stage(plan: Plan, ranks: tuple[int, ...]) -> Plan:
     stages = (StageSpec(0, plan.num_layers, len(ranks), ranks),)
-    schedule = plan.schedule if plan.is_asynchronous else DEFAULT  # with one stage all synchronous are alike
+    # With one stage all synchronous schedules are equal.
+    schedule = plan.schedule if plan.is_asynchronous else DEFAULT
     return Plan(stages, schedule, plan.num_microbatches)
 
 
 def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
     total, figures, shares = _seconds(plan), stage_figures(plan, profile, cluster), []
-    # An asynchronous pipeline's timeline holds its start, which does not count.
+    # The timeline of an asynchronous pipeline contains its warm-up, which would distort the shares.
     if total and is_simulated(plan) and not plan.is_asynchronous:
         timeline = predict(plan, profile, cluster)[0]
         parts = asdict(timeline.parts(plan)).items()
@@ -290,8 +292,10 @@ def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Ite
 def _as_simulated(
     figures: Sequence[StageFigures], plan: Plan, timeline: Timeline
 ) -> tuple[StageFigures, ...]:
-    """With the computing of the timeline: the formula has all ranks of a machine compute at once, and where
-    they outnumber its cores a stage's computing could come out longer than the minibatch.
+    """Replace each stage's computing by that of the timeline.
+
+    The formula lets all ranks of a machine compute at once. With more ranks than cores, its computing of a
+    stage could exceed the whole minibatch.
     """
     spent = timeline.spent(plan)
     return tuple(
@@ -307,7 +311,7 @@ def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> Iter
     yield ""
     who = f"{len(unused)} rank(s) stay unused ({_ranges(unused)})"
     larger = [candidate for candidate in candidates if candidate.plan.num_ranks > plan.num_ranks]
-    if plan != candidates[0].plan:  # it was asked for
+    if plan != candidates[0].plan:  # the plan was given
         yield who
     elif larger:
         best = larger[0].plan
@@ -318,7 +322,7 @@ def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> Iter
 
 
 def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
-    """Measured and predicted figures of several runs, and their ratios to the run called `reference`."""
+    """Table of measured and predicted figures of several runs, and ratios to the run named `reference`."""
     base = runs.get(reference)
     rows = []
     for name, run in runs.items():
@@ -347,7 +351,7 @@ def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
 
 
 def compared(predicted: Parts, measured: Parts) -> dict[str, dict[str, float]]:
-    """What a minibatch's time goes into, in seconds, the mean over ranks: by part, predicted and measured."""
+    """Predicted and measured seconds of each part of a minibatch, as means over ranks."""
     measured_parts = asdict(measured)
     return {
         name: {"predicted": seconds, "measured": measured_parts[name]}
@@ -356,7 +360,7 @@ def compared(predicted: Parts, measured: Parts) -> dict[str, dict[str, float]]:
 
 
 def parts_table(parts: Mapping[str, Mapping[str, float]]) -> str:
-    """`compared` as a table."""
+    """Table of the result of `compared`."""
     rows = [
         {
             "part": name.removesuffix("_seconds"),
@@ -369,7 +373,7 @@ def parts_table(parts: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
-    """Where each rank's minibatch goes: all of it first, then the parts, which add up to it."""
+    """Table of each rank's time: a whole minibatch, then its parts, which add up to it."""
     rows = [
         {"rank": rank}
         | {TRACED[name]: duration(seconds) if seconds else "-" for name, seconds in of_rank.items()}
@@ -379,13 +383,14 @@ def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
 
 
 def memory_table(plan: Plan, peak: Sequence[int], before: Sequence[int]) -> str:
-    """What each used rank's process held at most and before training, and what the plan says it needs.
+    """Table of the memory of each used rank's process, and of its prediction.
 
     Args:
-        peak, before: bytes by rank.
+        peak: bytes of each rank at most.
+        before: bytes of each rank before training.
     """
-    told = plan.predicted.peak_memory_bytes if plan.predicted else ()
-    predicted = dict(zip(plan.ranks, map(size, told), strict=False))
+    peaks = plan.predicted.peak_memory_bytes if plan.predicted else ()
+    predicted = dict(zip(plan.ranks, map(size, peaks), strict=False))
     rows = [
         {
             "rank": rank,
@@ -400,12 +405,12 @@ def memory_table(plan: Plan, peak: Sequence[int], before: Sequence[int]) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """A size for people, such as "1.25 MB"."""
+    """Format a number of bytes, such as "1.25 MB"."""
     return _scaled(num_bytes, 1e3, "B", "kB", "MB", "GB", "TB")
 
 
 def duration(seconds: float) -> str:
-    """A time for people, such as "12.5 ms"."""
+    """Format a number of seconds, such as "12.5 ms"."""
     if seconds >= 1:
         return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
     return _scaled(seconds * 1e6, 1e3, "us", "ms", "s")
@@ -435,7 +440,7 @@ def _layers(profile: ModelProfile, stage: StageSpec) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Numbers in ascending order, such as "0-3,8": which ranks, not which replica each is."""
+    """Format a set of numbers in ascending order, such as "0-3,8"; the order of replicas is lost."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,6 +1,6 @@
-"""Autoplan: from a plan's name and a model's profile to a plan: measure the machines, search, agree.
+"""Autoplan: the choice of a plan by name, from a model's profile and a measurement of the machines.
 
-Effects at the edge: all ranks probe, rank 0 decides, everyone gets the same answer.
+All ranks probe, rank 0 decides. Invariant: every rank gets the same plan, or raises the same error.
 """
 
 import sys
@@ -33,9 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan, what it was chosen from (best first), and the measurements behind it.
+    """A chosen plan and the reasons for it.
 
-    `profile` is of the plan's microbatch.
+    Args:
+        plan: the plan with its prediction.
+        candidates: the plans it was chosen from, best first; empty for a given plan.
+        profile: the model's layers at the plan's microbatch size.
+        cluster: the machines.
     """
 
     plan: Plan
@@ -56,22 +60,25 @@ def autoplan(
     progress_thread: bool = True,
     cluster: Cluster | None = None,
 ) -> Choice:
-    """The plan that is meant, with its prediction, the same on every rank. Collective over `world`.
+    """Choose or predict a plan; every rank returns the same choice. Collective over `world`.
 
     Args:
-        plan: one of SOURCES, or a plan that is only to be predicted; then there are no candidates.
-        profile: the model's; that of rank 0 counts.
-        request: of a plan that is searched for.
+        plan: one of SOURCES, or a given plan, which is only predicted.
+        profile: the model's profile; rank 0's is used.
+        num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
+        request: requirements for a searched plan.
+        work: runs a part of the model, to measure how ranks that compute at once slow each other down.
         compression: of gradients (`Cluster.compressing`).
-        progress_thread: of the transport that will train (`probe`).
-        work: computes something of the model's, for how ranks that compute at once hamper each other.
-        cluster: the machines as measured before, if that was with as many ranks; else they are measured now.
-            That of rank 0 counts.
+        progress_thread: True if the transport of the training has one (`probe`).
+        cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
+
+    Raises:
+        ValueError: no plan fits, or the given one cannot be predicted; raised on every rank.
     """
     cluster = world.bcast(cluster)
     if cluster is None or cluster.num_ranks != world.size:
         if cluster is not None and world.rank == 0:
-            what = f"the cluster given has {cluster.num_ranks} ranks, and there are {world.size}"
+            what = f"the given cluster has {cluster.num_ranks} ranks, and there are {world.size}"
             print(f"hybridpipe: {what}: the machines are measured now", file=sys.stderr)
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
         cluster = probe(world, work, gradient_bytes, progress_thread)
@@ -84,7 +91,7 @@ def autoplan(
                 choice = Choice(predicted, (), profile, cluster)
             else:
                 choice = choose(plan, profile, cluster, num_microbatches, request)
-        except ValueError as error:  # such as NoPlanFits: every rank is to raise it, none to wait
+        except ValueError as error:  # raised on every rank below, so that none waits
             choice = error
     with rank_status.waiting("rank 0's choice of a plan", (0,)):
         choice = world.bcast(choice)
@@ -102,15 +109,19 @@ def choose(
     request: PlanRequest = DEFAULT_REQUEST,
     num_ranks: int | None = None,
 ) -> Choice:
-    """The plan that `name` stands for; data parallelism also where it does not fit into memory.
+    """Choose a plan by name.
 
-    "auto" is free to choose among the sizes of the microbatch that `profile` has, for as many samples.
+    "auto" chooses among the profile's microbatch sizes, for as many samples, and with `request.recompute`
+    recomputes only where memory requires it. "dp" and "straight" recompute in every stage. "dp" is returned
+    even if it does not fit into memory.
 
-    Where recomputation is asked for, "auto" recomputes where it must, and the others in every stage.
+    Args:
+        num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
+        num_ranks: usable ranks; by default all of the cluster.
 
     Raises:
-        ValueError: the name is unknown, or the schedule cannot do what is asked.
-        NoPlanFits: into memory.
+        ValueError: the name is unknown, or the schedule contradicts the request.
+        NoPlanFits: no plan fits into memory.
     """
     if name not in SOURCES:
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
@@ -119,7 +130,7 @@ def choose(
     if name == AUTO:
         return Choice(best.plan, candidates, profile.scaled_to(best.samples), cluster)
     ranks, schedule = num_ranks or cluster.num_ranks, request.schedule
-    if schedule != AUTO and TRAITS[schedule].whole_minibatch:  # a minibatch travels whole
+    if schedule != AUTO and TRAITS[schedule].whole_minibatch:  # the minibatch is one microbatch
         profile, num_microbatches = profile.scaled_to(profile.samples * num_microbatches), 1
     plan: Plan | None
     if name == "dp":
@@ -128,8 +139,8 @@ def choose(
         plan = straight(profile, cluster, ranks, num_microbatches, schedule)
         if plan is None:
             raise NoPlanFits("no straight pipeline fits into memory")
-    if (asked := request.applied_to(plan)) != plan:
-        plan = with_prediction(asked, profile, cluster)
+    if (changed := request.applied_to(plan)) != plan:
+        plan = with_prediction(changed, profile, cluster)
     if plan not in (candidate.plan for candidate in candidates):
         candidates = tuple(ranked([*candidates, Candidate(name, plan, profile.samples)]))
     return Choice(plan, candidates, profile, cluster)

@@ -1,7 +1,7 @@
-"""Checkpoints of a training: what they say beside the state of ranks, and how a training goes on from one.
+"""Checkpoints of a training: their manifest's description of it, and resuming.
 
-One manager on each rank, kept by `Trainer`; when to save is `checkpoint.policy`'s affair. Invariant: what is
-loaded is what was described, or nothing is.
+The steps at which to save are not known here (`checkpoint.policy`). Invariant: the described state is loaded
+completely, or not at all.
 """
 
 import os
@@ -44,18 +44,22 @@ from hybridpipe.training.train_state import EpochProgress, TrainState
 
 
 class Sizes(NamedTuple):
-    """What randomness and the order of the samples follow from; a training goes on with the same only."""
+    """Settings behind random numbers and the order of samples; a resumed training must have the same."""
 
     seed: int
     minibatch_size: int
 
 
 class CheckpointManager:
-    """Saves a training's state, and loads it.
+    """Saves and loads a training's state.
 
     Args:
-        settings: what else is trained by, as text by name; a checkpoint's training had the same, or what has
-            changed is asked for (`find`).
+        sizes: settings that cannot change.
+        world: the ranks of the training.
+        state: the train state.
+        recorder: the records so far.
+        settings: returns all other settings as text by name. A resumed training must have the same, unless
+            changes are allowed (`find`).
     """
 
     def __init__(
@@ -68,15 +72,15 @@ class CheckpointManager:
     ) -> None:
         self._sizes, self._world, self._state, self._recorder = sizes, world, state, recorder
         self._settings = settings
-        self._data: Mapping[str, str] = {}  # the fingerprint of what was trained on last
+        self._data: Mapping[str, str] = {}  # fingerprint of the last data set
         self._allow_changed = False
-        self._found: Found | None = None  # to be loaded when there is a worker
-        self._found_data: Found | None = None  # whose data set is to be compared
+        self._found: Found | None = None  # checkpoint to load once there is a worker
+        self._found_data: Found | None = None  # checkpoint whose data set must be compared
         self._came_from: Path | None = None
         self._saver: Saver | None = None
 
     def leave_if_preempted(self, folder: str | os.PathLike[str]) -> None:
-        """Raises Preempted, on all ranks alike, if one was asked to stop; all there is to save is saved."""
+        """Raise Preempted on all ranks if one was asked to stop; the state must have been saved."""
         if self._state.preempted:
             step, saved = self._state.step, "before the first minibatch, with nothing to save"
             if step:
@@ -84,23 +88,24 @@ class CheckpointManager:
             preemption.stop(f"stopped {saved}", step, partial(barrier_with_timeout, self._world))
 
     def keeper(
-        self, worker: Worker, asked: Checkpointing, microbatch_size: int, anew: bool = False
+        self, worker: Worker, settings: Checkpointing, microbatch_size: int, anew: bool = False
     ) -> Keeper:
-        """Make the keeper that saves. Collective, the first time.
+        """Make a keeper. The first call is collective.
 
         Args:
-            anew: also what is in the folder already.
+            settings: folder, interval and number of checkpoints.
+            anew: True to save even a state that was just resumed from this folder.
         """
         if self._saver is None:
             with rank_status.waiting("making communicators", range(self._world.size)):
                 self._saver = Saver(self._world.Dup())
 
         describe = partial(self._described, worker, microbatch_size)
-        saved = None if anew else self._step_in(asked.folder)
-        return Keeper(asked, self._saver, worker, self._state.step, saved, describe)
+        saved = None if anew else self._step_in(settings.folder)
+        return Keeper(settings, self._saver, worker, self._state.step, saved, describe)
 
     def _described(self, worker: Worker, microbatch_size: int) -> dict[str, Any]:
-        """What a manifest says beside the step, of a snapshot whose losses are just in."""
+        """Return the manifest's contents besides the step, for a snapshot whose losses have just come in."""
         state = self._state.state_dict()
         run = {
             **self._sizes._asdict(),
@@ -124,23 +129,21 @@ class CheckpointManager:
     def find(
         self, source: Path, model: nn.Module, or_anew: bool, allow_changed: bool
     ) -> tuple[Found | None, list[str]]:
-        """Find a checkpoint to resume from, which `load` will load; a file of weights is loaded at once.
-
-        Collective.
+        """Find a checkpoint for `load`; a file of weights is loaded at once. Collective.
 
         Args:
-            or_anew: a folder may hold none.
-            allow_changed: settings may differ from those of the checkpoint's training; the new ones count.
+            or_anew: allow a folder without checkpoints.
+            allow_changed: allow settings that differ from the checkpoint's; the new ones are used.
 
         Returns:
-            the checkpoint, if there is one, and lines that tell what was found.
+            The checkpoint, if there is one, and lines for the user.
 
         Raises:
-            UserError: it is damaged, of another training, or there is none and `or_anew` is False.
+            UserError: the checkpoint is damaged or of another training, or there is none without `or_anew`.
         """
         if source.suffix == ".safetensors":
             load_plain(self._world, model, source)
-            return None, [f"weights of {source}; all else starts anew"]
+            return None, [f"weights of {source}; everything else starts anew"]
         found = find(self._world, source)
         if isinstance(found, Nothing):
             if not or_anew:
@@ -160,10 +163,13 @@ class CheckpointManager:
         return found, [*found.notes, f"resuming from {found.path}: {found.place}"]
 
     def check_data(self, facts: Mapping[str, str]) -> None:
-        """Compare the first data set after `find` with the one that the checkpoint's training had.
+        """Compare the first data set after `find` with the checkpoint's.
 
         Args:
-            facts: its fingerprint, the same on every rank.
+            facts: the data set's fingerprint, the same on every rank.
+
+        Raises:
+            UserError: the data sets differ, and changes are not allowed.
         """
         found, self._found_data, self._data = self._found_data, None, facts
         then = None if found is None else found.run.get("data")
@@ -171,9 +177,9 @@ class CheckpointManager:
             self._compare(found, then, facts)
 
     def _compare(self, found: Found, then: Mapping[str, object], now: Mapping[str, str]) -> None:
-        """Refuse, or tell, what has changed of what both say; older checkpoints do not say what they had.
+        """Refuse or report each setting that both have and that differs.
 
-        One of step 0 is an imported one: nothing was trained by its settings.
+        A checkpoint of step 0 is an imported one: its settings have trained nothing.
         """
         for name, before in then.items() if found.manifest.step else ():
             if name in now and before != now[name] and DRAWN_ANEW not in (before, now[name]):
@@ -187,27 +193,31 @@ class CheckpointManager:
             print(f"hybridpipe: resuming with changed settings: {line}", file=sys.stderr, flush=True)
 
     def load(self, worker: Worker) -> None:
-        """Go on with what was found, if anything was. Collective. Raises UserError if it does not fit."""
+        """Load the found checkpoint, if there is one. Collective.
+
+        Raises:
+            UserError: it does not fit; no state has changed.
+        """
         found, self._found = self._found, None
         if found is None:
             return
         for line in load(worker, found, self._allow_changed):
             self._tell_changed(line)
         progress = EpochProgress.read(found.run["so_far"], str(found.path))
-        if not is_exact(found, worker.plan):  # another pipeline fills from here
+        if not is_exact(found, worker.plan):  # another pipeline starts its stream here
             progress.stream_start = progress.position
         self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         self._came_from = found.path
-        self._recorder.go_on(_past(found))
+        self._recorder.continue_from(_past(found))
 
     def close(self) -> None:
-        """Wait for what is being saved. Collective."""
+        """Wait until the last checkpoint is published. Collective."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None
 
     def _step_in(self, folder: str | os.PathLike[str]) -> int | None:
-        """The step that the training has come from, if that checkpoint is in this folder."""
+        """Return the step of the resumed checkpoint if it is in this folder, else None."""
         came = self._came_from
         if came is None or came.parent.resolve() != Path(folder).resolve():
             return None
@@ -215,19 +225,19 @@ class CheckpointManager:
 
 
 def _settings_of(found: Found) -> dict[str, object]:
-    """As the checkpoint has them, but for a loss of another version of Python, which compiles differently."""
+    """Return the checkpoint's settings, without a loss of another Python version, whose bytecode differs."""
     settings = found.run.get("settings")
     python = str(found.manifest.versions.get("python")).split(".")[:2]
     left_out = () if python == list(platform.python_version_tuple()[:2]) else ("loss",)
-    found_ones = settings if isinstance(settings, dict) else {}
-    return {name: value for name, value in found_ones.items() if name not in left_out}
+    known = settings if isinstance(settings, dict) else {}
+    return {name: value for name, value in known.items() if name not in left_out}
 
 
 def _past(found: Found) -> Past:
-    """The records before it. Raises UserError if the manifest does not say."""
+    """Return a checkpoint's records; UserError if the manifest lacks them."""
     try:
         past = Past(**found.run["past"])
         list(found.run["history"])
     except (KeyError, TypeError) as error:
-        raise UserError(f"{found.path}: past and history cannot be understood: {error}") from None
+        raise UserError(f"{found.path}: past and history cannot be read: {error}") from None
     return past

@@ -1,7 +1,7 @@
-"""Evaluation: loss and metrics on data that the model was not trained on.
+"""Evaluation: loss and metrics on held-out data.
 
-Pure but for loss and metrics, which are the user's, and for `evaluate`, which runs the worker.
-Sums, not means: they add up over microbatches.
+Pure except for `evaluate`, which runs the worker, and the user's loss and metrics.
+Invariant: numbers of microbatches are sums, not means, so that they add up.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +23,8 @@ from hybridpipe.types import Loss
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (outputs, targets) of a microbatch → (sum, count)
 LOSS, ACCURACY = "loss", "accuracy"
-IGNORED = -100  # of targets, as in cross_entropy, where a loss says nothing else
-_SECOND = (functional.cross_entropy, functional.nll_loss)  # the classes' dimension, as in their modules
+IGNORED = -100  # the target that is not counted, unless the loss has another ignore_index
+_SECOND = (functional.cross_entropy, functional.nll_loss)  # losses with classes in the second dimension
 _WITHOUT_CLASSES = (
     functional.mse_loss,
     functional.l1_loss,
@@ -60,9 +60,9 @@ def evaluate(
     """Mean loss and metrics over a data set. Collective.
 
     Args:
-        num_samples: in all batches.
-        step: of the training, for reports.
-        may_stop: leave it when a rank was asked to stop; all do alike, and get None.
+        num_samples: samples in all batches.
+        step: the training's step, for injected faults.
+        may_stop: True to return None on all ranks once a rank was asked to stop.
     """
     worker.average_statistics()
     totals = np.zeros(metrics.width)
@@ -71,7 +71,7 @@ def evaluate(
         for number, minibatch in enumerate(batches):
             faults.at("evaluate", step=step)
             current = worker.infer(minibatch, metrics, metrics.width, number)
-            if previous is not None:  # one minibatch late: the pipeline stays full, but never runs away
+            if previous is not None:  # one minibatch late, which keeps the pipeline full and bounds its queue
                 totals += previous.wait().sum(axis=0)
                 if may_stop and previous.ask_to_stop():
                     return None
@@ -82,14 +82,16 @@ def evaluate(
 
 
 class MicrobatchMetrics:
-    """Makes of a microbatch numbers that add up: the summed loss and, of each metric, sum and count.
+    """Reduces a microbatch to numbers that add up: the summed loss, and the sum and count of each metric.
 
     Args:
-        metrics: each is called with (outputs, targets) of a microbatch and returns (sum, count).
-            Unless they have an accuracy of their own, it is counted where targets are classes.
+        loss: mean loss of a microbatch.
+        metrics: functions by name, called with (outputs, targets) of a microbatch; each returns (sum, count).
+            Unless one is called "accuracy", the accuracy is counted for targets that are classes.
 
     Raises:
-        TypeError, ValueError: a metric has no name, is no function, or is called "loss".
+        TypeError: a metric has no name or is no function.
+        ValueError: a metric is called "loss".
     """
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Metric]) -> None:
@@ -105,19 +107,19 @@ class MicrobatchMetrics:
 
     @property
     def width(self) -> int:
-        """How many numbers there are of a microbatch."""
+        """Length of the list of a microbatch's numbers."""
         return 1 + 2 * len(self._metrics) + (0 if self._accuracy is None else Accuracy.width)
 
     @torch.no_grad()
     def __call__(self, outputs: TensorTree, targets: TensorTree) -> list[float]:
-        """The numbers of one microbatch."""
+        """Return the numbers of one microbatch."""
         numbers = [float(self._loss(outputs, targets)) * len(tensors_of(targets)[0])]
         for name, metric in self._metrics.items():
             numbers += _sum_and_count(name, metric(outputs, targets))
         return numbers if self._accuracy is None else [*numbers, *self._accuracy(outputs, targets)]
 
     def metrics(self, totals: np.ndarray, num_samples: int) -> dict[str, float]:
-        """What the added numbers come to; without the metrics that had nothing to judge."""
+        """Mean loss and metrics from the added numbers, without metrics whose count is 0."""
         found = {LOSS: float(totals[0]) / max(num_samples, 1)}
         for i, name in enumerate(self._metrics):
             total, count = totals[1 + 2 * i : 3 + 2 * i]
@@ -141,13 +143,13 @@ def _sum_and_count(name: str, result: Any) -> list[float]:
 
 
 class Accuracy:
-    """Right answers, answers judged, and targets that are no classes.
+    """Counts right answers, counted targets, and targets outside the classes.
 
-    Judged is a classification: outputs have a dimension of two classes or more, the last one or, as
-    `cross_entropy` has it, the second; targets are integers in the range of the classes, or to be ignored.
+    Only a classification is counted: outputs have a dimension of at least two classes, the last one or, as in
+    `cross_entropy`, the second; targets are integers.
 
     Args:
-        loss: where it is one of torch's, it tells whether there are classes, where, and which are ignored.
+        loss: a loss of torch decides about classes, their dimension and the ignored target.
     """
 
     width = 3
@@ -159,17 +161,17 @@ class Accuracy:
             ignored = function.keywords.get("ignore_index", ignored)
             function = function.func
         ignored = getattr(function, "ignore_index", ignored)
-        self._ignored = int(ignored) if isinstance(ignored, Integral) else IGNORED  # None says nothing
+        self._ignored = int(ignored) if isinstance(ignored, Integral) else IGNORED  # None is no index
         self._has_classes = function not in _WITHOUT_CLASSES and not isinstance(function, _MODULES_WITHOUT)
         self._second = function in _SECOND or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
 
     def __call__(self, outputs: TensorTree, targets: TensorTree) -> list[float]:
-        """The numbers of one microbatch."""
+        """Return the three counts of one microbatch."""
         dim = self._class_dimension(outputs, targets)
         if dim is None:
             return [0.0] * self.width
         assert isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-        classes = targets.long()  # 256 of them, or -100, would wrap around where targets are bytes
+        classes = targets.long()  # bytes would wrap around at 256 classes, or at -100
         judged = classes != self._ignored
         in_range = (classes >= 0) & (classes < outputs.shape[dim])
         right = outputs.argmax(dim).eq(classes) & judged
@@ -189,7 +191,11 @@ class Accuracy:
 
 
 def targets_wanted(validation: Any, **targets: float | None) -> dict[str, float]:
-    """Those that are given. Raises ValueError where there is nothing to measure them on."""
+    """Targets that are not None.
+
+    Raises:
+        ValueError: there is a target, but no validation data.
+    """
     wanted = {name: value for name, value in targets.items() if value is not None}
     if wanted and validation is None:
         raise ValueError(f"target_{min(wanted)} = {wanted[min(wanted)]} needs validation, got None")
@@ -197,7 +203,11 @@ def targets_wanted(validation: Any, **targets: float | None) -> dict[str, float]
 
 
 def reached(metrics: dict[str, float], wanted: dict[str, float]) -> bool:
-    """Whether an accuracy is high and a loss low enough; every rank has the same metrics."""
+    """True if the accuracy is high enough and the loss low enough; every rank has the same metrics.
+
+    Raises:
+        ValueError: an accuracy is wanted, and the targets are no classes.
+    """
     if "accuracy" in wanted and "accuracy" not in metrics:
         raise ValueError(
             f"target_accuracy = {wanted['accuracy']} needs targets that are classes; there is no accuracy"

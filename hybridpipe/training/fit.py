@@ -1,11 +1,13 @@
-"""FitLoop: the epochs of one `Trainer.fit`, and what ends them before the last.
+"""FitLoop: the epochs of one `Trainer.fit`, and the reasons to end it early.
 
-Knows worker and train state, no data set: minibatches and evaluation are handed in.
+Data sets are not known here: minibatches and evaluation are callbacks.
 Invariant: after an error the next `fit` begins the epoch anew.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+
+import numpy as np
 
 from hybridpipe.checkpoint.policy import Keeper
 from hybridpipe.data.stream import Minibatch
@@ -17,13 +19,17 @@ from hybridpipe.training.train_state import TrainState
 
 
 class FitLoop:
-    """One `fit`.
+    """One call of `fit`.
 
     Args:
-        keeper: saves on the way; None: nothing is saved.
-        batches: begins the next epoch, or what is left of one, and gives its minibatches.
-        evaluate: gives the metrics on held-out data, None where a rank was asked to stop; None: no data.
-        wanted: metrics that end it once they are reached.
+        worker: the engine.
+        state: the train state, kept up to date.
+        recorder: takes records and the entries of the history.
+        keeper: saves checkpoints; None for none.
+        minibatch_size: samples of a full minibatch.
+        batches: begins the next epoch, or continues one, and yields its minibatches.
+        evaluate: returns metrics on held-out data, or None if a rank was asked to stop; None for no data.
+        wanted: metrics that end the training once they are reached.
         on_minibatch: called with each record.
     """
 
@@ -42,22 +48,29 @@ class FitLoop:
         self._worker, self._state, self._recorder, self._keeper = worker, state, recorder, keeper
         self._minibatch_size, self._batches, self._evaluate = minibatch_size, batches, evaluate
         self._wanted, self._on_minibatch = wanted, on_minibatch
-        self.is_training = False  # in the middle of an epoch
-        self.stopped = False  # where `stop_from` said
+        self.is_training = False  # within an epoch
+        self.stopped = False  # by `stop_from`
 
     def run(self, epochs: int) -> None:
-        """Train on so many epochs at most."""
+        """Train on at most `epochs` epochs and, with a keeper, save the end. Collective.
+
+        With a keeper, no epoch is begun if a rank was asked to stop before.
+        """
+        if self._keeper is not None and self._worker.share(np.zeros(0)).ask_to_stop():
+            self._state.preempted, epochs = True, 0
         for _ in range(epochs):
             self._train()
             if self._stops() or not self._end_epoch():
                 break
+        if self._keeper is not None and self._state.step:
+            self._keeper.finish(self._state.step, self._state.resume_point(self._minibatch_size))
 
     def _train(self) -> None:
         batches = self._batches()
         epoch = EpochLoop(self._worker, self._recorder, self._state, self._minibatch_size, self._keeper)
         self.is_training = True
         try:
-            with closing(epoch.run(batches)) as records:  # an error closes it at once
+            with closing(epoch.run(batches)) as records:  # closed at once after an error
                 for record in records:
                     if self._on_minibatch is not None:
                         self._on_minibatch(record)
@@ -68,7 +81,7 @@ class FitLoop:
             self.is_training = False
 
     def _end_epoch(self) -> bool:
-        """Evaluate, and count the epoch. Returns whether there is more to train."""
+        """Evaluate and count the epoch. Return True if training continues."""
         state, metrics = self._state, None
         if self._evaluate is not None:
             metrics = self._evaluate()
@@ -84,6 +97,7 @@ class FitLoop:
         return True
 
     def _stops(self) -> bool:
+        """Return True once `stop_from` is set: the epoch then ended there; clear it."""
         if self._state.stop_from is None:
             return False
         self._state.stop_from, self.stopped = None, True

@@ -1,7 +1,7 @@
-"""EpochLoop: minibatches in, records out, one loop for all schedules; and where in it a checkpoint is taken.
+"""EpochLoop: the loop over an epoch's minibatches, for all schedules. Minibatches in, records out.
 
-Losses come in late, as they travel while other minibatches run. Invariant: a snapshot is taken right after
-the update, before anything else of this rank's changes, and is published with the losses up to it.
+Losses arrive late, because they travel while other minibatches run. Invariant: a snapshot is taken right
+after an update, before any other change of this rank's state, and published with all losses before it.
 """
 
 import time
@@ -18,16 +18,19 @@ from hybridpipe.planning.timeline import Event
 from hybridpipe.training.metrics import MinibatchRecord, Recorder
 from hybridpipe.training.train_state import EpochProgress, TrainState, is_resume_point
 
-# What an update of this rank was made of, each minibatch's losses on their way, and what went on till then.
+# An update of this rank: its minibatches with their travelling losses, and the events since the last update.
 Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[Event]]
 
 
 class EpochLoop:
-    """What is left of one epoch.
+    """The rest of one epoch.
 
     Args:
-        state: its `progress` says how much is done; kept up to date.
-        keeper: saves on the way; None: nothing is saved.
+        worker: the engine.
+        recorder: takes the records.
+        state: the train state, kept up to date; its `progress` must not be None.
+        minibatch_size: samples of a full minibatch.
+        keeper: saves checkpoints; None for none.
     """
 
     def __init__(
@@ -45,13 +48,15 @@ class EpochLoop:
         worker.keep_forward_state(keeper is not None)
 
     def run(self, batches: Iterator[Minibatch]) -> Generator[MinibatchRecord, None, None]:
-        """Train on the epoch's minibatches, all of which are given."""
+        """Train on the rest of the epoch, and yield a record of each minibatch.
+
+        Args:
+            batches: all minibatches of the epoch, those before `progress.position` included.
+        """
         progress = self._progress
         trained = self._stream(batches) if self._worker.plan.is_asynchronous else self._one_by_one(batches)
         late = losses_late(self._worker.plan)
-        pending: deque[tuple[Minibatch, PendingLosses, float]] = (
-            deque()
-        )  # whose losses travel while others run
+        pending = deque[tuple[Minibatch, PendingLosses, float]]()  # minibatches with travelling losses
         before, start = progress.seconds, time.perf_counter()
         began = start
         for together, events in trained:
@@ -82,7 +87,7 @@ class EpochLoop:
             yield [(minibatch, sums)], events
 
     def _stream(self, batches: Iterator[Minibatch]) -> Generator[Trained, None, None]:
-        """Without a flush, by updates."""
+        """Train without a flush; yield at each update."""
         of_stream = list(islice(batches, self._progress.stream_start, None))
         done = self._progress.position - self._progress.stream_start
         ahead = deque(of_stream[done:])
@@ -111,7 +116,7 @@ class EpochLoop:
         return True
 
     def _stops(self) -> bool:
-        """All ranks know by now, and alike: who asks for a stop leaves time for the losses that tell it."""
+        """Return True from `stop_from` on. All ranks know that step by now, as losses bring it in time."""
         return self._state.stop_from is not None and self._state.step >= self._state.stop_from
 
     def _save(self) -> None:
@@ -128,7 +133,7 @@ class EpochLoop:
         loss = sums.total()
         record = self._recorder.note(self._state.epoch, loss, minibatch.num_samples, seconds, full)
         self._progress.note(loss, minibatch.num_samples)
-        if sums.ask_to_stop():  # all ranks see it here, and none has trained further than this:
+        if sums.ask_to_stop():  # every rank sees it with this record, and none has trained further than:
             behind = self._state.step - self._progress.position + self._progress.recorded
             self._state.preempt(behind + losses_late(self._worker.plan))
         if self._keeper is not None:

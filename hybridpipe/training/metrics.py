@@ -1,6 +1,6 @@
-"""Recorder: what a run measured about itself, gathered into summary.json and trace.json.
+"""Recorder: measurements of a run, for metrics.jsonl, summary.json and trace.json.
 
-Each rank notes its own; `summary` and `timeline` bring the notes together on rank 0.
+Each rank records its own; `summary`, `timeline` and `traced` gather the records on rank 0.
 """
 
 import resource
@@ -17,14 +17,22 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.timeline import COMPUTE, Event, Spent, Timeline
 
-# The first minibatches negotiate shapes and warm caches up; they are in the losses, not in the speeds.
+# The first minibatches exchange shapes and warm up caches. They count for losses, not for speeds.
 WARM_UP = 3
 KEPT = 64  # updates whose events are kept
 
 
 @dataclass(frozen=True, slots=True)
 class MinibatchRecord:
-    """One minibatch as rank 0 saw it; a line of metrics.jsonl."""
+    """One minibatch on one rank; rank 0's are the lines of metrics.jsonl.
+
+    Args:
+        step: minibatches trained on before it.
+        epoch: complete epochs.
+        loss: mean loss.
+        num_samples: its samples.
+        seconds: time on this rank since the minibatch before.
+    """
 
     step: int
     epoch: int
@@ -38,8 +46,9 @@ class RankTime:
     """A rank's time in its last full minibatches, by its own clock.
 
     Args:
-        seconds: from the end of the update before the first of them to the end of the last.
-        spent: of that, what its program's instructions took.
+        num_minibatches: number of these minibatches.
+        seconds: from the end of the update before the first one to the end of the last.
+        spent: the part of `seconds` in instructions of the program.
     """
 
     num_minibatches: int
@@ -48,23 +57,27 @@ class RankTime:
 
     @property
     def other_seconds(self) -> float:
-        """What no instruction took: losses, notes and the loop around the program."""
+        """Seconds outside of instructions: losses, records and the loop around the program."""
         return max(0.0, self.seconds - self.spent.seconds)
 
     def per_minibatch(self) -> dict[str, float]:
-        """Seconds of a minibatch, on average, by part; the parts add up to `seconds`."""
+        """Mean seconds of a minibatch by part; the parts add up to `seconds`."""
         parts = {"seconds": self.seconds, **asdict(self.spent), "other_seconds": self.other_seconds}
         return {name: seconds / self.num_minibatches for name, seconds in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What the summary needs of the runs that this one goes on from.
+    """Figures of the runs before a checkpoint, for the summary of a resumed run.
 
     Args:
-        minibatches, loss_first, loss_last, most_samples: of their records.
-        training_seconds: of whole epochs.
-        target: epochs and seconds that it took to reach the target.
+        minibatches: minibatches trained on.
+        loss_first: loss of the first one.
+        loss_last: loss of the last one.
+        most_samples: samples of the largest one.
+        training_seconds: training time of complete epochs.
+        metrics: results of the last validation.
+        target: epochs and seconds until the target was reached; None if it was not.
     """
 
     minibatches: int = 0
@@ -77,18 +90,18 @@ class Past:
 
 
 class Traced(NamedTuple):
-    """The last full minibatches of a run, warm-up left out, and each used rank's time in them."""
+    """The last full minibatches of a run after the warm-up, and each used rank's time in them."""
 
     timeline: Timeline
     ranks: dict[int, RankTime]
 
     def per_minibatch(self) -> dict[int, dict[str, float]]:
-        """Each rank's seconds of a minibatch, by part."""
+        """Mean seconds of a minibatch, by rank and part."""
         return {rank: time.per_minibatch() for rank, time in self.ranks.items()}
 
 
 class _Kept(NamedTuple):
-    """An update of this rank."""
+    """One update of this rank."""
 
     events: list[Event]
     seconds: float
@@ -96,7 +109,7 @@ class _Kept(NamedTuple):
 
 
 class Recorder:
-    """Notes of one rank."""
+    """Records of one rank."""
 
     def __init__(self) -> None:
         self.records: list[MinibatchRecord] = []
@@ -105,17 +118,17 @@ class Recorder:
         self._kept: deque[_Kept] = deque(maxlen=KEPT)  # for timelines
         self.metrics: dict[str, float] = {}
         self._memory_before = 0
-        self.training_seconds = 0.0  # of whole epochs, until the last loss; not what evaluating takes
+        self.training_seconds = 0.0  # of complete epochs, without evaluation
         self._target: tuple[int, float] | None = None
         self._before = Past()
 
-    def go_on(self, past: Past) -> None:
-        """This run goes on where those ended; what it has noted itself so far is forgotten."""
+    def continue_from(self, past: Past) -> None:
+        """Continue earlier runs; records of this run so far are dropped."""
         self._before, self.records = past, []
         self.metrics, self.training_seconds, self._target = past.metrics, past.training_seconds, past.target
 
     def past(self) -> Past:
-        """All that was noted until now, for a run that goes on from here."""
+        """Figures until now, for a run that resumes here."""
         first, last = self._before.loss_first, self._before.loss_last
         if self.records:
             first, last = self.records[0].loss if first is None else first, self.records[-1].loss
@@ -130,23 +143,28 @@ class Recorder:
         )
 
     def end_epoch(self, entry: dict[str, Any]) -> None:
-        """Take an epoch's entry of the history into account."""
+        """Take validation and time from an epoch's entry of the history."""
         self.metrics = entry.get("validation", self.metrics)
         self.training_seconds += entry["seconds"]
 
     def begin(self) -> None:
-        """Training begins: what the process weighs so far is no stage's."""
+        """Record the process's memory before training, which belongs to no stage."""
         self._memory_before = _resident_bytes()
 
     def keep(self, events: list[Event], seconds: float, full: bool, num_minibatches: int = 1) -> None:
-        """The events of an update and the time since the one before; short minibatches are not typical."""
+        """Record an update's events and the seconds since the last update; short minibatches are left out."""
         if full and num_minibatches:
             self._kept.append(_Kept(events, seconds, num_minibatches))
             busy = sum(end - start for instruction, start, end in events if isinstance(instruction, COMPUTE))
             self._busy_seconds.append(busy / num_minibatches)
 
     def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
-        """A finished minibatch; `seconds` on this rank, in an epoch since the end of the one before."""
+        """Record a finished minibatch, and return its record.
+
+        Args:
+            seconds: time on this rank since the minibatch before.
+            full: False for a short minibatch, which does not count for the speed.
+        """
         step = self._before.minibatches + len(self.records)
         record = MinibatchRecord(step, epoch, loss, num_samples, seconds)
         self.records.append(record)
@@ -156,25 +174,21 @@ class Recorder:
 
     @property
     def has_reached_target(self) -> bool:
-        """Whether `fit` was told to stop at a target, and did, in this run or before."""
+        """True if a `fit` of this run or an earlier one has reached its target."""
         return self._target is not None
 
     def reach_target(self, epochs: int) -> None:
-        """The target was reached after so many epochs."""
+        """Record that the target was reached after `epochs` epochs."""
         self._target = epochs, self.training_seconds
 
     def summary(self, worker: Worker) -> dict[str, Any] | None:
-        """The figures of summary.json on rank 0, None elsewhere. Collective.
+        """Figures of summary.json (docs/reference/files.md) on rank 0, None elsewhere. Collective.
 
-        `bytes_sent_p2p` and `bytes_allreduced` (gradients handed to the all-reduce) are sums over the ranks.
-        `memory_before_bytes` is what each process held when training began: Python, libraries, the whole
-        model; of all that `predicted_memory_bytes` (by rank of the plan) has the stage's weights only.
-        `minibatch_seconds_median` is that of the rank where it is longest: a stage that is done early has a
-        short first minibatch, and its wait for the others at an epoch's end is in none.
-        `seconds_to_target` is the time of whole epochs by rank 0's clock: with loading, filling and draining
-        the pipeline and what `on_minibatch` takes, without start-up, measuring and evaluation.
-        `updates_left_out` is how many of this run's a stage has left out for numbers that were not finite,
-        of the stage that left out most; under synchronous schedules all leave out the same.
+        Bytes are sums over all ranks. `memory_before_bytes` holds Python, libraries and the whole model, of
+        which `predicted_memory_bytes` contains the stage's weights only. `minibatch_seconds_median` is the
+        longest of all ranks, because an early stage does not wait for the others at an epoch's end.
+        `seconds_to_target` contains loading and `on_minibatch`, but no start-up, measuring or evaluation.
+        `updates_left_out` is the largest number of any stage.
         """
         busy = self._busy_seconds[WARM_UP:] or self._busy_seconds
         full = self._full_seconds[WARM_UP:] or self._full_seconds
@@ -219,11 +233,10 @@ class Recorder:
         }
 
     def timeline(self, worker: Worker) -> Timeline | None:
-        """A typical full minibatch, all ranks on one clock, on rank 0; None elsewhere. Collective.
+        """Timeline of a typical full minibatch on rank 0; None elsewhere, or without one. Collective.
 
-        Without a flush there is no such thing, and it is the last time that all ranks have notes of.
-
-        Ranks are aligned by the wall clock: exactly on one host, as well as NTP does between hosts.
+        Under asynchronous schedules it is the last time span that all ranks have recorded. Ranks are aligned
+        by the wall clock: exactly on one host, within the accuracy of NTP between hosts.
         """
         kept = worker.control.gather([_on_wall_clock(each.events) for each in self._kept])
         if kept is None:
@@ -240,9 +253,9 @@ class Recorder:
         return Timeline({rank: tuple(_from(events[rank], begin)) for rank in sorted(events)})
 
     def traced(self, worker: Worker) -> Traced | None:
-        """The last full minibatches after the warm-up, on rank 0; None elsewhere. Collective.
+        """Timeline of the last full minibatches and each rank's time in them. Collective.
 
-        None as well if there was none.
+        None on other ranks than 0, and without such minibatches.
         """
         forgotten = len(self._busy_seconds) - len(self._kept)
         steady = list(self._kept)[max(0, WARM_UP - forgotten) :] or list(self._kept)
@@ -272,7 +285,7 @@ class Recorder:
 
 
 def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
-    """What happened while every rank took notes."""
+    """Return the timeline of the span that every rank has recorded; None without one."""
     if not all(events.values()):
         return None
     begin = max(rank_events[0].start_seconds for rank_events in events.values())
@@ -286,10 +299,10 @@ def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
 
 
 def _since_all(kept: dict[int, list[_Kept]]) -> dict[int, list[_Kept]]:
-    """The updates that began when every rank took notes already.
+    """Return the updates that began after the first record of every rank.
 
-    A replicated stage's are of several minibatches each, so as many of them reach further back: whom a rank
-    waited for then, nobody could tell.
+    Updates of a replicated stage have several minibatches each, so that its records begin earlier: the cause
+    of a wait in that time is unknown.
     """
     begin = max(updates[0].events[0].start_seconds for updates in kept.values())
     return {
@@ -307,7 +320,7 @@ def _shifted(events: list[Event], seconds: float) -> list[Event]:
 
 
 def _from(events: list[Event], begin: float) -> list[Event]:
-    """Time 0 is `begin`; what lies before it is cut off."""
+    """Shift events so that `begin` is time 0, and cut off earlier time."""
     return [
         Event(e.instruction, max(e.start_seconds, 0.0), max(e.end_seconds, 0.0))
         for e in _shifted(events, -begin)
@@ -319,7 +332,7 @@ def _span(events: list[list[Event]]) -> float:
 
 
 def _begin(events: list[list[Event]]) -> float:
-    """When the first rank began to work; others wait since they were done with the minibatch before."""
+    """Return the time at which the first rank began to work; earlier events are waits of others."""
     starts = (
         each.start_seconds
         for of_rank in events
@@ -334,7 +347,7 @@ def _median_index(values: list[float]) -> int:
 
 
 def _resident_bytes() -> int:
-    """Of this process now; 0 where the system does not tell."""
+    """Return this process's resident memory; 0 on systems without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -1,7 +1,7 @@
-"""Planmaker: from what the trainer was given as its plan to the plan that is run, and the microbatches' size.
+"""Planmaker: from the trainer's argument `plan` to the plan that runs, and the microbatch size. Collective.
 
-A plan that goes by a name is made when the first samples are there: the model is measured, the machines are
-probed, rank 0 searches. A given one is checked at once, and measured only for a prediction. Collective.
+A plan by name is made from the first minibatch: the model is measured, the machines are probed, rank 0
+searches. A given plan is checked at once, and measured only for a prediction.
 """
 
 import os
@@ -42,7 +42,12 @@ ClusterLike = Cluster | str | os.PathLike[str]
 
 
 def read_given(plan: PlanLike) -> Plan | str:
-    """A plan, or the name of one that is to be made; UserError if it is neither."""
+    """Plan from a `Plan` or a path; a name of SOURCES is returned as it is.
+
+    Raises:
+        TypeError: the argument has another type.
+        UserError: it is no known name, or the file cannot be read.
+    """
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str | os.PathLike):
@@ -59,8 +64,16 @@ def read_given(plan: PlanLike) -> Plan | str:
 class PlanMaker:
     """Makes the plan of one training.
 
+    Args:
+        given: a plan, or a name of SOURCES.
+        request: requirements for a plan by name.
+        rule: optimizer and settings of updates.
+        minibatch_size: samples of a minibatch.
+        microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
+        cluster: an earlier measurement of the machines.
+
     Raises:
-        ValueError: a given plan does not fit model, world or minibatch, with the arithmetic.
+        ValueError: a given plan does not fit model, world or minibatch; the message shows the arithmetic.
     """
 
     def __init__(
@@ -78,7 +91,7 @@ class PlanMaker:
     ) -> None:
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
-        self._smaller_sizes: list[int] = []  # of the microbatch, which "auto" may choose
+        self._smaller_sizes: list[int] = []  # microbatch sizes that "auto" may also choose
         self._given, self._wanted_size = given, microbatch_size
         if isinstance(cluster, str | os.PathLike):
             cluster = read_cluster(Path(cluster))
@@ -94,22 +107,25 @@ class PlanMaker:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, if it was given."""
+        """The given plan; None for a name."""
         return self._given if isinstance(self._given, Plan) else None
 
     @cached_property
     def progress_thread(self) -> bool:
-        """Whether the transport has a progress thread. Collective.
+        """True if the transport has a progress thread. Collective.
 
-        Determined once, so that probe and training use the same transport.
+        It is determined once, so that probe and training use the same transport.
         """
         return needs_progress_thread(self._world, self._device)
 
     def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
-        """Run a checkpoint's plan, if that can be, where one is to be searched for; says what it will be.
+        """Use a checkpoint's plan instead of a search, if it fits; return a line about it for the user.
 
         Args:
-            num_ranks: of the world it was made in; in a larger one it would leave ranks idle for good.
+            num_ranks: ranks of the checkpoint's world. In a larger world the plan would leave ranks idle.
+
+        Returns:
+            None if no search is needed.
         """
         if self._given != AUTO:
             return None
@@ -118,19 +134,25 @@ class PlanMaker:
             if num_ranks != self._world.size:
                 raise ValueError(f"it was made for {num_ranks} ranks, and there are {self._world.size}")
             self._request.check_found(plan)
-            # pipedream's minibatches travel whole, whatever size is given
+            # under pipedream a minibatch is one microbatch, whatever size is given
             size = None if plan.traits.whole_minibatch else self._wanted_size
             self.microbatch_size = self._fitting(plan, size)
         except ValueError as error:
-            return f"{what}, does not fit here, so one is searched for: {error}"
+            return f"{what}, does not fit here, so a new one is searched for: {error}"
         self._given, self._smaller_sizes = plan, []
         return f"with {what}"
 
     def make(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
-        """The plan and, unless it was given and cannot be predicted, why it is the one. Collective."""
+        """Make the plan; also return the choice behind it, or None for a given plan without prediction.
+
+        Collective.
+
+        Args:
+            minibatch: the first one, whose first microbatch is measured.
+        """
         self._rule.try_out([p for p in self._model.parameters() if p.requires_grad][:1])
         copy = copied(self._model)
-        with failure.guard():  # ranks that can be measured would wait for one that cannot
+        with failure.guard():  # else the other ranks would wait for a failed one
             profile, work = self._measured(copy, minibatch)
         count = ceil_div(self._minibatch_size, self.microbatch_size)
         try:
@@ -156,7 +178,7 @@ class PlanMaker:
         return choice.plan, choice
 
     def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
-        """The size of the plan's microbatches. Raises ValueError if it does not fit."""
+        """Return the plan's microbatch size; ValueError if the plan does not fit."""
         size = microbatch_size_of(plan, self._minibatch_size, microbatch_size)
         self._rule.check(plan)
         check_plan(self._model, plan)
@@ -164,15 +186,15 @@ class PlanMaker:
         return size
 
     def _measured(self, copy: nn.Module, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
-        """The model's profile on a microbatch, and on smaller ones; and work of the model's."""
+        """Return the model's profile for all microbatch sizes, and a function that runs it once more."""
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         try:
             rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device)
-            samples = len(tensors_of(inputs)[0])  # the data may hold no more
+            samples = len(tensors_of(inputs)[0])  # perhaps fewer than microbatch_size
             sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
             measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
             return measure_together(self._world, measure), rehearsal.run
-        except (TypeError, ValueError) as error:  # the model's own, whose traceback is to be seen
+        except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
             raise RuntimeError("the first microbatch failed while the model was measured") from error
 
 

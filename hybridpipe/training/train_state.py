@@ -1,6 +1,6 @@
-"""The state of a training, as every rank knows it: what a checkpoint says of it beside weights.
+"""Train state: step, epoch, progress and history, which a checkpoint stores beside weights. Pure.
 
-Pure. Invariant: at a resume point, and once the losses up to it are in, it is the same on every rank.
+Invariant: at a resume point, once the losses before it are in, the train state is the same on every rank.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,14 @@ class EpochProgress:
     """Progress within the current epoch.
 
     Args:
-        dataset_samples, shuffle: the order of the samples follows from them, beside seed and epoch.
-        position: minibatches that are in this rank's weights.
-        recorded: those whose losses, times their samples, are in `loss_sum`.
-        stream_start: where the asynchronous stream began that `position` lies in.
-        seconds: of training.
+        dataset_samples: samples of the data set; with shuffle, seed and epoch they determine the order.
+        shuffle: True if the samples are shuffled.
+        position: minibatches in this rank's weights.
+        recorded: minibatches whose losses are in `loss_sum`.
+        stream_start: first minibatch of the current asynchronous stream.
+        loss_sum: sum over minibatches of loss times samples.
+        num_samples: samples behind `loss_sum`.
+        seconds: training time.
     """
 
     dataset_samples: int
@@ -37,24 +40,24 @@ class EpochProgress:
     seconds: float = 0.0
 
     def note(self, loss: float, num_samples: int) -> None:
-        """Count one more loss that has come in."""
+        """Add the loss of the next minibatch."""
         self.recorded += 1
         self.loss_sum += loss * num_samples
         self.num_samples += num_samples
 
     @property
     def losses_in(self) -> int:
-        """Minibatches of its stream whose losses are in."""
+        """Minibatches of the stream whose losses are in."""
         return self.recorded - self.stream_start
 
     def resume_point(self, minibatch_size: int) -> ResumePoint:
-        """The place in its stream, which ends with the epoch."""
+        """Resume point in the stream, which ends with the epoch."""
         total = ceil_div(self.dataset_samples, minibatch_size)
         return ResumePoint(self.position - self.stream_start, total - self.stream_start)
 
     @classmethod
     def read(cls, document: object, where: str) -> "EpochProgress":
-        """The inverse of `asdict`. Raises UserError for anything else."""
+        """Inverse of `asdict`; UserError for any other document."""
         wanted = {field.name for field in fields(cls)}
         if not isinstance(document, Mapping) or document.keys() != wanted:
             raise UserError(f"{where}: so_far: must have {', '.join(sorted(wanted))}, got {shown(document)}")
@@ -70,16 +73,16 @@ class EpochProgress:
 
 @dataclass
 class TrainState:
-    """Where a training stands.
+    """State of a training.
 
     Args:
         step: minibatches trained on.
         epoch: complete epochs.
-        progress: of the epoch that is under way, or is to be gone on with; None between epochs.
-        history: an entry for each complete epoch, of the runs before a checkpoint, too.
-        stop_from: `fit` is to end at the first resume point at or behind this step, or at the epoch's end.
-        preempted: because a rank was asked to stop.
-        under_way: minibatches are between ranks.
+        progress: progress within the current epoch; None between epochs.
+        history: an entry for each complete epoch, those of earlier runs included.
+        stop_from: step from which `fit` ends at the next resume point or the epoch's end; None for no stop.
+        preempted: True if `stop_from` was set because a rank was asked to stop.
+        under_way: True while minibatches of an asynchronous schedule are between ranks.
     """
 
     step: int = 0
@@ -91,34 +94,38 @@ class TrainState:
     under_way: bool = False
 
     def preempt(self, step: int) -> None:
-        """A rank was asked to stop: end at the first resume point at or behind `step`, if not before."""
+        """End at the first resume point from `step` on, or earlier, because a rank was asked to stop."""
         self.preempted = True
         self.stop_from = step if self.stop_from is None else min(step, self.stop_from)
 
     def check_nothing_under_way(self, method: str) -> None:
-        """Raises RuntimeError while minibatches of an asynchronous schedule are between ranks."""
+        """Raise RuntimeError while minibatches of an asynchronous schedule are between ranks."""
         if self.under_way:
             self.refuse(method)
 
     @staticmethod
     def refuse(method: str) -> NoReturn:
-        """Raises RuntimeError for a method that is called while minibatches are under way."""
+        """Raise RuntimeError for a method that was called while minibatches are under way."""
         raise RuntimeError(f"{method} was called while minibatches are under way; call it between epochs")
 
     def begin_epoch(self, dataset_samples: int, shuffle: bool) -> EpochProgress:
-        """Go on with the epoch that a checkpoint, or a stop, has left begun; else begin one."""
+        """Continue an epoch interrupted by a checkpoint or a stop, else begin one.
+
+        Raises:
+            UserError: the interrupted epoch had another number of samples, or another order.
+        """
         begun = self.progress
         if begun is None or not begun.position:
             begun = self.progress = EpochProgress(dataset_samples, shuffle)
         elif (begun.dataset_samples, begun.shuffle) != (dataset_samples, shuffle):
             raise UserError(
                 f"epoch {self.epoch} was begun with {begun.dataset_samples} samples and shuffle = "
-                f"{begun.shuffle}, and cannot go on with {dataset_samples} and {shuffle}"
+                f"{begun.shuffle}, and cannot continue with {dataset_samples} and {shuffle}"
             )
         return begun
 
     def end_epoch(self, validation: dict[str, float] | None) -> dict[str, Any]:
-        """Count the epoch as complete. Returns its entry of the history."""
+        """Count the epoch as complete, and return its entry of the history."""
         assert self.progress is not None
         entry: dict[str, Any] = {
             "epoch": self.epoch,
@@ -132,11 +139,11 @@ class TrainState:
         return entry
 
     def resume_point(self, minibatch_size: int) -> ResumePoint:
-        """The place between two epochs, or where training was stopped."""
+        """Resume point of the current position."""
         return (self.progress or _NO_PROGRESS).resume_point(minibatch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint says of it, of the minibatches whose losses are in."""
+        """Contents for a checkpoint, up to the last minibatch whose loss is in."""
         progress = self.progress or _NO_PROGRESS
         return {
             "history": self.history,
@@ -144,7 +151,7 @@ class TrainState:
         }
 
     def load(self, step: int, epoch: int, progress: EpochProgress, history: list[dict[str, Any]]) -> None:
-        """Stand where a checkpoint does."""
+        """Take over a checkpoint's state."""
         self.step, self.epoch, self.history = step, epoch, history
         self.progress = progress if progress.position else None
         self.stop_from, self.preempted = None, False
@@ -154,5 +161,5 @@ _NO_PROGRESS = EpochProgress(0, shuffle=True)
 
 
 def is_resume_point(plan: Plan, point: ResumePoint) -> bool:
-    """Whether every stage, once it gets there, has the same minibatches in its weights."""
+    """True if every stage has the same minibatches in its weights at this point of the stream."""
     return point.done == point.total or point.done % resume_points_every(plan) == 0

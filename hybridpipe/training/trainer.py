@@ -1,6 +1,6 @@
-"""Trainer: an ordinary PyTorch model, trained under a plan by as many ranks as mpirun has started.
+"""Trainer: trains an ordinary PyTorch model under a plan, on all ranks that mpirun has started.
 
-The same script runs under `mpirun -n 4 python train.py` and, with one rank, by itself.
+The same script runs under `mpirun -n 4 python train.py` and as a single process.
 """
 
 import os
@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
-from hybridpipe.model.sequential import check_plan, num_layers
+from hybridpipe.model.sequential import check_plan
 from hybridpipe.model.tensors import TensorTree, tensors_of
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative
@@ -53,52 +52,52 @@ _FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
 
 
 class Trainer:
-    """Trains `model` in place: each rank the layers of its own stage. Every method is collective.
+    """Trains `model` in place: each rank trains the layers of its own stage. Every method is collective.
 
     Args:
-        model: an `nn.Sequential`; every rank passes the same one, and rank 0's weights count.
-        loss: `loss(outputs, targets)` is the mean over the samples.
+        model: an `nn.Sequential`, the same on every rank; rank 0's weights are used.
+        loss: a function `loss(outputs, targets)` that returns the mean over the samples.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
-        plan: a `Plan`, the path of a plan.json, or a name: "auto" measures model and machines and searches;
-            "dp" is data parallelism on all ranks; "straight" a pipeline with one rank a stage.
-        cluster: a `Cluster`, or the path of a cluster.json, of as many ranks: then none is measured.
-        minibatch_size: samples behind one update.
-        microbatch_size: for a plan that goes by a name; defaults to an equal share for each rank, and with
-            "auto" to that, a half or a quarter of it, whichever is fastest by prediction (BatchNorm's
-            statistics are a microbatch's). A `Plan` says itself how many microbatches there are.
-        schedule, asynchronous, vertical_sync, max_in_flight, recompute: likewise for a plan that goes by a
-            name (`PlanRequest`); the schedule "auto" is the fastest, of the synchronous ones by default.
+        plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
+            "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
+        cluster: a `Cluster` or the path of a cluster.json of as many ranks, instead of a measurement.
+        minibatch_size: samples behind one update, over all ranks.
+        microbatch_size: samples of a microbatch, for a plan by name. By default it is an equal share for each
+            rank; "auto" also tries a half and a quarter of it. BatchNorm's statistics are a microbatch's. A
+            `Plan` has its own number of microbatches.
+        schedule, asynchronous, vertical_sync, max_in_flight, recompute: requirements for a plan by name
+            (`PlanRequest`). The schedule "auto" is the fastest, by default among the synchronous ones.
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
-            step_size=100)`; it counts minibatches, those of `no_sync` and the one that applies them as one.
-        clip_grad_norm: gradients are scaled down to this norm over the whole model, if they exceed it. Not
-            under asynchronous schedules, where no such norm ever is.
-        scale_learning_rate: under pipedream a stage's learning rate is multiplied by its replicas over the
-            first stage's, as it updates that much more seldom (PipeDream's code).
-        delay_warm_up: under asynchronous schedules, for so many minibatches a stage whose gradients are d
-            updates late takes smaller steps, at first by d, then by less (PipeMare, MLSys 2021, section 3.1).
-            Not under pipedream-2bw, where d is 1 everywhere.
-        compression: "fp16": float32 gradients travel between replicas as float16, half the bytes. Sums then
+            step_size=100)`. It counts minibatches; those of `no_sync` and the one after them count as one.
+        clip_grad_norm: largest norm of the whole model's gradient, to which larger ones are scaled down. Not
+            under asynchronous schedules, where no such norm exists.
+        scale_learning_rate: under pipedream, multiply a stage's learning rate by its replicas over the first
+            stage's, because it updates more seldom by that factor (PipeDream's code).
+        delay_warm_up: under asynchronous schedules, number of minibatches in which a stage whose gradients
+            are d updates late takes smaller steps, at first by the factor d (PipeMare, MLSys 2021, section
+            3.1). Not under pipedream-2bw, where d is 1 in every stage.
+        compression: "fp16" sends float32 gradients between replicas as float16, in half the bytes. Sums then
             have three digits, and those beyond 65504 are infinite.
-        predict: measure model and machines under a given plan, too, so that the summary can set a prediction
-            beside what was measured; takes some seconds before the first minibatch.
-        seed: of the order of the data and of every random number that a layer, or a data set, draws.
-        num_workers: processes of each rank of the first and the last stage that load microbatches before
-            they are due, as DataLoader's; 0: they are loaded when they are due.
-        device: of this rank; defaults to one GPU for each rank of the host if there are any, else the CPU.
-        world: the ranks that train together; defaults to MPI.COMM_WORLD.
-        hang_timeout: after so many seconds in one instruction, or in one wait for others, a rank tells what
-            every rank is doing and ends the job; 0: never.
-        on_nonfinite: where a loss or a gradient is NaN or infinite: "stop" ends the job with one line that
-            names it; "skip" leaves the update out on all ranks (under asynchronous schedules, where no two
-            stages update together, on all replicas of the stage); "ignore" does not look.
-        metrics: functions by name, called with (outputs, targets) of a microbatch in evaluation; each returns
-            (sum, count). `evaluate` tells sum over count of the whole data set. One called "accuracy" takes
-            the place of the one that is counted where targets are classes.
+        predict: also measure model and machines for a given plan, to have its prediction in the summary. It
+            takes some seconds before the first minibatch.
+        seed: seed of the order of samples and of all random numbers of layers and data sets.
+        num_workers: loader processes of each rank of the first and the last stage, as DataLoader's; 0 loads
+            each microbatch when it is needed.
+        device: of this rank; by default one GPU for each rank of the host if there are any, else the CPU.
+        world: the ranks that train together; by default MPI.COMM_WORLD.
+        hang_timeout: seconds in one instruction, or in one wait for other ranks, after which a rank reports
+            the state of every rank and ends the job; 0 for never.
+        on_nonfinite: reaction to a NaN or infinite loss or gradient. "stop" ends the job with one line that
+            names it; "skip" leaves the update out, on all ranks or, under asynchronous schedules, on all
+            replicas of the stage; "ignore" does not check.
+        metrics: functions by name for evaluation, called with (outputs, targets) of a microbatch; each
+            returns (sum, count), and `evaluate` returns sum over count of the data set. One called "accuracy"
+            replaces the accuracy that is counted for targets that are classes.
 
     Raises:
         TypeError: the model is not an `nn.Sequential`.
-        ValueError: the plan does not fit model, world or minibatch, with the arithmetic; or optimizer,
-            scheduler or clipping make no sense under it.
+        ValueError: the plan does not fit model, world or minibatch, or optimizer, scheduler or clipping
+            cannot be used under it.
     """
 
     def __init__(
@@ -132,51 +131,49 @@ class Trainer:
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
-        num_layers(model)  # refuses what cannot be cut
-        valid.check_model(model)
-        valid.check_loss(loss, model)
-        valid.check_factories(optimizer, lr_scheduler)
+        valid.check_trainable(model, loss, optimizer, lr_scheduler)
         self._metrics = MicrobatchMetrics(loss, metrics)
         minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)
         non_negative("hang_timeout", hang_timeout)
-        seed, self._num_workers = (
-            valid.integer("seed", seed),
-            valid.integer("num_workers", num_workers, least=0),
-        )
-        self.model, self.loss, self.seed, self.minibatch_size = model, loss, seed, minibatch_size
+        self.model, self.loss, self.minibatch_size = model, loss, minibatch_size
+        self.seed = valid.integer("seed", seed)
+        self._num_workers = valid.integer("num_workers", num_workers, least=0)
         delay_warm_up = valid.integer("delay_warm_up", delay_warm_up, least=0)
         rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
         self.rule = UpdateRule(*rates, compression, on_nonfinite)
-        self._updates = True
-        self._fitting: FitLoop | None = None  # the last one
-        self._accumulated = False  # gradients of `no_sync`, which no update has used yet
         keep_freed_memory()
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
-        trained_by = partial(consistency.settings, model, loss, self.rule)
-        self.state, self.recorder = TrainState(), Recorder()
-        self._checkpoints = CheckpointManager(
-            Sizes(seed, minibatch_size), self.world, self.state, self.recorder, trained_by
-        )
-        self.choice: Choice | None = None
-        self._worker: Worker | None = None
         given = planmaker.read_given(plan)
         if isinstance(given, Plan) and schedule == DEFAULT:
             schedule = given.schedule
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
-        alike = {
-            "seed": seed,
-            **asdict(request),
-            "hang_timeout": hang_timeout,
-            "metrics": {name: consistency.callable_text(metric) for name, metric in metrics.items()},
-            "minibatch_size": minibatch_size,
-            "microbatch_size": microbatch_size,
-        }
-        consistency.check_alike(self.world, consistency.facts(model, loss, self.rule, given, **alike))
-        self._watchdog = watch(self.world, hang_timeout)  # from now on ranks wait for each other
+        sizes = {"hang_timeout": hang_timeout, "microbatch_size": microbatch_size}
+        self._check_alike(given, metrics, **asdict(request), **sizes)
+        self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         trained = model, loss, self.rule, self.world, self.device
         self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster)
+        self._begin_state()
         if self._maker.plan is not None and not predict:
             self._start(self._maker.plan)
+
+    def _check_alike(self, given: Plan | str, metrics: Mapping[str, Metric], **options: Any) -> None:
+        """Check that every rank was given the same arguments. Collective."""
+        texts = {name: consistency.callable_text(metric) for name, metric in metrics.items()}
+        options |= {"seed": self.seed, "minibatch_size": self.minibatch_size, "metrics": texts}
+        facts = consistency.facts(self.model, self.loss, self.rule, given, **options)
+        consistency.check_alike(self.world, facts)
+
+    def _begin_state(self) -> None:
+        """Set the state of a training that has not begun."""
+        self._updates = True
+        self._accumulated = False  # True while gradients of `no_sync` await an update
+        self._fitting: FitLoop | None = None  # the last call of `fit`
+        self.choice: Choice | None = None
+        self._worker: Worker | None = None
+        self.state, self.recorder = TrainState(), Recorder()
+        sizes = Sizes(self.seed, self.minibatch_size)
+        settings = partial(consistency.settings, self.model, self.loss, self.rule)
+        self._checkpoints = CheckpointManager(sizes, self.world, self.state, self.recorder, settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and hasattr(self, name):
@@ -185,7 +182,7 @@ class Trainer:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples of a microbatch, but for the last one of a short minibatch."""
+        """Samples of a microbatch; the last one of a short minibatch may have fewer."""
         return self._maker.microbatch_size
 
     @property
@@ -200,34 +197,34 @@ class Trainer:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last `fit` has ended where `stop_from` said."""
+        """True if `stop_from` ended the last `fit`."""
         return self._fitting is not None and self._fitting.stopped
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What `fit` has returned for each epoch, of the runs before a checkpoint, too."""
+        """Entries that `fit` returned for each epoch, those before a checkpoint included."""
         return self.state.history
 
     @property
     def plan(self) -> Plan:
-        """The plan that is run. One that goes by a name is made when the first samples are there."""
+        """Plan of the training; RuntimeError before a plan by name is made, from the first minibatch."""
         return self.worker.plan
 
     @property
     def worker(self) -> Worker:
-        """This rank's running pieces. Raises RuntimeError before they are there."""
+        """Engine of this rank; RuntimeError before the plan is made."""
         if self._worker is None:
             raise RuntimeError("model and machines are measured with the first minibatch; train one first")
         return self._worker
 
     def train_step(self, inputs: TensorTree, targets: TensorTree) -> float:
-        """Train on one minibatch, samples in the first dimension; every rank passes the same one.
+        """Train on one minibatch, with samples in the first dimension; every rank passes the same one.
 
         Returns:
-            the mean loss over the minibatch, the same float on every rank.
+            The mean loss over the minibatch, the same float on every rank.
 
         Raises:
-            ValueError: the schedule is an asynchronous one, which wants the next minibatch before the end.
+            ValueError: the schedule is asynchronous, and needs the next minibatch before this one ends.
         """
         began = time.perf_counter()
         self._check_now("train_step")
@@ -252,13 +249,13 @@ class Trainer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `train_step` adds its gradients up and leaves the weights as they are.
+        """Let `train_step` accumulate gradients without an update inside the context.
 
-        The first one outside applies the sum, as with DistributedDataParallel; every rank does the same.
-        For the mean over k minibatches, divide the loss by k.
+        The first `train_step` outside applies the sum, as with DistributedDataParallel. For the mean over k
+        minibatches, divide the loss by k.
 
         Raises:
-            ValueError: the schedule is an asynchronous one, where every minibatch ends in an update.
+            ValueError: the schedule is asynchronous, where every minibatch ends in an update.
         """
         if self._worker is not None and self.plan.is_asynchronous:
             raise ValueError(f"no_sync makes no sense under {self.plan.schedule}, which never stops updating")
@@ -282,35 +279,34 @@ class Trainer:
     ) -> list[dict[str, Any]]:
         """Train on a map-style data set of (inputs, target).
 
-        Each rank loads only the microbatches that its stage needs. The order follows from seed and epoch.
+        Each rank loads only the microbatches that its stage needs. Seed and epoch determine the order. After
+        `resume` the first epoch is the rest of the checkpoint's.
 
         Args:
-            validation: evaluated after each epoch.
-            shuffle: False: in the data set's order.
-            on_minibatch: called on every rank with what is known of each minibatch, one minibatch late, or as
-                many as are under way. What it raises on every rank ends `fit`; under an asynchronous
-                schedule, with minibatches on their way between ranks, it ends the job.
-            checkpoint: save on the way, while training goes on, and at the end; and when USR1 or TERM asks
-                any rank to stop, after which all of them end (`Preempted`).
-            target_accuracy, target_loss: the first epoch whose validation has at least this accuracy, at most
-                this loss, is the last; with both, the first that has both. The summary tells when it was.
-
-        After `resume` the first epoch is the rest of the one that the checkpoint stands in.
+            validation: data set to evaluate on after each epoch.
+            shuffle: False to keep the data set's order.
+            on_minibatch: called on every rank with the record of each minibatch, at least one minibatch late.
+                An error that it raises on every rank ends `fit`; under an asynchronous schedule it ends the
+                job, because minibatches are between ranks.
+            checkpoint: save in the background during training, at the end, and after USR1 or TERM to any
+                rank, which ends all of them (`Preempted`).
+            target_accuracy, target_loss: end with the first epoch whose validation has at least this accuracy
+                and at most this loss; the summary has its time.
 
         Returns:
-            for each epoch its number, mean loss, seconds of training on this rank and, with `validation`,
-            what `evaluate` says of it.
+            The number, mean loss and training seconds (on this rank) of each epoch and, with `validation`,
+            the result of `evaluate`.
 
         Raises:
-            Preempted: with `checkpoint`: a rank was asked to stop; all have, and what was trained is saved.
-            UserError: the state is such that it cannot be saved.
-            NotSaved: it could not be written.
-            ValueError: inside `no_sync`; a target without `validation`, or target_accuracy where its targets
-                are no classes.
+            Preempted: with `checkpoint`, after a signal to any rank; all ranks have stopped and saved.
+            UserError: the state cannot be saved.
+            NotSaved: a checkpoint could not be written.
+            ValueError: inside `no_sync`; or a target without `validation`, or target_accuracy with targets
+                that are no classes.
         """
         self._check_now("fit")
         if not self._updates or self._accumulated:
-            raise ValueError("fit makes no sense inside no_sync, or before the update that is to follow it")
+            raise ValueError("fit makes no sense inside no_sync, or before the update that follows it")
         epochs = valid.integer("epochs", epochs, least=0)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted}
@@ -328,59 +324,59 @@ class Trainer:
         self._fitting = FitLoop(*trained, batches, validate, wanted, on_minibatch)
         first = len(self.history)
         with preemption.listening(keeper is not None):
-            if keeper is not None and self.worker.share(np.zeros(0)).ask_to_stop():
-                self.state.preempted, epochs = True, 0
             self._fitting.run(epochs)
-            if keeper is not None and self.step:
-                keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
             if checkpoint is not None:
                 self._checkpoints.leave_if_preempted(checkpoint.folder)
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
-        """Let `fit` end at the first resume point at or behind `step`, or with the epoch if that is earlier.
+        """Let `fit` end at the first resume point from `step` on, or with the epoch if that is earlier.
 
-        Every rank names the same step, before it has trained on so many. `fit` then saves and returns, with
-        `stopped` set and all ranks at one step. Under an asynchronous schedule messages of later minibatches
-        stay under way: the process has to end then, without `close`.
+        Every rank passes the same step, before it has trained on that many minibatches. `fit` then saves and
+        returns with `stopped` set, and all ranks are at one step. Under an asynchronous schedule later
+        minibatches stay between ranks: the process must then end, without `close`.
         """
         self.state.stop_from = step
 
     def save(self, root: str | os.PathLike[str], keep: int = 3) -> Path:
-        """Save the state between two steps as `root/step-...`, of which the last `keep` stay. Collective.
+        """Save the state between two steps as `root/step-...`, and return that path. Collective.
+
+        Args:
+            keep: number of latest checkpoints in `root` that stay.
 
         Raises:
             RuntimeError: inside `fit`, which has `checkpoint` for that, or between `no_sync` and the update.
-            UserError: it cannot be saved.
+            UserError: the state cannot be saved.
         """
         if self._fitting is not None and self._fitting.is_training:
-            raise RuntimeError("save was called while fit trains, which has checkpoint=Checkpointing(...)")
+            raise RuntimeError("save was called while fit trains; use its checkpoint=Checkpointing(...)")
         if self._accumulated:
-            raise RuntimeError("save was called between no_sync and the update that is to use its gradients")
-        asked = Checkpointing(root, keep=keep)
-        keeper = self._checkpoints.keeper(self.worker, asked, self.microbatch_size, anew=True)
+            raise RuntimeError("save was called between no_sync and the update that uses its gradients")
+        settings = Checkpointing(root, keep=keep)
+        keeper = self._checkpoints.keeper(self.worker, settings, self.microbatch_size, anew=True)
         keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
         return Path(root) / name_of(self.step)
 
     def resume(
         self, source: str | os.PathLike[str], or_anew: bool = False, allow_changed: bool = False
     ) -> list[str]:
-        """Go on from a checkpoint, from the last good one in a folder, or with a safetensors file's weights.
+        """Resume from a checkpoint, the last good one in a folder, or a safetensors file of weights.
 
-        Under the checkpoint's own plan, which "auto" prefers where it fits, training goes on bit for bit.
-        Under any other the weights, buffers and optimizer state are bit-equal by name. Collective.
+        Under the checkpoint's plan, which "auto" prefers if it fits, training continues bit for bit. Under
+        another plan weights, buffers and optimizer state are bit-equal by name. Collective.
 
         Args:
-            or_anew: a folder may hold none; training then starts anew.
-            allow_changed: optimizer options, scheduler, clipping, loss, data set and what is frozen may have
-                changed. The new ones count, and are told; a scheduler stands where it would by now.
+            or_anew: start anew if a folder has no checkpoint.
+            allow_changed: allow other optimizer options, scheduler, clipping, loss, data set and frozen
+                parameters. The new ones are used and listed; a scheduler is advanced to the current step.
 
         Returns:
-            what there is to tell, in lines.
+            Lines for the user.
 
         Raises:
-            UserError: it is damaged, of another model, optimizer class, seed or minibatch, or of other
-                settings that were not allowed; nothing has changed. Of another data set: raised by `fit`.
+            UserError: the checkpoint is damaged, or of another model, optimizer class, seed or minibatch, or
+                of other settings without `allow_changed`; nothing has changed. `fit` raises it for another
+                data set.
         """
         self.state.check_nothing_under_way("resume")
         of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
@@ -395,7 +391,7 @@ class Trainer:
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Mean loss and metrics over a data set, the same on every rank.
 
-        An accuracy is among them where all targets are classes, those that the loss ignores left out.
+        They include an accuracy if all targets, without those that the loss ignores, are classes.
 
         Raises:
             RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
@@ -407,39 +403,37 @@ class Trainer:
         return metrics
 
     def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
-        """As `evaluate`; None if it was left, by all ranks alike, because one was asked to stop."""
+        """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""
         loads = self.worker.loads_to_infer
         batches = loaded(self._microbatches(dataset), loads, self._num_workers)
         return evaluate(self.worker, batches, self._metrics, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
-        """The modules whose backward is whole, though the schedule splits it; None on other ranks than 0."""
+        """Modules whose backward the schedule splits, but they cannot; None on other ranks than 0."""
         return self.worker.not_split()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """On rank 0 what `model.state_dict()` would be in one process; None elsewhere.
+        """`model.state_dict()` of the whole model on rank 0; None elsewhere.
 
         Raises:
-            RuntimeError: as `evaluate`; each stage would be at another update.
+            RuntimeError: minibatches of an asynchronous schedule are under way.
         """
         self.state.check_nothing_under_way("full_state_dict")
         return self.worker.full_state_dict()
 
     def prepare(self, dataset: Any, validation: Any = None) -> None:
-        """Check data sets and model, and make the plan if there is none yet, from the first minibatch.
-
-        `fit` does so first.
+        """Check data sets and model, and make a plan by name from the first minibatch; `fit` does so, too.
 
         Raises:
-            TypeError, ValueError: the data set is not the same on all ranks, or cannot be trained on; or the
-                model has changed in a way that cannot be taken up.
+            TypeError: the data set or its samples have another type.
+            ValueError: the data set differs between ranks or is empty, or the model has changed too much.
         """
         if validation is not None:
             consistency.check_data_alike(self.world, "validation", validation, self.seed)
         self._checkpoints.check_data(self._make_ready(dataset))
 
     def _make_ready(self, dataset: Any) -> dict[str, str]:
-        """For a data set to train or to evaluate on. Returns its fingerprint."""
+        """Prepare for training or evaluation on a data set; return its fingerprint."""
         facts = consistency.check_data_alike(self.world, "dataset", dataset, self.seed)
         consistency.check_alike(self.world, consistency.modes_and_requires_grad(self.model))
         if self._worker is None:
@@ -449,7 +443,7 @@ class Trainer:
         return facts
 
     def _check_now(self, method: str) -> None:
-        """Refuse what users may have changed, or put around the call, since the last one."""
+        """Refuse calls at a wrong time, and changes of the model or its surroundings since the last call."""
         if self.state.under_way:
             self.state.refuse(method)
         structure.check_surroundings(method)
@@ -458,19 +452,19 @@ class Trainer:
             structure.check_trains(self.model)
 
     def timeline(self) -> Timeline | None:
-        """On rank 0 what every rank did in a typical full minibatch; None elsewhere."""
+        """Timeline of a typical full minibatch on rank 0; None elsewhere."""
         return self.recorder.timeline(self.worker)
 
     def traced(self) -> Traced | None:
-        """On rank 0 what every rank did in the last full minibatches, and where its time went; else None."""
+        """Timeline of the last full minibatches and each rank's time in them, on rank 0; None elsewhere."""
         return self.recorder.traced(self.worker)
 
     def summary(self) -> dict[str, Any] | None:
-        """On rank 0 the figures of the training so far, as in summary.json; None elsewhere."""
+        """Figures of the training so far, as in summary.json, on rank 0; None elsewhere."""
         return self.recorder.summary(self.worker)
 
     def close(self) -> None:
-        """End what goes on in the background, give back the communicators; the model keeps its weights."""
+        """End background threads and free the communicators; the model keeps its weights."""
         self._checkpoints.close()
         if self._worker is not None:
             self._worker.close()

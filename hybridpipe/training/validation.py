@@ -1,7 +1,6 @@
-"""Validation: arguments of `Trainer` and models that cannot be trained as they are, refused in one line.
+"""Validation of the arguments of `Trainer`. Ranks, plans and data sets are not known here.
 
-Knows torch, no ranks and no plan; data sets are `samples`' affair.
-Every function raises TypeError or ValueError that says what is accepted.
+Invariant: every function raises TypeError or ValueError in one line that says what is accepted.
 """
 
 import sys
@@ -14,11 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
 
 
 def integer(name: str, value: Any, least: int = -(2**63)) -> int:
-    """A Python integer of at most 64 bits, from that or from NumPy's."""
+    """Python integer of at most 64 bits, from a Python or NumPy integer.
+
+    Raises:
+        ValueError: the value is no integer, or less than `least`.
+    """
     what = "a 64-bit integer" if least < 0 else f"an integer >= {least}"
     if isinstance(value, bool) or not isinstance(plain(value), int) or not least <= value < 2**63:
         raise ValueError(f"{name} must be {what}, got {value!r}")
@@ -26,7 +30,11 @@ def integer(name: str, value: Any, least: int = -(2**63)) -> int:
 
 
 def sizes(minibatch_size: Any, microbatch_size: Any) -> tuple[int, int | None]:
-    """The two sizes as integers; a microbatch, where it is given, is no larger than the minibatch."""
+    """Both sizes as integers; the microbatch size may be None.
+
+    Raises:
+        ValueError: a size is no integer >= 1, or the microbatch is larger than the minibatch.
+    """
     minibatch_size = integer("minibatch_size", minibatch_size, least=1)
     if microbatch_size is None:
         return minibatch_size, None
@@ -38,8 +46,16 @@ def sizes(minibatch_size: Any, microbatch_size: Any) -> tuple[int, int | None]:
     return minibatch_size, microbatch_size
 
 
-def check_factories(optimizer: Any, lr_scheduler: Any) -> None:
-    """Optimizer and scheduler are made by each stage, for its own parameters."""
+def check_trainable(model: nn.Module, loss: Any, optimizer: Any, lr_scheduler: Any) -> None:
+    """Check the model, its loss, and the factories that each stage calls for its own parameters.
+
+    Raises:
+        TypeError: an argument has another type, or the model is no `nn.Sequential`.
+        ValueError: as `check_model` and `check_loss`.
+    """
+    num_layers(model)
+    check_model(model)
+    check_loss(loss, model)
     _check_factory("optimizer", optimizer, "parameters", "partial(torch.optim.SGD, lr=0.1)")
     if lr_scheduler is not None:
         example = "partial(torch.optim.lr_scheduler.StepLR, step_size=100)"
@@ -54,7 +70,12 @@ def _check_factory(name: str, factory: Any, called_with: str, example: str) -> N
 
 
 def check_loss(loss: Any, model: nn.Module) -> None:
-    """A function of outputs and targets, with nothing to train that is not the model's."""
+    """Check that the loss is a function of outputs and targets.
+
+    Raises:
+        TypeError: it is a class, or no function.
+        ValueError: it has trained parameters that are not the model's.
+    """
     wanted = "loss must be a function loss(outputs, targets), such as torch.nn.functional.cross_entropy"
     if isinstance(loss, type):
         raise TypeError(f"{wanted}, got the class {loss.__name__}: pass an object, {loss.__name__}()")
@@ -73,7 +94,7 @@ def check_loss(loss: Any, model: nn.Module) -> None:
 
 
 def _modules_in(function: Any) -> Iterator[nn.Module]:
-    """The modules that a callable holds: itself, the arguments of a partial, its object, its closure."""
+    """Yield the modules in a callable: itself, a partial's arguments, a method's object, a closure."""
     held: list[Any] = []
     if isinstance(function, nn.Module):
         yield function
@@ -83,7 +104,7 @@ def _modules_in(function: Any) -> Iterator[nn.Module]:
         yield function.__self__
     else:
         cells = getattr(function, "__closure__", None) or ()
-        held = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty one has none
+        held = [cell.cell_contents for cell in cells if cell != CellType()]  # an empty cell has no contents
         held += vars(function).values() if hasattr(function, "__dict__") else []
     for each in held:
         if isinstance(each, nn.Module | partial):
@@ -91,7 +112,11 @@ def _modules_in(function: Any) -> Iterator[nn.Module]:
 
 
 def check_device(device: torch.device | str | None) -> torch.device | None:
-    """A CPU, or a GPU that is there; "cuda" without a number is this rank's own."""
+    """Device from a name: a CPU or an existing GPU; "cuda" without a number is this rank's own.
+
+    Raises:
+        ValueError: the device is another kind, or does not exist.
+    """
     if device is None:
         return None
     accepted = f"device must be 'cpu', 'cuda' or 'cuda:N', got {str(device)!r}"
@@ -104,14 +129,18 @@ def check_device(device: torch.device | str | None) -> torch.device | None:
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
-            raise ValueError(f"{accepted}: no GPU is seen here (torch.cuda.is_available() is False)")
+            raise ValueError(f"{accepted}: there is no GPU (torch.cuda.is_available() is False)")
         if (found.index or 0) >= count:
             raise ValueError(f"{accepted}: this rank sees {count} GPUs, 0 to {count - 1}")
     return found
 
 
 def check_model(model: nn.Module) -> None:
-    """Its state consists of dense tensors with numbers in them, each a parameter or a buffer by its name."""
+    """Check that the model's state consists of dense tensors, each a parameter or a buffer.
+
+    Raises:
+        ValueError: a tensor has no shape or data, is not dense or overlaps itself, or there is extra state.
+    """
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for key, tensor in own:
         problem = _problem(tensor)
@@ -131,7 +160,7 @@ def _problem(tensor: Tensor) -> str | None:
     if is_lazy(tensor):
         return "has no shape yet, as in LazyLinear: run a few samples through the model first"
     if tensor.is_meta:
-        return "has no numbers, being on the meta device: initialise the model on the CPU first"
+        return "has no data, being on the meta device: initialise the model on the CPU first"
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         kinds = (tensor.is_nested, "nested"), (tensor.is_quantized, "quantized")
         layout = str(tensor.layout).removeprefix("torch.")
@@ -143,7 +172,7 @@ def _problem(tensor: Tensor) -> str | None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements share memory, other than along a dimension that `expand` has made."""
+    """Return True if two elements share memory, except along a dimension made by `expand`."""
     steps = sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1 and stride
     )
@@ -156,7 +185,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def warn_if_in_evaluation_mode(model: nn.Module) -> None:
-    """Tell that the model trains as it is, where all of it is in evaluation mode."""
+    """Print a warning if the whole model is in evaluation mode."""
     if not any(module.training for module in model.modules()):
-        what = "all of the model is in evaluation mode, and is trained so; model.train() changes that"
+        what = "the whole model is in evaluation mode and is trained in it; model.train() changes that"
         print(f"hybridpipe: {what}", file=sys.stderr, flush=True)

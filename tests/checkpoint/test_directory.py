@@ -251,7 +251,7 @@ def test_damage_is_refused_in_one_line_and_passed_over(root, damage, name):
 def test_exchanged_shards_of_two_steps_are_refused(root, name):
     path = root / STEPS[1] / name
     exchange(path)
-    with pytest.raises(UserError, match=f"{name}: its SHA-256 must be .* damaged or exchanged"):
+    with pytest.raises(UserError, match=f"{name}: its SHA-256 must be .* damaged or replaced"):
         directory.verify(path.parent)
     found, lines = directory.last_good(root)
     assert found is None and len(lines) == 2
@@ -279,7 +279,7 @@ def test_an_unknown_file_is_refused(root):
     "says, told",
     [
         ("", "must name a checkpoint, got ''"),
-        ("step-00000130\n", "names step-00000130, which is not there"),
+        ("step-00000130\n", "names step-00000130, which does not exist"),
         ("../checkpoints/step-00000100\n", "must name a checkpoint, got '../checkpoints/step-00000100'"),
         ("step-100\n", "must name a checkpoint, got 'step-100'"),
         ("x" * 1000, "must have at most 100 bytes, got 1,000"),
@@ -321,7 +321,7 @@ def test_a_shard_that_another_machine_wrote_elsewhere_is_missed(root):
 def test_two_trainings_in_one_directory_do_not_mix(root):
     mine = directory.begin(root, 140)
     write_files(mine, 1.0)
-    with pytest.raises(UserError, match=f"{FILES[0]}: is there already: does another training write"):
+    with pytest.raises(UserError, match=f"{FILES[0]}: exists already: does another training write"):
         write_shard(mine / FILES[0], {}, None)
     assert names(root) == ["latest", *STEPS]
     assert (

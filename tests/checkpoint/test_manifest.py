@@ -39,7 +39,7 @@ def test_what_is_written_is_read():
         (b"{", "must be JSON"),
         (b"[" * 100_000, "must be JSON"),
         (b'{"a":' * 900 + b"1" + b"}" * 900, "format: must be"),
-        (b'{"format": 1, "format": 2}', "a name stands twice"),
+        (b'{"format": 1, "format": 2}', "a name occurs twice"),
         (edited(format="hybridpipe-checkpoint/2"), "format: must be 'hybridpipe-checkpoint/1', got"),
         (edited(format=None), "format: must be 'hybridpipe-checkpoint/1', got none"),
         *((edited(**{field: None}), f"{field}: is required, but missing") for field in ("step", *DESCRIBED)),

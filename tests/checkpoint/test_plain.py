@@ -79,7 +79,10 @@ def test_tied_weights_may_be_in_two_stages_if_they_agree(tmp_path, capsys):
     assert main.main(["export", str(save(tmp_path, 1, tied)), "--out", str(out)]) == 0
     tied["stage-001"]["model.a"] = torch.tensor([1.0, -0.0])
     assert main.main(["export", str(save(tmp_path, 2, tied)), "--out", str(out)]) == 2
-    assert "stage-001.safetensors: tensor 'a': must be as in another stage" in capsys.readouterr().err
+    assert (
+        "stage-001.safetensors: tensor 'a': must equal the same tensor of another stage"
+        in capsys.readouterr().err
+    )
 
 
 def test_export_passes_over_what_is_damaged_and_says_so(tmp_path, capsys):
@@ -97,7 +100,7 @@ def test_export_passes_over_what_is_damaged_and_says_so(tmp_path, capsys):
     "source, out, told",
     [
         ("none", "x", "none: must be a checkpoint's directory"),
-        ("", "x", "holds no checkpoint that is whole"),
+        ("", "x", "holds no complete checkpoint"),
         ("step-00000005", "none/x", "cannot be written: No such file or directory"),
         ("step-00000006", "x", "step-00000006: must hold the tensors of a model, got none named model.…"),
     ],

@@ -184,8 +184,8 @@ def test_auto_takes_the_checkpoints_plan(make, data, tmp_path):
     assert trainer.plan.schedule == "gpipe" and trainer.microbatch_size == 4
     other = make(plan="auto", schedule="1f1b")
     told = other.resume(tmp_path)[1]
-    assert (
-        told == "its plan 1, gpipe, does not fit here, so one is searched for: schedule = 1f1b is asked for"
+    assert told == (
+        "its plan 1, gpipe, does not fit here, so a new one is searched for: schedule = 1f1b is asked for"
     )
     other.fit(data)
     assert other.plan.schedule == "1f1b"
@@ -197,12 +197,12 @@ def test_a_plan_that_was_made_for_less_or_otherwise_is_searched_for_anew(make, t
     found = make(plan="auto", microbatch_size=2).resume(tmp_path)
     assert found[1] == "with its plan 1, 1f1b"
     told = make(plan="auto")._maker.prefer(WHOLE, 2)
-    assert told.endswith("so one is searched for: it was made for 2 ranks, and there are 1")
+    assert told.endswith("so a new one is searched for: it was made for 2 ranks, and there are 1")
     other = make(plan="auto", microbatch_size=4).resume(tmp_path)[1]
-    assert "so one is searched for: microbatch_size = 4 disagrees with the plan" in other
+    assert "so a new one is searched for: microbatch_size = 4 disagrees with the plan" in other
     make(plan=replace(WHOLE, recompute=True)).save(tmp_path / "recomputed")
     other = make(plan="auto").resume(tmp_path / "recomputed")[1]
-    assert other.endswith("so one is searched for: recompute = False is asked for")
+    assert other.endswith("so a new one is searched for: recompute = False is asked for")
     assert "with its plan" in make(plan="auto", recompute=True).resume(tmp_path)[1]
 
 
@@ -211,7 +211,7 @@ def test_weights_alone(make, data, tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     trainer = make(net())
     assert trainer.resume(tmp_path / "model.safetensors") == [
-        f"weights of {tmp_path / 'model.safetensors'}; all else starts anew"
+        f"weights of {tmp_path / 'model.safetensors'}; everything else starts anew"
     ]
     assert_equal(weights(trainer), dict(model.state_dict())) and trainer.step == 0
 
@@ -357,7 +357,7 @@ def test_what_the_last_update_has_spoilt_is_not_saved(
         trainer.fit(TensorDataset(*data[:8]), checkpoint=Checkpointing(tmp_path))
     assert refused.value.exit_code == 1
     assert str(refused.value).endswith(
-        "; nothing is saved; the checkpoint before, if there is one, stays the last one"
+        "; nothing is saved; the checkpoint before, if there is one, stays the latest"
     )
     assert not [*tmp_path.glob("*step*"), *tmp_path.glob(".step*")], "neither a checkpoint nor a part of one"
     with pytest.raises(NotSaved, match=told):
@@ -374,7 +374,7 @@ def test_what_an_older_version_saved_is_looked_at_before_the_training_ends_well(
         spoilt().fit(data, checkpoint=Checkpointing(tmp_path))
     trainer = spoilt()
     trainer.resume(tmp_path)
-    told = r"^after step 1 0\.weight is not finite: .*; so it is in the checkpoint that was resumed from"
+    told = r"^after step 1 0\.weight is not finite: .*, and so it is in the resumed checkpoint"
     with pytest.raises(NotSaved, match=told) as refused:
         trainer.fit(data, 0, checkpoint=Checkpointing(tmp_path))
     assert (refused.value.exit_code, refused.value.step) == (1, 1)

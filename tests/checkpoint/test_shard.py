@@ -144,7 +144,7 @@ TERABYTE = 1 << 40
         (file_of({"x": None}), "must have dtype, shape and data_offsets"),
         (file_of([]), "header: must be a JSON object"),
         (file_of({"__metadata__": {"a": 1}}), "__metadata__: must be an object of strings"),
-        (file_of(b'{"x": {}, "x": {}}'), "a name stands twice"),
+        (file_of(b'{"x": {}, "x": {}}'), "a name occurs twice"),
         (file_of(b"[" * 100_000), "header: must be JSON"),
         (file_of(tensor("BOOL", offsets=(0, 1)), b"\x02"), "BOOL must be bytes of 0 and 1"),
         (file_of(tensor(), bytes(4)), "must be a checkpoint's file, got one without 'hybridpipe-shard/1'"),

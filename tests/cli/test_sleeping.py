@@ -50,7 +50,7 @@ def test_what_goes_by_between_two_sleeps_is_part_of_the_second(monkeypatch):
     pace = Pace()
     pace.sleep(0.25)
     now.append(now[-1] + 0.5)
-    pace.sleep(0.375, goes_on=True)
+    pace.sleep(0.375, uninterrupted=True)
     assert slept == [0.25]
     pace.sleep(1.0)
     assert slept == [0.25, 0.875]  # 0.125 s were given too many

@@ -3,7 +3,7 @@
 import pytest
 
 from hybridpipe.health.exit_report import Outcome
-from hybridpipe.launch.restarts import Attempt, attempt, ranks_left, stopped_instead, why_not_again
+from hybridpipe.launch.restarts import Attempt, attempt, no_restart_reason, ranks_left, stopped
 
 
 def told(code, cause="", step=None, at=0.0, rank=0):
@@ -26,7 +26,7 @@ RAISED = Attempt(4, 1, "rank 1 on host a, step 7: E", "E", 7)
         (142, [told(1, "E")], 1, "E"),  # its MPI_Abort hung, and the alarm ended it
         (-9, [], 137, "the launcher was ended: SIGKILL"),
         (-9, [told(1, "rank 2 gives no answer")], 1, "rank 2 gives no answer"),  # the watchdog ended mpirun
-        (213, [], 213, "the launcher ended with exit code 213, and no rank told why"),
+        (213, [], 213, "the launcher ended with exit code 213, and no rank reported why"),
     ],
 )
 def test_what_an_attempt_came_to(returncode, words, code, cause):
@@ -38,7 +38,7 @@ def test_a_launcher_that_launched_nobody_has_not_trained():
     """srun returns 0 where its tasks could not be launched: a requeued job was over, and done, untrained."""
     found = attempt(0, [], 4, has_begun=False)
     assert (found.code, found.cause) == (1, "the launcher ended with exit code 0, but no rank was up")
-    assert why_not_again([found], 3) is None
+    assert no_restart_reason([found], 3) is None
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_a_launcher_that_launched_nobody_has_not_trained():
     ],
 )
 def test_whether_it_is_started_again(attempts, max_restarts, why):
-    assert why_not_again(attempts, max_restarts) == why
+    assert no_restart_reason(attempts, max_restarts) == why
 
 
 def test_a_stop_between_two_attempts_is_a_preemption_but_not_one_that_missed_its_deadline():
-    assert stopped_instead(LOST).code == 75
+    assert stopped(LOST).code == 75
     late = Attempt(4, 143, "the job did not stop within the deadline of 9 s", overdue=True)
-    assert stopped_instead(late) == late
+    assert stopped(late) == late
 
 
 @pytest.mark.parametrize("slots, left", [(8, 4), (3, 3), (2, 2), (1, None), (0, None)])

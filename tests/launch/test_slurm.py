@@ -150,4 +150,4 @@ def test_a_step_that_slurm_could_not_launch_is_tried_again(slurm, trained, tmp_p
     )
     said = log.read_text()
     assert done.returncode == 0 and (out / "summary.json").exists(), said + done.stderr
-    assert "exit code 0, but no rank was up; again" in said and "done after 2 attempts" in said, said
+    assert "exit code 0, but no rank was up; restarting" in said and "done after 2 attempts" in said, said

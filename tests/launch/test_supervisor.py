@@ -64,7 +64,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["SUPERVISOR"] = str(os.getpid())
 supervisor.BACKSTOP_SECONDS = 1.0
 out, mode, restarts, deadline, *words = sys.argv[1:]
-sys.exit(supervisor.supervise(supervisor.Asked(
+sys.exit(supervisor.supervise(supervisor.LaunchOptions(
     words=(mode, *words), resumes="auto" in words, out=Path(out), checkpoints=Path(out), ranks=2,
     max_restarts=int(restarts), deadline_seconds=float(deadline),
     program=(sys.executable, out + "/rank.py"))))
@@ -130,7 +130,7 @@ def test_a_second_attempt_goes_on_with_this_trainings_checkpoint_only(launch, mo
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     start = "the last good checkpoint" if second.endswith("auto") else "where it began"
-    assert f"hybridpipe launch: attempt 0: a rank was lost: SIGKILL; again, from {start}" in err
+    assert f"hybridpipe launch: attempt 0: a rank was lost: SIGKILL; restarting from {start}" in err
     assert err.rstrip().endswith("hybridpipe launch: done after 2 attempts")
     started = Counter(" ".join(line.split()[3:]) for line in out.splitlines())
     assert started == Counter([words, second] * 2) and nobody_is_left(out)
@@ -149,7 +149,7 @@ def test_the_exit_code_and_the_cause_are_the_ranks_own(launch, mode, restarts, c
     out, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert last in err.splitlines()[-1] and f"exit code {code}" in err.splitlines()[-1]
-    assert err.count("; again, from") == attempts - 1 and nobody_is_left(out)
+    assert err.count("; restarting from") == attempts - 1 and nobody_is_left(out)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_asked_to_stop_when_a_rank_is_lost_it_says_whether_it_can_go_on(launch, 
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     assert ("exit code 75: start it again with --resume auto" in err.splitlines()[-1]) == (code == 75)
-    assert "a rank was lost: SIGKILL" in err.splitlines()[-1] and "; again" not in err
+    assert "a rank was lost: SIGKILL" in err.splitlines()[-1] and "restarting" not in err
     assert nobody_is_left(out)
 
 

@@ -187,7 +187,7 @@ def test_machines_measured_before_are_not_measured_again(job, folder):
     """But where there are not as many ranks as then, as after a restart with fewer."""
     assert hybridpipe("probe", "--flat", 2, "--out", "cluster.json", cwd=folder).returncode == 0
     given, settings = str(folder / "cluster.json"), ["--set", "train.epochs=1", "--cluster"]
-    told = "the cluster given has 2 ranks, and there are 3: the machines are measured now\n"
+    told = "the given cluster has 2 ranks, and there are 3: the machines are measured now\n"
     for ranks, are_known in ((2, True), (3, False)):
         out = folder / f"out{ranks}"
         done = job(

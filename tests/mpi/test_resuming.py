@@ -136,8 +136,8 @@ def test_other_settings_are_refused_and_a_full_disk_told(train, tmp_path):
     (ended,) = exit_report.read(tmp_path)  # rank 1
     assert (ended.rank, ended.code, ended.step) == (1, 1, 5), ended
     again = restarts.attempt(1, [ended], 2, has_begun=True)
-    assert restarts.why_not_again([again], 2) is None
-    assert restarts.why_not_again([again, again], 2) == "the same error came at step 5 twice in a row"
+    assert restarts.no_restart_reason([again], 2) is None
+    assert restarts.no_restart_reason([again, again], 2) == "the same error came at step 5 twice in a row"
     assert read_manifest(last_good(out / "checkpoints")[0]).step == 4
     # Another learning rate: it was read from the checkpoint, whatever the config said.
     other = ["--plan", f"{out}/plan.json", "--resume", "auto"]

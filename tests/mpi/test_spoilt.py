@@ -6,9 +6,9 @@ import pytest
 
 TOLD = {
     "state": "optimizer.2.weight.exp_avg_sq is not finite: 1 NaN and 0 infinite of 24; nothing is saved; "
-    "the checkpoint before, if there is one, stays the last one",
-    "older": "2.weight is not finite: 1 NaN and 0 infinite of 24; so it is in the checkpoint that was "
-    "resumed from: take one before",
+    "the checkpoint before, if there is one, stays the latest",
+    "older": "2.weight is not finite: 1 NaN and 0 infinite of 24, and so it is in the resumed checkpoint: "
+    "take an earlier one",
 }
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.directory import last_good
 from hybridpipe.checkpoint.policy import Checkpointing
-from hybridpipe.cli.train import CHECKPOINTS, _claim, _is_own, _resume, _Watcher
+from hybridpipe.cli.train import CHECKPOINTS, _claim_checkpoints, _continues_own, _resume, _RunLog
 from hybridpipe.errors import UserError
 
 
@@ -37,7 +37,7 @@ def test_going_back_to_a_checkpoint_lasts_though_nothing_is_saved(tmp_path):
     assert _resume(second, str(folder / "step-00000002"), tmp_path) == [
         f"resuming from {folder}/step-00000002: step 2, epoch 0, 2 minibatches into it"
     ]
-    assert _claim(tmp_path, str(folder / "step-00000002")) == []
+    assert _claim_checkpoints(tmp_path, str(folder / "step-00000002")) == []
     second.close()  # lost, before anything was saved; then --resume auto
     third = trainer()
     (told,) = _resume(third, "auto", tmp_path)
@@ -50,8 +50,8 @@ def test_a_training_anew_loses_no_earlier_one(tmp_path):
     folder = tmp_path / CHECKPOINTS
     for number in ("1", "2", "3"):
         (folder / f"step-0000000{number}").mkdir(parents=True)
-        (told,) = _claim(tmp_path, None)
-    assert f"is {folder}.old.3 now" in told
+        (told,) = _claim_checkpoints(tmp_path, None)
+    assert f"is now {folder}.old.3" in told
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/step-*")) == [
         "checkpoints.old.2/step-00000002",
         "checkpoints.old.3/step-00000003",
@@ -63,11 +63,11 @@ def test_a_second_training_is_kept_out_while_the_first_one_runs(tmp_path, capfd)
     folder = tmp_path / CHECKPOINTS
     first, second = trainer(), trainer()
     first.save(folder)
-    told = f"{folder}: another training that is running saves there"
+    told = f"{folder}: another running training saves there"
     with pytest.raises(UserError, match=f"^{told}$"):
         second.save(folder)
     with pytest.raises(SystemExit):
-        _claim(tmp_path, None)
+        _claim_checkpoints(tmp_path, None)
     assert told in capfd.readouterr().err
     assert last_good(folder)[0] == folder / "step-00000000"  # and nothing of the second one's
     assert not [*folder.glob(".step*")]
@@ -84,6 +84,6 @@ def test_records_of_another_training_do_not_stand_before_those_of_one_that_comes
         at_two = trainer()
         for _ in range(2):
             at_two.train_step(torch.randn(8, 4), torch.randint(0, 3, (8,)))
-        _Watcher(at_two, tmp_path, 4, "B", _is_own(tmp_path, source)).close()
+        _RunLog(at_two, tmp_path, 4, "B", _continues_own(tmp_path, source)).close()
         at_two.close()
         assert (tmp_path / "metrics.jsonl").read_text().splitlines() == kept

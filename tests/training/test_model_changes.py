@@ -144,7 +144,7 @@ def test_a_norm_that_was_frozen_first_is_recomputed_rightly_later(make, schedule
 def test_a_model_that_is_all_in_evaluation_mode_is_told(make, capsys):
     model = normalised().eval()
     make(model).fit(data())
-    assert "all of the model is in evaluation mode, and is trained so" in capsys.readouterr().err
+    assert "the whole model is in evaluation mode and is trained in it" in capsys.readouterr().err
     assert model[1].num_batches_tracked == 0
 
 
@@ -227,7 +227,7 @@ def test_fit_between_no_sync_and_its_update_is_refused(make):
     trainer = make(mlp())
     with trainer.no_sync():
         trainer.train_step(*data()[:8])
-    with pytest.raises(ValueError, match="before the update that is to follow"):
+    with pytest.raises(ValueError, match="before the update that follows"):
         trainer.fit(data())
 
 

@@ -23,7 +23,7 @@ from hybridpipe.optim import update
 pytestmark = pytest.mark.usefixtures("quick")
 
 cross_entropy = nn.functional.cross_entropy
-WAY_ROUND = r"; --resume-changed \(allow_changed=True\) takes the training's$"
+WAY_ROUND = r"; --resume-changed \(allow_changed=True\) uses the training's$"
 
 
 def sgd(lr: float = 0.1, **options):

@@ -5,36 +5,18 @@ import json
 import math
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.errors import UserError
-from hybridpipe.files import write_json
+from hybridpipe import Trainer
 from hybridpipe.optim.nonfinite import NotFinite
+from tests.training.helpers import assert_same_weights, cross_entropy, data, mlp, momentum, plain_loop, whole
 
-cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
-momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
+mse = nn.functional.mse_loss
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def data(num_samples: int) -> TensorDataset:
-    return TensorDataset(torch.randn(num_samples, 4).double(), torch.randint(0, 3, (num_samples,)))
-
-
-def whole(num_microbatches: int = 4, **options) -> Plan:
-    """Everything on the one rank."""
-    return Plan((StageSpec(0, 3),), num_microbatches=num_microbatches, **options)
 
 
 @pytest.fixture
@@ -44,23 +26,6 @@ def make(make_trainer):
         return make_trainer(mlp() if model is None else model, **(given | options))
 
     return trainer
-
-
-def plain_loop(model: nn.Module, batches, optimizer=momentum, loss=cross_entropy) -> list[float]:
-    """What a user would write without us."""
-    update, losses = optimizer(model.parameters()), []
-    for inputs, targets in batches:
-        update.zero_grad()
-        value = loss(model(inputs), targets)
-        value.backward()
-        update.step()
-        losses.append(value.item())
-    return losses
-
-
-def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
-    for tensor, reference in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(tensor, reference, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -283,19 +248,6 @@ def test_what_needs_a_drained_pipeline_is_refused_while_it_is_full(make, method)
         trainer.fit(data(48), on_minibatch=interfere)
 
 
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        ({"schedule": "gpipe"}, "schedule = 'gpipe' disagrees with the plan, which says '1f1b'"),
-        ({"recompute": True}, "recompute = True disagrees with the plan, which says False"),
-        ({"max_in_flight": 2}, "max_in_flight = 2 disagrees with the plan, which says None"),
-    ],
-)
-def test_a_plan_says_itself_what_it_does(make, options, told):
-    with pytest.raises(ValueError, match=told):
-        make(plan=whole(4), **options)
-
-
 @pytest.mark.parametrize("schedule, count", [("1f1b", 4), ("pipedream", 1), ("pipedream-2bw", 4)])
 def test_fit_left_in_the_middle_can_go_on_where_nothing_is_under_way(make, schedule, count):
     """On one rank; on several an asynchronous schedule ends the job (tests/mpi)."""
@@ -386,76 +338,6 @@ def test_train_step_is_in_the_summary(make):
     assert (summary["loss_first"], summary["loss_last"]) == (losses[0], losses[-1])
 
 
-@pytest.mark.parametrize("name", ["auto", "dp", "straight"])
-def test_a_plan_that_goes_by_its_name(make, name):
-    model = mlp()
-    reference, batches = copy.deepcopy(model), [data(8)[:] for _ in range(3)]
-    trainer = make(model, plan=name, microbatch_size=2)
-    with pytest.raises(RuntimeError, match="measured with the first minibatch"):
-        _ = trainer.plan
-    losses = [trainer.train_step(*batch) for batch in batches]
-    assert (trainer.plan.name, trainer.plan.num_microbatches) == ("1", 4)
-    assert trainer.plan.predicted.minibatch_seconds > 0
-    assert losses == pytest.approx(plain_loop(reference, batches), rel=0, abs=1e-12)
-    assert trainer.choice.profile.samples == 2
-
-
-def test_measuring_the_model_leaves_the_first_minibatch_alone(make):
-    def first_loss(plan):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(4, 6), nn.Linear(6, 3)).double()
-        return make(model, plan=plan, microbatch_size=2).train_step(*data(8)[:])
-
-    assert first_loss("dp") == first_loss(whole())
-
-
-def test_prepare_makes_the_plan_from_the_data_set(make):
-    trainer = make(plan="auto")
-    trainer.prepare(data(8))
-    assert trainer.plan.num_layers == 3
-
-
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_plan_from_a_file(make, tmp_path, kind):
-    write_json(tmp_path / "plan.json", whole())
-    trainer = make(plan=kind(tmp_path / "plan.json"))
-    assert trainer.plan == whole() and trainer.microbatch_size == 2
-
-
-def test_a_plan_that_is_no_file(make, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere\.json: cannot be read"):
-        make(plan=tmp_path / "nowhere.json")
-
-
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        ({"plan": Plan((StageSpec(0, 1, 2), StageSpec(1, 3)))}, r"plan needs 2 \+ 1 = 3 ranks, got 1"),
-        ({"plan": Plan((StageSpec(0, 3, 1, (4,)),))}, "plan names rank 4, the world has ranks 0 to 0"),
-        ({"plan": Plan((StageSpec(0, 2),))}, "cuts num_layers = 2, the model has 3 layers"),
-        (
-            {"plan": whole(7), "minibatch_size": 10},
-            "minibatch_size = 10 .* num_microbatches = 7 .* slices of 2 are 5",
-        ),
-        (
-            {"plan": whole(4), "microbatch_size": 3},
-            "microbatch_size = 3 disagrees .* num_microbatches = 4 makes 2",
-        ),
-        ({"minibatch_size": 0}, "minibatch_size must be an integer >= 1, got 0"),
-        ({"plan": "dp", "minibatch_size": -8}, "minibatch_size must be an integer >= 1, got -8"),
-        ({"plan": "dp", "microbatch_size": 0}, "microbatch_size must be an integer >= 1, got 0"),
-    ],
-)
-def test_what_does_not_fit_is_told_with_its_arithmetic(make, options, told):
-    with pytest.raises(ValueError, match=told):
-        make(**options)
-
-
-def test_giving_the_microbatch_size_of_the_plan_is_no_error(make):
-    assert make(microbatch_size=2).microbatch_size == 2
-    assert make(plan=whole(3), minibatch_size=8).microbatch_size == 3
-
-
 def test_other_models_are_refused(make):
     with pytest.raises(TypeError, match=r"must be an nn\.Sequential.*got Linear"):
         make(nn.Linear(4, 3))
@@ -490,21 +372,3 @@ def test_tuples_of_inputs(make):
 def test_a_rank_0_error_in_the_loss_comes_through(make):
     with pytest.raises(ValueError, match=r"loss must return .* got shape \(2,\)"):
         make(loss=partial(cross_entropy, reduction="none")).train_step(*data(8)[:])
-
-
-def test_an_error_of_the_model_is_no_mistake_about_the_plan():
-    """`train` tells a ValueError about plan or sizes in one line; the model's own lost its traceback so."""
-
-    class Broken(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise ValueError("in the model")
-
-    trainer = Trainer(
-        nn.Sequential(Broken(2, 2)),
-        loss=nn.functional.mse_loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        minibatch_size=4,
-    )
-    with pytest.raises(RuntimeError, match="while the model was measured") as caught:
-        trainer.train_step(torch.ones(4, 2), torch.ones(4, 2))
-    assert str(caught.value.__cause__) == "in the model"

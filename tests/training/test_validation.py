@@ -162,7 +162,7 @@ def renaming() -> nn.Sequential:
             lambda: buffered(torch.ones(4).as_strided((3, 2), (1, 1))),
             "1.adjacency .* must not overlap itself",
         ),
-        (lambda: mlp().to("meta"), "0.weight of the model has no numbers, being on the meta device"),
+        (lambda: mlp().to("meta"), "0.weight of the model has no data, being on the meta device"),
     ],
     ids=["lazy", "extra state", "state_dict hook", "sparse", "overlapping", "meta"],
 )
