@@ -1,4 +1,4 @@
-"""Memory: the peak memory of each rank's process in training, beside the prediction of the memory model.
+"""Memory: the peak memory of each rank's process in training, beside the memory model's prediction.
 
     python benchmarks/run.py memory                           three models, seven plans each; ten minutes
     python benchmarks/run.py memory --only 'vgg: 1-1-gpipe'

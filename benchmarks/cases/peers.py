@@ -1,4 +1,4 @@
-"""Peers: two ranks that train with hybridpipe and with other libraries, beside the ceiling of the machine.
+"""Peers: two ranks that train with hybridpipe and other libraries, beside the ceiling of the machine.
 
     python benchmarks/run.py peers                                      three models, one round; eight minutes
     python benchmarks/run.py peers --only 'mlp: ours' --rounds 3
