@@ -1,4 +1,7 @@
-"""Jobs: starts `hybridpipe` commands and programs/ under mpirun, and reads what came of them."""
+"""Jobs: starts `hybridpipe` commands and programs/ under mpirun, and reads their results.
+
+Not known here: the benchmarks. Invariant: a job that is given up is ended before the next one starts.
+"""
 
 import argparse
 import json
@@ -18,8 +21,8 @@ from networks import HERE, ROOT, Network
 from results import Row, steady_seconds
 
 PROGRAMS = ROOT / "benchmarks" / "programs"
-# Saving in the background is not for nothing where no core is free: at the end of each epoch, of three
-# minibatches, `prediction`'s MLP took a quarter longer.
+# Saving in the background costs time where no core is free: with a checkpoint after each epoch of three
+# minibatches, the MLP of `prediction` took a quarter longer.
 NEVER = "checkpoint.every=1000000"
 GRACE_SECONDS = 60.0  # for a launcher to end a job that may hang
 COMMAND_SECONDS, PROGRAM_SECONDS = 900.0, 150.0
@@ -34,19 +37,19 @@ class Run:
     options: argparse.Namespace
 
     def wants(self, group: str, way: str) -> bool:
-        """Whether "GROUP: WAY" matches every --only."""
+        """True if "GROUP: WAY" matches every --only."""
         return all(re.search(pattern, f"{group}: {way}") for pattern in self.options.only)
 
     def network(
         self, name: str, num_hosts: int = 4, ranks_per_host: int = 1
     ) -> AbstractContextManager[Network]:
-        """The network of that name, made by --netcluster."""
+        """Make the network of that name with the program of --netcluster."""
         return networks.network(name, self.options.netcluster, num_hosts, ranks_per_host)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: a program and its variant on so many ranks. Its name is for tables and folders."""
+    """A way to train: a program, its variant and its number of ranks. The name is for tables and folders."""
 
     name: str
     program: str
@@ -57,14 +60,18 @@ class Way:
 def train(
     config: str, plan: str | Path, ranks: int, overrides: Sequence[str], out: Path, network: Network = HERE
 ) -> dict:
-    """The summary of training examples/`config`, which saves at its end only."""
+    """Train examples/`config`, with a checkpoint at the end only, and return the summary."""
     words = ["train", f"examples/{config}", "--plan", str(plan)]
     words += [word for override in (*overrides, NEVER) for word in ("--set", override)]
     return command(words, ranks, out, network)
 
 
 def command(words: Sequence[str], ranks: int, out: Path, network: Network = HERE) -> dict:
-    """The summary of one `hybridpipe` command on several ranks; ends the benchmark where the job fails."""
+    """Run a `hybridpipe` command on several ranks and return its summary.
+
+    Raises:
+        SystemExit: the job has failed.
+    """
     hybridpipe = [sys.executable, "-m", "hybridpipe", *words, "--out", str(out)]
     code = _logged(hybridpipe, ranks, out, network, {}, COMMAND_SECONDS)
     if code:
@@ -75,7 +82,11 @@ def command(words: Sequence[str], ranks: int, out: Path, network: Network = HERE
 def program(
     name: str, arguments: Sequence[str], ranks: int, out: Path, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Run one of programs/ that writes into `out`; ends the benchmark where the job fails."""
+    """Run one of programs/, which writes into `out`.
+
+    Raises:
+        SystemExit: the job has failed.
+    """
     words = [sys.executable, str(PROGRAMS / f"{name}.py"), *arguments, "--out", str(out)]
     code = _logged(words, ranks, out, HERE, environment or {}, COMMAND_SECONDS)
     if code:
@@ -93,7 +104,7 @@ def start(
     network: Network = HERE,
     environment: Mapping[str, str] | None = None,
 ) -> Row:
-    """Train a task one way in round `number`; a job that fails is a row, too."""
+    """Train a task one way in round `number`; the row of a job that fails holds its error."""
     words = [sys.executable, str(PROGRAMS / f"{way.program}.py"), task, "--variant", way.variant]
     words += [*arguments, "--out", str(out)]
     with socket.socket() as free:
@@ -111,7 +122,7 @@ def start(
 
 
 def merged(reports: Sequence[dict]) -> dict[str, Any]:
-    """The slowest rank's time, the sum of all ranks' parts of the last loss, and what else rank 0 tells."""
+    """Merge the ranks' reports: the largest time, the sum of the last losses, and rank 0's other figures."""
     losses = [report["losses"][-1] for report in reports if report["losses"]]
     told = {name: value for name, value in reports[0].items() if name not in ("seconds", "losses")}
     return {
@@ -122,7 +133,7 @@ def merged(reports: Sequence[dict]) -> dict[str, Any]:
 
 
 def reason(log: str) -> str:
-    """The error that a log tells of, in one line."""
+    """Return the first error of a log in one line."""
     errors = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\b.*)$", log, re.MULTILINE)
     return errors[0][:200] if errors else (log.strip().splitlines() or ["no output"])[-1][:200]
 
@@ -135,7 +146,7 @@ def _logged(
     environment: Mapping[str, str],
     limit_seconds: float,
 ) -> int:
-    """The exit code of a job whose output is in `out`/log.txt."""
+    """Run a job with its output in `out`/log.txt, and return its exit code."""
     launcher = [*network.prefix, sys.executable, "-m", "hybridpipe.launch.mpirun", str(ranks), "--"]
     settings = {**environment, **network.environment}
     out.mkdir(parents=True, exist_ok=True)
@@ -147,9 +158,9 @@ def _logged(
 def finished(
     words: Sequence[str], environment: Mapping[str, str], limit_seconds: float, **streams: Any
 ) -> subprocess.CompletedProcess:
-    """Run a launcher. Whatever ends the wait for it, also an exception, ends its job first.
+    """Run a launcher to its end. An exception meanwhile, such as the time limit, ends its job first.
 
-    The launcher itself is killed only where it does not end: then nobody would end the ranks.
+    The launcher is killed only if it does not end by itself, because the ranks would be left then.
     """
     process = subprocess.Popen(words, cwd=ROOT, env=os.environ | environment, **streams)
     try:

@@ -1,7 +1,7 @@
-"""Networks: where benchmarks run their jobs, which is this machine alone or hosts with limited links.
+"""Networks: this machine alone, or hosts with limited links, for the jobs of benchmarks.
 
-The hosts are network namespaces on this machine that the program `netcluster` makes, as root. They share its
-processors and memory. Where $HYBRIDPIPE_MPIRUN_FLAGS names hosts, those are taken as they are.
+The hosts are network namespaces of this machine, made by the program `netcluster` as root; they share its
+processors and memory. Where $HYBRIDPIPE_MPIRUN_FLAGS names hosts, those are used as they are.
 """
 
 import os
@@ -22,18 +22,18 @@ FLAGS = "HYBRIDPIPE_MPIRUN_FLAGS"
 
 @dataclass(frozen=True)
 class Network:
-    """How a job is started there: before its command, and in its environment."""
+    """A network, as the start of a job there."""
 
-    prefix: tuple[str, ...]
+    prefix: tuple[str, ...]  # words before the job's command
     environment: Mapping[str, str]
 
     def with_flags(self, flags: str) -> "Network":
-        """With more words for mpirun."""
+        """Return the network with more options for mpirun."""
         before = self.environment.get(FLAGS, os.environ.get(FLAGS, ""))
         return self.with_settings({FLAGS: f"{before} {flags}".strip()})
 
     def with_settings(self, settings: Mapping[str, str]) -> "Network":
-        """With more variables in the environment of every rank."""
+        """Return the network with more variables in the environment of every rank."""
         environment = {**self.environment, **settings}
         return _hosted(self.prefix[0], environment) if self.prefix else Network((), environment)
 
@@ -42,7 +42,7 @@ HERE = Network((), {})
 
 
 def are_available(netcluster: Path = NETCLUSTER) -> bool:
-    """Whether there are hosts, or this machine can make them."""
+    """True if hosts are named, or this machine can make them."""
     return FLAGS in os.environ or (netcluster.is_file() and os.geteuid() == 0)
 
 
@@ -50,7 +50,11 @@ def are_available(netcluster: Path = NETCLUSTER) -> bool:
 def network(
     name: str, netcluster: Path = NETCLUSTER, num_hosts: int = 4, ranks_per_host: int = 1
 ) -> Iterator[Network]:
-    """`LOOPBACK`, or a rate such as "1gbit" of every host's link."""
+    """Make a network for the block.
+
+    Args:
+        name: `LOOPBACK`, or the rate of every host's link, such as "1gbit".
+    """
     if name == LOOPBACK or FLAGS in os.environ:
         yield HERE
         return
@@ -59,17 +63,18 @@ def network(
         hosts = ",".join(f"h{i}:{ranks_per_host}" for i in range(1, num_hosts + 1))
         environment = dict(line.split("=", 1) for line in lines if "=" in line)
         environment |= {FLAGS: f"--host {hosts}", "PATH": os.environ["PATH"]}
-        # The hosts share this machine's cores, which a launcher that counts ranks by host cannot see.
+        # The hosts share this machine's cores; a launcher that counts ranks by host does not know that.
         environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "3"}
-        # Whoever polls for a message over TCP is to leave its core to whoever computes: a thread that yields
-        # has it again at once (3-1 took 1.3 to 1.5 times as long; within a machine it makes no difference).
+        # A rank that polls for a message over TCP should leave its core to ranks that compute. By default it
+        # gets the core back at once: plan 3-1 took 1.3 to 1.5 times as long. Within a machine times are
+        # equal.
         environment |= {"OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep", "OMP_NUM_THREADS": "1"}
         yield _hosted(str(netcluster), environment)
 
 
 @contextmanager
 def _hosts(netcluster: str, rate: str, num_hosts: int) -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without taking the hosts down
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts are taken down first
     try:
         _netcluster(netcluster, "up", str(num_hosts), "--rate", rate)
         yield
@@ -80,10 +85,10 @@ def _hosts(netcluster: str, rate: str, num_hosts: int) -> Iterator[None]:
 
 @contextmanager
 def _without_autogroups() -> Iterator[None]:
-    """The kernel shares cores out among sessions, and each emulated host is one; real hosts share none.
+    """Switch the kernel's autogroups off, which divide cores among sessions: each emulated host is one.
 
-    With autogroups a rank that could run waited for a core up to 140 ms while the others computed: four ranks
-    of the GPT under dp over 100 Mbit/s took 771 and 787 ms a minibatch, without 701 and 716.
+    With autogroups a rank waited for a core for up to 140 ms while the others computed. Four ranks of the GPT
+    under dp over 100 Mbit/s took 771 and 787 ms a minibatch, and 701 and 716 ms without.
     """
     before = AUTOGROUP.read_text() if AUTOGROUP.is_file() else None
     if before is not None:
@@ -96,7 +101,7 @@ def _without_autogroups() -> Iterator[None]:
 
 
 def _hosted(netcluster: str, environment: Mapping[str, str]) -> Network:
-    """On the first host, which the environment is carried into."""
+    """Return the network whose launcher runs on the first host, with the environment."""
     settings = [word for name, value in environment.items() for word in ("-e", f"{name}={value}")]
     return Network((netcluster, "run", *settings, "h1"), environment)
 

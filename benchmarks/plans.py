@@ -1,4 +1,4 @@
-"""Plans: where benchmarks cut models into stages, by what their layers take."""
+"""Plans of benchmarks: models cut into stages by the measured seconds of their layers."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
@@ -14,7 +14,11 @@ from hybridpipe.planning.profile import ModelProfile
 
 
 def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Where to cut layers that take so long, so that the longest stage is as short as can be."""
+    """Return the cuts that make the longest stage as short as possible.
+
+    Args:
+        seconds: of each layer.
+    """
 
     def longest(cuts: tuple[int, ...]) -> float:
         return max(sum(seconds[a:b]) for a, b in pairwise((0, *cuts, len(seconds))))
@@ -25,10 +29,10 @@ def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def measured_cuts(
     task: str, num_stages: int, num_microbatches: int, environment: Mapping[str, str], out: Path
 ) -> tuple[int, ...]:
-    """The best balanced by the profile in `out`, measured when first asked for: the same in later calls.
+    """Return balanced cuts by the profile in `out`, which the first call measures and later ones reuse.
 
-    It is measured in a job of its own, as the ways have, so that memory is as fast: huge pages, the same
-    allocator.
+    The profile is measured in a job of its own, as the ways run, so that memory is equally fast: with huge
+    pages and the same allocator.
     """
     folder = out / f"{num_microbatches}-microbatches"
     if not (folder / "profile.json").is_file():
@@ -42,7 +46,7 @@ def measured_cuts(
 
 
 def best_cut(replicas: Sequence[int], profile: ModelProfile, cluster: Cluster, num_microbatches: int) -> Plan:
-    """Of the plans with these replica counts the fastest by the closed formula."""
+    """Return the plan with these replica counts that is the fastest by the closed formula."""
     cuts = combinations(range(1, profile.num_layers), len(replicas) - 1)
     plans = [
         Plan(

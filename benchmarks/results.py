@@ -1,26 +1,26 @@
 """Results: rows that benchmarks measure, and the medians, ratios, tables and pictures made of them.
 
-In a round every way runs once, each as a fresh job, one after the other. A machine whose speed drifts treats
-the ways of one round about alike, so a ratio is taken within a round, and then the median over the rounds.
+In a round every way runs once, each as a fresh job. The speed of a machine drifts, but less within a round.
+So ratios are taken within a round, and then their median over the rounds.
 """
 
 import importlib.util
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-WARM_UP = 3  # minibatches that are not looked at
+WARM_UP = 3  # first minibatches, which do not count
 SAME_LOSS = 1e-3  # relative; float32, summed in another order
-# A colour has one meaning in all pictures: data parallelism, other synchronous plans of ours, asynchronous
-# ones, and what others' pipelines do. None of them is one of a timeline's (planning/draw.py).
+# A colour has one meaning in all pictures: data parallelism, our other synchronous plans, our asynchronous
+# ones, and other libraries' pipelines. A timeline has other colours (planning/draw.py).
 DATA_PARALLEL, SYNCHRONOUS, ASYNCHRONOUS, OTHERS = "#33507e", "#d1495b", "#00798c", "#a3acb8"
 DARK, LIGHT = "#1f2733", "#e3e7ee"  # lines that stand for no way to train
-INCH_WIDTH = 7.0  # a document shows it 700 pixels wide: ten points are 14 pixels
+INCH_WIDTH = 7.0  # shown 700 pixels wide, where ten points are 14 pixels
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Row:
     """One measurement of a way. Ways are compared within their group.
 
     Args:
-        figures: `seconds` are those of a minibatch, `loss` is that of the last one.
-        error: why there are no figures.
-        load: the mean number of processes that wanted to run when the measurement was over.
+        figures: for example `seconds` of a minibatch and the last `loss`.
+        error: the reason for missing figures.
+        load: the machine's load average at the end of the measurement.
     """
 
     group: str
@@ -53,40 +53,47 @@ class Row:
 
 
 def steady_seconds(seconds: Sequence[float]) -> float:
-    """A typical minibatch's, after warm-up."""
+    """Return the median seconds of a minibatch after warm-up."""
     return statistics.median(seconds[WARM_UP:] or seconds)
 
 
 def groups(rows: Iterable[Row]) -> list[str]:
-    """In the order in which they were measured."""
+    """Return the groups in the order in which they were measured."""
     return list(dict.fromkeys(row.group for row in rows))
 
 
 def ways(rows: Iterable[Row], group: str) -> list[str]:
-    """Those of a group, in the order in which they were measured."""
+    """Return the ways of a group in the order in which they were measured."""
     return list(dict.fromkeys(row.way for row in rows if row.group == group))
 
 
 def of(rows: Iterable[Row], group: str, way: str) -> list[Row]:
-    """The rows of one way, a round each."""
+    """Return the rows of one way, one for each round."""
     return [row for row in rows if (row.group, row.way) == (group, way)]
 
 
 def last(rows: Iterable[Row], group: str, way: str) -> Row:
-    """The latest row of one way."""
+    """Return the latest row of one way."""
     return of(rows, group, way)[-1]
 
 
 def median(rows: Iterable[Row], group: str, way: str, figure: str = "seconds") -> float | None:
-    """Over the rounds that have the figure."""
+    """Return the median over the rounds that have the figure; None: there is none."""
     found = [row[figure] for row in of(rows, group, way) if row[figure] is not None]
     return statistics.median(found) if found else None
+
+
+def medians(rows: Sequence[Row], *figures: str) -> Iterator[tuple[str, str, list[float]]]:
+    """Yield each group and way with the medians of its figures; a figure without values is 0."""
+    for group in groups(rows):
+        for way in ways(rows, group):
+            yield group, way, [median(rows, group, way, figure) or 0.0 for figure in figures]
 
 
 def times_as_fast(
     rows: Sequence[Row], group: str, way: str, reference: str, figure: str = "seconds"
 ) -> float | None:
-    """How many times as fast as `reference` a way is: the median of the ratios within a round."""
+    """Return the speed of a way relative to `reference`: the median of the ratios within a round."""
     base = {row.round: row[figure] for row in of(rows, group, reference)}
     ratios = [
         theirs / row[figure]
@@ -96,8 +103,18 @@ def times_as_fast(
     return statistics.median(ratios) if ratios else None
 
 
+def speed_ups(rows: Sequence[Row], reference: str) -> dict[tuple[str, str], float]:
+    """Return the speed of each (group, way) relative to `reference`, where it is known."""
+    return {
+        (group, way): faster
+        for group in groups(rows)
+        for way in ways(rows, group)
+        if (faster := times_as_fast(rows, group, way, reference)) is not None
+    }
+
+
 def other_losses(rows: Sequence[Row], reference: str, but: Sequence[str] = ()) -> list[tuple[Row, float]]:
-    """Rows whose loss is not that of `reference` in their group, with the one it should be."""
+    """Return the rows whose loss differs from that of `reference` in their group, with the expected loss."""
     expected = {row.group: row["loss"] for row in rows if row.way == reference and row["loss"] is not None}
     return [
         (row, wanted)
@@ -108,7 +125,7 @@ def other_losses(rows: Sequence[Row], reference: str, but: Sequence[str] = ()) -
 
 
 def read(path: Path) -> tuple[list[dict[str, str]], list[Row]]:
-    """The runs and rows of earlier calls: a benchmark can be run in pieces, whose rounds are counted on."""
+    """Read the runs and rows of earlier calls; a benchmark can be run in several calls."""
     if not path.is_file():
         return [], []
     found = json.loads(path.read_text())
@@ -116,33 +133,33 @@ def read(path: Path) -> tuple[list[dict[str, str]], list[Row]]:
 
 
 def write(path: Path, runs: Sequence[Mapping[str, str]], rows: Iterable[Row]) -> None:
-    """JSON for `read`."""
+    """Write runs and rows as JSON for `read`."""
     path.write_text(json.dumps({"runs": runs, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
-    """For a table; a dash where there is none."""
+    """Format a number for a table; None is a dash."""
     return "–" if value is None else f"{value * scale:,.{digits}f}"
 
 
 def milliseconds(seconds: float | None, digits: int = 0) -> str:
-    """For a table."""
+    """Format seconds as milliseconds for a table."""
     return number(seconds, digits, 1e3)
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """A Markdown table of rows that have the same columns."""
+    """Return a Markdown table of rows that have the same columns."""
     return tabulate([*map(dict, rows)], headers="keys", tablefmt="github", disable_numparse=True)
 
 
 def require_matplotlib() -> None:
-    """Ends the benchmark before any job where its picture could not be drawn."""
+    """End the benchmark before its first job if its picture cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("benchmarks: matplotlib is not installed; pip install -e '.[benchmarks]'")
 
 
 def subplots(height: float, columns: int = 1) -> tuple[Any, Any]:
-    """A figure of `height` inches, as wide as documents show it, and its axes."""
+    """Return a figure of `height` inches, as wide as documents show it, and its axes."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -154,5 +171,5 @@ def subplots(height: float, columns: int = 1) -> tuple[Any, Any]:
 
 
 def legend_above(figure: Any, columns: int) -> None:
-    """Off the data, over the whole width."""
+    """Put the legend above the data, over the whole width."""
     figure.legend(loc="outside upper center", ncols=columns)

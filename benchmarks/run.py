@@ -1,10 +1,10 @@
 """Runs a benchmark: `python benchmarks/run.py NAME [options]`; without a name it lists them.
 
 A benchmark is a module of cases/ with `measure(run)`, which yields the rows of one round, and `report(rows)`,
-which makes Markdown of all rows; it may have `picture(rows)` and `add_options(parser)`.
+which returns Markdown of all rows. It may have `picture(rows)` and `add_options(parser)`.
 
-Every run writes DIR/NAME.json, the rows; DIR/NAME.md, the tables with the command, commit and date; and
-DIR/NAME.svg where there is a picture. Rounds of earlier calls with the same DIR count on.
+A run writes DIR/NAME.json, the rows; DIR/NAME.md, the tables with the command, commit and date; and
+DIR/NAME.svg if there is a picture. Rounds of later calls with the same DIR are added to the earlier ones.
 """
 
 import argparse
@@ -28,17 +28,17 @@ CASES = Path(__file__).parent / "cases"
 
 
 def names() -> list[str]:
-    """Every benchmark."""
+    """Return the names of all benchmarks."""
     return sorted(path.stem for path in CASES.glob("*.py"))
 
 
 def case(name: str) -> ModuleType:
-    """The module of a benchmark."""
+    """Import the module of a benchmark."""
     return importlib.import_module(f"cases.{name}")
 
 
 def listing() -> str:
-    """A line for each benchmark, of its docstring; none is imported."""
+    """Return a line for each benchmark from its docstring, without importing it."""
     documents = {name: ast.get_docstring(ast.parse((CASES / f"{name}.py").read_text())) for name in names()}
     return "\n".join(
         f"  {name:14} {(text or '').splitlines()[0].partition(': ')[2]}" for name, text in documents.items()
@@ -46,10 +46,10 @@ def listing() -> str:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of the benchmark that the first argument names."""
+    """Parse the arguments: a benchmark's name, and its options."""
     chooser = argparse.ArgumentParser(
         usage="python benchmarks/run.py NAME [options]",
-        epilog=f"{listing()}\n\npython benchmarks/run.py NAME --help tells its options.",
+        epilog=f"{listing()}\n\npython benchmarks/run.py NAME --help lists its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     chooser.add_argument("name", metavar="NAME", choices=names())
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def options_of(name: str) -> argparse.ArgumentParser:
-    """The options of all benchmarks, and its own."""
+    """Return the parser of a benchmark: the options of all benchmarks and its own."""
     module = case(name)
     parser = argparse.ArgumentParser(
         prog=f"python benchmarks/run.py {name}",
@@ -70,8 +70,8 @@ def options_of(name: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--out", type=Path, metavar="DIR", default=Path("runs") / name)
-    add("--rounds", type=int, metavar="N", default=1, help="0: only report on what DIR has")
-    only = 'measure only what "GROUP: WAY" of its rows matches; given twice: both'
+    add("--rounds", type=int, metavar="N", default=1, help="rounds to measure; 0: report on the rows in DIR")
+    only = 'measure only rows whose "GROUP: WAY" matches; given twice, both have to match'
     add("--only", action="append", metavar="REGEX", default=[], help=only)
     add("--netcluster", type=Path, metavar="PATH", default=networks.NETCLUSTER, help="makes hosts, as root")
     if hasattr(module, "add_options"):
@@ -80,7 +80,7 @@ def options_of(name: str) -> argparse.ArgumentParser:
 
 
 def commit() -> str:
-    """The checkout's, with a note where files differ from it."""
+    """Return the commit of this checkout, with a note if files differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -92,7 +92,7 @@ def commit() -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures, writes and prints."""
+    """Measure, write the results and print them."""
     options = parse(arguments)
     module = case(options.name)
     draws = hasattr(module, "picture")

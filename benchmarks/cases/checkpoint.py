@@ -1,12 +1,11 @@
-"""Checkpoint: the time that saving takes from a training that goes on.
+"""Checkpoint: the slowdown of a training by checkpoints that are written in the background.
 
     python benchmarks/run.py checkpoint --rounds 3
 
 A pipeline of two ranks trains a stack of linear layers with Adam: without checkpoints, and with one every N
-minibatches. The ways take turns in one job a round, an epoch each. A minibatch's time is the training
-thread's: computing, the snapshot's copy, and whatever the writing in the background takes from it. The cost
-is that of the mean minibatch over that without checkpoints, in the same round; the figure is the median over
-the rounds.
+minibatches. The ways take turns in one job a round, an epoch each. A minibatch's time is that of the training
+thread, with the snapshot's copy and the processor time lost to background writing. The cost is the mean
+minibatch relative to that without checkpoints in the same round; the tables show medians over the rounds.
 """
 
 import argparse
@@ -25,13 +24,14 @@ GROUP, NONE, WAITING = "two ranks", "none", "training waits"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
-    parser.add_argument("--minibatches", type=int, default=100, help="of an epoch")
-    parser.add_argument("--every", type=int, nargs="*", default=EVERY, metavar="N", help="minibatches")
+    """Add the benchmark's own options."""
+    parser.add_argument("--minibatches", type=int, default=100, help="minibatches of an epoch")
+    every = "minibatches between two checkpoints"
+    parser.add_argument("--every", type=int, nargs="*", default=EVERY, metavar="N", help=every)
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """One job."""
+    """Run one job and yield a row for each way."""
     out = run.out / f"round{run.round}"
     arguments = ["--first", str(run.round), "--minibatches", str(run.options.minibatches)]
     jobs.program("checkpoints", [*arguments, "--every", *map(str, run.options.every)], RANKS, out)
@@ -41,7 +41,7 @@ def measure(run: Run) -> Iterator[Row]:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The cost of each way, and what a checkpoint takes where training waits for it."""
+    """Return the cost of each way, and the seconds of a checkpoint that training waits for."""
     size, seconds = (results.median(rows, GROUP, WAITING, name) for name in ("bytes", "seconds"))
     told = (
         f"{number(size, 0, 1e-6)} MB a checkpoint on {RANKS} ranks; {number(seconds)} s if training waits "

@@ -3,9 +3,9 @@
     python benchmarks/run.py files_entered
     python benchmarks/run.py files_entered --checkout OTHER      beside those of another checkout
 
-Two ranks on CPUs, plan 1-1, schedule 1f1b, four microbatches of an `nn.Sequential`. Counted is the second
-`Trainer.train_step`, in the thread that trains. A call crosses where the nearest caller inside the package is
-in another file; what lies between, as torch, does not count.
+Two ranks on CPUs run plan 1-1 with four microbatches under 1f1b. The second `Trainer.train_step` is counted,
+in the training thread. A call is a crossing if the nearest caller inside the package is in another file;
+frames of other packages between them, such as torch, do not count.
 """
 
 import argparse
@@ -23,12 +23,12 @@ HERE = "this checkout"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add the benchmark's own options."""
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="another checkout of the repository")
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Each rank of each checkout, the other one first."""
+    """Yield a row for each rank of each checkout, the other one first."""
     other = run.options.checkout
     checkouts = {**({str(other): other.resolve()} if other else {}), HERE: ROOT}
     for i, (name, checkout) in enumerate(checkouts.items()):
@@ -41,7 +41,7 @@ def measure(run: Run) -> Iterator[Row]:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The totals side by side, and the files of each checkout; of several rounds the last one."""
+    """Return the totals side by side, and the files of each checkout, of the last round."""
     found = {
         name: [results.last(rows, name, way) for way in results.ways(rows, name)]
         for name in results.groups(rows)

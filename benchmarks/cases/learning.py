@@ -4,11 +4,11 @@
     python benchmarks/run.py learning --only gpt --rounds 3        one of them, the medians of three seeds
 
 The target is that of the example's config, and so is everything else: no way has hyperparameters of its own.
-All pipelines of an example have one cut, which the planner makes before the first round. Rounds differ in
-their seed; within a round all ways start from the same weights and see the samples in the same order.
+All pipelines of an example have the same cut, which the planner chooses before the first round. Rounds differ
+in their seed; within a round all ways start from the same weights and see the samples in the same order.
 
-`seconds` is training: whole epochs, with loading, the filling and draining of the pipeline and its
-communication, without start-up, measuring and evaluation.
+`seconds` is the training time of whole epochs. It includes loading, communication, and the filling and
+draining of the pipeline, but no start-up, measuring and evaluation.
 """
 
 import math
@@ -41,16 +41,16 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For tables and folders."""
+        """Name for tables and folders."""
         plan = "straight" if self.straight else "dp"
         return f"{plan}, {self.schedule}" + (", vertical sync" if self.vertical_sync else "")
 
     def overrides(self, example: str) -> list[str]:
-        """Under pipedream a minibatch travels whole."""
+        """Return the changes to the example's config: under pipedream a microbatch is a whole minibatch."""
         return [f"train.microbatch={config_of(example).minibatch}"] if self.schedule == "pipedream" else []
 
     def plan(self, straight: Plan) -> Plan:
-        """The plan, with the cut and the microbatches of a synchronous pipeline."""
+        """Return the plan of this way, with the cut and the microbatches of a synchronous pipeline."""
         if not self.straight:
             return Plan.data_parallel(straight.num_layers, RANKS, straight.num_microbatches, self.schedule)
         return replace(
@@ -69,7 +69,7 @@ WAYS = (
     Way("pipedream", vertical_sync=True),
     Way("pipedream-2bw"),
 )
-# How each is drawn; asynchronous ones have one colour, as everywhere.
+# Colour and line style of each way.
 STYLES = dict(
     zip(
         (way.name for way in WAYS),
@@ -86,12 +86,12 @@ STYLES = dict(
 
 
 def config_of(example: str) -> TrainConfig:
-    """How the example is trained."""
+    """Return the example's training options."""
     return load_config(ROOT / f"examples/{example}.toml").train
 
 
 def target_of(example: str) -> tuple[str, float]:
-    """The metric, and the target that the example's config names."""
+    """Return the metric and the target of the example's config."""
     config = config_of(example)
     if config.target_accuracy is not None:
         return "accuracy", config.target_accuracy
@@ -101,7 +101,7 @@ def target_of(example: str) -> tuple[str, float]:
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Every way to train every example, until the target."""
+    """Train every example every way, until the target."""
     for example in EXAMPLES:
         for way in WAYS:
             if run.wants(example, way.name):
@@ -124,7 +124,7 @@ def _trained(run: Run, example: str, way: Way) -> Row:
 
 
 def _straight(example: str, folder: Path) -> Plan:
-    """The straight plan of a short job, which is run when it is first asked for."""
+    """Return the straight plan of a short job, which the first call runs."""
     if not (folder / "plan.json").is_file():
         short = (
             "train.epochs=1",
@@ -137,7 +137,7 @@ def _straight(example: str, folder: Path) -> Plan:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Medians over the rounds; a round that missed the target counts as infinitely long."""
+    """Return medians over the rounds; a round that missed the target counts as infinitely long."""
     return results.table(_lines(rows))
 
 
@@ -162,7 +162,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
 
 
 def picture(rows: Sequence[Row]) -> Any:
-    """A picture of the validation metric over training time: a part an example, a line a round."""
+    """Draw the validation metric over training time: axes for each example, a line for each round."""
     examples = results.groups(rows)
     figure, parts = results.subplots(height=3.6, columns=len(examples))
     for example, axes in zip(examples, [parts] if len(examples) == 1 else parts, strict=True):

@@ -1,11 +1,11 @@
-"""Memory: the most that each rank's process holds while it trains, beside what the memory model says.
+"""Memory: the peak memory of each rank's process in training, beside the memory model's prediction.
 
     python benchmarks/run.py memory                           three models, seven plans each; ten minutes
     python benchmarks/run.py memory --only 'vgg: 1-1-gpipe'
 
-The plans are given, so that nothing is measured in the process before it trains. `measured` is how much the
-process grew from when training began to its peak, less what it grows by with a model of some kB (libraries
-that are loaded late, MPI's buffers), plus the weights of its own stage, which were there before.
+The plans are given, so that no profile is measured in the process before it trains. `measured` is the growth
+of the process from the start of training to its peak, plus the weights of its own stage, which were there
+before. The growth with a model of some kB (libraries that are loaded late, MPI's buffers) is subtracted.
 """
 
 import statistics
@@ -32,7 +32,7 @@ from hybridpipe.planning.profile import ModelProfile
 sys.path.insert(0, str(PROGRAMS))
 from common import TASKS
 
-# Samples of a minibatch, so large that a microbatch's activations stand out of what a process needs anyhow.
+# Samples of a minibatch, so many that a microbatch's activations stand out from the process's other memory.
 MINIBATCHES = {"gpt": 64, "vgg": 128, "mlp": 1024, "tiny": 16}
 MODELS, SMALL = ("gpt", "vgg", "mlp"), "tiny"
 PLANS = {  # replicas, schedule, microbatches
@@ -48,36 +48,36 @@ NUM_MINIBATCHES = 6
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Each rank of each plan of each model: its name is the plan's and its number."""
+    """Yield a row for each rank of each plan of each model; its way is the plan and the rank."""
     for model in MODELS:
         for name in PLANS:
             if run.wants(model, name):
-                yield from _held(run, model, name)
+                yield from _rows(run, model, name)
 
 
-def _held(run: Run, model: str, name: str) -> Iterator[Row]:
-    """Rows of the bytes that the ranks of a job hold for their stages."""
+def _rows(run: Run, model: str, name: str) -> Iterator[Row]:
+    """Yield a row for each rank of a job, with the bytes that it holds for its stage."""
     plan, costs = made(model, name)
     stage_of = {rank: stage for stage in plan.stages for rank in stage.ranks}
     folder = run.out / f"round{run.round}"
-    more = _grown(model, name, folder / model / name)
-    anyhow = _grown(SMALL, name, folder / SMALL / name)
+    grown = _grown(model, name, folder / model / name)
+    grown_anyway = _grown(SMALL, name, folder / SMALL / name)
     for rank, predicted in zip(plan.ranks, peak_memory_bytes(costs, plan), strict=True):
         stage = stage_of[rank]
         weights = sum(layer.parameter_bytes for layer in costs.layers[stage.start : stage.stop])
-        figures = {"predicted": predicted, "measured": more[rank] - anyhow[rank] + weights}
+        figures = {"predicted": predicted, "measured": grown[rank] - grown_anyway[rank] + weights}
         yield Row(model, f"{name}, rank {rank}", run.round, figures)
 
 
 @cache
 def profile(model: str, samples: int) -> ModelProfile:
-    """At this microbatch."""
+    """Measure the profile of a model with microbatches of `samples`."""
     task = TASKS[model]
     return measure_layers(task.build(), *task.samples(samples).tensors, task.loss, task.optimizer)
 
 
 def made(model: str, name: str) -> tuple[Plan, ModelProfile]:
-    """The plan, with stages of about equal time, and the profile at its microbatch."""
+    """Return a plan with stages of about equal time, and the profile at its microbatch size."""
     replicas, schedule, count = PLANS[name]
     costs = profile(model, MINIBATCHES[model] // count)
     seconds = [layer.forward_seconds + layer.backward_seconds for layer in costs.layers]
@@ -88,7 +88,7 @@ def made(model: str, name: str) -> tuple[Plan, ModelProfile]:
 
 @cache
 def _grown(model: str, name: str, out: Path) -> list[int]:
-    """The bytes by which each process of one job grew from the start of training to its peak."""
+    """Return the bytes by which each process of a job grew from the start of training to its peak."""
     plan, _ = made(model, name)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "plan.json", plan)
@@ -102,18 +102,9 @@ def _grown(model: str, name: str, out: Path) -> list[int]:
     ]
 
 
-def held(rows: Sequence[Row]) -> Iterator[tuple[str, str, float, float]]:
-    """Model, plan and rank, predicted and measured bytes: medians over the rounds."""
-    for model in results.groups(rows):
-        for way in results.ways(rows, model):
-            predicted, measured = (
-                results.median(rows, model, way, name) or 0.0 for name in ("predicted", "measured")
-            )
-            yield model, way, predicted, measured
-
-
 def report(rows: Sequence[Row]) -> str:
-    """The table, and how far off the model is."""
+    """Return the table, and the ratios of measured and predicted bytes."""
+    bytes_held = list(results.medians(rows, "predicted", "measured"))
     lines = [
         {
             "model": model,
@@ -122,9 +113,9 @@ def report(rows: Sequence[Row]) -> str:
             "measured, MB": f"{measured / 1e6:.0f}",
             "measured / predicted": f"{measured / predicted:.2f}",
         }
-        for model, way, predicted, measured in held(rows)
+        for model, way, (predicted, measured) in bytes_held
     ]
-    ratios = [measured / predicted for *_, predicted, measured in held(rows)]
+    ratios = [measured / predicted for *_, (predicted, measured) in bytes_held]
     low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
     summary = (
         f"measured / predicted: {low:.2f} to {high:.2f}, {middle:.2f} in the median of {len(ratios)} ranks"
@@ -133,21 +124,21 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row]) -> Any:
-    """A picture of measured over predicted megabytes, a mark for each rank."""
+    """Draw measured over predicted megabytes, a mark for each rank."""
     colors = {
         "data parallelism": results.DATA_PARALLEL,
         "synchronous pipelines": results.SYNCHRONOUS,
         "pipedream": results.ASYNCHRONOUS,
     }
     figure, axes = results.subplots(height=4.2)
-    points = list(held(rows))
+    points = list(results.medians(rows, "predicted", "measured"))
     for model, marker in zip(MODELS, "os^", strict=True):
         for kind, color in colors.items():
             found = [point for point in points if point[0] == model and _kind(point[1]) == kind]
-            xs, ys = ([point[i] / 1e6 for point in found] for i in (2, 3))
             if found:
+                xs, ys = zip(*([num_bytes / 1e6 for num_bytes in point[2]] for point in found), strict=True)
                 axes.scatter(xs, ys, 36, color, marker, label=f"{model}, {kind}", zorder=2)
-    most = 1.05 * max(max(point[2:]) for point in points) / 1e6
+    most = 1.05 * max(max(point[2]) for point in points) / 1e6
     axes.plot([0, most], [0, most], color=results.DARK, linewidth=0.8, zorder=0)
     axes.set_xlabel("predicted, MB")
     axes.set_ylabel("measured, MB")

@@ -5,10 +5,10 @@
     python benchmarks/run.py network --sweep                         minibatches of 16 to 256 at 1 Gbit/s
 
 One rank on each host trains for real, over MPI and Horovod. The first job of a round is `auto`, which
-measures model and machines; the other plans have the cuts that are best by the closed formula on what the
-first `auto` in DIR has measured. Under `dp` a rank's share is one microbatch, as in plain Horovod. `auto`
-takes the best synchronous plan; `auto, pipedream` the best for an asynchronous pipeline, whose weights are
-stale, as in the paper. `auto` and plain Horovod run whatever --only says, as all is set beside them.
+measures model and machines. The other plans have the best cuts by the closed formula, with the measurements
+of the first `auto` in DIR. Under `dp` a rank's share is one microbatch, as in plain Horovod. `auto` takes the
+best synchronous plan, `auto, pipedream` the best for an asynchronous pipeline, whose weights are stale, as in
+the paper. `auto` and plain Horovod run whatever --only says, because all ways are compared with them.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from hybridpipe.files import read_cluster, read_profile, write_json
 
 NUM_HOSTS = 4
 RATES = ("100mbit", "1gbit", "10gbit")
-MODELS = {"vgg-digits": 64, "gpt": 16}  # and samples of a minibatch
+MODELS = {"vgg-digits": 64, "gpt": 16}  # with the samples of a minibatch
 SWEEP = ("vgg-digits", "1gbit", (16, 32, 64, 128, 256))
 MINIBATCHES = 23  # of a job, the warm-up's three among them
 MICROBATCHES = 8
@@ -52,7 +52,7 @@ SHAPES = {  # name and replica counts
 
 @dataclass(frozen=True)
 class Setup:
-    """One model and minibatch on one network, under some plans besides `auto`'s."""
+    """One model and minibatch on one network, under some plans besides that of `auto`."""
 
     model: str
     rate: str
@@ -61,22 +61,22 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """For tables and folders."""
+        """Name for tables and folders."""
         return f"{self.model}, {self.minibatch} samples, {self.rate}"
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The names of all ways to train it."""
+        """Names of all ways to train it."""
         return (*(way.name for way in ALWAYS), *self.plans)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add the benchmark's own options."""
     parser.add_argument("--sweep", action="store_true", help="minibatch sizes instead of plans")
 
 
 def setups(sweep: bool) -> list[Setup]:
-    """Rate by rate, as hosts are made for each."""
+    """Return the setups rate by rate, because hosts are made for each rate."""
     if sweep:
         model, rate, sizes = SWEEP
         return [Setup(model, rate, size, plans=()) for size in sizes]
@@ -84,7 +84,7 @@ def setups(sweep: bool) -> list[Setup]:
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Every setup on every network."""
+    """Train every setup on its network, every way."""
     if not networks.are_available(run.options.netcluster):
         raise SystemExit("network: needs root and netcluster, named by --netcluster or $NETCLUSTER")
     chosen = [
@@ -114,7 +114,7 @@ def _trained(run: Run, setup: Setup, hosts: Network) -> Iterator[Row]:
 
 
 def _first_measured(folder: Path) -> Path:
-    """The folder of the first of these rounds that has measured."""
+    """Return the folder of the earliest round with a measured cluster."""
     rounds = sorted(folder.glob("round*/cluster.json"), key=lambda file: file.stat().st_mtime)
     if not rounds:
         raise SystemExit(f"network: no job of auto has measured; see log.txt in the folders of {folder}")
@@ -122,12 +122,12 @@ def _first_measured(folder: Path) -> Path:
 
 
 def plan_ways(measured: Path, names: Sequence[str]) -> Iterator[Way]:
-    """For each of these SHAPES the plan with the best cuts, by what `auto` has measured."""
+    """Yield a way for each of these SHAPES, with the best cuts by the measurements of `auto`."""
     profile, cluster = read_profile(measured / "profile.json"), read_cluster(measured / "cluster.json")
     samples = profile.samples * json.loads((measured / "plan.json").read_text())["num_microbatches"]
     for name in names:
         replicas = SHAPES[name]
-        # A replica of dp takes its share at once, microbatches otherwise are what was measured.
+        # A replica of dp takes its share as one microbatch; other plans have the measured microbatches.
         count = replicas[0] if len(replicas) == 1 else samples // profile.samples
         file = measured / f"plan-{name}.json"
         write_json(file, best_cut(replicas, profile, cluster, count))
@@ -135,14 +135,14 @@ def plan_ways(measured: Path, names: Sequence[str]) -> Iterator[Way]:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """A table for each setup, the fastest way first."""
+    """Return a table for each setup, the fastest way first."""
     return "\n\n".join(
         f"**{group}**\n\n{results.table(_by_speed(rows, group))}" for group in results.groups(rows)
     )
 
 
 def _by_speed(rows: Sequence[Row], group: str) -> Iterator[dict[str, str]]:
-    """Those that failed come last."""
+    """Yield the ways of a group, the fastest first and those that failed last."""
     for way in sorted(
         results.ways(rows, group), key=lambda way: results.median(rows, group, way) or float("inf")
     ):
@@ -159,19 +159,12 @@ def _by_speed(rows: Sequence[Row], group: str) -> Iterator[dict[str, str]]:
 
 
 def picture(rows: Sequence[Row]) -> Any:
-    """A picture of how many times as fast as plain Horovod each way is."""
-    return draw(
-        {
-            (group, way): faster
-            for group in results.groups(rows)
-            for way in results.ways(rows, group)
-            if (faster := times_as_fast(rows, group, way, HOROVOD)) is not None
-        }
-    )
+    """Draw the speed of each way relative to plain Horovod."""
+    return draw(results.speed_ups(rows, HOROVOD))
 
 
 def draw(faster: Mapping[tuple[str, str], float]) -> Any:
-    """A line a setup and a mark a plan, on a logarithmic axis."""
+    """Draw a line for each setup and a mark for each plan, on a logarithmic axis."""
     named = {
         HOROVOD: (HOROVOD, results.DATA_PARALLEL, "|", 200),
         "dp": ("our data parallelism", results.DATA_PARALLEL, "o", 40),

@@ -1,16 +1,18 @@
-"""Peers: two ranks that train by every way there is, beside the ceiling of the machine.
+"""Peers: two ranks that train with hybridpipe and other libraries, beside the ceiling of the machine.
 
     python benchmarks/run.py peers                                      three models, one round; eight minutes
     python benchmarks/run.py peers --only 'mlp: ours' --rounds 3
 
-Ranks have one thread each. One process trains whole minibatches; `two independent halves` are the two stages
-of the pipelines, trained side by side and whole, without a message: the ceiling. `tuned` ways have a fused
-step and keep freed memory, as ours do by themselves; others are as their documentation has them. Data-
-parallel ways take half a minibatch each, synchronous pipelines 8 microbatches; each is cut where that
-balances, at the same layers in later calls. All have the same model, samples and optimizer, so all
-synchronous ways end with one process's loss; the output names those that do not. `auto` may choose among
-synchronous schedules; `auto under pipedream` is told its schedule. One process and the ceilings run whatever
---only says, as all is set beside them. A second table says where our ranks' minibatches go (`train --trace`).
+Ranks have one thread each. `one process` trains whole minibatches. The ceiling is `two independent halves`:
+the two stages of the pipelines train side by side on whole minibatches, without messages. `tuned` ways have a
+fused step and keep freed memory, as ours always do; others follow their documentation. Data-parallel ways
+take half a minibatch each, synchronous pipelines 8 microbatches. Pipelines have balanced cuts, the same in
+later calls.
+
+All ways have the same model, samples and optimizer, so all synchronous ways end with the loss of one process;
+the output names those that do not. `auto` may choose among synchronous schedules; `auto under pipedream` has
+its schedule given. One process and the ceilings run whatever --only says, because all ways are compared with
+them. A second table shows the parts of our ranks' minibatches (`train --trace`).
 """
 
 import argparse
@@ -59,23 +61,23 @@ WAYS = (
     Way(PIPEDREAM, "ours", "auto-pipedream"),
 )
 STALE = ("ours, pipedream", PIPEDREAM)
-# These train whole minibatches, whose dense layers weigh less than those of eight microbatches.
+# These train whole minibatches, in which dense layers take a smaller part of the time than in microbatches.
 WHOLE = (CEILING, TUNED_CEILING, *STALE)
-# Threads of Open MPI that wait leave their cores to those that compute.
+# Waiting threads of Open MPI leave their cores to computing ones.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
-    parser.add_argument("--minibatches", type=int, default=10, help="of a job; three are warm-up")
+    """Add the benchmark's own options."""
+    parser.add_argument("--minibatches", type=int, default=10, help="minibatches of a job; three are warm-up")
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Every way to train every model."""
+    """Train every model every way."""
     for model in MODELS:
-        asked = [way for way in WAYS if run.wants(model, way.name)]
-        for way in WAYS if asked else ():
-            if way in asked or way.name in REFERENCES:
+        wanted = [way for way in WAYS if run.wants(model, way.name)]
+        for way in WAYS if wanted else ():
+            if way in wanted or way.name in REFERENCES:
                 yield _trained(run, model, way)
 
 
@@ -90,7 +92,7 @@ def _trained(run: Run, model: str, way: Way) -> Row:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Two tables, and the losses that are others than one process's."""
+    """Return two tables, and the losses that differ from that of one process."""
     lines = [
         f"another loss: {row.group}, {row.way}, round {row.round}: {row['loss']:.6f} instead of {wanted:.6f}"
         for row, wanted in results.other_losses(rows, ONE, STALE)
@@ -100,7 +102,7 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def times(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
-    """For each model and way: milliseconds, times one process, of the ceilings, and the loss."""
+    """Yield a line for each model and way: its time, its speed relative to the references, and its loss."""
     for model in results.groups(rows):
         for way in results.ways(rows, model):
             latest, seconds = results.last(rows, model, way), results.median(rows, model, way)
@@ -118,7 +120,7 @@ def times(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
 
 
 def minibatch_parts(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
-    """Where our ranks' minibatches go, in milliseconds: medians over the rounds, each part by itself."""
+    """Yield the parts of our ranks' minibatches in milliseconds, each the median over the rounds."""
     for model in results.groups(rows):
         for way in results.ways(rows, model):
             traced = [row for row in of(rows, model, way) if row["rank_seconds"]]
@@ -132,19 +134,12 @@ def minibatch_parts(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
 
 
 def picture(rows: Sequence[Row]) -> Any:
-    """A picture of how many times as fast as one process each way is."""
-    return draw(
-        {
-            (model, way): faster
-            for model in results.groups(rows)
-            for way in results.ways(rows, model)
-            if (faster := times_as_fast(rows, model, way, ONE)) is not None
-        }
-    )
+    """Draw the speed of each way relative to one process."""
+    return draw(results.speed_ups(rows, ONE))
 
 
 def draw(faster: Mapping[tuple[str, str], float]) -> Any:
-    """Four bars a model, the best of each kind, and a line for the ceiling."""
+    """Draw four bars for each model, the best way of each kind, and a line for the ceiling."""
     kinds = {
         "the best of DDP and Horovod": (
             [way.name for way in DATA_PARALLEL],

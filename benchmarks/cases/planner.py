@@ -1,11 +1,11 @@
-"""Planner: the time that `search` takes, simulations included, and how it grows with layers and ranks.
+"""Planner: the time that `search` takes, simulations included, by numbers of layers and ranks.
 
     python benchmarks/run.py planner                       a minute and a half
 
-VGG-16 and ResNet-50 are PipeDream's published profiles (see published.py) and are left out where these are
-not there. The other models are made up: layers of unequal work whose weights grow and whose outputs shrink
-from front to back, as in a convolutional network. Figures are processor seconds, the median of three where
-one takes less than a second, so that what else runs on the machine counts little.
+VGG-16 and ResNet-50 are PipeDream's published profiles (see published.py); they are left out if these are
+missing. The other models are made up: layers of unequal work whose weights grow and whose outputs shrink from
+front to back, as in a convolutional network. Figures are processor seconds, which depend little on other
+load; a search of less than a second is the median of three.
 """
 
 import random
@@ -20,7 +20,7 @@ from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.search.search import short_name
 
-MICROBATCHES_A_RANK = 4
+MICROBATCHES_PER_RANK = 4
 SCHEDULES = ("1f1b", "pipedream")
 CASES = [  # a published model or a number of layers, ranks, ranks of a node (0: one switch for all)
     ("vgg16", 16, 0),
@@ -35,24 +35,24 @@ CASES = [  # a published model or a number of layers, ranks, ranks of a node (0:
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Every case under every schedule."""
-    for which, num_ranks, node in CASES:
-        name = which if isinstance(which, str) else f"made up, {which} layers"
+    """Plan every case under every schedule."""
+    for source, num_ranks, node in CASES:
+        name = source if isinstance(source, str) else f"made up, {source} layers"
         group = f"{name}, {num_ranks} ranks, {f'nodes of {node}' if node else 'flat'}"
         wanted = [schedule for schedule in SCHEDULES if run.wants(group, schedule)]
-        if wanted and isinstance(which, str) and not PROFILES.exists():
-            print(f"{which} left out: no {PROFILES}", flush=True)
+        if wanted and isinstance(source, str) and not PROFILES.exists():
+            print(f"{source} left out: no {PROFILES}", flush=True)
             continue
         for schedule in wanted:
-            profile = profile_of(which) if isinstance(which, str) else model(which)
-            count = 1 if schedule == "pipedream" else MICROBATCHES_A_RANK * num_ranks
+            profile = profile_of(source) if isinstance(source, str) else model(source)
+            count = 1 if schedule == "pipedream" else MICROBATCHES_PER_RANK * num_ranks
             plan, seconds = planned(profile, cluster(num_ranks, node), count, schedule)
             figures = {"seconds": seconds, "layers": profile.num_layers, "plan": short_name(plan)}
             yield Row(group, schedule, run.round, figures)
 
 
 def model(num_layers: int, seed: int = 0) -> ModelProfile:
-    """Layers as in a convolutional network: outputs shrink and weights grow with depth; reproducible."""
+    """Make up a convolutional network: outputs shrink and weights grow with depth; `seed` determines it."""
     draw = random.Random(seed)
     layers = []
     for i in range(num_layers):
@@ -73,7 +73,7 @@ def model(num_layers: int, seed: int = 0) -> ModelProfile:
 
 
 def cluster(num_ranks: int, node: int) -> Cluster:
-    """One switch of 10 Gbit/s, or nodes of 80 Gbit/s inside that share a link of 24 Gbit/s each."""
+    """Return one switch of 10 Gbit/s, or nodes with 80 Gbit/s inside and a shared link of 24 Gbit/s each."""
     if not node:
         return Cluster.flat(num_ranks, 1.25e9, 2e-5)
     return Cluster(
@@ -82,7 +82,7 @@ def cluster(num_ranks: int, node: int) -> Cluster:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table, medians over the rounds."""
+    """Return the table, medians over the rounds."""
     return results.table(
         {
             "model, ranks, network": group,

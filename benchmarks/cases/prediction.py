@@ -3,9 +3,9 @@
     python benchmarks/run.py prediction                           all networks that this machine can make
     python benchmarks/run.py prediction --only loopback           one machine only
 
-Every job measures model and machines first, predicts its plan from that, and then trains it; nothing is
-carried over from one job to the next but the cuts of the plans, which are made by the first job of a setup.
-Without hosts the networks are left out, and the output says so.
+Every job measures model and machines, predicts its plan from that, and then trains it. Jobs share only the
+cuts of the plans, which the first job of a setup chooses. Without hosts the networks are left out, and the
+output says so.
 """
 
 import json
@@ -53,12 +53,12 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """All that a plan of it may take."""
+        """Number of ranks that every plan uses."""
         return sum(next(iter(self.plans.values())))
 
     @property
     def name(self) -> str:
-        """For tables and folders."""
+        """Name for tables and folders."""
         return f"{self.model}-{self.network}" + ("" if self.ranks == 4 else f"-{self.ranks}")
 
 
@@ -69,7 +69,7 @@ SETUPS = (
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Every plan of every setup, network by network."""
+    """Train every plan of every setup, network by network."""
     wanted = {setup.name: [plan for plan in setup.plans if run.wants(setup.name, plan)] for setup in SETUPS}
     for network in NETWORKS:
         here = [setup for setup in SETUPS if setup.network == network and wanted[setup.name]]
@@ -98,7 +98,7 @@ def _trained(run: Run, setup: Setup, plan: str, where: Network) -> Row:
 
 
 def plan_file(replicas: Sequence[int], measured: Path) -> Path:
-    """A plan with these replica counts, whose cuts are the best by the closed formula."""
+    """Write the plan with these replica counts whose cuts are the best by the closed formula."""
     profile, cluster = read_profile(measured / "profile.json"), read_cluster(measured / "cluster.json")
     num_microbatches = json.loads((measured / "plan.json").read_text())["num_microbatches"]
     plan = best_cut(replicas, profile, cluster, num_microbatches)
@@ -109,7 +109,7 @@ def plan_file(replicas: Sequence[int], measured: Path) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds of a plan's minibatch, medians over the rounds."""
+    """A plan's seconds a minibatch, medians over the rounds."""
 
     setup: str
     plan: str
@@ -123,34 +123,30 @@ class Outcome:
 
 
 def outcomes(rows: Sequence[Row]) -> list[Outcome]:
-    """One for each plan of each setup."""
+    """Return an outcome for each plan of each setup."""
     return [
-        Outcome(
-            setup,
-            plan,
-            results.median(rows, setup, plan, "predicted") or 0.0,
-            results.median(rows, setup, plan) or 0.0,
-        )
-        for setup in results.groups(rows)
-        for plan in results.ways(rows, setup)
+        Outcome(setup, plan, *seconds)
+        for setup, plan, seconds in results.medians(rows, "predicted", "seconds")
     ]
 
 
 def misordered(found: Sequence[Outcome]) -> tuple[list[tuple[Outcome, Outcome]], int]:
-    """Pairs of one setup whose measured times differ by more than NOTEWORTHY but are predicted the other
-    way round, and the number of such pairs looked at."""
-    wrong, looked_at = [], 0
+    """Return the pairs that are predicted in the wrong order, and the number of all pairs that count.
+
+    A pair counts if both plans are of one setup and their measured times differ by more than NOTEWORTHY.
+    """
+    wrong, num_pairs = [], 0
     for a, b in combinations(found, 2):
         fast, slow = sorted((a, b), key=lambda outcome: outcome.measured)
         if a.setup == b.setup and slow.measured > NOTEWORTHY * fast.measured:
-            looked_at += 1
+            num_pairs += 1
             if slow.predicted <= fast.predicted:
                 wrong.append((fast, slow))
-    return wrong, looked_at
+    return wrong, num_pairs
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table and what it comes to."""
+    """Return the table, the errors of the predictions, and the pairs in the wrong order."""
     found = outcomes(rows)
     errors = [abs(outcome.ratio - 1) for outcome in found]
     wrong, pairs = misordered(found)
@@ -183,12 +179,12 @@ def _lines(rows: Sequence[Row], found: Sequence[Outcome]) -> Iterator[dict[str, 
 
 
 def picture(rows: Sequence[Row]) -> Any:
-    """A picture of predicted over measured times."""
+    """Draw predicted over measured times."""
     return draw(outcomes(rows))
 
 
 def draw(found: Sequence[Outcome]) -> Any:
-    """One mark a plan on logarithmic axes; the grey band is 25 % to each side."""
+    """Draw a mark for each plan on logarithmic axes; the grey band is 25 % to each side."""
     markers = {LOOPBACK: "o", "1gbit": "s", "100mbit": "^"}
     colors = {"data parallelism": results.DATA_PARALLEL, "pipelines": results.SYNCHRONOUS}
     figure, axes = results.subplots(height=4.6)

@@ -1,14 +1,15 @@
-"""Published: our plan beside the one that PipeDream published, both costed by the same simulator.
+"""Published: our plan beside the one that PipeDream published, both predicted by the same simulator.
 
     python benchmarks/run.py published                     half a minute
 
-Reads the layer graphs that PipeDream published, from ../shared/profiles or $PROFILES; they are not part of
-this repository. The schedule is the paper's: an asynchronous pipeline in which a minibatch travels whole,
-so that the pace of the slowest stage counts (SOSP 2019, section 3.1); "dp" then updates once in a round of
-as many minibatches as there are ranks. Of a published choice only the replica counts are known; its cuts
-are those that the simulator likes best among the few of least `cost.estimate`, and of a straight pipeline
-the best that `search.straight` knows. "dp" and "straight" are taken for the choice on 4 ranks, too.
-"planned in" are processor seconds, simulations included (`planned`).
+The layer graphs that PipeDream published are read from ../shared/profiles or $PROFILES; they are not part of
+this repository. The schedule is that of the paper: an asynchronous pipeline in which a microbatch is a whole
+minibatch, so that the slowest stage sets the pace (SOSP 2019, section 3.1). "dp" then updates once in a
+round, after as many minibatches as there are ranks.
+
+Only the replica counts of a published plan are known. Its cuts are the fastest in the simulator among the few
+that are fastest by the closed formula, and for a straight pipeline those of `search.straight`. The published
+plans "dp" and "straight" are taken for 4 ranks, too. "planned in" is in processor time, with simulations.
 """
 
 import os
@@ -50,19 +51,23 @@ CLUSTERS = {
     "4, 10 Gbit/s each": Cluster.flat(4, TEN_GBIT, 5e-5),
 }
 SAMPLES = {"vgg16": 128, "resnet50": 128, "alexnet": 256, "resnet18": 256, "squeezenet1_0": 256, "gnmt": 64}
-# What the paper's table 1 says was chosen on 16 workers; the others were not published.
+# Plans on 16 workers from the paper's table 1; those of the other models were not published.
 PUBLISHED = {"vgg16": "15-1", "alexnet": "15-1", "resnet50": "dp", "gnmt": "straight"}
 
 
 def profile_of(model: str) -> ModelProfile:
-    """The published one; ends the benchmark where it is not there."""
+    """Read the published profile of a model.
+
+    Raises:
+        SystemExit: there are no profiles.
+    """
     if not PROFILES.exists():
         raise SystemExit(f"no published profiles in {PROFILES}; $PROFILES names another folder")
     return read_costs(PROFILES / model / "graph.txt", SAMPLES[model])
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Every profile on every cluster."""
+    """Plan every profile on every cluster."""
     for model in SAMPLES:
         for name, cluster in CLUSTERS.items():
             if run.wants(model, name):
@@ -70,7 +75,7 @@ def measure(run: Run) -> Iterator[Row]:
 
 
 def compared(model: str, cluster: Cluster) -> dict[str, object]:
-    """The names of the plans and their predicted seconds a minibatch."""
+    """Return the names of the plans and their predicted seconds a minibatch."""
     profile = profile_of(model)
     ours, planning_seconds = planned(profile, cluster, 1, SCHEDULE)
     theirs = published(model, profile, cluster)
@@ -88,7 +93,7 @@ def compared(model: str, cluster: Cluster) -> dict[str, object]:
 def planned(
     profile: ModelProfile, cluster: Cluster, num_microbatches: int, schedule: str
 ) -> tuple[Plan, float]:
-    """The best plan, and the processor seconds that `search` took: the median of three if under a second."""
+    """Return the best plan, and the processor seconds of `search`: the median of three if under a second."""
     taken: list[float] = []
     while not taken or (taken[0] < 1 and len(taken) < 3):
         began = time.process_time()
@@ -98,7 +103,7 @@ def planned(
 
 
 def published(model: str, profile: ModelProfile, cluster: Cluster) -> Plan | None:
-    """The published choice for this many ranks, if there is one."""
+    """Return the published plan for this number of ranks; None: there is none."""
     match PUBLISHED.get(model):
         case None:
             return None
@@ -112,7 +117,7 @@ def published(model: str, profile: ModelProfile, cluster: Cluster) -> Plan | Non
 
 
 def _best_cuts(replicas: tuple[int, ...], profile: ModelProfile, cluster: Cluster) -> Plan:
-    """Replica counts with the cuts that take the least time in the simulator."""
+    """Return the plan with these replica counts whose cuts are the fastest in the simulator."""
     edges = [sum(replicas[:i]) for i in range(len(replicas) + 1)]
     ranks = [dealt(cluster, range(*edge)) for edge in pairwise(edges)]
     plans = [
@@ -129,7 +134,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table."""
+    """Return the table."""
     return results.table(map(_line, rows))
 
 

@@ -1,18 +1,18 @@
-"""Replay: PipeDream's published table on 16 ranks of 4 hosts, by the runtime, computing by sleeping.
+"""Replay: PipeDream's published table on 16 ranks of 4 hosts, with real messages between sleeping ranks.
 
     python benchmarks/run.py replay                                   15 minutes
     python benchmarks/run.py replay --only gnmt --slow 8              one model
 
-Reads PipeDream's layer profiles (see published.py). Bytes and links are divided by --scale: with 32, a link
-of 10 Gbit/s is one of 312.5 Mbit/s. Where the messages of 16 ranks are too much for these processors,
---slow gives them so many times as long: times are multiplied by it, and links divided. Where
-$HYBRIDPIPE_MPIRUN_FLAGS names hosts, they are to have links as slow as scale and slow ask for.
+The layer profiles are PipeDream's (see published.py). Bytes and bandwidths are divided by --scale: with 32, a
+link of 10 Gbit/s becomes one of 312.5 Mbit/s. If the messages of 16 ranks are too much for this machine's
+processors, --slow stretches time: seconds are multiplied by it, and bandwidths divided. Hosts that
+$HYBRIDPIPE_MPIRUN_FLAGS names must have links of that reduced bandwidth.
 
-Data parallelism is replayed three times. "dp-paper": the all-reduce begins when the whole backward is done,
-and the four ranks of a host all send to another host, so that each has a quarter of the link; "dp-after": the
-same, with a ring that enters and leaves each host once; "dp-ours": that ring, overlapped with the backward.
-The plans run as PipeDream does, without a flush. Seconds are those of a minibatch of one rank, the samples
-that the profile is of, at full speed.
+Data parallelism is replayed three times. In "dp-paper" the all-reduce begins after the whole backward, and
+the four ranks of a host all send to another host, so that each has a quarter of the link. In "dp-after" it
+begins there, too, but its ring enters and leaves each host once. In "dp-ours" that ring overlaps with the
+backward. The plans run without a flush, as in PipeDream. Seconds are those of one rank's minibatch, the
+samples of the profile, at full speed.
 """
 
 import argparse
@@ -38,18 +38,19 @@ from hybridpipe.planning.search.search import search
 RANKS, HOSTS = 16, 4
 BY_HOST = CLUSTERS["4×4, 10 Gbit/s a server, shared"]
 ACROSS = Cluster.flat(RANKS, TEN_GBIT / HOSTS, 5e-5)  # four ranks send over each host's link at once
-# Speed-up of an epoch over data parallelism on 4×4 (PipeDream, SOSP 2019, table 1), as far as we have it.
+# Speed-up of an epoch over data parallelism on 4×4 (PipeDream, SOSP 2019, table 1), as far as it is known.
 PAPER = {"vgg16": "5.28×", "resnet50": "1.00×", "alexnet": "-", "gnmt": "-"}
 BASELINES, PLANS = ("dp-paper", "dp-after", "dp-ours"), ("published", "ours")
-# Every rank's ring neighbour is the next rank, as with Horovod's other backends; Open MPI's default would
-# choose by size, and send more than a ring does. What is fused is scaled like everything else.
+# Every rank's neighbour in a ring is the next rank, as with Horovod's other backends; Open MPI's default
+# would choose by size, and send more than a ring does. The fusion buffer is scaled as all bytes are.
 SETTINGS = {
     "OMPI_MCA_coll": "^han",
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
-    # Whoever waits in MPI looks every 0.1 ms: 16 ranks that look all the time leave no processor free.
+    # A rank that waits in MPI polls every 0.1 ms: 16 ranks that poll all the time leave no processor free.
     "OMPI_MCA_threads_pthreads_nanosleep_time": "100000",
-    # Each look of Horovod's thread is a message round of all replicas, which 16 ranks on few processors feel.
+    # In each cycle of Horovod's thread all replicas exchange messages, which slows 16 ranks on few
+    # processors.
     "HOROVOD_CYCLE_TIME": "20",
 }
 FUSED_BYTES = 128 * 2**20
@@ -57,7 +58,7 @@ FUSED_BYTES = 128 * 2**20
 
 @dataclass(frozen=True)
 class Replay:
-    """A plan to replay, and the cluster that the planner believes it to run on."""
+    """A plan to replay, and the cluster that it is predicted for."""
 
     name: str
     plan: Plan
@@ -68,13 +69,13 @@ class Replay:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own, and those of `scaling`."""
-    parser.add_argument("--scale", type=float, default=8.0, help="what bytes and bandwidths are divided by")
-    parser.add_argument("--slow", type=float, default=4.0, help="how many times as long everything takes")
+    """Add the benchmark's own options, which `scaling` has, too."""
+    parser.add_argument("--scale", type=float, default=8.0, help="divisor of bytes and bandwidths")
+    parser.add_argument("--slow", type=float, default=4.0, help="factor of all times")
 
 
 def measure(run: jobs.Run) -> Iterator[Row]:
-    """Every replay of every model."""
+    """Run every replay of every model."""
     wanted = {model: {name for name in (*BASELINES, *PLANS) if run.wants(model, name)} for model in PAPER}
     if not any(wanted.values()):
         return
@@ -88,7 +89,7 @@ def measure(run: jobs.Run) -> Iterator[Row]:
 
 
 def replays(model: str, profile: ModelProfile) -> Iterator[Replay]:
-    """The baselines, the published plan, and ours if it is another one."""
+    """Yield the baselines, the published plan, and ours if it differs."""
     dp = Plan.data_parallel(profile.num_layers, RANKS, RANKS)
     yield Replay("dp-paper", dp, ACROSS, 6, "--rank-by node", ("--no-overlap",))
     yield Replay("dp-after", dp, BY_HOST, 6, "", ("--no-overlap",))
@@ -103,7 +104,7 @@ def replays(model: str, profile: ModelProfile) -> Iterator[Replay]:
 def replayed(
     run: jobs.Run, profile: ModelProfile, replay: Replay, out: Path, where: Network, ranks: int = RANKS
 ) -> dict[str, Any]:
-    """The figures of one replay, at full speed."""
+    """Run a replay and return its figures at full speed."""
     scale, slow = run.options.scale, run.options.slow
     out.mkdir(parents=True, exist_ok=True)
     files = {
@@ -132,7 +133,7 @@ def replayed(
 
 
 def slowed(profile: ModelProfile, slow: float) -> ModelProfile:
-    """All layers take so many times as long."""
+    """Return the profile with all times multiplied."""
     fields = ("forward_seconds", "backward_seconds", "update_seconds")
     return replace(
         profile,
@@ -144,12 +145,12 @@ def slowed(profile: ModelProfile, slow: float) -> ModelProfile:
 
 
 def rate_of(run: jobs.Run) -> str:
-    """Of a link of 10 Gbit/s, as `netcluster` takes it."""
+    """Return the reduced rate of a link of 10 Gbit/s, as an argument of `netcluster`."""
     return f"{10e3 / (run.options.scale * run.options.slow):.1f}mbit"
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Two tables: the speed-ups beside the published ones, and every replay beside its simulation."""
+    """Return two tables: the speed-ups beside the published ones, and every replay beside its simulation."""
     return f"{results.table(_speed_ups(rows))}\n\n{results.table(_replays(rows))}"
 
 
@@ -170,7 +171,7 @@ def _speed_ups(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
 
 
 def _replays(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
-    for model, name, measured, simulated in times(rows):
+    for model, name, (measured, simulated) in results.medians(rows, "seconds", "simulated"):
         latest = results.last(rows, model, name)
         yield {
             "model": model,
@@ -185,24 +186,14 @@ def _replays(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
         }
 
 
-def times(rows: Sequence[Row]) -> Iterator[tuple[str, str, float, float]]:
-    """Model, replay, measured and simulated seconds: medians over the rounds."""
-    for model in results.groups(rows):
-        for name in results.ways(rows, model):
-            measured, simulated = (
-                results.median(rows, model, name, figure) or 0.0 for figure in ("seconds", "simulated")
-            )
-            yield model, name, measured, simulated
-
-
 def picture(rows: Sequence[Row]) -> Any:
-    """A picture of measured and simulated minibatches."""
-    plans = {(model, name): results.last(rows, model, name)["plan"] for model, name, *_ in times(rows)}
-    return draw({(model, name): (a, b) for model, name, a, b in times(rows)}, plans)
+    """Draw measured and simulated minibatches."""
+    seconds = {(model, name): found for model, name, found in results.medians(rows, "seconds", "simulated")}
+    return draw(seconds, {replay: results.last(rows, *replay)["plan"] for replay in seconds})
 
 
-def draw(seconds: Mapping[tuple[str, str], tuple[float, float]], plans: Mapping[tuple[str, str], str]) -> Any:
-    """A pair of bars for each replay: measured ones are full, simulated ones are pale."""
+def draw(seconds: Mapping[tuple[str, str], Sequence[float]], plans: Mapping[tuple[str, str], str]) -> Any:
+    """Draw a pair of bars for each replay: the measured one is dark, the simulated one pale."""
     figure, axes = results.subplots(height=1.0 + 0.33 * len(seconds))
     colors = [results.DATA_PARALLEL if name in BASELINES else results.ASYNCHRONOUS for _, name in seconds]
     for kind, offset, alpha in (("measured", -0.2, 1.0), ("simulated", 0.2, 0.45)):

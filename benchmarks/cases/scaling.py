@@ -3,10 +3,10 @@
     python benchmarks/run.py scaling                         replays and simulations; six minutes
     python benchmarks/run.py scaling --replayed              simulations only
 
-One of PipeDream's models (see published.py), every rank behind a link of 10 Gbit/s of its own, and more
-samples with more ranks: the ideal is as many times the samples a second of one rank. "dp" is our data
-parallelism, whose all-reduce overlaps with the backward; "best" is the fastest plan that the planner finds
-for a pipeline without a flush. Replays are scaled and slowed down as those of replay.py.
+The model is one of PipeDream's (see published.py), and every rank has a link of 10 Gbit/s of its own. The
+samples grow with the ranks: the ideal is the samples a second of one rank, times the number of ranks. "dp" is
+our data parallelism, whose all-reduce overlaps with the backward. "best" is the planner's fastest plan for a
+pipeline without a flush. Replays are scaled and slowed down as those of replay.py.
 """
 
 import argparse
@@ -32,7 +32,7 @@ KINDS = ("dp", "best")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its own, and those of a replay."""
+    """Add the benchmark's own options, and those of a replay."""
     replay.add_options(parser)
     parser.add_argument("--model", default="vgg16", choices=SAMPLES)
     parser.add_argument(
@@ -41,12 +41,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=(1, 2, 4, 8),
         metavar="RANKS",
-        help="the others are simulated",
+        help="numbers of ranks to replay; the others are simulated only",
     )
 
 
 def measure(run: Run) -> Iterator[Row]:
-    """Smallest first; what is replayed is replayed on as many hosts."""
+    """Simulate and replay growing numbers of ranks; a replay has a host for each rank."""
     model = run.options.model
     profile = profile_of(model)
     alone = profile.samples / sum(x.forward_seconds + x.backward_seconds for x in profile.layers)
@@ -60,7 +60,7 @@ def measure(run: Run) -> Iterator[Row]:
 
 
 def _speeds(run: Run, kind: str, plan: Plan, profile: ModelProfile, ranks: int) -> dict[str, float]:
-    """In samples a second."""
+    """Return the speeds of a plan in samples a second."""
     simulated = {"simulated": predict(plan, profile, cluster(ranks))[1].samples_per_second}
     if ranks not in run.options.replayed:
         return simulated
@@ -72,19 +72,19 @@ def _speeds(run: Run, kind: str, plan: Plan, profile: ModelProfile, ranks: int) 
 
 
 def best_of(kind: str, profile: ModelProfile, ranks: int) -> Plan:
-    """Data parallelism, or the planner's choice."""
+    """Return data parallelism, or the planner's choice."""
     if kind == "dp":
         return Plan.data_parallel(profile.num_layers, ranks, ranks)
     return search(profile, cluster(ranks), 1, PlanRequest("pipedream"))[0].plan
 
 
 def cluster(ranks: int) -> Cluster:
-    """Each rank behind a link of its own."""
+    """Return a cluster in which each rank has a link of its own."""
     return Cluster.flat(ranks, TEN_GBIT, LATENCY_SECONDS)
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table, medians over the rounds."""
+    """Return the table, medians over the rounds."""
     return results.table(_lines(rows))
 
 
@@ -119,7 +119,7 @@ def picture(rows: Sequence[Row]) -> Any:
 
 
 def draw(shares: Mapping[tuple[str, int], tuple[float, float | None]]) -> Any:
-    """Shares of the ideal over the number of ranks, by kind of plan: lines simulated, dots replayed."""
+    """Draw shares of the ideal over the number of ranks; lines are simulated, dots replayed."""
     figure, axes = results.subplots(height=3.2)
     names = {
         "dp": ("data parallelism", results.DATA_PARALLEL),

@@ -1,4 +1,4 @@
-"""Trains the ways of the benchmark `checkpoint` by turns; rank 0 writes DIR/checkpoints.json."""
+"""Trains the ways of the benchmark `checkpoint` in turn; rank 0 writes DIR/checkpoints.json."""
 
 import argparse
 import shutil
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--first", type=int, default=0, help="the way that begins: a machine changes its pace"
+        "--first", type=int, default=0, help="index of the way that begins, as machines drift"
     )
     parser.add_argument("--minibatches", type=int, default=100)
     parser.add_argument("--every", type=int, nargs="*", default=())
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def trainer() -> Trainer:
-    """Of half the layers on each rank."""
+    """Return a pipeline with half of the layers on each rank."""
     half = LAYERS // 2
     return Trainer(
         nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))),
@@ -72,7 +72,7 @@ def trainer() -> Trainer:
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """The time that it takes."""
+    """Return the seconds of a call."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began

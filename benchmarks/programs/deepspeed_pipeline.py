@@ -13,7 +13,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
 
     class Cut(PipelineModule):
-        """At the given layers, where DeepSpeed would count layers or parameters."""
+        """A pipeline cut at the given layers; DeepSpeed would count layers or parameters."""
 
         def _partition_layers(self, method: str = "") -> None:
             self.parts = [0, *job.cuts, len(self._layer_specs)]

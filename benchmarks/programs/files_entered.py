@@ -1,6 +1,6 @@
 """Counts the package's files that a train step enters; each rank writes DIR/rankN.json.
 
-The package is the one that PYTHONPATH names, which may be an older one: only its public names are used.
+Only public names are used, because PYTHONPATH may name an older package.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from hybridpipe import Plan, StageSpec, Trainer
 
 
 class Counter:
-    """Counts the calls that enter each file of a package, and those of them that come from another one."""
+    """Counts the calls into each file of a package, and the calls from one of its files to another."""
 
     def __init__(self, package: Path) -> None:
         self.prefix = f"{package}{os.sep}"
@@ -29,7 +29,7 @@ class Counter:
         self.crossings = 0
 
     def count(self, action: Callable[[], object]) -> None:
-        """Count what the action calls in this thread."""
+        """Count the calls of an action in this thread."""
         sys.setprofile(self._note)
         try:
             action()

@@ -1,6 +1,6 @@
-"""The ceiling: each rank trains its stage on its own, whole minibatches, and nothing is ever sent.
+"""The ceiling: each rank trains its stage on whole minibatches by itself, without messages.
 
-A stage's inputs are made up once, and so are the gradients of its outputs.
+The inputs of a stage and the gradients of its outputs are computed once.
 """
 
 import torch
@@ -18,7 +18,7 @@ def main() -> None:
         for before in stages[: job.rank]:
             received = before(received)
     gradient = torch.full_like(stage(received), 1e-6).detach()
-    MPI.COMM_WORLD.Barrier()  # begin together
+    MPI.COMM_WORLD.Barrier()  # all ranks begin together
     for inputs, targets in job.minibatches():
         optimizer.zero_grad()
         outputs = stage(received.detach().requires_grad_() if job.rank else inputs)

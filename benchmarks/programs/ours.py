@@ -1,6 +1,6 @@
-"""hybridpipe. The variant is auto, dp, 1f1b, pipedream (two stages or more, at `cuts`) or the path of a plan.
+"""hybridpipe; the variant is auto, auto-pipedream, dp, 1f1b, pipedream (stages at `cuts`) or a plan's path.
 
-auto writes what it was chosen from beside the report: DIR/plan.json, profile.json, cluster.json.
+The variants with auto write DIR/plan.json, profile.json and cluster.json beside the report.
 """
 
 from itertools import pairwise
@@ -14,7 +14,7 @@ from hybridpipe.training.trainer import Trainer
 
 
 def plan(job: Job, num_layers: int) -> Plan | str:
-    """What is asked for. Under `dp` a rank's share is one microbatch, as it is with DDP and Horovod."""
+    """Return the plan of the variant. Under `dp` a rank's share is one microbatch, as in DDP and Horovod."""
     if job.variant == "dp":
         return Plan.data_parallel(num_layers, job.ranks, job.ranks, "1f1b")
     if job.variant in ("1f1b", "pipedream"):
@@ -46,12 +46,12 @@ def main() -> None:
         job.out.mkdir(parents=True, exist_ok=True)
         for name in ("plan", "profile", "cluster"):
             write_json(job.out / f"{name}.json", getattr(trainer.choice, name))
-    done = trainer.plan
-    traced = trainer.traced()  # like what follows, rank 0's
-    told = trainer.summary() or {}
-    memory = {name: told.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
+    used = trainer.plan
+    traced = trainer.traced()  # on rank 0 only, as the summary
+    summary = trainer.summary() or {}
+    memory = {name: summary.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
     job.report(
-        plan=f"{done.name}, {done.schedule}, {done.num_microbatches}",
+        plan=f"{used.name}, {used.schedule}, {used.num_microbatches}",
         rank_seconds=traced.per_minibatch() if traced else {},
         **memory,
     )
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def options(job: Job) -> dict:
-    """For `auto` any synchronous schedule will do, and for `auto-pipedream` that one."""
+    """Return the options of a plan that is searched for: the schedule, or any synchronous one."""
     return {"schedule": "pipedream" if job.variant == "auto-pipedream" else "auto"}
 
 

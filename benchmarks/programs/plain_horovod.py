@@ -1,4 +1,4 @@
-"""Plain Horovod as its documentation has it, every rank with an equal share of each minibatch."""
+"""Plain Horovod as in its documentation, every rank with an equal share of each minibatch."""
 
 import horovod.torch as hvd
 from common import load_job

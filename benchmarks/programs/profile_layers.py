@@ -1,4 +1,4 @@
-"""No way to train: measures what each layer takes in training; writes DIR/profile.json."""
+"""Measures the profile of the task's layers, without training, and writes DIR/profile.json."""
 
 from common import load_job
 

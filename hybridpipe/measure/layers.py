@@ -296,8 +296,7 @@ def _passes(
     split = _pass(split_stages, microbatch, watch, crossing)
     for i in range(len(stages)):
         took["first backward", i] = first[i]
-        took["forward before split", i] = split["forward", i]
-        took["input backward", i] = split["backward", i]
+        took["forward before split", i], took["input backward", i] = split["forward", i], split["backward", i]
         took["weight backward", i] = split["weight backward", i]
     batching = [(i, stage) for i, stage in enumerate(stages) if stage.can_batch_wgrad]
     if batching:

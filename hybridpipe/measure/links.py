@@ -58,8 +58,8 @@ EXCHANGES: tuple[tuple[Callable[[int], Instruction], ...], ...] = (  # of the fi
     (SendActivation, ReceiveGradient),
     (ReceiveActivation, SendGradient),
 )
-LARGE_BYTES = 2**19  # the larger of the two sizes whose processor time is measured
-ARRIVED_SECONDS = 2e-3  # a message of that size has to arrive in this time, while the units of work run
+# The larger size whose processor time is measured, and the time it has to arrive in, while units of work run.
+LARGE_BYTES, ARRIVED_SECONDS = 2**19, 2e-3
 
 
 @dataclass(frozen=True, slots=True)

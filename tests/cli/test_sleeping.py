@@ -22,9 +22,9 @@ class Noted(Pace):
         super().__init__()
         self.told, self.went_on = [], []
 
-    def sleep(self, seconds, goes_on=False):
+    def sleep(self, seconds, uninterrupted=False):
         self.told.append(seconds)
-        self.went_on.append(goes_on)
+        self.went_on.append(uninterrupted)
 
 
 def profile(parameters=0, output=0, gradient=None) -> LayerProfile:

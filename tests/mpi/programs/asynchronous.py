@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
 import asynchronous_reference as reference
 
 from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
 MICROBATCH, COUNT, SEED = 2, 3, 7
 NUM_MINIBATCHES = 40
@@ -27,6 +28,7 @@ RULES = {
     "vertical": {"schedule": "pipedream", "vertical_sync": True},
     "2bw": {"schedule": "pipedream-2bw", "num_microbatches": COUNT},
 }
+assert {rule["schedule"] for rule in RULES.values()} == {*ASYNCHRONOUS}, "each schedule needs its formula"
 
 
 def make_model() -> nn.Sequential:

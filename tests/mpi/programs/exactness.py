@@ -16,6 +16,7 @@ from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.model.rng import random_key
+from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 from hybridpipe.stage import wgrad
 
 # The layer in the middle is to be large enough for its products to be joined, of three microbatches at most.
@@ -128,12 +129,11 @@ def main() -> None:
         expected, losses = reference(copy.deepcopy(factory), epochs)
         assert len(losses) == updates
         for plan in sys.argv[2:]:
-            if "x" in plan:
-                check(make_plan(plan, "interleaved-1f1b"), name, expected, losses, epochs)
-                continue
-            for schedule in ("gpipe", "1f1b", "zero-bubble"):
-                check(make_plan(plan, schedule), name, expected, losses, epochs)
-            check(make_plan(plan, "zero-bubble", recompute=True), name, expected, losses, epochs)
+            for schedule in SYNCHRONOUS:
+                traits = TRAITS[schedule]
+                if traits.interleaves == ("x" in plan):
+                    for recompute in (False, True) if traits.splits_backward else (False,):
+                        check(make_plan(plan, schedule, recompute), name, expected, losses, epochs)
 
 
 if __name__ == "__main__":

@@ -131,43 +131,21 @@ FIELDS = "forward_compute_time, backward_compute_time, activation_size, paramete
         (f"\tnode2 -- node2\n{NODE}", "line 1: edge must not close a cycle, got 'node2' -- 'node2'"),
         (f"{GRAPH}\n\tnode4 -- node2", "edge must not close a cycle, got 'node"),
         (f"{GRAPH}\n\tnode4 -- node1", "line 11: edge must not lead to an input, got 'node1'"),
-        (
-            NODE.replace("2.000", "-1"),
-            "line 1: forward_compute_time must be a number from 0 to 1e+12, got '-1'",
+        *(
+            (NODE.replace(old, new), f"line 1: {field} must be a number from 0 to 1e+12, got '{got}")
+            for old, new, field, got in (
+                ("2.000", "-1", "forward_compute_time", "-1'"),
+                ("4.000", "nan", "backward_compute_time", "nan'"),
+                ("432.000", "inf", "parameter_size", "inf'"),
+                ("432.000", "1e300", "parameter_size", "1e300'"),
+                ("432.000", "[1; 2]", "parameter_size", "[1; 2]'"),
+                ("64.0", "9" * 1000, "activation_size", "999"),
+                ("64.0", "[1; -1]", "activation_size", "[1; -1]'"),
+                ("64.0", "[1; x]", "activation_size", "[1; x]'"),
+                ("64.0", "[1e12; 1e12]", "activation_size", "[1e1"),
+                ("64.0", "", "activation_size", "'"),
+            )
         ),
-        (
-            NODE.replace("4.000", "nan"),
-            "line 1: backward_compute_time must be a number from 0 to 1e+12, got 'nan'",
-        ),
-        (
-            NODE.replace("432.000", "inf"),
-            "line 1: parameter_size must be a number from 0 to 1e+12, got 'inf'",
-        ),
-        (
-            NODE.replace("432.000", "1e300"),
-            "line 1: parameter_size must be a number from 0 to 1e+12, got '1e300'",
-        ),
-        (
-            NODE.replace("432.000", "[1; 2]"),
-            "line 1: parameter_size must be a number from 0 to 1e+12, got '[1; 2]'",
-        ),
-        (
-            NODE.replace("64.0", "9" * 1000),
-            "line 1: activation_size must be a number from 0 to 1e+12, got '999",
-        ),
-        (
-            NODE.replace("64.0", "[1; -1]"),
-            "line 1: activation_size must be a number from 0 to 1e+12, got '[1; -1]'",
-        ),
-        (
-            NODE.replace("64.0", "[1; x]"),
-            "line 1: activation_size must be a number from 0 to 1e+12, got '[1; x]'",
-        ),
-        (
-            NODE.replace("64.0", "[1e12; 1e12]"),
-            "line 1: activation_size must be a number from 0 to 1e+12, got '[1e1",
-        ),
-        (NODE.replace("64.0", ""), "line 1: activation_size must be a number from 0 to 1e+12, got ''"),
         ("x" * 100_000, "line 1: node must be 'NODE -- KIND -- forward_compute_time=…, …', got 'xxx"),
     ],
 )

@@ -1,4 +1,5 @@
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -7,30 +8,17 @@ from hypothesis import strategies as st
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
     Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
     Step,
     add_communication,
     final_backwards,
     parse,
     text,
 )
+from hybridpipe.planning.schedules.validate import OnMicrobatch
 
-ON_MICROBATCH = (
-    Forward,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    ReceiveActivation,
-    SendActivation,
-    ReceiveGradient,
-    SendGradient,
-)
+ON_MICROBATCH = get_args(OnMicrobatch)
 INSTRUCTIONS = st.one_of(
     st.builds(AllReduce),
     st.builds(Step),

@@ -17,27 +17,26 @@ from hybridpipe.planning.schedules.instructions import (
     Step,
     parse,
 )
-from hybridpipe.planning.schedules.registry import SYNCHRONOUS
+from hybridpipe.planning.schedules.registry import SCHEDULES, SYNCHRONOUS, TRAITS
 from hybridpipe.planning.schedules.validate import InvalidProgram, validate, validate_plan
 from tests.planning.helpers import plan
-
-LIMITED = ("1f1b", "pipedream", "pipedream-2bw")
 
 
 @st.composite
 def cases(draw):
     """A plan under any schedule, and for how many microbatches its programs are."""
-    schedule = draw(st.sampled_from(("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b", *LIMITED[1:])))
-    size = 1 if schedule == "pipedream" else draw(st.integers(1, 20))
+    schedule = draw(st.sampled_from(SCHEDULES))
+    traits = TRAITS[schedule]
+    size = 1 if traits.whole_minibatch else draw(st.integers(1, 20))
     count = draw(st.integers(1, size) if schedule in SYNCHRONOUS else st.integers(1, 60))
-    if schedule == "interleaved-1f1b":
+    if traits.interleaves:
         replicas = [draw(st.integers(1, 4))] * draw(st.integers(2, 5))
         return plan(replicas, size, schedule, chunks=draw(st.integers(2, 3))), count
     replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     options = {}
-    if schedule in LIMITED:
+    if traits.takes_max_in_flight:
         options["max_in_flight"] = draw(st.none() | st.integers(1, 6))
-    if schedule == "pipedream":
+    if traits.versions == "stashed":
         options["vertical_sync"] = draw(st.booleans())
     return plan(replicas, size, schedule, **options), count
 
@@ -58,22 +57,27 @@ def test_what_is_generated_keeps_the_rules(case):
 
 def grid():
     """Up to three stages of any replicas, each schedule, short and long."""
-    for replicas in itertools.chain.from_iterable(
+    interleaved = [schedule for schedule in SCHEDULES if TRAITS[schedule].interleaves]
+    few_stages = itertools.chain.from_iterable(
         itertools.product(range(1, 4), repeat=stages) for stages in (1, 2, 3)
-    ):
-        for size, count in ((1, 1), (3, 2), (5, 5), (8, 8)):
-            for schedule in ("gpipe", "1f1b", "zero-bubble"):
-                yield plan(replicas, size, schedule), count
-        for size, count in ((1, 7), (2, 9), (3, 12), (5, 17)):
-            yield plan(replicas, size, "pipedream-2bw"), count
-        for count, synced in itertools.product((2, 13), (False, True)):
-            yield plan(replicas, 1, "pipedream", vertical_sync=synced), count
-        for limit in (1, 2, 3):
-            yield plan(replicas, 9, "1f1b", max_in_flight=limit), 9
-            yield plan(replicas, 3, "pipedream-2bw", max_in_flight=limit), 14
-            yield plan(replicas, 1, "pipedream", max_in_flight=limit, vertical_sync=limit == 2), 14
-    for groups, replicas, chunks, count in itertools.product((2, 3, 5), (1, 2, 3), (2, 3), (1, 4, 6, 15)):
-        yield plan([replicas] * groups, 15, "interleaved-1f1b", chunks=chunks), count
+    )
+    for replicas, schedule in itertools.product(few_stages, sorted({*SCHEDULES} - {*interleaved})):
+        traits = TRAITS[schedule]
+        if schedule in SYNCHRONOUS:
+            sizes, limited = ((1, 1), (3, 2), (5, 5), (8, 8)), (9, 9)
+        elif traits.whole_minibatch:
+            sizes, limited = ((1, 2), (1, 13)), (1, 14)
+        else:
+            sizes, limited = ((1, 7), (2, 9), (3, 12), (5, 17)), (3, 14)
+        stashes = traits.versions == "stashed"
+        for (size, count), synced in itertools.product(sizes, (False, True) if stashes else (False,)):
+            yield plan(replicas, size, schedule, vertical_sync=synced), count
+        for limit in (1, 2, 3) if traits.takes_max_in_flight else ():
+            synced = stashes and limit == 2
+            yield plan(replicas, limited[0], schedule, max_in_flight=limit, vertical_sync=synced), limited[1]
+    shapes = itertools.product((2, 3, 5), (1, 2, 3), (2, 3), (1, 4, 6, 15), interleaved)
+    for groups, replicas, chunks, count, schedule in shapes:
+        yield plan([replicas] * groups, 15, schedule, chunks=chunks), count
 
 
 def test_a_grid_of_small_plans_keeps_the_rules():

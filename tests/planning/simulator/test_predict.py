@@ -124,26 +124,12 @@ def test_gpipe_takes_what_the_closed_formula_says(p, m):
 def test_a_receive_lasts_as_long_as_the_rank_waited():
     timeline, _ = predict(plan([1, 1], 1), model(layer(1, 2, output=1), layer(4, 8)), Cluster.flat(2, 2.0, 0))
     seen = {
-        rank: [(str(event.instruction), event.start_seconds, event.end_seconds) for event in events]
+        rank: " ".join(f"{each.instruction}:{each.start_seconds}-{each.end_seconds}" for each in events)
         for rank, events in timeline.events.items()
     }
     assert seen == {
-        0: [
-            ("F0", 0, 1),
-            ("sa0", 1, 1),
-            ("rg0", 1, 14),
-            ("B0", 14, 16),
-            ("all-reduce", 16, 16),
-            ("step", 16, 16),
-        ],
-        1: [
-            ("ra0", 0, 1.5),
-            ("F0", 1.5, 5.5),
-            ("B0", 5.5, 13.5),
-            ("sg0", 13.5, 13.5),
-            ("all-reduce", 13.5, 13.5),
-            ("step", 13.5, 13.5),
-        ],
+        0: "F0:0.0-1.0 sa0:1.0-1.0 rg0:1.0-14.0 B0:14.0-16.0 all-reduce:16.0-16.0 step:16.0-16.0",
+        1: "ra0:0.0-1.5 F0:1.5-5.5 B0:5.5-13.5 sg0:13.5-13.5 all-reduce:13.5-13.5 step:13.5-13.5",
     }
 
 
