@@ -28,6 +28,10 @@ def add_doctor(command: Command) -> None:
     command("doctor", "is this machine ready? alone, or under mpirun")
 
 
+def add_setup(command: Command) -> None:
+    command("setup", "install an MPI if there is none, and build Horovod against it and torch")
+
+
 def add_profile(command: Command) -> None:
     profile = command("profile", "measure a model layer by layer, or take a published profile")
     source = profile.add_mutually_exclusive_group(required=True)
@@ -245,6 +249,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = (
     add_doctor,
+    add_setup,
     add_profile,
     add_probe,
     add_plan,

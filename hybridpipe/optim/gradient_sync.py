@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.comm.status import rank_status
+from hybridpipe.errors import UserError
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost.formula import BUCKET_BYTES
 
@@ -271,9 +272,8 @@ def horovod(communicator: "MPI.Comm") -> Any:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        raise RuntimeError(
-            f"replicated stages need Horovod, which is missing ({error}); launch/setup builds it"
-        ) from error
+        why = str(error).partition("\n")[0]
+        raise UserError(f"replicated stages need Horovod, which is missing ({why}): hybridpipe setup") from error
     if hvd.is_initialized():
         hvd.shutdown()
     # A tensor that is larger than this is reduced where it lies. By default Horovod joins up to 128 MiB and
