@@ -61,7 +61,7 @@ class Factory:
             target: Any = import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name in REMEDIES or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and what it imports is not; or it is torch, which is not installed
+                raise  # an import of the module's fails, or torch itself is not installed
             found = f"no module {error.name!r} in {self.folder} or on the import path"
             raise UserError(f"{self.where}.factory: {found}, got {self.factory!r}") from None
         for part in name.split("."):

@@ -217,7 +217,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _search_bar(num_plans: int) -> Iterator[Callable[[], object] | None]:
-    """Show a progress bar if tqdm is installed, which planning does without. Yields the call for each plan."""
+    """Show a progress bar if tqdm is installed, which planning does without. Yields what counts a plan."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:

@@ -272,8 +272,8 @@ def horovod(communicator: "MPI.Comm") -> Any:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        why = str(error).partition("\n")[0]
-        raise UserError(f"replicated stages need Horovod, which is missing ({why}): hybridpipe setup") from error
+        why = f"Horovod, which is missing ({str(error).splitlines()[0]})"
+        raise UserError(f"replicated stages need {why}: hybridpipe setup") from error
     if hvd.is_initialized():
         hvd.shutdown()
     # A tensor that is larger than this is reduced where it lies. By default Horovod joins up to 128 MiB and
