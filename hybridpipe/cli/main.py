@@ -147,7 +147,6 @@ def _profile(options: argparse.Namespace) -> int:
 
 def _probe(options: argparse.Namespace) -> int:
     from hybridpipe.files import write_json
-    from hybridpipe.planning.cluster import Cluster
 
     if options.flat is not None:
         try:
