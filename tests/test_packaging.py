@@ -22,7 +22,15 @@ node3 -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_s
 \tnode2 -- node3
 """
 # numpy, pydantic, tabulate and what they import.
-LAPTOP = ["numpy", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "tabulate"]
+LAPTOP = [
+    "numpy",
+    "pydantic",
+    "pydantic_core",
+    "annotated_types",
+    "typing_extensions",
+    "typing_inspection",
+    "tabulate",
+]
 # Runs the command as if nothing were installed but the packages that the first argument names.
 RUN = """
 import sys
