@@ -50,10 +50,7 @@ def compare(
         for name, command in commands.items():
             folder = out / Path(name).stem / f"round{round_number}"
             print(f"\n== {name}, round {round_number + 1} of {rounds}, {ranks} ranks", flush=True)
-            try:
-                done = mpirun.run(ranks, [*command, "--out", str(folder)])
-            except RuntimeError as error:
-                raise UserError(f"compare: {error}") from None
+            done = mpirun.run(ranks, [*command, "--out", str(folder)])
             if done.returncode:
                 print(f"hybridpipe: {name} failed with exit code {done.returncode}", file=sys.stderr)
                 return done.returncode

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command. A package of ours that it needs and that is not installed is a mistake of the user."""
+    """Run the command. Raises UserError, with the remedy, for a package that it needs and that is missing."""
     try:
         code: int = options.run(options)
         return code

@@ -87,10 +87,7 @@ def places(
 ) -> tuple[int, Mapping[str, int]]:
     """The number of ranks, and how many each host can take: as asked for, else the Slurm allocation's."""
     if "SLURM_JOB_ID" in env and not hosts:
-        try:
-            ranks = ranks or mpirun.count_of("SLURM_NTASKS", env)
-        except RuntimeError as error:
-            raise UserError(f"launch: {error}") from None
+        ranks = ranks or mpirun.count_of("SLURM_NTASKS", env)
         names = _hosts_of_slurm(env)
         hosts = {name: -(-ranks // len(names)) for name in names}
     ranks = ranks or sum(hosts.values())
@@ -248,10 +245,7 @@ def _command(asked: Asked, command: Sequence[str], env: dict[str, str]) -> tuple
         on = f"--nodelist={','.join(asked.slots)} --nodes={len(asked.slots)}"
     if asked.slots:
         env = {**env, flags: f"{env.get(flags, '')} {on}"}
-    try:
-        argv, added = make(asked.ranks, command, env)
-    except RuntimeError as error:
-        raise UserError(f"launch: {error}") from None
+    argv, added = make(asked.ranks, command, env)
     return argv, env | added
 
 
