@@ -1,8 +1,9 @@
 """Pipeline and data parallelism for PyTorch, planned from measurements, over MPI and Horovod.
 
-Importing the package imports neither torch nor MPI; `Trainer` is imported on first access.
+Importing the package imports neither torch nor MPI; names that need them are imported on first access.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hybridpipe.planning.cluster import Cluster
@@ -11,14 +12,35 @@ from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
+    from hybridpipe.checkpoint.policy import Checkpointing
+    from hybridpipe.health.preemption import Preempted
+    from hybridpipe.optim.nonfinite import NotFinite
+    from hybridpipe.training.metrics import MinibatchRecord
     from hybridpipe.training.trainer import Trainer
 
-__all__ = ["Cluster", "LayerProfile", "ModelProfile", "Plan", "StageSpec", "Trainer", "__version__"]
+__all__ = [
+    "Checkpointing",
+    "Cluster",
+    "LayerProfile",
+    "MinibatchRecord",
+    "ModelProfile",
+    "NotFinite",
+    "Plan",
+    "Preempted",
+    "StageSpec",
+    "Trainer",
+    "__version__",
+]
+_LATER = {  # loaded at the first use, from these modules
+    "Checkpointing": "checkpoint.policy",
+    "MinibatchRecord": "training.metrics",
+    "NotFinite": "optim.nonfinite",
+    "Preempted": "health.preemption",
+    "Trainer": "training.trainer",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        from hybridpipe.training.trainer import Trainer
-
-        return Trainer
+    if name in _LATER:
+        return getattr(import_module(f"hybridpipe.{_LATER[name]}"), name)
     raise AttributeError(f"module 'hybridpipe' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from hybridpipe.errors import UserError, suggest
+from hybridpipe.errors import REMEDIES, UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive, positive_int
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
@@ -67,8 +67,8 @@ class Factory:
         try:
             target: Any = import_module(module_name)
         except ModuleNotFoundError as error:
-            if not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module exists, but one of its own imports does not
+            if error.name in REMEDIES or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # one of the module's own imports fails, or torch is not installed
             found = f"no module {error.name!r} in {self.folder} or on the import path"
             raise UserError(f"{self.where}.factory: {found}, got {self.factory!r}") from None
         for part in name.split("."):

@@ -3,6 +3,13 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+TRAINING = "pip install 'hybridpipe[mpi]' && hybridpipe setup"
+REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs what is missing
+    **dict.fromkeys(("torch", "mpi4py", "safetensors", "tqdm"), TRAINING),
+    **dict.fromkeys(("pydantic", "tabulate"), "pip install numpy pydantic tabulate"),
+    "an MPI library": f"{TRAINING} (or load one: module load openmpi)",
+    "scikit-learn": "pip install 'hybridpipe[examples]'",
+}
 _LONGEST_LIST = 12  # names; a longer list is left out of the line
 
 

@@ -11,20 +11,22 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridpipe.cli.options import COMMANDS
 from hybridpipe.environment import launched_rank
-from hybridpipe.errors import UserError
+from hybridpipe.errors import REMEDIES, UserError
 from hybridpipe.health import exit_report, preemption
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.registry import TRAITS
+from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
     from hybridpipe.config import Config
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 after a failure, 2 after a mistake of the user."""
     options = _parser().parse_args(arguments)
     try:
-        code: int = options.run(options)
+        code = _run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _is_unread():
@@ -53,6 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             exit_report.tell(1, f"rank {launched_rank()}, before training: {what}", what)
         raise
     return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the command. Raises UserError, with the remedy, for a package that it needs and that is missing."""
+    try:
+        code: int = options.run(options)
+        return code
+    except ModuleNotFoundError as error:
+        if error.name not in REMEDIES:
+            raise
+        name = f"{options.name} needs {error.name}, which is missing"
+        raise UserError(f"{name}: {REMEDIES[error.name]}") from None
 
 
 def _is_unread() -> bool:
@@ -97,6 +111,14 @@ def _doctor(_: argparse.Namespace) -> int:
     return doctor.main()
 
 
+def _setup(_: argparse.Namespace) -> int:
+    for name in ("torch", "mpi4py"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
+    script = Path(__file__).parents[1] / "launch/setup.sh"
+    os.execvp("bash", ["bash", str(script), sys.executable])
+
+
 def _profile(options: argparse.Namespace) -> int:
     from hybridpipe.files import read_pipedream_graph, write_json
 
@@ -126,7 +148,6 @@ def _profile(options: argparse.Namespace) -> int:
 
 def _probe(options: argparse.Namespace) -> int:
     from hybridpipe.files import write_json
-    from hybridpipe.planning.cluster import Cluster
 
     if options.flat is not None:
         try:
@@ -160,8 +181,6 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from hybridpipe.files import read_cluster, read_profile, write_json
     from hybridpipe.planning.search.anneal import anneal_candidates
     from hybridpipe.planning.search.search import search_sizes
@@ -180,9 +199,9 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         found = search_sizes(profile, cluster, minibatch, request, ranks)
         if options.search:
-            with tqdm(total=options.search, desc="search", unit="plan", disable=None) as bar:
+            with _search_bar(options.search) as note:
                 found = anneal_candidates(
-                    found, profile, cluster, options.search, request, ranks, on_progress=bar.update
+                    found, profile, cluster, options.search, request, ranks, on_progress=note
                 )
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
@@ -194,6 +213,18 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print(explain(best.plan, found, profile.scaled_to(best.samples), cluster, ranks))
     return 0
+
+
+@contextmanager
+def _search_bar(num_plans: int) -> Iterator[Callable[[], object] | None]:
+    """Show a progress bar if tqdm is installed, which planning does without. Yields what counts a plan."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        yield None
+        return
+    with tqdm(total=num_plans, desc="search", unit="plan", disable=None) as bar:
+        yield bar.update
 
 
 def _request(options: argparse.Namespace) -> "PlanRequest":
@@ -270,22 +301,16 @@ def _changed(
     from hybridpipe.planning import cluster_transform
     from hybridpipe.planning.request import PlanRequest
     from hybridpipe.planning.schedules.generators import ceil_div
-    from hybridpipe.training.autoplan import choose
+    from hybridpipe.planning.search.search import search_sizes
 
     changed = cluster_transform.changed(cluster, options.bandwidth, options.latency, options.ranks)
     if options.ranks is None:
         return plan, changed
     count = ceil_div(plan.num_microbatches * options.ranks, cluster.num_ranks)
     count = 1 if plan.traits.whole_minibatch else count
-    choice = choose(
-        "auto",
-        replace(profile, others=()),  # the microbatch stays as it is
-        changed,
-        count,
-        PlanRequest.of(plan),
-        options.ranks,
-    )
-    return choice.plan, changed
+    fixed = replace(profile, others=())  # the microbatch stays as it is
+    samples = profile.samples * count
+    return search_sizes(fixed, changed, samples, PlanRequest.of(plan), options.ranks)[0].plan, changed
 
 
 def _print_prediction(plan: Plan, before: Plan | None, as_json: bool) -> None:
@@ -432,6 +457,7 @@ def _load(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Confi
 
 _RUNS = {
     "doctor": _doctor,
+    "setup": _setup,
     "profile": _profile,
     "probe": _probe,
     "plan": _plan,
@@ -457,11 +483,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hybridpipe", description="Pipeline and data parallelism for PyTorch, planned from measurements."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(run=_RUNS[name])
+        added.set_defaults(run=_RUNS[name], name=name)
         return added
 
     for add in COMMANDS:

@@ -29,6 +29,10 @@ def add_doctor(command: Command) -> None:
     command("doctor", "check that this machine can train, in one process or under mpirun")
 
 
+def add_setup(command: Command) -> None:
+    command("setup", "install an MPI if there is none, and build Horovod against it and torch")
+
+
 def add_profile(command: Command) -> None:
     """Add `profile`."""
     profile = command("profile", "measure a model layer by layer, or convert a published profile")
@@ -252,6 +256,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = (
     add_doctor,
+    add_setup,
     add_profile,
     add_probe,
     add_plan,

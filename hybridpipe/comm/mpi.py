@@ -8,7 +8,10 @@ import mpi4py
 
 mpi4py.rc.thread_level = "multiple"
 
-from mpi4py import MPI  # noqa: E402  # the thread level must be set before
+try:
+    from mpi4py import MPI
+except RuntimeError as error:  # mpi4py is there, and the library that it loads is not
+    raise ModuleNotFoundError(f"mpi4py finds no MPI library: {error}", name="an MPI library") from None
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     raise RuntimeError(

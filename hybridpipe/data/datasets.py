@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
+from hybridpipe.errors import REMEDIES
+
 # The idx format: two zero bytes, a byte for the dtype, a byte for the number of dimensions,
 # then the dimensions as big-endian uint32, then the values. Every published image set is uint8.
 _IDX_UINT8 = 0x08
@@ -34,7 +36,7 @@ def digits(train: bool = True) -> TensorDataset:
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
-            "the digits need scikit-learn, which is missing: pip install 'hybridpipe[examples]'"
+            f"the digits need scikit-learn, which is missing: {REMEDIES['scikit-learn']}", name="scikit-learn"
         )
     table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     pixels, classes = table[:, :-1], table[:, -1]  # (1797, 64) in 0..16, (1797,)

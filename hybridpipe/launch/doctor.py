@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridpipe import environment
+from hybridpipe.errors import REMEDIES, TRAINING
 from hybridpipe.launch import mpirun
 
 TORCH_FROM, TORCH_BELOW = (2, 6), (2, 14)  # as in pyproject.toml, which says why
-SETUP = "run launch/setup"
+SETUP = "run hybridpipe setup"
 DEADLINE_SECONDS = 60.0
 
 
@@ -65,7 +66,8 @@ def check(name: str, advice: str, needed: bool = True) -> Callable[[Callable[[],
                 return Check(name, True, examine(), needed=needed)
             except Exception as error:
                 detail = str(error).strip().splitlines() or [type(error).__name__]
-                return Check(name, False, detail[0], getattr(error, "advice", "") or advice, needed)
+                missing = REMEDIES.get(getattr(error, "name", None) or "")
+                return Check(name, False, detail[0], getattr(error, "advice", missing) or advice, needed)
 
         return examined
 
@@ -83,7 +85,7 @@ def python_version() -> str:
     return f"{platform.python_version()} at {sys.executable}"
 
 
-@check("torch", SETUP)
+@check("torch", TRAINING)
 def torch_version() -> str:
     """Check that torch is in the supported range."""
     import torch
@@ -91,7 +93,7 @@ def torch_version() -> str:
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not TORCH_FROM <= found < TORCH_BELOW:
         wanted = f"torch>={'.'.join(map(str, TORCH_FROM))},<{'.'.join(map(str, TORCH_BELOW))}"
-        raise Problem(f"{torch.__version__} is not {wanted}", f"pip install '{wanted}' && launch/setup")
+        raise Problem(f"{torch.__version__} is not {wanted}", f"pip install '{wanted}' && hybridpipe setup")
     threads, devices = torch.get_num_threads(), torch.cuda.device_count()
     return f"{torch.__version__}, {_count(threads, 'thread')}, {_count(devices, 'CUDA device')}"
 
@@ -104,7 +106,7 @@ def mpi_library() -> str:
     with open("/proc/self/maps") as maps:
         loaded = sorted({line.split()[-1] for line in maps if re.search(r"/libmpi\b[^/]*$", line)})
     if len(loaded) > 1:
-        raise Problem(f"two at once: {', '.join(loaded)}", "unset LD_LIBRARY_PATH, then launch/setup")
+        raise Problem(f"two at once: {', '.join(loaded)}", "unset LD_LIBRARY_PATH, then hybridpipe setup")
     return f"{_make_and_version(MPI.Get_library_version())} at {', '.join(loaded) or 'an unknown path'}"
 
 
@@ -118,13 +120,13 @@ def thread_level() -> str:
     return "MPI_THREAD_MULTIPLE"
 
 
-@check("mpirun", "run launch/setup, or put the MPI's bin folder on the PATH (module load openmpi)")
+@check("mpirun", f"{SETUP}, or put the MPI's bin folder on the PATH (module load openmpi)")
 def launcher() -> str:
     """Check that there is an mpirun."""
     return f"{_make_and_version(mpirun.mpirun_version(_mpirun()))} at {_mpirun()}"
 
 
-@check("one MPI", "put the mpirun of the MPI library first on the PATH, then launch/setup")
+@check("one MPI", "put the mpirun of the MPI library first on the PATH, then hybridpipe setup")
 def mpi_matches() -> str:
     """Check that mpirun and the MPI library are of one make and version."""
     from mpi4py import MPI
@@ -147,7 +149,7 @@ def horovod() -> str:
     import horovod.torch as hvd
 
     if not hvd.mpi_built():
-        raise Problem(f"{horovod.__version__} has no MPI", "pip uninstall horovod, then launch/setup")
+        raise Problem(f"{horovod.__version__} has no MPI", "pip uninstall horovod, then hybridpipe setup")
     return f"{horovod.__version__}, built with MPI and torch"
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hybridpipe.environment import num_cores
+from hybridpipe.errors import UserError
 
 # Every process of a job inherits this variable, and processes that still have it at the end are killed.
 # Process groups do not suffice, as mpirun gives every rank its own session. On other hosts mpirun's daemons
@@ -71,7 +72,7 @@ def mpirun_command(
     env = os.environ if env is None else env
     mpirun = find_program("mpirun")
     if mpirun is None:
-        raise RuntimeError("no mpirun: run launch/setup, or put an MPI on the PATH (module load openmpi)")
+        raise UserError("no mpirun: run hybridpipe setup, or put an MPI on the PATH (module load openmpi)")
     num_hosts = count_of("SLURM_JOB_NUM_NODES", env)
     num_local_ranks = -(-num_ranks // num_hosts)
     added = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_local_ranks))} | HUGE_PAGES
@@ -115,7 +116,7 @@ def srun_command(
     env = os.environ if env is None else env
     srun = shutil.which("srun")
     if srun is None:
-        raise RuntimeError("no srun: use --launcher mpirun")
+        raise UserError("no srun: use --launcher mpirun")
     cpus = env.get("SLURM_CPUS_PER_TASK", "1")
     # Since Slurm 22.05 srun does not inherit the CPUs per task from sbatch.
     added = {"OMP_NUM_THREADS": cpus, "SRUN_CPUS_PER_TASK": cpus, "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -133,22 +134,22 @@ def srun_command(
 
 
 def _flags(name: str, env: Mapping[str, str]) -> list[str]:
-    """Return the words of a variable, quoted as in a shell; RuntimeError for an unclosed quotation."""
+    """Return the words of a variable, quoted as in a shell; UserError for an unclosed quotation."""
     try:
         return shlex.split(env.get(name, ""))
     except ValueError as error:
-        raise RuntimeError(f"{name} cannot be read as a shell would: {error}, got {env[name]!r}") from None
+        raise UserError(f"{name} cannot be read as a shell would: {error}, got {env[name]!r}") from None
 
 
 def count_of(name: str, env: Mapping[str, str]) -> int:
     """Count in a variable of Slurm; 1 if it is not set.
 
     Raises:
-        RuntimeError: the variable is no integer >= 1.
+        UserError: the variable is no integer >= 1.
     """
     text = env.get(name, "1")
     if not text.isdecimal() or not int(text[:9]):
-        raise RuntimeError(f"{name} must be an integer >= 1, got {text!r}")
+        raise UserError(f"{name} must be an integer >= 1, got {text!r}")
     return int(text)
 
 
@@ -319,7 +320,7 @@ def main(arguments: Sequence[str]) -> int:
         case [num_ranks, "--", _, *_] if num_ranks.isdecimal() and int(num_ranks) > 0:
             try:
                 return run(int(num_ranks), arguments[2:]).returncode
-            except RuntimeError as error:
+            except UserError as error:
                 print(f"launcher: {error}", file=sys.stderr)
         case _:
             print("usage: python -m hybridpipe.launch.mpirun NUM_RANKS -- COMMAND...", file=sys.stderr)

@@ -95,10 +95,7 @@ def places(
         UserError: no number is known, the hosts take fewer ranks, or Slurm's variables make no sense.
     """
     if "SLURM_JOB_ID" in env and not hosts:
-        try:
-            ranks = ranks or mpirun.count_of("SLURM_NTASKS", env)
-        except RuntimeError as error:
-            raise UserError(f"launch: {error}") from None
+        ranks = ranks or mpirun.count_of("SLURM_NTASKS", env)
         names = _hosts_of_slurm(env)
         hosts = {name: -(-ranks // len(names)) for name in names}
     ranks = ranks or sum(hosts.values())
@@ -261,10 +258,7 @@ def _command(
         on = f"--nodelist={','.join(options.slots)} --nodes={len(options.slots)}"
     if options.slots:
         env = {**env, flags: f"{env.get(flags, '')} {on}"}
-    try:
-        argv, added = make(options.ranks, command, env)
-    except RuntimeError as error:
-        raise UserError(f"launch: {error}") from None
+    argv, added = make(options.ranks, command, env)
     return argv, env | added
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.comm.status import rank_status
+from hybridpipe.errors import UserError
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost.formula import BUCKET_BYTES
 
@@ -274,9 +275,8 @@ def horovod(communicator: "MPI.Comm") -> Any:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        raise RuntimeError(
-            f"replicated stages need Horovod, which is missing ({error}); launch/setup builds it"
-        ) from error
+        why = f"Horovod, which is missing ({str(error).splitlines()[0]})"
+        raise UserError(f"replicated stages need {why}: hybridpipe setup") from error
     if hvd.is_initialized():
         hvd.shutdown()
     # A tensor larger than the threshold is reduced in place. By default Horovod fuses up to 128 MiB and

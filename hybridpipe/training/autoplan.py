@@ -107,7 +107,6 @@ def choose(
     cluster: Cluster,
     num_microbatches: int,
     request: PlanRequest = DEFAULT_REQUEST,
-    num_ranks: int | None = None,
 ) -> Choice:
     """Choose a plan by name.
 
@@ -117,7 +116,6 @@ def choose(
 
     Args:
         num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
-        num_ranks: usable ranks; by default all of the cluster.
 
     Raises:
         ValueError: the name is unknown, or the schedule contradicts the request.
@@ -125,11 +123,11 @@ def choose(
     """
     if name not in SOURCES:
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
-    candidates = tuple(search_sizes(profile, cluster, profile.samples * num_microbatches, request, num_ranks))
+    candidates = tuple(search_sizes(profile, cluster, profile.samples * num_microbatches, request))
     best = candidates[0]
     if name == AUTO:
         return Choice(best.plan, candidates, profile.scaled_to(best.samples), cluster)
-    ranks, schedule = num_ranks or cluster.num_ranks, request.schedule
+    ranks, schedule = cluster.num_ranks, request.schedule
     if schedule != AUTO and TRAITS[schedule].whole_minibatch:  # the minibatch is one microbatch
         profile, num_microbatches = profile.scaled_to(profile.samples * num_microbatches), 1
     plan: Plan | None

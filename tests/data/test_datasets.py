@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybridpipe.data.datasets import digits, fashion_mnist, read_idx
+from hybridpipe.errors import REMEDIES
 
 
 def idx(values: np.ndarray, dtype: int = 0x08) -> bytes:
@@ -65,8 +66,9 @@ def test_no_digit_is_in_both_parts():
 
 def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'hybridpipe[examples]'")):
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'hybridpipe[examples]'")) as caught:
         digits()
+    assert caught.value.name in REMEDIES, "commands tell it in one line"
 
 
 @pytest.mark.parametrize("train, num_samples", [(True, 6), (False, 4)])

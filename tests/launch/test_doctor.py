@@ -79,19 +79,19 @@ def test_ranks_bound_each_to_its_own_core_do_not_crowd_them():
 
 def test_horovod_missing(shadow):
     done = examine(**shadow("horovod", "raise ImportError('no Horovod here')"))
-    failed(done, "Horovod", "no Horovod here", "launch/setup")
+    failed(done, "Horovod", "no Horovod here", "hybridpipe setup")
 
 
 def test_horovod_missing_on_one_rank_only(tmp_path):
     hide = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': sys.modules['horovod'] = None"
     code = f"import sys\nfrom hybridpipe.launch import doctor\n{hide}\nsys.exit(doctor.main())"
     done = mpirun.run(2, [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    failed(done, "Horovod", r"\(rank 1, .*\)", "launch/setup")
+    failed(done, "Horovod", r"\(rank 1, .*\)", "hybridpipe setup")
 
 
 def test_mpi_missing(shadow):
     done = examine(**shadow("mpi4py", "raise RuntimeError('cannot load MPI library')"))
-    failed(done, "MPI library", "cannot load MPI library", "launch/setup")
+    failed(done, "MPI library", "cannot load MPI library", "hybridpipe setup")
 
 
 def test_torch_out_of_range(shadow):
@@ -109,7 +109,7 @@ def test_mixed_mpis(tmp_path):
 
 def test_no_mpirun():
     done = examine("mpirun.find_program = lambda name: None")
-    failed(done, "mpirun", "there is none", "launch/setup")
+    failed(done, "mpirun", "there is none", "hybridpipe setup")
 
 
 def test_srun_without_pmix():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridpipe import environment
+from hybridpipe.errors import UserError
 from hybridpipe.launch import mpirun
 
 OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpirun (Open MPI) 5.0.11"
@@ -128,7 +129,7 @@ def test_root_is_allowed_only_where_it_is_root(mpirun_says, monkeypatch):
 def test_without_mpirun_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="no mpirun: run launch/setup"):
+    with pytest.raises(UserError, match="no mpirun: run hybridpipe setup"):
         mpirun.mpirun_command(2, ["true"])
 
 

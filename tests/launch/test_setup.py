@@ -1,4 +1,7 @@
-"""launch/setup says in one line what it cannot do, before it does anything. launch/test shows the rest."""
+"""launch/setup and `hybridpipe setup` say in one line what they cannot do, before they do anything.
+
+launch/test shows the rest.
+"""
 
 import os
 import shutil
@@ -10,6 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SETUP_WRITES = [REPOSITORY / ".venv" / f"hybridpipe-setup.{suffix}" for suffix in ("log", "stamps")]
+PACKAGED = "hybridpipe/launch/setup.sh"  # what `hybridpipe setup` runs
 TOOLS = "awk bash cat cut df dirname env flock g++ grep head make mktemp paste sed sha256sum sort tail tr"
 
 
@@ -18,6 +22,8 @@ def machine(tmp_path):
     """A checkout on a machine that has only what is linked into its bin folder."""
     (tmp_path / "launch").mkdir()
     shutil.copy(REPOSITORY / "launch/setup", tmp_path / "launch")
+    (tmp_path / PACKAGED).parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY / PACKAGED, tmp_path / PACKAGED)
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     bin = tmp_path / "bin"
     bin.mkdir()
@@ -38,12 +44,12 @@ def python_without(machine, word):
     return program(machine / "bin/python3", lines)
 
 
-def refusal(machine, *arguments, **env):
+def refusal(machine, *arguments, script="launch/setup", **env):
     """What it says when it refuses: one line, and nothing was made."""
     before = sorted(machine.rglob("*"))
     env = {"PATH": str(machine / "bin"), "HOME": str(machine), "PYTHON": sys.executable} | env
     env = {name: value for name, value in env.items() if value}
-    command = [machine / "launch/setup", *arguments]
+    command = ["bash", machine / script, *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -113,6 +119,21 @@ def test_another_python_than_that_of_the_venv(machine):
     (machine / ".venv/bin").mkdir(parents=True)
     program(machine / ".venv/bin/python", "[ $1 = -V ] && echo Python 3.12.0; exit 0")
     assert "rm -r .venv to change it" in refusal(machine)
+
+
+@pytest.mark.parametrize(
+    "missing, message",
+    [
+        ("make", "no make: sudo apt install make"),
+        ("g++", "no C++ compiler (g++): sudo apt install g++ make"),
+        ("pip", "has no pip: "),
+    ],
+)
+def test_the_command_refuses_in_the_same_words(machine, missing, message):
+    (machine / "bin" / missing).unlink(missing_ok=True)
+    lines = f"*sys.prefix*) echo {machine}; exit;; {missing}) exit 1;;"
+    python = program(machine / "bin/python", f'case "$2" in {lines} esac; exec {sys.executable} "$@"')
+    assert message in refusal(machine, python, script=PACKAGED)
 
 
 @pytest.mark.skipif(Path(sys.prefix) != REPOSITORY / ".venv", reason="not in launch/setup's .venv")

@@ -1,5 +1,6 @@
 """Buckets and hooks, with a fake Horovod that records its calls."""
 
+import sys
 from collections import Counter
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridpipe.errors import UserError
 from hybridpipe.optim import gradient_sync
 from hybridpipe.optim.gradient_sync import HorovodSync, _buckets
 from hybridpipe.planning.cost import formula
@@ -69,6 +71,12 @@ def sizes(buckets) -> list[list[int]]:
 
 def parameters(*counts: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(count)) for count in counts]
+
+
+def test_without_horovod_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(UserError, match=r"need Horovod, which is missing \(.*\): hybridpipe setup$"):
+        gradient_sync.horovod(None)
 
 
 @pytest.mark.usefixtures("small_buckets")

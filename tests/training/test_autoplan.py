@@ -23,7 +23,7 @@ def test_auto_compares_schedules_and_the_baselines_are_the_simplest():
 
 @pytest.mark.parametrize("name", ["auto", "dp", "straight"])
 def test_under_pipedream_a_minibatch_travels_whole(name):
-    choice = choose(name, PROFILE, CLUSTER, 8, PlanRequest(schedule="pipedream"), 2)
+    choice = choose(name, PROFILE, CLUSTER, 8, PlanRequest(schedule="pipedream"))
     assert choice.plan.num_microbatches == 1 and choice.profile.samples == 16
     predicted = choice.plan.predicted
     assert predicted.samples_per_second * predicted.minibatch_seconds == approx(16)
