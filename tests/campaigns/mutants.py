@@ -9,8 +9,8 @@ also names each module's tests and the mutants known to be the same program. Tes
 without MPI: first all, under coverage; then, for a mutant, those that run its line, until one fails. A line
 that no test runs counts as unnoticed.
 
-cosmic-ray gives the operators only: it draws no sample, and has one test command for all modules. mutmut (3.8)
-draws none either, and leaves modules' constants alone.
+cosmic-ray gives the operators only: it draws no sample, and has one test command for all modules. mutmut
+(3.8) draws none either, and leaves modules' constants alone.
 """
 
 import argparse
