@@ -4,6 +4,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from pytest import approx
@@ -264,7 +265,7 @@ def test_edges_for_a_rough_look_are_even_in_work_cheap_and_near_the_best_cuts():
     search = search_over(layers, free(2))
     edges = search.cheap_edges(20).tolist()
     assert {0, 37, 100} <= set(edges) and 10 <= len(edges) <= 20
-    assert max(b - a for a, b in zip(edges, edges[1:])) <= 20
+    assert max(b - a for a, b in pairwise(edges)) <= 20
     search.add([0, 50, 100], [(0,), (1,)], math.nan)
     search.add([0, 49, 100], [(0,), (1,)], math.nan)
     assert search.best.plan.stages[0].stop == 50
