@@ -39,7 +39,7 @@ from pathlib import Path
 import coverage
 import hypothesis
 import pytest
-import torch  # noqa: F401 (so that the processes forked from here need not load it)
+import torch
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
@@ -176,7 +176,8 @@ def run_pytest(tests: list[str], *plugins: object) -> int:
     sys.path[:] = [os.getcwd(), *(path for path in sys.path if Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.split(".")[0] in ("hybridpipe", "tests")]:
         del sys.modules[name]
-    os.environ |= {"PYTHONPATH": os.getcwd(), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= {"PYTHONPATH": os.getcwd(), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
     hypothesis.settings.register_profile("mutants", database=None, derandomize=True)
     hypothesis.settings.load_profile("mutants")
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
