@@ -157,4 +157,4 @@ def test_a_job_that_comes_as_another_goes_disturbs_no_one(looked_at):
     engine.start(10.0, (link,), lambda _: None, None, cap=1.0)  # a flow of its own
     engine.start(1.0, (link,), lambda _: None, None)  # until 2.0
     engine.run()
-    assert engine.now == approx(12) and len(looked_at) == 2 + 1 + 1  # at 0, at 2 the new one, at 4 the long one
+    assert engine.now == approx(12) and len(looked_at) == 2 + 1 + 1  # two at first, the new one, the long one
