@@ -35,10 +35,11 @@ class Watched(QueueTransport):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.sent, self.posted, self.peak = Counter(), 0, 0
+        self.sent, self.tags, self.posted, self.peak = Counter(), [], 0, 0
 
     def send(self, buffer, peer, tag):
         self.sent[tag % 3] += 1
+        self.tags.append(tag)
         return super().send(buffer, peer, tag)
 
     def receive(self, buffer, peer, tag):
@@ -251,3 +252,23 @@ def test_a_message_under_the_next_ones_tag_is_found_where_that_was_posted_ahead(
     pair.before.send_activation(2, torch.randn(2, 3))
     with pytest.raises(ProtocolError, match=r"from rank 0, tag 12: .* expects: microbatch 1 instead of 2"):
         pair.behind.receive_activation(1)
+
+
+def test_tags_come_round_before_the_largest_that_every_mpi_allows():
+    pair = Pair()
+    pair.begin(*[2] * 7000)
+    tags = {}
+    for m in (0, 5460, 5461, 6552, 6999):
+        pair.before.send_activation(m, torch.zeros(2, 3))
+        tags[m] = pair.transports[0].tags[-1]
+    assert max(pair.transports[0].tags) < 2**15
+    assert tags[5460] > tags[6999] > tags[0] == tags[5461]
+
+
+def test_a_message_longer_than_mpi_counts_is_refused():
+    pair = Pair()
+    pair.begin(2)
+    value = torch.zeros(1, dtype=torch.uint8).expand(2**31 - 64)  # and a header of 64 bytes
+    told = "message of microbatch 0 weighs 2147483648 bytes, MPI takes at most 2147483647"
+    with pytest.raises(ValueError, match=told):
+        pair.before.send_activation(0, value)

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridpipe.comm.status import Doing, RankStatus
+from hybridpipe.comm.status import Doing, RankStatus, Wait
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward
 
 
@@ -23,3 +23,54 @@ def test_between_steps_a_report_names_the_last_one():
     status = RankStatus()
     status.doing = Doing(0, 5, None)
     assert str(status) == "outside a step, after step 5"
+
+
+@pytest.mark.parametrize(
+    "wait, told",
+    [
+        (Wait("all-reduce", (0, 3)), "all-reduce with ranks 0, 3"),
+        (Wait("send", (4,), tag=6, num_bytes=128), "send to rank 4, tag 6, 128 bytes"),
+        (Wait("receive", (4,), tag=0, num_bytes=0), "receive from rank 4, tag 0, 0 bytes"),
+    ],
+)
+def test_a_wait_says_for_whom(wait, told):
+    assert str(wait) == told
+
+
+def test_a_wait_within_a_wait_ends_in_the_outer_one():
+    status = RankStatus()
+    with status.waiting("Horovod's start", range(2)):
+        outer = status.wait
+        with status.waiting("broadcast", [1]):
+            assert status.wait == Wait("broadcast", (1,))
+        assert status.wait is outer
+    assert status.wait is None
+
+
+def test_whoever_begins_something_else_has_moved():
+    status = RankStatus()
+    doing, wait = status.doing, status.wait
+    assert not status.has_moved_since(doing, wait)
+    with status.waiting("barrier", [1]):
+        assert status.has_moved_since(doing, wait)
+        status.doing = Doing(0, 1, Forward(0))
+        assert status.has_moved_since(doing, status.wait)
+    assert not status.has_moved_since(status.doing, None)
+
+
+def test_a_rank_is_busy_in_an_instruction_and_in_a_wait():
+    status = RankStatus()
+    status.doing = Doing(0, 5, None)
+    assert not status.busy
+    with status.waiting("barrier", [1]):
+        assert status.busy
+    status.doing = Doing(0, 5, Forward(0))
+    assert status.busy
+
+
+def test_the_thread_that_saves_is_seen_to_move():
+    status = RankStatus()
+    with status.in_saving("writes a shard"):
+        assert status.saving == "writes a shard" and status.moved > 0
+        status.moved = 0.0
+    assert status.saving == "" and status.moved > 0

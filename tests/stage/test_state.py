@@ -15,14 +15,21 @@ from torch.optim import lr_scheduler
 from hybridpipe.errors import UserError
 from hybridpipe.model.sequential import StageModule
 from hybridpipe.stage.state import (
+    BATCHES_AGREED,
+    SAMPLES_SEEN,
     Generators,
+    OfParameter,
     State,
+    batches_agreed,
     check_fits,
     check_optimizer,
     described,
+    differences,
     pack,
     put_optimizer,
     read_optimizer,
+    samples_seen,
+    shared_tensors,
     take_optimizer,
     unpack,
 )
@@ -231,3 +238,80 @@ def test_generators_that_are_none_are_refused(name):
     state.tensors[name] = torch.zeros(3, dtype=state.tensors[name].dtype)
     with pytest.raises(UserError, match=r"^file: random states cannot be understood: "):
         Generators.of(state, "file")
+
+
+def test_what_statistics_have_seen_is_read_or_refused():
+    assert samples_seen({SAMPLES_SEEN: 0}, "file") == 0 and samples_seen({SAMPLES_SEEN: 7}, "file") == 7
+    assert samples_seen({}, "file") == samples_seen([], "file") == 1  # all ranks count alike
+    for wrong in (-1, 1.0, True, "1"):
+        with pytest.raises(UserError, match=r"^file: statistics_samples: must be an integer >= 0, got "):
+            samples_seen({SAMPLES_SEEN: wrong}, "file")
+
+
+def test_batches_that_replicas_agreed_on_are_read_or_refused():
+    assert batches_agreed({BATCHES_AGREED: {"1.num_batches_tracked": 3}}, "file") == {
+        "1.num_batches_tracked": 3
+    }
+    assert batches_agreed({}, "file") == batches_agreed([], "file") == {}
+    for wrong in ({"a": 1.0}, {"a": 1, "b": None}, [1]):
+        with pytest.raises(UserError, match=r"^file: statistics_batches: must hold integers, got "):
+            batches_agreed({BATCHES_AGREED: wrong}, "file")
+
+
+@pytest.mark.parametrize(
+    "entry", [{"group": -1, "state": {}}, {"group": 1, "state": {}}, {"group": 0, "state": []}, {"state": {}}]
+)
+def test_an_optimizers_entry_of_no_group_is_refused(entry):
+    state = State(meta={"groups": [{"lr": 0.1}], "parameters": {"a.weight": entry}})
+    with pytest.raises(UserError, match=r"^file: parameter a.weight: cannot be understood: "):
+        read_optimizer(state, "file")
+
+
+def test_options_that_an_older_checkpoint_was_not_told_are_none():
+    entries = {key: {"group": at, "state": {}} for key, at in (("a", 0), ("b", 1))}
+    state = State(meta={"groups": [{"lr": 0.1}, {"lr": 0.2}], "given": [{"lr": 1.0}], "parameters": entries})
+    found = read_optimizer(state, "file")
+    assert [found[key].options["lr"] for key in "ab"] == [0.1, 0.2]
+    assert (found["a"].given, found["b"].given) == ({"lr": 1.0}, None)
+
+
+def test_options_that_differ_are_told_but_for_how_a_step_is_computed():
+    now = {"lr": 0.1, "betas": (0.9, 0.99), "fused": True, "new": 1, "rate": torch.tensor(0.1)}
+    then = {"lr": 0.2, "betas": (0.9, 0.99), "fused": None, "old": 1, "rate": torch.tensor(0.1)}
+    assert differences(now, then) == [("lr", 0.1, 0.2)]
+    assert differences({"rate": torch.tensor(0.1), "n": 1}, {"rate": 0.1, "n": True}) == [
+        ("rate", torch.tensor(0.1), 0.1),
+        ("n", 1, True),
+    ]
+
+
+def test_buffers_that_no_state_dict_has_are_kept_too():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].register_buffer("scratch", torch.zeros(3), persistent=False)
+    model[1].register_buffer("nothing", None, persistent=False)
+    assert set(shared_tensors(model)) == {"0.weight", "0.bias", "1.scratch"}
+    assert shared_tensors(model)["1.scratch"] is model[1].scratch
+
+
+def test_state_that_an_optimizer_keeps_of_no_parameter_is_refused():
+    layers = make_layers()
+    optimizer = optim.SGD(layers.parameters(), lr=0.1)
+    optimizer.state["calls"] = {"count": 3}
+    with pytest.raises(UserError, match="SGD keeps state of no parameter: 'calls'"):
+        take_optimizer(optimizer, named(layers).parameters(), State())
+
+
+@pytest.mark.parametrize("option", ["capturable", "fused"])
+def test_a_step_count_is_on_the_host_unless_the_device_counts(option):
+    """A step on another device makes an optimizer of the plain form wait for that device."""
+    layers = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    optimizer = optim.Adam(layers.parameters(), lr=0.1)
+    found = {}
+    for key in ("0.weight", "0.bias"):
+        found[key] = OfParameter({}, {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)})
+    names = {p: key for key, p in layers.named_parameters()}
+    put_optimizer(optimizer, names, found, options_too=False)
+    assert [value.device.type for value in optimizer.state[layers[0].weight].values()] == ["cpu", "meta"]
+    optimizer.param_groups[0][option] = True
+    put_optimizer(optimizer, names, found, options_too=False)
+    assert [value.device.type for value in optimizer.state[layers[0].weight].values()] == ["meta", "meta"]

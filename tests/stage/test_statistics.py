@@ -1,5 +1,8 @@
 """Averages of normalisation layers' statistics over replicas, against the formula in float64."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -25,26 +28,25 @@ def trained(sizes: list[int], **options) -> tuple[nn.Sequential, RunningStatisti
 
 
 def agree(replicas: list[tuple[nn.Sequential, RunningStatistics]]) -> None:
-    """Average the statistics of all replicas, one after the other, with the others' numbers precomputed."""
-    before = [module.state_dict() for module, _ in replicas]
-    before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
-    samples = [counted.num_samples for _, counted in replicas]
-    tracked = [counted.num_batches[0] for _, counted in replicas]
-    averaged = [key for key in statistics(replicas[0][0]) if "running" in key]
+    """Average the statistics of all replicas, a thread each, over what every one hands in."""
+    barrier = threading.Barrier(len(replicas), timeout=10)
+    handed_in = [torch.tensor(0)] * len(replicas)
 
-    for _, counted in replicas:
-        sums = iter(
-            [
-                torch.tensor(sum(samples)),
-                *(sum(b[key] - t[key] for b, t in zip(before, tracked, strict=True)) for key in tracked[0]),
-                *(
-                    sum(n * (b[key] - before[0][key]) for n, b in zip(samples, before, strict=True))
-                    for key in averaged
-                ),
-            ]
+    def gathered(replica: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        handed_in[replica] = tensor
+        barrier.wait()
+        found = list(handed_in)
+        barrier.wait()
+        return found
+
+    def run(replica: int) -> None:
+        replicas[replica][1].agree(
+            lambda tensor: torch.stack(gathered(replica, tensor)).sum(0),
+            lambda tensor: gathered(replica, tensor.clone())[0],
         )
-        firsts = iter([before[0][key] for key in averaged])
-        counted.agree(lambda _, sums=sums: next(sums), lambda _, firsts=firsts: next(firsts))
+
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        list(pool.map(run, range(len(replicas))))
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["momentum", "cumulative"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.training.evaluation import Accuracy, MicrobatchMetrics, reached
+from hybridpipe.training.evaluation import Accuracy, MicrobatchMetrics, reached, targets_wanted
 
 cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
 
@@ -143,3 +143,15 @@ def test_a_target_is_reached_where_all_that_is_wanted_is():
     assert not reached(metrics, {"accuracy": 0.91}) and not reached(metrics, {"accuracy": 0.9, "loss": 0.3})
     with pytest.raises(ValueError, match=r"target_accuracy = 0\.9 needs targets that are classes"):
         reached({"loss": 0.1}, {"accuracy": 0.9})
+
+
+def test_targets_need_a_validation_set_and_no_target_needs_none():
+    assert targets_wanted(None, accuracy=None, loss=None) == {}
+    assert targets_wanted(["a sample"], accuracy=None, loss=0.5) == {"loss": 0.5}
+    with pytest.raises(ValueError, match=r"target_accuracy = 0\.9 needs validation, got None"):
+        targets_wanted(None, loss=0.5, accuracy=0.9)
+
+
+def test_without_samples_there_is_a_loss_of_nothing():
+    metrics = MicrobatchMetrics(mse, {})
+    assert metrics.metrics(np.zeros(metrics.width), 0) == {"loss": 0.0}

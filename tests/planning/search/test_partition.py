@@ -4,6 +4,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from pytest import approx
@@ -241,3 +242,73 @@ def test_a_large_machine_takes_seconds(node, schedule):
     assert time.process_time() - start < 30
     parallel = Plan.data_parallel(200, 64, found[0].num_microbatches, schedule)
     assert estimate(found[0], profile, cluster) <= estimate(parallel, profile, cluster)
+
+
+def search_over(layers, cluster, num_microbatches=8, **asked) -> _Search:
+    form = Form(num_microbatches, PlanRequest(**asked))
+    return _Search(model(*layers), cluster, form, tuple(range(cluster.num_ranks)), None)
+
+
+def test_a_search_begins_with_stages_of_equal_work():
+    search = search_over([layer(1, 2)] * 8, free(4))
+    search.add_equal_stages()
+    assert {tuple(stage.stop for stage in found.plan.stages) for found in search.found.values()} == {
+        (2, 4, 6, 8),
+        (4, 8),
+        (8,),
+    }
+
+
+def test_edges_for_a_rough_look_are_even_in_work_cheap_and_near_the_best_cuts():
+    layers = [layer(1, 2, output=10)] * 100
+    layers[36] = layer(1, 2, output=1)
+    search = search_over(layers, free(2))
+    edges = search.cheap_edges(20).tolist()
+    assert {0, 37, 100} <= set(edges) and 10 <= len(edges) <= 20
+    assert max(b - a for a, b in pairwise(edges)) <= 20
+    search.add([0, 50, 100], [(0,), (1,)], math.nan)
+    search.add([0, 49, 100], [(0,), (1,)], math.nan)
+    assert search.best.plan.stages[0].stop == 50
+    assert {48, 49, 50, 51, 52} <= set(search.cheap_edges(20).tolist())
+
+
+def test_layers_are_merged_where_there_are_too_many_steps(monkeypatch):
+    def num_layers():
+        search = search_over([layer(1, 2)] * 64, free(2))
+        search.add_equal_stages()
+        layout = placement.every_placement(search.cluster, search.ranks, 2)
+        [(share, starts)] = placement.shares(layout, search.cluster, search.ranks)
+        options = {"num_microbatches": 8, "schedule": "1f1b", "max_in_flight": 8, "held_a_rank": None}
+        graph = placement.slot_graph(layout, search.cluster, share, starts, **options)
+        return search.program(graph).costs.num_layers
+
+    assert num_layers() == 64
+    monkeypatch.setattr(module, "MAX_STEPS", 5000)
+    steps = num_layers()
+    monkeypatch.setattr(module, "MAX_STEPS", 2 * 10**8)
+    monkeypatch.setattr(module, "MAX_TABLE", 2000)
+    table = num_layers()
+    assert 8 < steps < 64 and 8 < table < 64
+
+
+def test_machines_that_are_all_faster_get_the_same_cuts():
+    draw = random.Random(3)
+    profile = model(*[layer(draw.random(), 2 * draw.random()) for _ in range(12)])
+    plans = []
+    for speed in (1.0, 0.25, 4.0):
+        cluster = replace(free(3), relative_speed=(speed,) * 3)
+        best = partition(profile, cluster, num_microbatches=6, max_replicas=1)[0]
+        plans.append(best.stages)
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_no_piece_of_a_front_is_skipped_while_it_is_short(monkeypatch):
+    """With a patience of 60 passes, which few fronts take, impatience changes nothing."""
+    for seed in range(60):
+        profile, cluster, options, ranks, max_replicas = random_instance(seed)
+        found = []
+        for impatience in (0.0, 0.5):
+            monkeypatch.setattr(module, "IMPATIENCE", impatience)
+            plans = partition(profile, cluster, ranks=ranks, max_replicas=max_replicas, **options)
+            found.append(plans[:1])
+        assert found[0] == found[1]

@@ -135,3 +135,30 @@ def test_microbatches_in_flight(held_a_rank, expected):
     assert {kind.in_flight for kind in graph.kinds} == expected
     for slot in range(len(graph.slot)):
         assert all(graph.behind[graph.first[slot] : graph.first[slot + 1]] < slot)
+
+
+def test_lines_of_four_nodes_deal_over_all_three_and_two():
+    nodes = Cluster((Level("node", 2, 100.0, 0.1), Level("network", 8, 10.0, 0.5)))
+    found = lines(nodes, range(8))
+    assert found == [
+        (0, 1, 2, 3, 4, 5, 6, 7),
+        (0, 2, 4, 6, 1, 3, 5, 7),
+        (0, 2, 4, 1, 3, 5, 6, 7),
+        (0, 2, 1, 3, 4, 6, 5, 7),
+    ]
+    assert lines(nodes, range(8), replicated=False) == found[:1]
+
+
+def test_every_stage_is_looked_at_up_to_a_number_of_pairs():
+    """A line of 150 ranks and stages of up to 20 have 150 * 20^2 / 2 pairs of a stage and one behind it."""
+    found = every_stage(150, 20)
+    assert len(found) == 150 * 20 - 19 * 20 // 2 and max(stop for _, stop in found) == 150
+    assert every_stage(151, 20) is None
+
+
+def test_long_lines_keep_rows_of_stages_as_small_as_the_layers_allow():
+    machine = Cluster.flat(64, 1.0, 0.0)
+    four = coarse(machine, 64, 16, 4)  # 16 layers: stages of four ranks, at least
+    assert {(36, 40), (40, 44)} <= set(four) and (42, 44) not in four
+    assert (42, 44) in coarse(machine, 64, 32, 4)
+    assert (36, 44) not in four and (40, 48) in coarse(machine, 64, 16, 8)

@@ -149,3 +149,12 @@ def test_of_a_link_that_jobs_come_and_go_on_all_see_who_is_there():
         engine.start(work, (link,), lambda _: seen.append(link.num_jobs), None)
     engine.run()
     assert seen == [2, 1, 0]
+
+
+def test_a_job_that_comes_as_another_goes_disturbs_no_one(looked_at):
+    engine, link = Engine(), Resource(even(1.0))
+    engine.after(2.0, lambda _: engine.start(1.0, (link,), lambda _: None, None), None)
+    engine.start(10.0, (link,), lambda _: None, None, cap=1.0)  # a flow of its own
+    engine.start(1.0, (link,), lambda _: None, None)  # until 2.0
+    engine.run()
+    assert engine.now == approx(12) and len(looked_at) == 2 + 1 + 1  # two at first, the new one, the long one
