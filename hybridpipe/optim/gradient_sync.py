@@ -116,11 +116,11 @@ class HorovodSync:
         ]
 
     def begin_final_backward(self) -> None:
-        """Start to reduce each bucket as soon as it is full."""
+        """Start reducing each bucket as soon as it is full."""
         self._armed = self.overlaps
 
     def end_final_backward(self) -> None:
-        """Stop to reduce buckets as they fill."""
+        """Stop reducing buckets as they fill."""
         self._armed = False
 
     def finish(self) -> None:

@@ -103,7 +103,7 @@ class Stage:
 
     @property
     def draws_from_python(self) -> bool:
-        """True if a layer or the loss may draw from Python's or NumPy's generators, which are then seeded."""
+        """True if a layer or the loss may draw from Python's or NumPy's generators."""
         return any(self._draws_from_python)
 
     @property
