@@ -1,7 +1,7 @@
-"""What the two data-parallel baselines share: reading CONFIG, sharing out samples, keeping score.
+"""Common parts of the two data-parallel baselines: reading CONFIG, dividing samples, measuring.
 
-The baselines are what a user of Horovod or DDP would write, for a fair comparison, so nothing
-here imports hybridpipe; a CONFIG may name its data sets, as it may name anything.
+For a fair comparison the baselines are written as a user of Horovod or DDP would. So nothing here
+imports hybridpipe, though a CONFIG may name its data sets.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
-# The first minibatches warm caches up and negotiate; they count in the losses, not in the speed.
+# The first minibatches warm up caches and communication; they count for the losses, not for the speed.
 WARM_UP = 3
 
 
@@ -33,8 +33,8 @@ WARM_UP = 3
 class Share:
     """The part of a minibatch that one rank computes in one forward and backward.
 
-    `weight` makes the mean over ranks of `weight · loss`, summed over a rank's shares, the mean
-    loss of the minibatch, also where the samples do not divide evenly.
+    The sum of `weight · loss` over a rank's shares, averaged over the ranks, is the mean loss of
+    the minibatch, also where the samples do not divide evenly.
     """
 
     inputs: Tensor
@@ -44,14 +44,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Job:
-    """A CONFIG with its factories resolved, and the options of the command line."""
+    """A CONFIG with its factories imported, and the options of the command line."""
 
     build_model: Callable[[], nn.Module]
     build_optimizer: Callable[..., torch.optim.Optimizer]
     loss: Callable[[Tensor, Tensor], Tensor]
     train_set: Any
     validation_set: Any  # or None
-    minibatch: int
+    minibatch: int  # samples
     epochs: int
     seed: int
     shuffle: bool
@@ -59,7 +59,7 @@ class Job:
     out: Path | None
 
     def minibatches(self, epoch: int, rank: int, ranks: int) -> Iterator[list[Share]]:
-        """For each minibatch what this rank computes of it: `accumulate` shares."""
+        """Yield this rank's part of each minibatch, in `accumulate` shares."""
         order = torch.arange(len(self.train_set))
         if self.shuffle:
             generator = torch.Generator().manual_seed(1000 * self.seed + epoch)
@@ -70,13 +70,13 @@ class Job:
             for part in range(rank, parts, ranks):
                 mine = minibatch[part::parts]
                 weight = len(mine) * ranks / len(minibatch)
-                # A short minibatch may leave nothing; a sample of weight 0 still joins the all-reduce.
+                # A short minibatch may leave a rank nothing. A sample of weight 0 joins the all-reduce.
                 inputs, targets = _load(self.train_set, mine if len(mine) else minibatch[:1])
                 shares.append(Share(inputs, targets, weight))
             yield shares
 
     def evaluate(self, model: nn.Module, rank: int, ranks: int, total: SumOverRanks) -> dict[str, float]:
-        """The mean loss and the accuracy on the held-out set, which the ranks share."""
+        """Return the mean loss and the accuracy on the held-out set, divided among the ranks. Collective."""
         if self.validation_set is None:
             return {}
         model.eval()
@@ -93,14 +93,14 @@ class Job:
 
 
 def load_job() -> Job:
-    """The job that the command line asks for; also settles the number of threads."""
+    """Return the job of the command line; also sets the number of threads."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # ranks share the cores; threads of torch would fight over them
+        torch.set_num_threads(1)  # ranks share the cores; more threads would compete for them
     parser = argparse.ArgumentParser(description="Trains CONFIG with plain data parallelism, under mpirun.")
     parser.add_argument("config", type=Path, metavar="CONFIG")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/summary.json")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="goes over CONFIG")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backward passes an update")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override CONFIG")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backward passes per update")
     options = parser.parse_args()
 
     config = tomllib.loads(options.config.read_text())
@@ -134,6 +134,7 @@ class Score:
         self.metrics: dict[str, float] = {}
 
     def start_epoch(self) -> None:
+        """Start the clock."""
         self.first = len(self.losses)
         self.start = self.last = time.perf_counter()
 
@@ -149,7 +150,7 @@ class Score:
     def end_epoch(self, epoch: int, model: nn.Module) -> None:
         """Evaluate, and print the epoch's line. Collective."""
         speed = len(self.job.train_set) / (self.last - self.start)
-        # The loss of every update travels once an epoch: one small all-reduce, not one an update.
+        # The losses of all updates are summed in one small all-reduce an epoch.
         parts = torch.tensor(self.losses[self.first :], dtype=torch.float64)
         self.losses[self.first :] = (self.total(parts) / self.ranks).tolist()
         self.metrics = self.job.evaluate(model, self.rank, self.ranks, self.total)
@@ -162,9 +163,9 @@ class Score:
             )
 
     def write_summary(self, gradient_bytes: int) -> None:
-        """DIR/summary.json, from rank 0: the keys that `hybridpipe train` writes. Collective.
+        """Write DIR/summary.json on rank 0, with keys of `hybridpipe train`. Collective.
 
-        `bytes_allreduced` counts the gradients that all ranks handed to the all-reduce.
+        `bytes_allreduced` counts the gradients of all ranks that were all-reduced.
         """
         memory = torch.zeros(self.ranks, dtype=torch.int64)
         memory[self.rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -191,18 +192,18 @@ class Score:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """The size of one update's gradients."""
+    """Return the bytes of one update's gradients."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def _factory(table: dict[str, Any]) -> Callable[..., Any]:
-    """The callable that a table's `factory` names, with its `args`."""
+    """Return the callable of a table's `factory`, with its `args`."""
     module, _, name = table["factory"].partition(":")
     return partial(getattr(import_module(module), name), **table.get("args", {}))
 
 
 def _override(config: dict[str, Any], override: str) -> None:
-    """Set one "a.b=value"; what is not TOML is a string."""
+    """Set one "a.b=value"; a value that is not TOML is a string."""
     key, _, text = override.partition("=")
     *tables, name = key.strip().split(".")
     for table in tables:
@@ -214,8 +215,8 @@ def _override(config: dict[str, Any], override: str) -> None:
 
 
 def _load(dataset: Any, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The samples stacked: inputs (B, …) and targets (B, …)."""
-    if isinstance(dataset, TensorDataset):  # one indexing instead of a call a sample
+    """Return the stacked samples: inputs (B, …) and targets (B, …)."""
+    if isinstance(dataset, TensorDataset):  # one indexing instead of one call for each sample
         inputs, targets = (tensor[indices] for tensor in dataset.tensors)
     else:
         inputs, targets = default_collate([dataset[i] for i in indices.tolist()])

@@ -1,8 +1,8 @@
-"""Plain PyTorch DDP over gloo, for comparison; otherwise the same as baseline_horovod.py.
+"""Plain PyTorch DDP over gloo, for comparison; otherwise equal to baseline_horovod.py.
 
     mpirun -n 4 python examples/baseline_ddp.py examples/digits.toml --out runs/ddp
 
-On several hosts, pass MASTER_ADDR: the host of rank 0.
+On several hosts, set MASTER_ADDR to the host of rank 0.
 """
 
 import os
@@ -14,7 +14,7 @@ from baseline_common import Score, gradient_bytes, load_job
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-# Rank and number of ranks, as torchrun, Open MPI, MPICH (also srun --mpi=pmi2) and srun name them.
+# Variables for rank and number of ranks of torchrun, Open MPI, MPICH (also srun --mpi=pmi2) and srun.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -24,6 +24,7 @@ LAUNCHERS = (
 
 
 def rank_and_ranks() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, from the launcher's variables."""
     for rank, ranks in LAUNCHERS:
         if rank in os.environ and ranks in os.environ:
             return int(os.environ[rank]), int(os.environ[ranks])
@@ -31,6 +32,7 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 def total_over_ranks(tensor: Tensor) -> Tensor:
+    """Return the sum over all ranks, in place. Collective."""
     dist.all_reduce(tensor)
     return tensor
 
@@ -54,14 +56,14 @@ def main() -> None:
             optimizer.zero_grad()
             total = 0.0
             for share in shares:
-                # Gradients add up on each rank, and are all-reduced with the last share's backward.
+                # Gradients add up on each rank; the last share's backward all-reduces them.
                 with nullcontext() if share is shares[-1] else model.no_sync():
                     loss = share.weight * job.loss(model(share.inputs), share.targets)
                     loss.backward()
                 total += loss.item()
             optimizer.step()
             score.minibatch(total)
-        # Unwrapped, since DDP communicates in a forward too, and ranks may evaluate unequally often.
+        # Without DDP, which communicates in forwards, too: ranks may evaluate different numbers of batches.
         score.end_epoch(epoch, model.module)
     score.write_summary(gradient_bytes(model))
     dist.destroy_process_group()

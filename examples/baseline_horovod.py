@@ -21,7 +21,7 @@ def main() -> None:
         backward_passes_per_step=job.accumulate,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # Horovod takes one step with zero gradients here, to have a state to send: Adam begins at step 1.
+    # To have a state to send, Horovod takes a step with zero gradients here: Adam begins at step 1.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     torch.manual_seed(job.seed + rank)  # dropout differs between the ranks
 

@@ -1,8 +1,8 @@
-"""Networks that the example configurations train, each an `nn.Sequential`.
+"""Networks of the example configurations, each an `nn.Sequential`.
 
-The direct children are the layers that a plan may cut between, so each child is one
-block: a convolution or a dense layer with what follows it. Arguments are plain numbers,
-which a TOML file can give. Initial weights come from torch's global generator.
+A plan may cut between direct children. So each child is one block: a convolution or a dense
+layer with its activation, pooling and dropout. Arguments are plain numbers, which a TOML file
+can hold. Initial weights come from torch's global generator.
 """
 
 from collections import OrderedDict
@@ -19,20 +19,20 @@ VGG11 = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, 
 
 
 def mlp(width: int = 512, depth: int = 4) -> nn.Sequential:
-    """A multilayer perceptron with `depth` hidden layers: (B, 1, 8, 8) → (B, 10)."""
+    """Build a multilayer perceptron with `depth` hidden layers: (B, 1, 8, 8) → (B, 10)."""
     widths = [64] + [width] * depth
     return _initialised(nn.Flatten(), *_dense_blocks(widths, nn.GELU, 0.0), nn.Linear(width, 10))
 
 
 def vgg_digits(channels: int = 32, width: int = 1024, dropout: float = 0.5) -> nn.Sequential:
-    """A VGG-style network for 8×8 digits: (B, 1, 8, 8) → (B, 10).
+    """Build a VGG-style network for 8×8 digits: (B, 1, 8, 8) → (B, 10).
 
-    Four convolutions compute most and weigh little, two dense layers weigh most: the shape
-    for which PipeDream replicates the front and keeps the back once.
+    Four convolutions compute most and have few parameters, two dense layers have most of them.
+    For this shape PipeDream replicates the first stage and not the last.
 
-    GELU and average pooling, where VGG has ReLU and maxima, keep it smooth. A sum taken in
-    another order changes the last bit of a float32; at the kink of a ReLU that bit decides
-    about a whole gradient, and after ten epochs two plans differ in the third digit of the
+    GELU and average pooling, where VGG has ReLU and maxima, keep the network smooth. Another
+    order of summation changes the last bit of a float32. At the kink of a ReLU that bit can
+    switch a whole gradient: after ten epochs two plans would differ in the third digit of the
     loss instead of the seventh.
     """
     layout = (channels, channels, "pool", 2 * channels, 2 * channels, "pool")
@@ -41,7 +41,7 @@ def vgg_digits(channels: int = 32, width: int = 1024, dropout: float = 0.5) -> n
 
 
 def vgg_fashion(channels: int = 16, width: int = 512, dropout: float = 0.5) -> nn.Sequential:
-    """A VGG-style network for 28×28 images: (B, 1, 28, 28) → (B, 10)."""
+    """Build a VGG-style network for 28×28 images: (B, 1, 28, 28) → (B, 10)."""
     layout = (channels, "pool", 2 * channels, "pool", 4 * channels, 4 * channels, "pool")
     return _vgg(layout, 1, 4 * channels * 3 * 3, (width, width), 10, dropout)
 
@@ -49,11 +49,11 @@ def vgg_fashion(channels: int = 16, width: int = 512, dropout: float = 0.5) -> n
 def vgg11(
     num_classes: int = 10, in_channels: int = 3, padding: int = 0, dropout: float = 0.5
 ) -> nn.Sequential:
-    """VGG-11 for 32×32 images: (B, in_channels, 32 − 2·padding, …) → (B, num_classes).
+    """Build VGG-11 for 32×32 images: (B, in_channels, 32 − 2·padding, …) → (B, num_classes).
 
-    The convolutions are those of the paper. Its five poolings leave 1×1 of 32×32 where they
-    leave 7×7 of 224×224, so the first dense layer has 512 inputs instead of 25088; the other
-    dense layers keep their 4096. 28×28 images fit with `padding=2`, zeros on each side.
+    The convolutions are those of the paper. Its five poolings reduce 32×32 to 1×1, where they
+    reduce 224×224 to 7×7. So the first dense layer has 512 inputs instead of 25088; the other
+    dense layers keep their 4096. 28×28 images need `padding=2`, zeros on each side.
     """
     return _vgg(VGG11, in_channels, 512, (4096, 4096), num_classes, dropout, padding)
 
@@ -66,9 +66,9 @@ def gpt(
     width: int = 128,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """A small GPT: int64 tokens (B, T ≤ block_size) → logits (B, T, vocabulary).
+    """Build a small GPT: int64 tokens (B, T ≤ block_size) → logits (B, T, vocabulary).
 
-    The head has weights of its own: tied to the embedding, they would live in two stages.
+    The head has weights of its own. Weights tied to the embedding would belong to two stages.
     """
     blocks = {f"block{i}": Block(num_heads, width, dropout) for i in range(1, num_layers + 1)}
     model = nn.Sequential(
@@ -83,7 +83,7 @@ def gpt(
 
 
 class Embedding(nn.Module):
-    """Token plus position: int64 (B, T) → float (B, T, width)."""
+    """Sum of token and position embeddings: int64 (B, T) → float (B, T, width)."""
 
     def __init__(self, vocabulary: int, block_size: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -97,8 +97,9 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a dense layer of four times the width, each added to its
-    normalised input (pre-norm): float (B, T, width) → the same shape.
+    """Causal self-attention and a dense layer with pre-norm: float (B, T, width) → the same shape.
+
+    Each is added to its input, which is normalised first. The dense layer is four times as wide.
     """
 
     def __init__(self, num_heads: int, width: int, dropout: float) -> None:
@@ -123,7 +124,7 @@ class Block(nn.Module):
         return x + self.dense(x)
 
     def attend(self, x: Tensor) -> Tensor:
-        """Each position looks at itself and at those before it."""
+        """Attend from each position to itself and to those before it: (B, T, width) → the same shape."""
         # (B, T, 3·width) → three of (B, heads, T, width / heads)
         query, key, value = (
             self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -144,11 +145,11 @@ def _vgg(
     padding: int = 0,
     smooth: bool = False,
 ) -> nn.Sequential:
-    """Convolutions after `layout`, dense layers of the widths `dense`, and a classifier."""
+    """Build convolutions by `layout`, dense layers of the widths `dense`, and a classifier."""
     activation, pool = (nn.GELU, nn.AvgPool2d) if smooth else (nn.ReLU, nn.MaxPool2d)
     features: list[nn.Sequential] = []
     for item in layout:
-        if item == "pool":  # part of the block before it, so that a cut sends the smaller tensor
+        if item == "pool":  # belongs to the block before it, so that a cut sends the smaller tensor
             features[-1].append(pool(2))
         else:
             convolution = nn.Conv2d(in_channels, int(item), kernel_size=3, padding=1)
@@ -169,10 +170,10 @@ def _dense_blocks(widths: list[int], activation: type[nn.Module], dropout: float
 
 
 def _initialised(*layers: nn.Module) -> nn.Sequential:
-    """The layers in a row, weights drawn for ReLU (He et al. 2015), biases zero.
+    """Chain the layers, with weights drawn for ReLU (He et al. 2015) and biases of zero.
 
-    Without batch normalisation, deep VGG networks barely start from torch's default weights.
-    The last layer, which no ReLU follows, starts small: the first loss is about log(classes).
+    From torch's default weights, deep VGG networks without batch normalisation hardly learn.
+    The last layer, which no ReLU follows, has small weights: the first loss is about log(classes).
     """
     model = nn.Sequential(*layers)
     for module in model.modules():

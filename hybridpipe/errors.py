@@ -31,7 +31,7 @@ class NotSaved(UserError):
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str:
-    """Return a hint for a misspelt name, such as " (did you mean 'stop'? allowed: start, stop)", or ""."""
+    """Return a hint for a misspelt name: " (did you mean 'stop'? allowed: start, stop)". It may be empty."""
     names = list(allowed)
     hints = [f"did you mean {close!r}?" for close in get_close_matches(name, names, n=1)]
     if 0 < len(names) <= _LONGEST_LIST:

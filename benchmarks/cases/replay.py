@@ -1,4 +1,4 @@
-"""Replay: PipeDream's published table on 16 ranks of 4 hosts, with real messages between sleeping ranks.
+"""Replay: PipeDream's published table on 16 ranks of 4 hosts, messages real, computing by sleeping.
 
     python benchmarks/run.py replay                                   15 minutes
     python benchmarks/run.py replay --only gnmt --slow 8              one model

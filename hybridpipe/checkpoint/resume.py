@@ -1,9 +1,8 @@
-"""Resume: a checkpoint found, verified whole and read by every rank, before anything of the training changes.
+"""Resuming: every rank finds, verifies and reads a checkpoint before any state of the training changes.
 
-Under the plan that it was taken with, ranks get back all that was theirs; under any other, each takes what
-its layers need from the files of the stages that had them: weights, buffers (running statistics are the mean
-over the replicas, as `Worker.average_statistics` makes it) and optimizer state are bit-equal by name, and an
-asynchronous stream starts anew from the newest weights. Invariant: all ranks change or none does.
+Under the checkpoint's plan, ranks get back their whole state. Under another plan, weights, buffers (averaged
+over replicas) and optimizer state go to their new ranks by name, and an asynchronous stream starts anew from
+the newest weights. Invariant: all ranks change their state, or none does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,36 +43,36 @@ from hybridpipe.stage.state import (
 from hybridpipe.stage.statistics import Replica, agreed, statistics
 
 _Result = TypeVar("_Result")
-OF_RATES = ("base_lrs", "_last_lr")  # of a scheduler's state
+OF_RATES = ("base_lrs", "_last_lr")  # learning rates in a scheduler's state
 
 
 class Found(NamedTuple):
-    """A checkpoint whose every byte is as its manifest says."""
+    """Verified checkpoint."""
 
     path: Path
     manifest: Manifest
     plan: Plan
     run: dict[str, Any]
-    notes: list[str]  # one for each that was passed over
+    notes: list[str]  # a line for each checkpoint that was passed over
 
     @property
     def place(self) -> str:
-        """Where its training stood."""
+        """Position of its training, as text."""
         manifest = self.manifest
         return f"step {manifest.step}, epoch {manifest.epoch}, {manifest.position} minibatches into it"
 
 
 class Nothing(NamedTuple):
-    """There is none to go on from."""
+    """Result of a search without a checkpoint to resume from."""
 
     notes: list[str]
 
 
 def find(world: MPI.Comm, source: Path) -> Found | Nothing:
-    """The checkpoint `source`, or the last good one in it; rank 0 reads it. Collective.
+    """Find the checkpoint `source`, or the last good one in that folder. Rank 0 reads it. Collective.
 
     Raises:
-        UserError: it is damaged, on every rank.
+        UserError: the checkpoint is damaged; raised on every rank.
     """
     return _on_rank_0(world, lambda: _find(source))
 
@@ -83,7 +82,7 @@ def _find(source: Path) -> Found | Nothing:
     path: Path | None = source
     if not (source / MANIFEST).exists():
         if step_of(source) is not None:
-            directory.read_manifest(source)  # says what is missing
+            directory.read_manifest(source)  # reports the missing file
         path, notes = directory.last_good(source)
     if path is None:
         return Nothing(notes)
@@ -94,10 +93,10 @@ def _find(source: Path) -> Found | Nothing:
 
 
 def load_plain(world: MPI.Comm, model: nn.Module, source: Path) -> None:
-    """The weights of a `model.state_dict()` in a safetensors file. Collective.
+    """Load a `model.state_dict()` from a safetensors file into the model. Collective.
 
     Raises:
-        UserError: the file is none, or not of this model; the model is as it was.
+        UserError: the file is no safetensors file or does not fit the model, which stays unchanged.
     """
 
     def read() -> dict[str, Tensor]:
@@ -111,27 +110,27 @@ def load_plain(world: MPI.Comm, model: nn.Module, source: Path) -> None:
 
 
 def check_model(found: Found, model: nn.Module) -> None:
-    """Raises UserError unless the checkpoint is of a model with the same names, shapes and types."""
+    """Raise UserError unless the checkpoint's model has the same names, shapes and types."""
     check_fits(found.run.get("model", {}), model.state_dict(), str(found.path))
 
 
 def is_exact(found: Found, plan: Plan) -> bool:
-    """Does the plan go on as the checkpoint's would have: versions, random states and all?"""
+    """True if the plan is the checkpoint's, so that versions and random states are kept, too."""
     return plan_json(plan) == plan_json(found.plan)
 
 
 def load(worker: Worker, found: Found, allow_changed: bool = False) -> list[str]:
-    """Let this rank's state be the checkpoint's. Collective.
+    """Load the checkpoint into this rank's worker. Collective.
 
     Args:
-        allow_changed: options of the optimizer, or a scheduler, may be others than the checkpoint's training
-            was given; then the new ones count.
+        allow_changed: allow options of optimizer and scheduler that differ from the checkpoint's; the new
+            ones are then used.
 
     Returns:
-        what has changed, in lines, the same on every rank.
+        A line for each changed setting, the same on every rank.
 
     Raises:
-        UserError: a part of it does not fit, on every rank; nothing has changed then.
+        UserError: a part of the checkpoint does not fit; raised on every rank, and no state has changed.
     """
     reading = _Reading(worker, found, allow_changed)
     state = _agreed(worker.control, reading.all)
@@ -141,17 +140,17 @@ def load(worker: Worker, found: Found, allow_changed: bool = False) -> list[str]
 
 
 def changed_line(name: str, now: object, then: object) -> str:
-    """A setting that is another one than the checkpoint's training had."""
+    """Line about a setting that differs from the checkpoint's."""
     return f"{name}: the training has {shown(now)}, the checkpoint {shown(then)}"
 
 
 def refuse_changed(where: str, line: str) -> NoReturn:
-    """Raises UserError for a setting that has changed, with the way round."""
-    raise UserError(f"{where}: {line}; --resume-changed (allow_changed=True) takes the training's")
+    """Raise UserError for a changed setting, with the option that allows it."""
+    raise UserError(f"{where}: {line}; --resume-changed (allow_changed=True) uses the training's")
 
 
 class _Reading:
-    """One rank's reading of a checkpoint; changes nothing."""
+    """One rank's reading of a checkpoint, which changes no state."""
 
     def __init__(self, worker: Worker, found: Found, allow_changed: bool) -> None:
         self.worker, self.found, self.allow_changed = worker, found, allow_changed
@@ -162,7 +161,7 @@ class _Reading:
         self.batches: dict[str, int] = {}
 
     def all(self) -> NewState:
-        """Raises UserError for what does not fit."""
+        """Read everything this rank needs; UserError if it does not fit."""
         for s in self.stages():
             self.of_stage(s)
         if self.exact:
@@ -173,7 +172,7 @@ class _Reading:
         return self.result
 
     def stages(self) -> list[int]:
-        """Those of the checkpoint's plan that have layers of this rank's."""
+        """Return the stages of the checkpoint's plan that contain layers of this rank."""
         held = [self.worker.plan.stages[s] for s in self.layers]
         return [
             s
@@ -187,7 +186,7 @@ class _Reading:
             raise UserError(f"{self.found.path / name}: is missing")
         state = State(*read_shard(self.found.path / name, entry))
         if not isinstance(state.meta, dict):
-            raise UserError(f"{self.found.path / name}: cannot be understood")
+            raise UserError(f"{self.found.path / name}: must describe an object, got {shown(state.meta)}")
         return state
 
     def of_stage(self, s: int) -> None:
@@ -216,24 +215,24 @@ class _Reading:
 
     def of_rank(self) -> None:
         name = rank_file(self.worker.control.rank)
-        if self.found.manifest.entry(name) is None:  # of a larger world, whose last ranks are not used
+        if self.found.manifest.entry(name) is None:  # this world is larger, and its last ranks are unused
             return
         state = self.read(name)
         own = under("model", state.tensors)
         if SAMPLES_SEEN in state.meta:
             self.result.samples_seen = samples_seen(state.meta, name)
             self.result.batches_agreed = self.batches
-        else:  # an older checkpoint: what replicas saw is not known, so they agree now
+        else:  # an older checkpoint, without counts: replicas agree now
             own |= self.averages()
         self.result.model |= own
         self.versions(state)
         self.result.random = Generators.of(state, str(self.found.path / name))
 
     def averages(self) -> dict[str, Tensor]:
-        """The statistics that the replicas of each stage of the checkpoint agree on."""
+        """Return the running statistics averaged over the replicas of each stage of the checkpoint."""
         found: dict[str, Tensor] = {}
         wanted = {layers.key(path) for layers in self.layers.values() for path in statistics(layers.module)}
-        # each once, though under an interleaved plan the same ranks hold several stages
+        # under an interleaved plan the same ranks hold several stages: read them once
         for ranks in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
             if wanted and len(ranks) > 1:
                 replicas = [self.replica(rank) for rank in ranks]
@@ -242,12 +241,12 @@ class _Reading:
         return found
 
     def replica(self, rank: int) -> Replica:
-        """What a rank of the checkpoint's had of its own."""
+        """Return the own state of a rank of the checkpoint."""
         state = self.read(rank_file(rank))
         return Replica(under("model", state.tensors), samples_seen(state.meta, rank_file(rank)))
 
     def check(self) -> None:
-        """Everything that `_put` relies on."""
+        """Raise UserError for state that does not fit; `Worker.load_state` relies on these checks."""
         where, result = str(self.found.path), self.result
         found = {key: result.model[key] for key in self.wanted if key in result.model}
         check_fits(described(found), self.wanted, where)
@@ -260,22 +259,22 @@ class _Reading:
         check_optimizer(update.optimizer, names, result.parameters, where)
         self.changed = list(dict.fromkeys(self.differences(update, names)))
         result.is_fresh = bool(self.changed)
-        if not self.found.manifest.step:  # an imported one: nothing was trained by its settings
+        if not self.found.manifest.step:  # an imported checkpoint: its settings have trained nothing
             self.changed = []
         if self.changed and not self.allow_changed:
             refuse_changed(where, self.changed[0])
         had, has = result.scheduler and result.scheduler.num_groups, len(update.optimizer.param_groups)
         if had not in (None, has) and not result.is_fresh:
             raise UserError(
-                f"{where}: lr_scheduler: is of {had} parameter groups, this rank's optimizer has {has}: "
+                f"{where}: lr_scheduler: has {had} parameter groups, this rank's optimizer {has}: "
                 "resume under the checkpoint's plan"
             )
         for number, version in result.versions.items():
             if version.keys() != {key for p, key in names.items() if p.requires_grad}:
-                raise UserError(f"{where}: version {number}: must be of the stage's trained parameters")
+                raise UserError(f"{where}: version {number}: must hold the stage's trained parameters")
 
     def differences(self, update: Update, names: Mapping[Tensor, str]) -> Iterator[str]:
-        """What optimizer and scheduler were given then, and are given now."""
+        """Yield a line for each option of optimizer and scheduler that differs from the checkpoint's."""
         assert update.optimizer is not None
         for group, given in zip(update.optimizer.param_groups, update.given.options, strict=True):
             for parameter in group["params"]:
@@ -295,7 +294,7 @@ class _Reading:
 
 
 def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
-    """What rank 0 finds, or the mistake that it finds, on every rank."""
+    """Run `work` on rank 0; return its result, or raise its UserError, on every rank."""
     found: Any = None
     if world.rank == 0:
         try:
@@ -310,7 +309,7 @@ def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
 
 
 def _agreed(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:
-    """This rank's result, if no rank finds a mistake; else the first rank's mistake, on every rank."""
+    """Run `work` on every rank; if any raises UserError, raise the lowest rank's on all of them."""
     result: list[_Result] = []
     mistake = None
     try:

@@ -30,6 +30,7 @@ def add_doctor(command: Command) -> None:
 
 
 def add_setup(command: Command) -> None:
+    """Add `setup`."""
     command("setup", "install an MPI if there is none, and build Horovod against it and torch")
 
 

@@ -348,7 +348,7 @@ class Worker:
 
     def share(self, numbers: np.ndarray) -> PendingLosses:
         """Start to sum `numbers` over all ranks in the background. Collective."""
-        carried = np.append(numbers, float(preemption.state.asked))
+        carried = np.append(numbers, float(preemption.state.stop_requested))
         request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
         return PendingLosses(
             carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses")

@@ -28,7 +28,7 @@ from hybridpipe.health import exit_report
 
 # MPI_Abort hung in 1 of 10 runs with Horovod. A rank that a signal kills makes mpirun end the job, too.
 ABORT_SECONDS = 2
-# When all ranks meet one error at the same time, the first to report ends the job before the others report.
+# If all ranks meet one error at the same time, the first to report ends the job before the others report.
 STAGGER_SECONDS = 0.5
 # After a link was cut, mpirun 5.0.11 waited for the lost host until it was killed.
 LAUNCHER_SECONDS = 3

@@ -48,7 +48,7 @@ class State:
         return State(**{**fields, "peers": tuple(fields["peers"])})
 
     def __str__(self) -> str:
-        waits = f"; waits for: {self.wait}" if self.wait else "; waits for nobody"
+        waits = f"; waits for: {self.wait}" if self.wait else "; waits for no other rank"
         saves = f"; in the background it {self.saving}" if self.saving else ""
         return f"{self.position}{waits} (for {self.seconds:.0f} s){saves}"
 
@@ -86,7 +86,7 @@ def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int],
     if busy:
         first = _state(states, busy[0])
         hint = f"; {COLLECTIVE}" if first.position.startswith(OUTSIDE) else ""
-        return busy, f"is alive and waits for nobody: {first}{hint}"
+        return busy, f"is alive and waits for no other rank: {first}{hint}"
     missing = sorted(rank for rank, state in states.items() if state is None)
     if missing:
         return missing, "gives no answer"

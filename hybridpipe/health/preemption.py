@@ -45,13 +45,13 @@ class _State:
     Args:
         listening: the signals request a stop.
         noted: a signal has arrived while the rank listened, perhaps too late for the training at that time.
-        asked: a stop is requested; False in a training that does not listen, because it would end unsaved.
+        stop_requested: by a signal; False in a training that does not listen, because it would end unsaved.
         leaving: the process is about to end.
     """
 
     listening = False
     noted = False
-    asked = False
+    stop_requested = False
     leaving = False
 
 
@@ -75,7 +75,7 @@ def listening(wanted: bool = True) -> Iterator[None]:
         if not state.leaving:  # a second signal must not end a process that is about to end with 75
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-            state.listening = state.asked = False
+            state.listening = state.stop_requested = False
 
 
 def listen() -> None:
@@ -83,11 +83,11 @@ def listen() -> None:
     for signum in SIGNALS:
         signal.signal(signum, _note)
         signal.siginterrupt(signum, False)  # system calls of any library are resumed
-    state.listening, state.asked = True, state.noted
+    state.listening, state.stop_requested = True, state.noted
 
 
 def _note(_signum: int, _frame: object) -> None:
-    state.noted = state.asked = True  # a second signal changes nothing
+    state.noted = state.stop_requested = True  # a second signal changes nothing
 
 
 def _in_child() -> None:
@@ -98,7 +98,7 @@ def _in_child() -> None:
     if state.listening:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        state.listening = state.noted = state.asked = False
+        state.listening = state.noted = state.stop_requested = False
 
 
 os.register_at_fork(after_in_child=_in_child)

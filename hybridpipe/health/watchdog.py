@@ -61,7 +61,7 @@ class Watchdog:
         self._timeout_seconds = timeout_seconds
         self._pause_seconds = min(LONGEST_PAUSE_SECONDS, timeout_seconds / 10)
         self._seen, self._still_seconds = (rank_status.doing, rank_status.wait), 0.0
-        self._asked_by: dict[int, float] = {}  # rank -> time of its query
+        self._queried_by: dict[int, float] = {}  # rank -> time of its query
         self._answers: dict[int, State] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._ended = threading.Event()
@@ -102,7 +102,7 @@ class Watchdog:
             data = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([data, MPI.BYTE])
             if status.tag == QUESTION:
-                self._asked_by[status.source] = time.monotonic()
+                self._queried_by[status.source] = time.monotonic()
                 self._send(self._state().encode(), status.source, ANSWER)
             else:
                 self._answers[status.source] = State.decode(bytes(data))
@@ -125,13 +125,13 @@ class Watchdog:
 
     def _end(self) -> None:
         """Query all ranks, print the report and end the job, unless there is progress after all."""
-        asked, seen = time.monotonic(), (rank_status.doing, rank_status.wait)
+        began, seen = time.monotonic(), (rank_status.doing, rank_status.wait)
         self._answers = {}
         for rank in range(len(self._processes)):
             if rank != self._rank:
                 self._send(b"?", rank, QUESTION)
         self._wait(ASK_SECONDS, enough=len(self._processes) - 1)
-        if any(rank < self._rank and when >= asked - ASK_SECONDS for rank, when in self._asked_by.items()):
+        if any(rank < self._rank and when >= began - ASK_SECONDS for rank, when in self._queried_by.items()):
             self._wait(YIELD_SECONDS)
         if rank_status.has_moved_since(*seen) or self._ended.is_set():
             return

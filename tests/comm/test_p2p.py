@@ -269,6 +269,6 @@ def test_a_message_longer_than_mpi_counts_is_refused():
     pair = Pair()
     pair.begin(2)
     value = torch.zeros(1, dtype=torch.uint8).expand(2**31 - 64)  # and a header of 64 bytes
-    told = "message of microbatch 0 weighs 2147483648 bytes, MPI takes at most 2147483647"
+    told = "message of microbatch 0 has 2147483648 bytes, MPI takes at most 2147483647"
     with pytest.raises(ValueError, match=told):
         pair.before.send_activation(0, value)

@@ -61,16 +61,16 @@ def test_whoever_begins_something_else_has_moved():
 def test_a_rank_is_busy_in_an_instruction_and_in_a_wait():
     status = RankStatus()
     status.doing = Doing(0, 5, None)
-    assert not status.busy
+    assert not status.is_busy
     with status.waiting("barrier", [1]):
-        assert status.busy
+        assert status.is_busy
     status.doing = Doing(0, 5, Forward(0))
-    assert status.busy
+    assert status.is_busy
 
 
 def test_the_thread_that_saves_is_seen_to_move():
     status = RankStatus()
     with status.in_saving("writes a shard"):
-        assert status.saving == "writes a shard" and status.moved > 0
-        status.moved = 0.0
-    assert status.saving == "" and status.moved > 0
+        assert status.saving == "writes a shard" and status.disk_moved_at > 0
+        status.disk_moved_at = 0.0
+    assert status.saving == "" and status.disk_moved_at > 0

@@ -19,7 +19,8 @@ def test_who_gives_no_answer_is_the_cause_however_far_away():
 def test_who_waits_for_nobody_keeps_the_others_waiting():
     ranks, what = cause({0: waits(1), 1: waits(0, 2), 2: computes()}, 0)
     assert ranks == [2]
-    assert what.startswith("is alive and waits for nobody: stage 1, step 3, microbatch 2, instruction F2")
+    place = "stage 1, step 3, microbatch 2, instruction F2"
+    assert what.startswith(f"is alive and waits for no other rank: {place}")
 
 
 def test_who_is_in_no_method_is_told_that_they_are_collective():
@@ -62,7 +63,7 @@ def test_who_waits_for_a_checkpoint_goes_by_the_disks():
 def test_a_checkpoint_in_the_background_excuses_nobody():
     states = {0: waits(1), 1: State("a forward", 30.0, saving="writes a", still_seconds=0.1), 2: waits(0)}
     assert seconds_since_saving_moved(states, 0) is None
-    assert cause(states, 0)[1].startswith("is alive and waits for nobody: a forward")
+    assert cause(states, 0)[1].startswith("is alive and waits for no other rank: a forward")
     silent = {0: saves(1, 2, moved=0.1), 1: None, 2: waits(0)}
     assert seconds_since_saving_moved(silent, 0) is None and cause(silent, 0) == ([1], "gives no answer")
 

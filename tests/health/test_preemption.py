@@ -15,16 +15,16 @@ import numpy
 from hybridpipe.health import preemption
 other = threading.Thread(target=time.sleep, args=(60,), daemon=True)
 other.start()
-assert not preemption.state.asked
+assert not preemption.state.stop_requested
 with preemption.listening():
     signal.pthread_kill(other.ident, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
-    while not preemption.state.asked:  # the process has a time limit
+    while not preemption.state.stop_requested:  # the process has a time limit
         time.sleep(0.01)
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
-        assert not preemption.state.asked
+        assert not preemption.state.stop_requested
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm signals the children of a rank, too
         os.write(writes, b"x")
         time.sleep(60)
@@ -33,9 +33,9 @@ with preemption.listening():
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM, status
-assert not preemption.state.asked  # by a training that is not saved
+assert not preemption.state.stop_requested  # by a training that is not saved
 with preemption.listening():
-    assert preemption.state.asked  # what came too late for the one before
+    assert preemption.state.stop_requested  # what came too late for the one before
 print("so far", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 """

@@ -1,4 +1,4 @@
-"""What ranks of a machine do at once, from what they got done."""
+"""Figures of ranks that share a machine, from the work that they did."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a stopwatch says, against a file and a clock that are given, and against the kernel's own figure."""
+"""The stopwatch against a file and a clock that are given, and against the kernel's own figure."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ LIMIT_SECONDS = 60  # against hanging
 
 
 class Given:
-    """A clock in seconds, and a file of the kernel's nanoseconds, that say what the test says."""
+    """A clock in seconds and a file of the kernel's nanoseconds, both set by the test."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_come_back_is_named():
     assert ended.code not in (0, 124) and ended.seconds < 3 + 10, ended.output
     (report,) = ended.reports
     assert "rank 1 on host" in report
-    assert "is alive and waits for nobody: stage 1, step 3, microbatch 2, instruction B2" in report
+    assert "is alive and waits for no other rank: stage 1, step 3, microbatch 2, instruction B2" in report
 
 
 @pytest.mark.parametrize(
