@@ -1,4 +1,4 @@
-"""The package as pip installs it: planning needs few packages, and one line names what is missing."""
+"""The package as pip installs it: planning needs few packages, and one line names a missing one."""
 
 import json
 import subprocess
