@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 TRAINING = "pip install 'hybridpipe[mpi]' && hybridpipe setup"
-REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs what is missing
+REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs the package
     **dict.fromkeys(("torch", "mpi4py", "safetensors", "tqdm"), TRAINING),
     **dict.fromkeys(("pydantic", "tabulate"), "pip install numpy pydantic tabulate"),
     "an MPI library": f"{TRAINING} (or load one: module load openmpi)",

@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(folder, capsys, monkeypatch)
     ],
 )
 def test_a_variable_that_cannot_be_understood_is_told(env, told):
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(UserError, match=told):
         mpirun_command(2, ["true"], env)
 
 

@@ -58,15 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command. Raises UserError, with the remedy, for a package that it needs and that is missing."""
+    """Run the command. Raises UserError with the remedy if a package that it needs is missing."""
     try:
         code: int = options.run(options)
         return code
     except ModuleNotFoundError as error:
         if error.name not in REMEDIES:
             raise
-        name = f"{options.name} needs {error.name}, which is missing"
-        raise UserError(f"{name}: {REMEDIES[error.name]}") from None
+        missing = f"{options.name} needs {error.name}, which is missing"
+        raise UserError(f"{missing}: {REMEDIES[error.name]}") from None
 
 
 def _is_unread() -> bool:
@@ -217,7 +217,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _search_bar(num_plans: int) -> Iterator[Callable[[], object] | None]:
-    """Show a progress bar if tqdm is installed, which planning does without. Yields what counts a plan."""
+    """Show a progress bar if tqdm is installed. Yields the function to call after each plan, else None."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
