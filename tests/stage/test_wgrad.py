@@ -274,3 +274,43 @@ def test_a_hook_that_comes_later_sees_gradients():
     stage.forward_loss(0, inputs, inputs, share=1.0, step=0)
     stage.backward(0, is_final=True)
     assert seen == [(SIZE, SIZE)]
+
+
+def test_under_autocast_products_of_halves_add_up_in_the_weights_precision():
+    module = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False))
+    stage = Stage(StageModule(list(module)), CPU, join_products=True)
+    inputs = torch.randn(2, SIZE)
+    for m in range(2):  # the second adds to what the first has made
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = stage.forward(m, inputs, step=0)
+        stage.backward(m, [torch.ones_like(outputs)], is_final=True)
+    assert module[0].weight.grad.dtype == torch.float32
+    expected = 2 * torch.ones(SIZE, 2).bfloat16() @ inputs.bfloat16()
+    torch.testing.assert_close(module[0].weight.grad, expected.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_what_is_kept_back_is_counted_until_it_is_forgotten():
+    stage = Stage(StageModule([linear()]), CPU, join_products=True)
+    for m, rows in enumerate((2, 3)):
+        outputs = stage.forward(m, torch.ones(rows, SIZE, dtype=torch.float64), step=0)
+        stage.backward(m, [torch.ones_like(outputs)])
+    assert stage.most_kept_bytes == 5 * 2 * SIZE * 8  # what came in and what came back
+    assert stage.most_joined == ENOUGH_ROWS // 2
+    stage.complete_gradients()
+    assert stage.most_kept_bytes > 0 and not stage.keeps_back
+    stage.forget_most_kept()
+    assert stage.most_kept_bytes == stage.most_joined == 0
+
+
+def test_a_product_has_as_many_microbatches_as_make_enough_rows():
+    module = nn.Sequential(linear())
+    gradients = WeightGradients(module)
+    assert gradients.most_joined == 0
+    gradients.note_rows([])
+    assert gradients.most_joined == 0
+    gradients.note_rows([100])
+    assert gradients.most_joined == 3
+    gradients.note_rows([0, 250, 64])
+    assert gradients.most_joined == 4
+    gradients.note_rows([200])
+    assert gradients.most_joined == 4
