@@ -53,6 +53,7 @@ def test_without_a_delay_the_rate_is_the_users():
     assert LearningRate().factor(0) == 1 and LearningRate().always_one
     assert LearningRate(scale=2.0).factor(7) == 2 and not LearningRate(scale=2.0).always_one
     assert LearningRate(delay=1, warm_up=10).factor(0) == 1 and LearningRate(delay=1, warm_up=10).always_one
+    assert LearningRate(delay=2, warm_up=0).always_one and not LearningRate(delay=2, warm_up=1).always_one
 
 
 @pytest.mark.parametrize("delay", [2, 3, 7])
