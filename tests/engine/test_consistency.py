@@ -2,11 +2,25 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from hybridpipe.engine.consistency import callable_text, check_alike, facts, plan_text
+from hybridpipe.comm.status import rank_status
+from hybridpipe.data.samples import DRAWN_ANEW
+from hybridpipe.engine.consistency import (
+    callable_text,
+    check_alike,
+    check_data_alike,
+    check_repeatable,
+    check_same_minibatch,
+    facts,
+    of_user,
+    plan_text,
+    settings,
+    structure,
+)
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 
@@ -85,3 +99,157 @@ def test_predictions_do_not_count_and_addresses_are_not_seen():
     predicted = replace(PLAN, predicted=Prediction(0.1, 10.0, 0.0, (1, 1)))
     assert plan_text(predicted) == plan_text(PLAN)
     assert "0x" not in callable_text(partial(nn.functional.cross_entropy, weight=torch.ones(3)))
+
+
+class Many(World):
+    """What rank 1 of five sees: ranks 3 and 4 have the same as it, rank 2 has something else."""
+
+    size = 5
+
+    def allgather(self, mine):
+        assert rank_status.wait.peers == (0, 1, 2, 3, 4)
+        return [None, mine, ("seed", "0", "7"), mine, mine]
+
+
+def test_all_ranks_that_have_the_same_are_named():
+    told = "seed must be the same on all ranks: rank 0 has 0, ranks 1, 3, 4 have 1; ask them"
+    with pytest.raises(ValueError) as refused:
+        check_alike(Many(described()), described(seed=1), remedy="ask them")
+    assert str(refused.value) == told
+    assert rank_status.wait is None
+
+
+def test_a_rank_alone_asks_no_one():
+    alone = World(None)
+    alone.size = 1
+    check_alike(alone, described())
+    check_same_minibatch(alone, torch.ones(3))
+
+
+class Minibatches:
+    """Two ranks' minibatches, compared as an all-reduce does."""
+
+    size = 2
+
+    def __init__(self):
+        self.handed_in = []
+
+    def Allreduce(self, _, extremes, op):
+        self.handed_in.append(extremes.copy())
+        assert rank_status.wait.peers == (0, 1)
+        np.minimum.reduce(self.handed_in, out=extremes)
+
+
+@pytest.mark.parametrize(
+    "other, same",
+    [
+        (lambda x: x.clone(), True),
+        (lambda x: x + torch.eye(4, 3)[[3, 3, 3, 0]], False),  # the last sample
+        (lambda x: x + torch.eye(4, 3)[[0, 3, 3, 3]], False),  # the first
+        (lambda x: x + torch.eye(4, 3)[[3, 0, 3, 3]], True),  # one between is not looked at
+        (lambda x: x.double(), False),
+        (lambda x: x[[0, 1, 3]], False),
+        (lambda x: (x, x), False),
+    ],
+)
+def test_minibatches_are_compared_by_their_shapes_and_ends(other, same):
+    world, mine = Minibatches(), torch.arange(12.0).reshape(4, 3)
+    check_same_minibatch(world, mine)
+    if same:
+        check_same_minibatch(world, other(mine))
+    else:
+        with pytest.raises(ValueError, match="train_step: inputs and targets must be the same on all ranks"):
+            check_same_minibatch(world, other(mine))
+    assert rank_status.wait is None
+
+
+def test_a_target_that_is_drawn_anew_is_refused_where_stages_load_apart():
+    fixed = {"inputs of dataset[0]": "0a1b2c3d", "target of dataset[0]": "0a1b2c3d"}
+    drawn = {"target of dataset[0]": DRAWN_ANEW}
+    check_repeatable(PLAN, fixed)
+    check_repeatable(PLAN, {"inputs of dataset[0]": DRAWN_ANEW})
+    check_repeatable(Plan((StageSpec(0, 2, 2),)), drawn)  # one rank loads both
+    with pytest.raises(ValueError, match="a sample's target is another one each time it is loaded"):
+        check_repeatable(PLAN, drawn)
+
+
+def test_data_sets_are_compared_but_for_what_a_rank_draws_anew():
+    class Two:
+        size = 2
+
+        def allgather(self, mine):
+            return [mine, {"inputs"}] if isinstance(mine, set) else [None, mine]
+
+        def bcast(self, facts):
+            return facts | {"len(dataset)": "4"}
+
+    data = [(torch.ones(2), i) for i in range(3)]
+    told = r"len\(dataset\) must be .* rank 0 has 4, rank 1 has 3; every rank passes the whole data set"
+    with pytest.raises(ValueError, match=told):
+        check_data_alike(Two(), "dataset", data, seed=0)
+    same = Two()
+    same.bcast = lambda facts: facts
+    found = check_data_alike(same, "dataset", data, seed=0)
+    assert found["len(dataset)"] == "3"
+    assert len({text for name, text in found.items() if name.startswith("inputs")}) == 1
+    assert len({text for name, text in found.items() if name.startswith("target")}) == 3
+
+
+def test_a_model_is_told_by_its_layers_tensors_modes_and_what_is_trained():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Module())
+    model[1].register_buffer("mask", torch.ones(1, 4).expand(5, 4))
+    model[0].bias.requires_grad_(False)
+    model[1].eval()
+    assert structure(model) == {
+        "layer 0 of the model": "Linear",
+        "layer 1 of the model": "Module",
+        "0.weight of the model": "(3, 2) float32",
+        "0.bias of the model": "(3,) float32",
+        "1.mask of the model": "(5, 4) float32 expanded along [0]",
+        **of_user(model),
+    }
+    assert of_user(model) == {
+        "the mode of the model": "training",
+        "the mode of 0": "training",
+        "the mode of 1": "evaluation",
+        "requires_grad of 0.weight": "True",
+        "requires_grad of 0.bias": "False",
+    }
+
+
+def test_settings_name_what_is_frozen():
+    rule = UpdateRule(torch.optim.SGD, clip_grad_norm=1.5)
+    model = nn.Sequential(nn.Linear(2, 3))
+    assert settings(model, nn.functional.mse_loss, rule)["frozen parameters"] == "none"
+    model[0].bias.requires_grad_(False)
+    found = settings(model, nn.functional.mse_loss, rule)
+    assert found["frozen parameters"] == "0.bias" and found["clip_grad_norm"] == "1.5"
+
+
+def test_a_callable_is_told_by_its_code_and_what_it_closes_over():
+    def weighted(factor, extra=None):
+        def loss(outputs, targets):
+            return factor * nn.functional.mse_loss(outputs, targets), extra
+
+        return loss
+
+    def text(function):
+        return callable_text(function, with_code=True)
+
+    assert text(weighted(2.0)) == text(weighted(2.0)) != text(weighted(3.0))
+    assert text(weighted(2.0, torch.ones(2))) == text(weighted(2.0, torch.zeros(2)))  # may be a rank's own
+    assert text(lambda o, t: o - t) != text(lambda o, t: o + t)
+    assert text(lambda o, t: (lambda: o - t)) != text(lambda o, t: (lambda: o + t))
+    assert callable_text(weighted(2.0)) == callable_text(weighted(3.0)).split(" (")[0]
+    assert text(nn.functional.mse_loss) == "mse_loss"
+
+
+def test_a_module_is_told_by_its_options_and_tensors():
+    one = nn.CrossEntropyLoss(weight=torch.ones(3), label_smoothing=0.1)
+    other = nn.CrossEntropyLoss(weight=torch.full((3,), 2.0), label_smoothing=0.1)
+    assert callable_text(one) != callable_text(other)
+    assert "label_smoothing=0.1" in callable_text(one) and "ignore_index=-100" in callable_text(one)
+    assert "training" not in callable_text(one) and "_parameters" not in callable_text(one)
+    assert callable_text(one) == callable_text(one.eval())
+    text = callable_text(partial(nn.functional.huber_loss, delta=2.0, sizes=[1, (2, None)]))
+    assert text == "huber_loss(delta=2.0, sizes=(1, (2, None)))"

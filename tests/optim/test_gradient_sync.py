@@ -1,7 +1,9 @@
 """Buckets and hooks, with a fake Horovod that records its calls."""
 
+import os
 import sys
 from collections import Counter
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -59,10 +61,10 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", 100)
 
 
-def make(monkeypatch, parameters, compression="none", **options) -> tuple[HorovodSync, Horovod]:
+def make(monkeypatch, parameters, compression="none", sparse=(), **options) -> tuple[HorovodSync, Horovod]:
     hvd = Horovod(**options)
     monkeypatch.setattr(gradient_sync, "horovod", lambda _: hvd)
-    return HorovodSync(parameters, replicas=None, compression=compression), hvd
+    return HorovodSync(parameters, replicas=None, compression=compression, sparse=sparse), hvd
 
 
 def sizes(buckets) -> list[list[int]]:
@@ -309,3 +311,131 @@ def test_a_layer_that_other_checkpoints_share_is_summed_once(monkeypatch):
     reducer.begin_final_backward()
     net(torch.randn(2, 4, requires_grad=True)).sum().backward()
     assert hvd.names == ["bucket0"]
+
+
+def rows(*indices: int, value: float = 1.0) -> torch.Tensor:
+    """A sparse gradient of an embedding of four rows of two."""
+    return torch.sparse_coo_tensor([list(indices)], torch.full((len(indices), 2), value), (4, 2))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_a_sparse_gradient_has_the_rows_of_all_replicas(monkeypatch, compression):
+    """The other replica has looked up rows 1 and 3; row 1 comes twice here, which a gradient may."""
+    weight = nn.Parameter(torch.zeros(4, 2))
+
+    def of_other(tensors):
+        gradient, counts, present = tensors
+        assert counts.tolist() == [0, 1, 1, 0, 0] and present.tolist() == [1]
+        assert gradient.dtype == (torch.float32 if compression == "none" else torch.float16)
+        own = rows(1, 3, value=4.0).to_dense().to(gradient.dtype)
+        return [own, torch.tensor([0.0, 1, 0, 1, 0]), torch.ones(1)]
+
+    synced, _ = make(monkeypatch, [weight], compression, sparse=[weight], other=of_other)
+    weight.grad = rows(1, 2, 1)
+    synced.finish()
+    assert weight.grad.is_sparse and weight.grad.dtype == torch.float32
+    assert weight.grad.indices().tolist() == [[1, 2, 3]]
+    assert weight.grad.values().tolist() == [[6, 6], [1, 1], [4, 4]]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_a_gradient_that_one_replica_has_dense_is_dense_on_all(monkeypatch):
+    """A weight that is an embedding's and another layer's, which only some replicas have used."""
+    weight, bias = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(1))
+
+    def of_other(tensors):
+        return [torch.zeros(1), torch.ones(4, 2), torch.tensor([0.0, 0, 0, 0, 1]), torch.ones(2)]
+
+    synced, hvd = make(monkeypatch, [weight, bias], sparse=[weight], other=of_other)
+    weight.grad = rows(2)
+    synced.finish()
+    assert weight.grad.layout == torch.strided
+    assert weight.grad.tolist() == [[1, 1], [1, 1], [2, 2], [1, 1]]
+    assert [t.shape for t in hvd.started[0].tensors] == [(1,), (4, 2), (5,), (2,)]
+    weight.grad = torch.ones(4, 2)
+    assert gradient_sync._rows(weight).tolist() == [0, 0, 0, 0, 1]
+    weight.grad = None
+    assert gradient_sync._rows(weight).tolist() == [0, 0, 0, 0, 0]
+
+
+def test_complex_gradients_travel_as_pairs(monkeypatch):
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    synced, hvd = make(monkeypatch, [weight])
+    weight.grad = torch.tensor([1 + 2j, 3 - 1j])
+    synced.finish()
+    assert hvd.started[0].tensors[0].shape == (2, 2)
+    assert weight.grad.tolist() == [2 + 4j, 6 - 2j]
+
+
+def test_a_gradient_that_nobody_shares_is_summed_where_it_lies(monkeypatch):
+    weight, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    synced, hvd = make(monkeypatch, [weight, other])
+    weight.grad, shared = torch.ones(3), torch.ones(3)
+    other.grad = shared.view(3)
+    address = weight.grad.data_ptr()
+    synced.finish()
+    assert hvd.started[0].tensors[1].data_ptr() == weight.grad.data_ptr() == address
+    assert shared.tolist() == [1, 1, 1] and other.grad.tolist() == [2, 2, 2]
+    assert synced.owned == [weight, other]
+
+
+class Starting:
+    """`horovod.torch`, as far as starting it goes."""
+
+    def __init__(self, running=False):
+        self.running, self.calls = running, []
+
+    def is_initialized(self):
+        return self.running
+
+    def init(self, comm):
+        self.running = True
+        self.calls.append((comm, os.environ.get(gradient_sync.FUSION_THRESHOLD)))
+
+    def shutdown(self):
+        self.running = False
+        self.calls.append("shutdown")
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts a Horovod with a cycle time and a threshold in the environment, and tells what it saw."""
+
+    def begin(running=False, cycle=None, threshold=None):
+        for name, value in (("HOROVOD_CYCLE_TIME", cycle), ("HOROVOD_FUSION_THRESHOLD", threshold)):
+            monkeypatch.setenv(name, value or "")
+            if value is None:
+                monkeypatch.delenv(name)
+        hvd = Starting(running)
+        package = ModuleType("horovod")
+        package.torch = hvd
+        monkeypatch.setitem(sys.modules, "horovod", package)
+        monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+        gradient_sync._start_once.cache_clear()
+        assert gradient_sync.horovod("the stage's ranks") is hvd
+        gradient_sync.horovod("others")
+        return hvd.calls
+
+    return begin
+
+
+def test_horovod_reduces_large_tensors_where_they_lie(start):
+    bucket = str(gradient_sync.BUCKET_BYTES)
+    assert start() == [("the stage's ranks", bucket), "shutdown", ("others", bucket)]
+    assert start(running=True)[0] == "shutdown"
+    assert start(threshold="7")[0] == ("the stage's ranks", "7")
+
+
+def test_horovod_starts_once_for_nothing_where_a_cycle_time_is_set(start):
+    from hybridpipe.comm.mpi import MPI
+
+    once = [(MPI.COMM_SELF, None), "shutdown"]
+    assert start(cycle="10") == [*once, ("the stage's ranks", None), "shutdown", ("others", None)]
+    assert start(cycle="10", threshold="7") == [("the stage's ranks", "7"), "shutdown", ("others", "7")]
+
+
+def test_without_horovod_what_builds_it_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(RuntimeError, match=r"replicated stages need Horovod, .*; launch/setup builds it"):
+        gradient_sync.horovod(None)

@@ -106,3 +106,44 @@ def test_a_sparse_gradient_is_looked_at_like_any_other():
     weight.grad = torch.sparse_coo_tensor([[1]], torch.tensor([[1.0, torch.nan, 1.0]]), (3, 3))
     with pytest.raises(NotFinite, match=r"\(Linear\), weight is not finite: 1 NaN and 0 infinite of 3"):
         rank.allows(1.0)
+
+
+@pytest.mark.parametrize(
+    "plan, place, seconds",
+    [
+        (make_plan("1-1", 4, 2), Place(1, 0), 0.0),  # nobody is nearer to where it arose
+        (make_plan("1-2", 4, 2), Place(1, 1), 0.25),  # behind the first replica
+        (make_plan("2-1", 4, 2), Place(0, 0), 0.5),
+        (make_plan("2-1", 4, 2), Place(0, 1), 0.75),
+        (make_plan("1-1-1-1-1-1", 6, 2), Place(1, 0), 2.0),
+        (make_plan("1-1-1-1-1-1", 6, 2), Place(0, 0), 2.0),  # four stages behind or more
+    ],
+)
+def test_a_rank_far_from_the_end_lets_others_report_first(plan, place, seconds):
+    stage = Stage(StageModule([nn.Linear(3, 3)]), CPU, loss=nn.functional.mse_loss)
+    check = NonfiniteCheck("stop", plan, place, [stage], int)
+    with pytest.raises(NotFinite) as told:
+        check.allows({0: torch.tensor(torch.nan)}, STREAM, step=7)
+    assert told.value.stagger_seconds == seconds
+
+
+def test_who_tells_is_known_by_stage_and_then_by_rank():
+    """Of a loss and of gradients of stages 0 and 1, and of two replicas, another number each."""
+    plan, numbers = make_plan("2-2", 4, 2), []
+
+    def agree(number):
+        numbers.append(number)
+        return number + 1
+
+    for place in (Place(0, 0), Place(0, 1), Place(1, 0), Place(1, 1)):
+        stage = Stage(StageModule([nn.Linear(3, 3)]), CPU)
+        check = NonfiniteCheck("skip", plan, place, [stage], agree)
+        assert not check.allows({}, STREAM, step=7)
+        stage.module[0].bias.grad = torch.full((3,), torch.nan)
+        assert not check.allows({}, STREAM, step=7)
+        assert not check.allows({0: torch.tensor(torch.nan)}, STREAM, step=7)
+        assert check.num_skipped == 3
+    fine, gradients, losses = numbers[::3], numbers[1::3], numbers[2::3]
+    assert fine == [0, 0, 0, 0]
+    assert 0 < gradients[0] < gradients[1] < gradients[2] < gradients[3] < losses[0]
+    assert len({*gradients, *losses}) == 8

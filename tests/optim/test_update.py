@@ -53,6 +53,7 @@ def test_without_a_delay_the_rate_is_the_users():
     assert LearningRate().factor(0) == 1 and LearningRate().always_one
     assert LearningRate(scale=2.0).factor(7) == 2 and not LearningRate(scale=2.0).always_one
     assert LearningRate(delay=1, warm_up=10).factor(0) == 1 and LearningRate(delay=1, warm_up=10).always_one
+    assert LearningRate(delay=2, warm_up=0).always_one and not LearningRate(delay=2, warm_up=1).always_one
 
 
 @pytest.mark.parametrize("delay", [2, 3, 7])
@@ -324,3 +325,39 @@ def test_a_stage_without_parameters_takes_part():
 def test_an_unknown_compression_is_refused_before_anything_is_measured():
     with pytest.raises(ValueError, match="compression must be one of none, fp16, got 'bf16'"):
         UpdateRule(partial(torch.optim.SGD, lr=0.1), compression="bf16")
+
+
+def test_a_stage_of_frozen_parameters_may_have_no_optimizer():
+    """As where the user's optimizer takes only what is trained: then it has nothing to take."""
+
+    def trained_only(parameters):
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+
+    rule, plan = UpdateRule(trained_only), make_plan("1-1", 2, 2)
+    frozen = [nn.Parameter(torch.ones(1), requires_grad=False)]
+    update = rule.build(frozen, plan, 0, float)
+    assert update.optimizer is None
+    update.step()
+    assert update.num_minibatches == 1
+    with pytest.raises(ValueError, match="empty parameter list"):
+        UpdateRule(lambda parameters: torch.optim.SGD([], lr=0.1)).build(parameters(1.0), plan, 0, float)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        UpdateRule(lambda parameters: torch.optim.SGD(parameters, lr=-1.0)).build(frozen, plan, 0, float)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_new_scheduler_catches_up_without_a_step_of_the_optimizer():
+    (weight,) = parameters(1.0)
+    update = Update(sgd([weight]), step_lr)
+    update.catch_up(5)
+    assert update.num_minibatches == 5
+    assert update.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
+    assert weight.eq(1).all() and weight.grad is None
+
+
+def test_a_step_is_of_one_minibatch_unless_it_is_of_more():
+    update = Update(sgd(parameters(1.0)), step_lr)
+    update.step()
+    assert update.num_minibatches == 1 and update.scheduler.last_epoch == 1
+    update.step(3)
+    assert update.num_minibatches == 4 and update.scheduler.last_epoch == 4

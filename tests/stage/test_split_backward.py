@@ -179,6 +179,8 @@ def test_what_is_not_split_is_named():
         nn.Conv1d(2, 2, 4),
         nn.LazyLinear(3),
         compiled,
+        nn.Conv2d(2, 2, 3, padding="same"),
+        nn.Conv2d(2, 2, (4, 3), padding="same"),
     ]
     assert stage_of(layers, first_layer=2, split_backward=True).not_split == [
         "3.norm (LayerNorm)",
@@ -191,6 +193,7 @@ def test_what_is_not_split_is_named():
         "11 (Conv1d)",
         "13 (LazyLinear)",
         "14.0 (Linear)",
+        "16 (Conv2d)",
     ]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import weakref
 from itertools import pairwise
 
@@ -274,3 +275,17 @@ def test_inference_stashes_nothing():
     stage = Stage(StageModule([nn.Linear(3, 2)]), CPU)
     assert not stage.infer(0, torch.randn(2, 3), step=-1).requires_grad
     assert stage.num_stashed == 0
+
+
+def test_a_stage_says_if_it_draws_from_pythons_generators():
+    class Drawing(nn.Module):
+        def forward(self, value):
+            return value * random.random()
+
+    plain = Stage(StageModule([nn.Linear(2, 2)]), CPU, loss=mse)
+    assert not plain.draws_from_python
+    assert Stage(StageModule([nn.Linear(2, 2), Drawing()]), CPU).draws_from_python
+    assert Stage(StageModule([nn.Linear(2, 2)]), CPU, loss=lambda o, t: mse(o, t)).draws_from_python
+    plain.module.append(Drawing())
+    plain.renew()
+    assert plain.draws_from_python

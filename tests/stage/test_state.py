@@ -26,11 +26,13 @@ from hybridpipe.stage.state import (
     described,
     differences,
     pack,
+    prefixed,
     put_optimizer,
     read_optimizer,
     samples_seen,
     shared_tensors,
     take_optimizer,
+    under,
     unpack,
 )
 
@@ -315,3 +317,51 @@ def test_a_step_count_is_on_the_host_unless_the_device_counts(option):
     optimizer.param_groups[0][option] = True
     put_optimizer(optimizer, names, found, options_too=False)
     assert [value.device.type for value in optimizer.state[layers[0].weight].values()] == ["meta", "meta"]
+
+
+def test_a_copy_does_not_follow_training():
+    weight = torch.zeros(3, requires_grad=True)
+    copy = State({"a": weight}, {"step": 1}).copied()
+    weight.data += 1
+    assert copy.tensors["a"].eq(0).all() and not copy.tensors["a"].requires_grad and copy.meta == {"step": 1}
+
+
+def test_groups_are_told_with_the_options_that_they_were_made_with():
+    """Of three groups the stage has parameters of the last two."""
+    layers = make_layers()
+    groups = [{"params": [*layers[i].parameters()], "lr": 0.1 * i} for i in range(3)]
+    optimizer, state = optim.SGD(groups), State()
+    names = {p: name for name, p in layers.named_parameters() if not name.startswith("0")}
+    take_optimizer(optimizer, names, state, [{"lr": 1.0}, {"lr": 2.0}, {"lr": 3.0}])
+    found = read_optimizer(through_text(state), "file")
+    assert state.meta["num_groups"] == 3
+    assert found.keys() == set(names.values())
+    told = {(key[0], each.options["lr"], each.given["lr"]) for key, each in found.items()}
+    assert told == {("1", 0.1, 2.0), ("2", 0.2, 3.0)}
+
+
+def test_an_optimizers_lists_and_tables_of_tensors_come_back():
+    layers = nn.Sequential(nn.Linear(2, 1, bias=False))
+    optimizer, (weight,) = optim.SGD(layers.parameters(), lr=0.1), layers.parameters()
+    kept_by_it = {"seen": [torch.ones(2), 3], "by name": {"a": torch.zeros(1)}}
+    put_optimizer(optimizer, {weight: "w"}, {"w": OfParameter({"lr": 0.5, "fused": True}, kept_by_it)})
+    assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.param_groups[0]["fused"]
+    state = optimizer.state[weight]
+    assert torch.equal(state["seen"][0], torch.ones(2)) and state["seen"][1] == 3
+    assert torch.equal(state["by name"]["a"], torch.zeros(1))
+    put_optimizer(optimizer, {weight: "w"}, {})
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_frozen_parameter_needs_no_state():
+    layers = make_layers()
+    layers[0].requires_grad_(False)
+    names = {p: name for name, p in layers.named_parameters()}
+    trained = {name: OfParameter({"lr": 0.1}, {}) for name in names.values() if not name.startswith("0")}
+    check_optimizer(optim.SGD(layers.parameters(), lr=0.1), names, trained, "file")
+
+
+def test_names_go_under_a_prefix_and_out_of_it():
+    one = {"0.weight": torch.ones(1)}
+    both = prefixed("version.1", one) | prefixed("version.10", {"x": torch.ones(2)})
+    assert under("version.1", both) == one

@@ -103,3 +103,15 @@ def test_an_older_checkpoint_counts_all_replicas_alike():
     ]
     found = agreed(tensors[0], [Replica(each, 1) for each in tensors], {})
     assert found == {"0.running_mean": torch.tensor([2.0]), "0.num_batches_tracked": torch.tensor(3)}
+
+
+def test_what_only_some_replicas_have_is_left_out():
+    """A layer that a checkpoint of another model holds, say."""
+    one, other = torch.ones(1), torch.ones(1)
+    first, second = {"0.running_mean": one, "1.running_mean": one}, {"0.running_mean": other}
+    assert list(agreed(first, [Replica(first, 1), Replica(second, 1)], {})) == ["0.running_mean"]
+
+
+def test_replicas_that_saw_nothing_have_what_the_first_has():
+    tensors = [{"0.running_mean": torch.tensor([x])} for x in (1.0, 3.0)]
+    assert agreed(tensors[0], [Replica(each, 0) for each in tensors], {}) == tensors[0]

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.stage.weights import WeightVersions, check_no_foreign_weights, hand_over
+from hybridpipe.stage.weights import (
+    WeightVersions,
+    check_no_foreign_weights,
+    hand_over,
+    sparse_parameters,
+)
 from tests.stage.helpers import Tied, batch, double
 from tests.stage.parts import CASES, case, check_same, frozen, gradients_like, stage_of, tensor, train
 
@@ -341,3 +346,49 @@ def test_a_loss_with_a_parameter_of_another_stage_is_refused():
     check_no_foreign_weights(own, outputs, last)
     with pytest.raises(ValueError, match=r"a parameter of shape \(4, 3\) that is not in the last stage"):
         check_no_foreign_weights(own + first[0].weight.sum(), outputs, last)
+
+
+def test_only_embeddings_that_say_so_have_sparse_gradients():
+    sparse, bag = nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2, sparse=True)
+    layers = nn.Sequential(nn.Embedding(4, 2), sparse, nn.Linear(2, 2), bag)
+    assert sparse_parameters(layers) == {sparse.weight, bag.weight}
+
+
+def test_what_is_trained_must_not_change_while_older_versions_are_in_use():
+    model = chain()
+    versions = WeightVersions(model)
+    versions.keep_from(0)
+    change(versions, model)
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad must not change in the middle of an epoch"):
+        versions.renew(model)
+    versions.keep_from(versions.newest)
+    versions.renew(model)
+    assert [len(layer) for layer in versions.current()] == [0, 2, 0, 2]
+
+
+def test_versions_of_an_earlier_run_are_asked_for_and_go():
+    model = chain()
+    versions = WeightVersions(model)
+    older = {5: {p: torch.full_like(p, 5.0) for p in model.parameters()}}
+    versions.restore(7, older)
+    assert versions.newest == 7
+    assert all(bool(value.eq(5).all()) for value in values(versions.version(5)))
+    with pytest.raises(LookupError, match="weights of version 6 are not kept; kept: 5, 7"):
+        versions.version(6)
+    newest = values(versions.current())
+    change(versions, model)
+    assert versions.newest == 8
+    assert all(map(torch.equal, values(versions.version(7)), newest))
+    versions.keep_from(8)
+    with pytest.raises(LookupError, match="weights of version 7 are not kept; kept: 8"):
+        versions.version(7)
+
+
+def test_an_earlier_run_that_left_no_version_keeps_the_newest():
+    model = chain()
+    versions = WeightVersions(model)
+    versions.restore(3, {})
+    newest = values(versions.current())
+    change(versions, model)
+    assert all(map(torch.equal, values(versions.version(3)), newest))

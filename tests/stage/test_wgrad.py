@@ -276,3 +276,43 @@ def test_a_hook_that_comes_later_sees_gradients():
     stage.forward_loss(0, inputs, inputs, share=1.0, step=0)
     stage.backward(0, is_final=True)
     assert seen == [(SIZE, SIZE)]
+
+
+def test_under_autocast_products_of_halves_add_up_in_the_weights_precision():
+    module = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False))
+    stage = Stage(StageModule(list(module)), CPU, batches_wgrad=True)
+    inputs = torch.randn(2, SIZE)
+    for m in range(2):  # the second adds to what the first has made
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = stage.forward(m, inputs, step=0)
+        stage.backward(m, [torch.ones_like(outputs)], is_final=True)
+    assert module[0].weight.grad.dtype == torch.float32
+    expected = 2 * torch.ones(SIZE, 2).bfloat16() @ inputs.bfloat16()
+    torch.testing.assert_close(module[0].weight.grad, expected.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_what_is_kept_back_is_counted_until_it_is_forgotten():
+    stage = Stage(StageModule([linear()]), CPU, batches_wgrad=True)
+    for m, rows in enumerate((2, 3)):
+        outputs = stage.forward(m, torch.ones(rows, SIZE, dtype=torch.float64), step=0)
+        stage.backward(m, [torch.ones_like(outputs)])
+    assert stage.max_deferred_bytes == 5 * 2 * SIZE * 8  # what came in and what came back
+    assert stage.max_batched == ENOUGH_ROWS // 2
+    stage.complete_gradients()
+    assert stage.max_deferred_bytes > 0 and not stage.has_deferred_wgrad
+    stage.reset_wgrad_peaks()
+    assert stage.max_deferred_bytes == stage.max_batched == 0
+
+
+def test_a_product_has_as_many_microbatches_as_make_enough_rows():
+    module = nn.Sequential(linear())
+    gradients = WeightGradients(module)
+    assert gradients.max_batched == 0
+    gradients.note_rows([])
+    assert gradients.max_batched == 0
+    gradients.note_rows([100])
+    assert gradients.max_batched == 3
+    gradients.note_rows([0, 250, 64])
+    assert gradients.max_batched == 4
+    gradients.note_rows([200])
+    assert gradients.max_batched == 4

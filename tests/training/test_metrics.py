@@ -8,8 +8,8 @@ import torch
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward, Step
-from hybridpipe.planning.timeline import Event
-from hybridpipe.training.metrics import WARM_UP, MinibatchRecord, Recorder
+from hybridpipe.planning.timeline import Event, Spent
+from hybridpipe.training.metrics import KEPT, WARM_UP, MinibatchRecord, Past, RankTime, Recorder
 
 
 def worker(predicted: Prediction | None = None) -> SimpleNamespace:
@@ -118,3 +118,88 @@ def test_a_trace_without_a_flush_begins_where_every_rank_has_notes():
     traced = recorder.traced(two)
     assert [time.num_minibatches for time in traced.ranks.values()] == [3, 3]
     assert [len(events) for events in traced.timeline.events.values()] == [12, 12]
+
+
+def test_a_trace_leaves_the_warm_up_out():
+    recorder = Recorder()
+    for i in range(WARM_UP + 2):
+        recorder.keep(minibatch(10.0 * i), 10.0 + i, full=True)
+    traced = recorder.traced(worker())
+    assert traced.ranks[0].num_minibatches == 2
+    assert traced.ranks[0].seconds == (10.0 + WARM_UP) + (10.0 + WARM_UP + 1)
+    assert traced.timeline.events[0][0].start_seconds == 0 and len(traced.timeline.events[0]) == 8
+    assert traced.timeline.seconds == pytest.approx(14.0)  # from the first of them to the end of the second
+    per_minibatch = traced.per_minibatch()[0]
+    assert per_minibatch["forward_seconds"] == pytest.approx(1.0)
+    assert per_minibatch["seconds"] == pytest.approx(13.5)
+
+
+def test_a_trace_of_few_minibatches_has_the_warm_up_too():
+    recorder = Recorder()
+    assert recorder.traced(worker()) is None
+    for i in range(WARM_UP):
+        recorder.keep(minibatch(10.0 * i), 4.0, full=True)
+    assert recorder.traced(worker()).ranks[0].num_minibatches == WARM_UP
+
+
+def test_a_trace_has_all_that_is_kept_once_the_warm_up_is_forgotten():
+    recorder = Recorder()
+    for i in range(KEPT + 1):
+        recorder.keep(minibatch(10.0 * i), 4.0, full=True)
+    assert recorder.traced(worker()).ranks[0].num_minibatches == KEPT + 1 - WARM_UP
+    for i in range(KEPT):
+        recorder.keep(minibatch(1000.0 + 10.0 * i), 4.0, full=True)
+    assert recorder.traced(worker()).ranks[0].num_minibatches == KEPT
+
+
+def test_an_update_of_two_minibatches_is_half_as_busy_for_each():
+    recorder = Recorder()
+    recorder.keep(minibatch(0.0), 4.0, full=True, num_minibatches=2)
+    recorder.keep(minibatch(10.0), 4.0, full=True, num_minibatches=0)  # a stream's rest
+    recorder.note(epoch=0, loss=1.0, num_samples=8, seconds=3.0, full=True)
+    assert recorder.summary(worker())["bubble_fraction"] == pytest.approx(0.5)  # 1.5 s of 3
+    assert recorder.traced(worker()).ranks[0].num_minibatches == 2
+
+
+def test_the_timeline_of_a_stream_is_what_all_ranks_took_notes_of():
+    recorder = Recorder()
+    for i in range(3):
+        recorder.keep(minibatch(10.0 * i), 10.0, full=True)
+    two = worker()
+    two.plan = Plan((StageSpec(0, 1), StageSpec(1, 2)), "pipedream", num_microbatches=1)
+    two.control = SimpleNamespace(gather=lambda mine: [mine, mine[1:]])
+    timeline = recorder.timeline(two)
+    assert [len(events) for events in timeline.events.values()] == [8, 8]
+    assert timeline.events[0][0].start_seconds == 0 and timeline.seconds == pytest.approx(14.0)
+    two.control = SimpleNamespace(gather=lambda mine: [mine, mine[:2]])
+    assert recorder.timeline(two).seconds == pytest.approx(14.0)
+    two.control = SimpleNamespace(gather=lambda mine: [mine, []])
+    assert recorder.timeline(two) is None and recorder.traced(two) is None
+    two.control = SimpleNamespace(gather=lambda mine: None)  # another rank than 0
+    assert recorder.timeline(two) is None and recorder.traced(two) is None and recorder.summary(two) is None
+
+
+def test_what_no_instruction_took_is_never_negative():
+    spent = Spent(1.0, 2.0, *[0.0] * 6)
+    assert RankTime(2, 4.0, spent).other_seconds == 1.0
+    assert RankTime(2, 2.5, spent).other_seconds == 0.0
+    assert RankTime(2, 4.0, spent).per_minibatch()["other_seconds"] == 0.5
+
+
+def test_a_run_that_goes_on_adds_to_the_past():
+    recorder = Recorder()
+    assert recorder.past() == Past()
+    recorder.note(epoch=0, loss=5.0, num_samples=8, seconds=1.0, full=True)
+    recorder.note(epoch=0, loss=4.0, num_samples=3, seconds=1.0, full=False)
+    recorder.end_epoch({"seconds": 2.0, "validation": {"accuracy": 0.25}})
+    recorder.end_epoch({"seconds": 3.0})
+    assert not recorder.has_reached_target
+    recorder.reach_target(epochs=2)
+    past = Past(2, 5.0, 4.0, 8, 5.0, {"accuracy": 0.25}, (2, 5.0))
+    assert recorder.past() == past
+    again = Recorder()
+    again.note(epoch=7, loss=9.0, num_samples=99, seconds=1.0, full=True)  # forgotten
+    again.go_on(past)
+    assert again.past() == past and again.has_reached_target
+    assert again.note(epoch=1, loss=3.0, num_samples=8, seconds=1.0, full=True).step == 2
+    assert again.past() == Past(3, 5.0, 3.0, 8, 5.0, {"accuracy": 0.25}, (2, 5.0))

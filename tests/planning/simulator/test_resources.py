@@ -5,7 +5,7 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 from hybridpipe.planning.simulator.fluid_engine import Engine
-from hybridpipe.planning.simulator.resources import Machines
+from hybridpipe.planning.simulator.resources import Machines, pass_at_once
 
 NODES = Cluster(
     (Level("node", 2, 100.0, 0.25), Level("rack", 4, 20.0, 0.5, 10.0), Level("network", 8, 5.0, 1.0)),
@@ -71,3 +71,28 @@ def test_a_ring_crosses_each_link_once_each_way():
     assert len(Machines(NODES).ring((0, 1, 2)).resources) == 2 * (3 + 2)  # three ports, two nodes
     assert len(Machines(NODES).ring(tuple(range(8))).resources) == 2 * 8  # no shared links up there
     assert len({*Machines(NODES).ring((0, 1, 2)).resources}) == 2 * (3 + 2)
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+@pytest.mark.parametrize("bandwidth, cap", [(40.0, 40.0), (100.0, 100.0), (200.0, 100.0)])
+def test_a_slow_all_reduce_leaves_room_for_messages(m, bandwidth, cap):
+    """2 (m - 1) / m bytes go over each link for a byte of the sum, no faster than was measured of either."""
+    level = Level("all", 4, 100.0, 0.0, allreduce=AllReduce(bandwidth, 0.0))
+    ring = Machines(Cluster((level,))).ring(range(m))
+    assert ring.cap == approx(cap)
+    assert ring.work_per_byte == approx(2 * (m - 1) / m * cap / bandwidth)
+
+
+def test_a_bucket_of_tokens_fills_while_its_link_rests():
+    machines = Machines(Cluster((Level("all", 2, 100.0, 0.0, burst_bytes=50.0),)))
+    bursts = machines.route(0, 1).bursts
+    assert len(bursts) == 2  # of the sender's port and of the receiver's
+    assert pass_at_once(bursts, 80.0, now=0.0) == 50.0
+    assert pass_at_once(bursts, 80.0, now=0.25) == 25.0
+    assert pass_at_once(bursts, 10.0, now=1.25) == 10.0
+    assert pass_at_once(bursts, 80.0, now=1.3) == approx(45.0)
+    assert pass_at_once(bursts, 80.0, now=9.0) == 50.0  # no more than it holds
+    bursts[0].leave(0.0, now=9.0)
+    machines.route(0, 1).resources[0].num_jobs = 1
+    assert pass_at_once(bursts, 80.0, now=20.0) == 0.0  # others are passing
+    assert pass_at_once((), 80.0, now=20.0) == 0.0

@@ -1,0 +1,117 @@
+"""Where a training stands: what a checkpoint says of it, and which of that is believed."""
+
+from dataclasses import asdict
+
+import pytest
+
+from hybridpipe.errors import UserError
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.schedules.resume_point import ResumePoint
+from hybridpipe.training.train_state import EpochProgress, TrainState, is_resume_point
+
+ASYNCHRONOUS = Plan((StageSpec(0, 1, 2), StageSpec(1, 2)), "pipedream", num_microbatches=1)
+
+
+def begun(**fields) -> EpochProgress:
+    """Three minibatches of the second stream of an epoch, after two of the first."""
+    return EpochProgress(44, True, **({"position": 5, "recorded": 5, "stream_start": 2} | fields))
+
+
+def test_losses_count_by_their_samples():
+    progress = EpochProgress(44, True, stream_start=1, recorded=1)
+    progress.note(2.0, 8)
+    progress.note(5.0, 4)
+    assert (progress.recorded, progress.losses_in, progress.num_samples) == (3, 2, 12)
+    assert progress.loss_sum == 36.0
+
+
+def test_a_place_in_a_stream_counts_from_its_start():
+    assert begun().resume_point(minibatch_size=8) == ResumePoint(3, 4)  # of six minibatches, one short
+    assert EpochProgress(48, True).resume_point(8) == ResumePoint(0, 6)
+    assert TrainState(progress=begun()).resume_point(8) == ResumePoint(3, 4)
+    assert TrainState().resume_point(8) == ResumePoint(0, 0)
+
+
+def test_what_is_written_of_an_epoch_is_read():
+    assert EpochProgress.read(asdict(begun()), "file") == begun()
+    assert EpochProgress.read(asdict(EpochProgress(0, True)), "file") == EpochProgress(0, True)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"position": -1}, "so_far.position: must be an integer >= 0, got -1"),
+        ({"recorded": 5.0}, "so_far.recorded: must be an integer >= 0, got 5.0"),
+        ({"num_samples": True}, "so_far.num_samples: must be an integer >= 0, got True"),
+        ({"recorded": 4}, "so_far: cannot be"),
+        ({"stream_start": 6}, "so_far: cannot be"),
+        ({"other": 0}, "so_far: must have dataset_samples, "),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, told):
+    with pytest.raises(UserError, match=f"^file: {told}"):
+        EpochProgress.read(asdict(begun()) | changes, "file")
+
+
+def test_an_epoch_that_was_begun_goes_on_with_the_same_samples_only():
+    state = TrainState(epoch=3, progress=begun())
+    assert state.begin_epoch(44, True) is state.progress
+    for samples, shuffle in ((45, True), (44, False)):
+        with pytest.raises(UserError, match=r"^epoch 3 was begun with 44 samples and shuffle = True, and "):
+            state.begin_epoch(samples, shuffle)
+    state.progress = EpochProgress(44, True)  # nothing of it is trained yet
+    assert state.begin_epoch(45, False) == EpochProgress(45, False)
+
+
+def test_an_epoch_ends_as_an_entry_of_the_history():
+    state = TrainState(epoch=3, progress=begun(loss_sum=30.0, num_samples=20, seconds=7.0))
+    assert state.end_epoch(None) == {"epoch": 3, "loss": 1.5, "seconds": 7.0}
+    assert (state.epoch, state.progress, len(state.history)) == (4, None, 1)
+    state.progress = begun(loss_sum=30.0, num_samples=20)
+    assert state.end_epoch({"loss": 2.0})["validation"] == {"loss": 2.0}
+
+
+def test_a_request_to_stop_does_not_put_off_another():
+    state = TrainState(stop_from=5)
+    state.preempt(7)
+    assert state.preempted and state.stop_from == 5
+    state.preempt(4)
+    assert state.stop_from == 4
+    fresh = TrainState()
+    fresh.preempt(9)
+    assert fresh.stop_from == 9
+
+
+def test_nothing_is_called_while_minibatches_are_under_way():
+    state = TrainState()
+    state.check_nothing_under_way("evaluate")
+    state.under_way = True
+    with pytest.raises(RuntimeError, match="evaluate was called while minibatches are under way"):
+        state.check_nothing_under_way("evaluate")
+
+
+def test_a_checkpoint_says_no_more_than_the_losses_that_are_in():
+    state = TrainState(progress=begun(position=6))
+    assert state.state_dict()["so_far"] == asdict(begun())
+    assert TrainState().state_dict()["so_far"]["dataset_samples"] == 0
+
+
+def test_a_training_stands_where_the_checkpoint_does():
+    state = TrainState(stop_from=3, preempted=True)
+    state.load(40, 2, begun(), [{"epoch": 0}, {"epoch": 1}])
+    assert (state.step, state.epoch, state.progress, len(state.history)) == (40, 2, begun(), 2)
+    assert state.stop_from is None and not state.preempted
+    state.load(40, 2, EpochProgress(44, True), [])
+    assert state.progress is None  # between two epochs
+
+
+def test_a_stream_can_be_left_where_every_stage_has_updated():
+    """Two replicas in front update once in two minibatches."""
+    assert [is_resume_point(ASYNCHRONOUS, ResumePoint(done, 5)) for done in range(6)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
