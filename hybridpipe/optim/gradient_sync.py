@@ -268,7 +268,7 @@ def horovod(communicator: "MPI.Comm") -> Any:
     negotiation loop, and a stall in one would stall all (measured: 2.5 s against 0.1 s).
 
     Raises:
-        RuntimeError: Horovod is not installed.
+        UserError: Horovod is not installed.
     """
     from hybridpipe.health import failure
 

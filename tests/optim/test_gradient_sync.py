@@ -433,9 +433,3 @@ def test_horovod_starts_once_for_nothing_where_a_cycle_time_is_set(start):
     once = [(MPI.COMM_SELF, None), "shutdown"]
     assert start(cycle="10") == [*once, ("the stage's ranks", None), "shutdown", ("others", None)]
     assert start(cycle="10", threshold="7") == [("the stage's ranks", "7"), "shutdown", ("others", "7")]
-
-
-def test_without_horovod_what_builds_it_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(RuntimeError, match=r"replicated stages need Horovod, .*; launch/setup builds it"):
-        gradient_sync.horovod(None)

@@ -199,7 +199,7 @@ def test_a_run_that_goes_on_adds_to_the_past():
     assert recorder.past() == past
     again = Recorder()
     again.note(epoch=7, loss=9.0, num_samples=99, seconds=1.0, full=True)  # forgotten
-    again.go_on(past)
+    again.continue_from(past)
     assert again.past() == past and again.has_reached_target
     assert again.note(epoch=1, loss=3.0, num_samples=8, seconds=1.0, full=True).step == 2
     assert again.past() == Past(3, 5.0, 3.0, 8, 5.0, {"accuracy": 0.25}, (2, 5.0))
