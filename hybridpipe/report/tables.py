@@ -11,8 +11,8 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import (
     StageCost,
     StageTerms,
-    cut_figures,
     measured_speed,
+    plan_cut_figures,
     stage_costs,
     stage_terms,
 )
@@ -69,14 +69,17 @@ def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[
     none = StageCost(0.0, 0.0)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     over_cuts = [none, *costs[:-1], none]
+    # As if asynchronous: all messages of the minibatch count, not only those after the first.
+    cuts = plan_cut_figures(plan, cluster, asynchronous=True)
+    busy_per_byte = [*(busy for _, _, busy in cuts), 0.0]
     return tuple(
-        _figures(plan, s, terms, over_cuts[s], over_cuts[s + 1], cluster)
+        _figures(plan, s, terms, over_cuts[s], over_cuts[s + 1], busy_per_byte[s])
         for s, terms in enumerate(stage_terms(plan, costs, cluster))
     )
 
 
 def _figures(
-    plan: Plan, s: int, terms: StageTerms, before: StageCost, behind: StageCost, cluster: Cluster
+    plan: Plan, s: int, terms: StageTerms, before: StageCost, behind: StageCost, busy_per_byte: float
 ) -> StageFigures:
     replicas = plan.stages[s].replicas
     # Under pipedream the replicas take turns: a minibatch is one of theirs, and one has it.
@@ -89,17 +92,8 @@ def _figures(
         allreduce_seconds=terms.allreduce_seconds,
         compute_seconds=(work + terms.update_seconds) / takes_turns,
         exposed_seconds=terms.exposed_seconds / takes_turns,
-        link_seconds=_link_seconds(plan, s, max(behind.output_bytes, behind.gradient_bytes), cluster),
+        link_seconds=busy_per_byte * max(behind.output_bytes, behind.gradient_bytes),
     )
-
-
-def _link_seconds(plan: Plan, s: int, num_bytes: float, cluster: Cluster) -> float:
-    if s + 1 == plan.num_stages:
-        return 0.0
-    ranks, behind = plan.stages[s].ranks, plan.stages[s + 1].ranks
-    # As if asynchronous: all of the minibatch's messages, not only those after the first.
-    cut = cut_figures(cluster, ranks, behind, plan.num_microbatches, asynchronous=True)
-    return cut.busy_seconds_per_byte * num_bytes
 
 
 def bottleneck(

@@ -33,17 +33,16 @@ versions do not keep the pipeline full (PipeDream-2BW, ICML 2021, section 3.1), 
 what `max_in_flight` costs. The simulator sees both.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.links import cut_figures
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
@@ -158,57 +157,6 @@ def stage_speed(cluster: Cluster, ranks: Sequence[int], share: Mapping[int, floa
     return min(share[rank] for rank in ranks) * (cluster.replicated_speed if len(ranks) > 1 else 1.0)
 
 
-class CutFigures(NamedTuple):
-    """How the ranks of two neighbouring stages reach each other.
-
-    Args:
-        latency_seconds, seconds_per_byte: of one message over the slowest of the routes that occur.
-        busy_seconds_per_byte: how long the busiest port or shared link is occupied by a minibatch's messages
-            of one byte: by all after the first where the schedule flushes, else by all.
-    """
-
-    latency_seconds: float
-    seconds_per_byte: float
-    busy_seconds_per_byte: float
-
-
-def cut_figures(
-    cluster: Cluster,
-    ranks: Sequence[int],
-    behind: Sequence[int],
-    num_microbatches: int,
-    asynchronous: bool = False,
-) -> CutFigures:
-    """Microbatch b goes from `ranks[b mod m]` to `behind[b mod k]`.
-
-    A shared link carries the part of the microbatches whose route crosses it; a rank's own port those
-    that the rank handles.
-    """
-    m, k = len(ranks), len(behind)
-    routes = np.arange(math.lcm(m, k))
-    sender, receiver = np.array(ranks)[routes % m], np.array(behind)[routes % k]
-    latency, per_byte, busy = 0.0, 0.0, 0.0
-    within = np.zeros(len(routes), dtype=bool)
-    below = 1  # ranks of a unit of the level below
-    for level in cluster.levels:
-        here = (sender // level.ranks == receiver // level.ranks) & ~within
-        if here.any():
-            latency = max(latency, level.latency_seconds)
-            per_byte = max(per_byte, 1 / level.bandwidth)
-            if level.shared_bandwidth is not None:
-                busiest = max(int(np.bincount(end[here] // below).max()) for end in (sender, receiver))
-                messages = num_microbatches * busiest / len(routes)
-                counted = messages if asynchronous else max(0.0, messages - 1)
-                busy = max(busy, counted / level.shared_bandwidth)
-        within |= here
-        below = level.ranks
-    if asynchronous:
-        in_a_row = num_microbatches / min(m, k)
-    else:
-        in_a_row = ceil_div(num_microbatches, min(m, k)) - 1
-    return CutFigures(latency, per_byte, max(busy, in_a_row * per_byte))
-
-
 class StageTerms(NamedTuple):
     """What a stage takes at the speed of its slowest rank, all ranks of the plan computing.
 
@@ -280,14 +228,26 @@ def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster
     over_stages = _interleaved if plan.traits.interleaves else _straight
     fill, slowest = over_stages(plan, terms)
     busy = [0.0] * plan.num_groups  # the links behind each group of ranks
-    for s, (cost, (stage, behind)) in enumerate(zip(costs, pairwise(plan.stages), strict=False)):
-        cut = cut_figures(cluster, stage.ranks, behind.ranks, plan.num_microbatches, plan.is_asynchronous)
-        largest = max(cost.output_bytes, cost.gradient_bytes)
-        busy[s % plan.num_groups] += cut.busy_seconds_per_byte * largest
-        moved = cost.output_bytes + cost.gradient_bytes
-        fill += 2 * cut.latency_seconds + cut.seconds_per_byte * moved
+    for s, (latency, per_byte, busy_per_byte) in enumerate(plan_cut_figures(plan, cluster)):
+        sent, returned = costs[s].output_bytes, costs[s].gradient_bytes
+        busy[s % plan.num_groups] += busy_per_byte * max(sent, returned)
+        fill += 2 * latency + per_byte * (sent + returned)
     slowest = max(slowest, *busy)
     return slowest if plan.is_asynchronous else fill + slowest
+
+
+def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool | None = None) -> list[list[float]]:
+    """Return the `cut_figures` of each cut of a plan.
+
+    Args:
+        asynchronous: False counts only the messages after the first; None follows the schedule.
+    """
+    starts = np.arange(plan.num_stages - 1)
+    asynchronous = plan.is_asynchronous if asynchronous is None else asynchronous
+    ranks = [stage.ranks for stage in plan.stages]
+    figures = cut_figures(cluster, ranks, np.stack([starts, starts + 1]), plan.num_microbatches, asynchronous)
+    figures_of_cuts: list[list[float]] = figures.T.tolist()
+    return figures_of_cuts
 
 
 def _straight(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:

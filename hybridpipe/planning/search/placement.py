@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import compute_share, stage_speed
-from hybridpipe.planning.cost.links import cut_figures_of
+from hybridpipe.planning.cost.links import distinct_cut_figures
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight
 from hybridpipe.planning.schedules.registry import TRAITS
 
@@ -306,7 +306,7 @@ def slot_graph(
     behind = np.fromiter(chain.from_iterable(state.behind for state in states), np.intp, first[-1])
     pairs = np.stack([np.repeat(slot, sizes), slot[behind]])
     used = np.unique(pairs[0] * len(layout.ranks) + pairs[1], return_inverse=True)
-    figures, row = cut_figures_of(
+    figures, row = distinct_cut_figures(
         cluster,
         layout.ranks,
         np.stack(np.divmod(used[0], len(layout.ranks))),
