@@ -8,7 +8,10 @@ them by default: with 4 ranks per node, ranks 0 to 3 are on the first node.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridpipe.planning.checks import (
     MAX_RANKS,
@@ -19,6 +22,7 @@ from hybridpipe.planning.checks import (
     positive_int,
 )
 
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])  # of one message, or of many
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
 NO_COMPRESSION = "none"
 COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # what an all-reduce moves of each byte of a gradient
@@ -100,10 +104,10 @@ class Ring(NamedTuple):
     seconds_per_byte: float
     wait_seconds: float = 0.0
 
-    @property
-    def start_seconds(self) -> float:
-        """Of one by itself."""
-        return self.latency_seconds + self.wait_seconds
+    def seconds(self, num_bytes: NDArray[np.float64] | float) -> NDArray[np.float64]:
+        """Return the seconds of one all-reduce by itself; 0 without bytes to sum."""
+        start = self.latency_seconds + self.wait_seconds
+        return np.where(np.greater(num_bytes, 0), start + self.seconds_per_byte * num_bytes, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +279,6 @@ class Cluster:
         bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
         return Ring(2 * (m - 1) * level.latency_seconds, sent / bandwidth)
 
-    def allreduce_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Seconds of an all-reduce over these ranks, alone on its links."""
-        ring = self.ring(ranks)
-        return ring.start_seconds + num_bytes * ring.seconds_per_byte
+    def handling_seconds(self, num_bytes: Bytes, num_messages: int = 1) -> Bytes:
+        """Return the processor seconds, at one end, of messages with so many bytes together."""
+        return num_messages * self.message_seconds + num_bytes * self.message_seconds_per_byte

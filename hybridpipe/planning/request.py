@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 from hybridpipe.planning.checks import plain, positive_int
 from hybridpipe.planning.plan import Plan, StageSpec, check_takes
-from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 AUTO = "auto"
 
@@ -72,6 +72,11 @@ class PlanRequest:
             if (self.asynchronous or not traits.is_asynchronous)
             and (traits.takes_max_in_flight or not limited)
         ]
+
+    @property
+    def traits(self) -> ScheduleTraits:
+        """The traits of the schedule, which is not AUTO."""
+        return TRAITS[self.schedule]
 
     def under(self, schedule: str) -> "PlanRequest":
         """The request of one of `schedules`; what that cannot do is left out."""

@@ -13,8 +13,8 @@ from hybridpipe.planning.cost.formula import (
     StageTerms,
     measured_speed,
     plan_cut_figures,
+    plan_terms,
     stage_costs,
-    stage_terms,
 )
 from hybridpipe.planning.cost.memory import peak_memory_bytes, versions_per_stage
 from hybridpipe.planning.plan import Plan, StageSpec
@@ -70,28 +70,28 @@ def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     over_cuts = [none, *costs[:-1], none]
     # As if asynchronous: all messages of the minibatch count, not only those after the first.
-    cuts = plan_cut_figures(plan, cluster, asynchronous=True)
-    busy_per_byte = [*(busy for _, _, busy in cuts), 0.0]
+    terms = plan_terms(plan, costs, cluster)
+    busy_per_byte = [*plan_cut_figures(plan, cluster, asynchronous=True)[2].tolist(), 0.0]
     return tuple(
-        _figures(plan, s, terms, over_cuts[s], over_cuts[s + 1], busy_per_byte[s])
-        for s, terms in enumerate(stage_terms(plan, costs, cluster))
+        _figures(plan, s, terms.of_stage(s), over_cuts[s], over_cuts[s + 1], busy_per_byte[s])
+        for s in range(plan.num_stages)
     )
 
 
 def _figures(
-    plan: Plan, s: int, terms: StageTerms, before: StageCost, behind: StageCost, busy_per_byte: float
+    plan: Plan, s: int, terms: StageTerms[float], before: StageCost, behind: StageCost, busy_per_byte: float
 ) -> StageFigures:
     replicas = plan.stages[s].replicas
     # Under pipedream the replicas take turns: a minibatch is one of theirs, and one has it.
     takes_turns = replicas if plan.traits.whole_minibatch else 1
-    work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds + terms.products_seconds
+    work = ceil_div(plan.num_microbatches, replicas) * terms.work + terms.products
     return StageFigures(
-        work_seconds=terms.work_seconds,
+        work_seconds=terms.work,
         sent_bytes=behind.output_bytes + before.gradient_bytes,
         received_bytes=before.output_bytes + behind.gradient_bytes,
-        allreduce_seconds=terms.allreduce_seconds,
-        compute_seconds=(work + terms.update_seconds) / takes_turns,
-        exposed_seconds=terms.exposed_seconds / takes_turns,
+        allreduce_seconds=terms.allreduce,
+        compute_seconds=(work + terms.update) / takes_turns,
+        exposed_seconds=terms.exposed / takes_turns,
         link_seconds=busy_per_byte * max(behind.output_bytes, behind.gradient_bytes),
     )
 

@@ -6,7 +6,6 @@ from typing import Any
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.request import PlanRequest
@@ -55,6 +54,8 @@ def search_sizes(profile, cluster, minibatch, **asked):
 
 
 def partition(profile, cluster, *, num_microbatches, ranks=None, max_replicas=None, **asked):
-    """`partition.partition`, with the fields of a form by name."""
-    form = Form(num_microbatches, PlanRequest(**asked))
-    return partition_module.partition(profile, cluster, form, ranks=ranks, max_replicas=max_replicas)
+    """`partition.partition`, with the fields of a request by name."""
+    request = PlanRequest(**asked)
+    return partition_module.partition(
+        profile, cluster, num_microbatches, request, ranks=ranks, max_replicas=max_replicas
+    )

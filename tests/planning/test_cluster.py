@@ -85,16 +85,16 @@ def test_a_ring_is_as_slow_as_the_outermost_level_it_crosses(ranks, level):
 
 def test_allreduce_sends_2_m_minus_1_over_m_of_the_data():
     cluster = Cluster(LEVELS)
-    assert cluster.allreduce_seconds(300.0, (0,)) == 0
-    assert cluster.allreduce_seconds(300.0, (0, 1)) == 2 * 1 + 300 / 100
-    assert cluster.allreduce_seconds(300.0, (0, 1, 2)) == 4 * 2 + 400 / 10
+    assert cluster.ring((0,)).seconds(300.0) == 0
+    assert cluster.ring((0, 1)).seconds(300.0) == 2 * 1 + 300 / 100
+    assert cluster.ring((0, 1, 2)).seconds(300.0) == 4 * 2 + 400 / 10
 
 
 def test_allreduce_is_that_of_the_level_it_crosses():
     measured = replace(RACK, allreduce=AllReduce(50.0, 7.0))
     cluster = Cluster((NODE, measured, replace(ALL, shared_bandwidth=0.5)))
-    assert cluster.allreduce_seconds(300.0, (0, 1, 2)) == 7 + 400 / 50
-    assert cluster.allreduce_seconds(300.0, (0, 1)) == 2 * 1 + 300 / 100
+    assert cluster.ring((0, 1, 2)).seconds(300.0) == 7 + 400 / 50
+    assert cluster.ring((0, 1)).seconds(300.0) == 2 * 1 + 300 / 100
     assert cluster.ring((7, 0)) == Ring(2 * 3.0, 1 / 0.5)  # a shared link is crossed once in each direction
     assert cluster.ring((3,)) == Ring(0.0, 0.0)
 

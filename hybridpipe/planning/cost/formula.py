@@ -35,14 +35,14 @@ what `max_in_flight` costs. The simulator sees both.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.links import cut_figures
+from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
@@ -53,7 +53,7 @@ from hybridpipe.planning.schedules.registry import TRAITS
 # (docs/log/all-reduce.md: 2 MiB is about as fast as 1 and 4 and faster than 8, also between hosts).
 BUCKET_BYTES = 2 * 2**20
 
-Seconds = TypeVar("Seconds", float, NDArray[np.float64])  # of one stage, or of many at once
+Seconds = TypeVar("Seconds", float, Floats)  # of one stage, or of many at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,148 +157,182 @@ def stage_speed(cluster: Cluster, ranks: Sequence[int], share: Mapping[int, floa
     return min(share[rank] for rank in ranks) * (cluster.replicated_speed if len(ranks) > 1 else 1.0)
 
 
-class StageTerms(NamedTuple):
-    """What a stage takes at the speed of its slowest rank, all ranks of the plan computing.
+@dataclass(frozen=True, slots=True)
+class StageTerms(Generic[Seconds]):
+    """Seconds of many stages, each at the speed of its slowest rank; arrays of one shape.
 
     Args:
-        work_seconds: a microbatch's forward, backward and handling of messages; `weight_seconds` of them make
-            the weights' gradients.
-        allreduce_seconds: one all-reduce, alone; of it `exposed_seconds` are not hidden.
-        update_seconds: the optimizer's step.
-        products_seconds: what the last backward leaves to be made; `held_up_seconds` of them before the
-            gradient is sent that the stage before waits for.
+        work: a microbatch's forward, backward and handling of messages.
+        weight: the part of `work` that computes the weights' gradients.
+        allreduce: one all-reduce, alone on its links.
+        exposed: the part of `allreduce` that nothing hides.
+        update: the optimizer's step.
+        products: the deferred products of the last backward (`LayerProfile.products`).
+        held_up: the part of `products` that precedes the gradient for the stage before.
     """
 
-    work_seconds: float
-    allreduce_seconds: float
-    exposed_seconds: float
-    update_seconds: float
-    weight_seconds: float
-    products_seconds: float
-    held_up_seconds: float
+    work: Seconds
+    weight: Seconds
+    allreduce: Seconds
+    exposed: Seconds
+    update: Seconds
+    products: Seconds
+    held_up: Seconds
 
     @property
-    def after_seconds(self) -> float:
-        """What follows a minibatch's work."""
-        return self.products_seconds - self.held_up_seconds + self.exposed_seconds + self.update_seconds
+    def after(self) -> Seconds:
+        """Seconds from the end of a minibatch's work to the end of the update."""
+        return self.products - self.held_up + self.exposed + self.update
+
+    def of_stage(self, stage: int) -> "StageTerms[float]":
+        """Return the terms of one stage, where `self` holds those of a plan's stages."""
+        return StageTerms(*(float(getattr(self, each.name)[stage]) for each in fields(self)))
 
 
-def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageTerms, ...]:
-    """One for each stage, given `stage_costs`."""
-    share = compute_share(cluster, plan.ranks)
-    over_cuts = [handling_seconds(cluster, cost.output_bytes + cost.gradient_bytes) for cost in costs[:-1]]
-    terms = []
-    for s, (cost, before, behind) in enumerate(zip(costs, [0.0, *over_cuts], [*over_cuts, 0.0], strict=True)):
-        stage = plan.stages[s]
-        speed = stage_speed(cluster, stage.ranks, share)
-        last, inline = cost.backward_seconds, 0.0 if plan.defers_wgrad(s) else cost.products_seconds
-        if plan.traits.splits_backward:
-            last = cost.weight_seconds
-        elif s:
-            last += handling_seconds(cluster, costs[s - 1].gradient_bytes, 1)
-        hidden = cluster.overlap * (last + inline) / speed
-        weights = sum(bucket.num_bytes for bucket in cost.buckets)
-        allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
-        terms.append(
-            StageTerms(
-                work_seconds=(cost.forward_seconds + cost.backward_seconds + before + behind) / speed,
-                allreduce_seconds=allreduce,
-                exposed_seconds=allreduce - min(cluster.overlap * allreduce, hidden),
-                update_seconds=cost.update_seconds / speed,
-                weight_seconds=cost.weight_seconds / speed,
-                products_seconds=cost.products_seconds / speed,
-                held_up_seconds=inline / speed if s else 0.0,
+def stage_terms(
+    schedule: str,
+    overlap: float,
+    *,
+    is_first: NDArray[np.bool_],
+    replicas: Ints | int,
+    speed: Floats | float,
+    work: Floats,
+    backward: Floats,
+    weight: Floats,
+    products: Floats,
+    update: Floats,
+    sending: Floats,
+    allreduce: Floats,
+) -> StageTerms[Floats]:
+    """Return the terms of stages from their costs; all arrays broadcast against each other.
+
+    Args:
+        overlap: the share of an all-reduce that computing can hide (`Cluster.overlap`).
+        is_first: True for stages without a stage before.
+        speed: of the slowest rank.
+        work, backward, weight, products, update: seconds at full speed.
+        sending: processor seconds of the last gradient that is sent, 0 in a first stage.
+        allreduce: seconds alone on its links.
+    """
+    products = products / speed
+    inline = products * (is_first | (np.asarray(replicas) > 1))  # else they are deferred: `Plan.defers_wgrad`
+    last = weight if TRAITS[schedule].splits_backward else backward + sending
+    return StageTerms(
+        work / speed,
+        weight / speed,
+        allreduce,
+        allreduce - overlap * np.minimum(allreduce, last / speed + inline),
+        update / speed,
+        products,
+        inline * ~is_first,
+    )
+
+
+def stage_parts(
+    schedule: str, num_microbatches: int, replicas: Ints | int, work: Seconds, weight: Seconds, after: Seconds
+) -> tuple[Seconds, Seconds]:
+    """Return the seconds that stages add to the sum and to the maximum; interleaved-1f1b has `_interleaved`.
+
+    An asynchronous schedule has no sum. There the first figure is a microbatch's way through the stage.
+
+    Args:
+        work, weight: `StageTerms.work` and `StageTerms.weight`.
+        after: seconds between the work and the end of the update.
+    """
+    m: Any = replicas  # of one stage, or of each
+    rounds = -(-num_microbatches // m)
+    traits = TRAITS[schedule]
+    if traits.whole_minibatch:
+        return work, (work + after) / m
+    if traits.is_asynchronous:
+        return work, rounds * work + after
+    if traits.splits_backward:
+        filling: Seconds = np.maximum(work - 2 * weight, 0.0)
+        return filling, rounds * work - filling + after
+    return work, (rounds - 1) * work + after
+
+
+def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> StageTerms[Floats]:
+    """Return the terms of a plan's stages, shape (stages,), while all ranks of the plan compute.
+
+    Args:
+        costs: those of `stage_costs`.
+    """
+    forward, backward, weight, products, update, sent, returned, gradients = np.array(
+        [
+            (
+                cost.forward_seconds,
+                cost.backward_seconds,
+                cost.weight_seconds,
+                cost.products_seconds,
+                cost.update_seconds,
+                cost.output_bytes,
+                cost.gradient_bytes,
+                sum(bucket.num_bytes for bucket in cost.buckets),
             )
-        )
-    return tuple(terms)
+            for cost in costs
+        ]
+    ).T
+    share = compute_share(cluster, plan.ranks)
+    handling = np.zeros(len(costs) + 1)
+    handling[1:-1] = cluster.handling_seconds((sent + returned)[:-1], 2)
+    sending = np.zeros(len(costs))
+    sending[1:] = cluster.handling_seconds(returned[:-1], 1)
+    stages = zip(plan.stages, gradients, strict=True)
+    return stage_terms(
+        plan.schedule,
+        cluster.overlap,
+        is_first=np.arange(len(costs)) == 0,
+        replicas=np.array(plan.replicas),
+        speed=np.array([stage_speed(cluster, stage.ranks, share) for stage in plan.stages]),
+        work=forward + backward + handling[:-1] + handling[1:],
+        backward=backward,
+        weight=weight,
+        products=products,
+        update=update,
+        sending=sending,
+        allreduce=np.array([cluster.ring(stage.ranks).seconds(num_bytes) for stage, num_bytes in stages]),
+    )
+
+
+def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool) -> Floats:
+    """Return the `cut_figures` of a plan's cuts, shape (3, cuts)."""
+    before = np.arange(plan.num_stages - 1)
+    ranks = [stage.ranks for stage in plan.stages]
+    return cut_figures(cluster, ranks, np.stack([before, before + 1]), plan.num_microbatches, asynchronous)
 
 
 def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """Seconds of a minibatch by the closed formula above; what `partition` minimises.
+    """Return the seconds of a minibatch by the closed formula above, which `partition` minimises.
 
-    Every rank of the plan is taken to compute all the time, so ranks that share a machine's processors get
-    the speed they have while all of them are active.
+    Every rank of the plan is taken to compute all the time. Ranks that share a machine's processors
+    therefore have the speed of all of them computing at once.
     """
     return estimate_from_costs(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster)
 
 
 def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
-    """`estimate`, given `stage_costs`."""
-    terms = stage_terms(plan, costs, cluster)
-    over_stages = _interleaved if plan.traits.interleaves else _straight
-    fill, slowest = over_stages(plan, terms)
-    busy = [0.0] * plan.num_groups  # the links behind each group of ranks
-    for s, (latency, per_byte, busy_per_byte) in enumerate(plan_cut_figures(plan, cluster)):
-        sent, returned = costs[s].output_bytes, costs[s].gradient_bytes
-        busy[s % plan.num_groups] += busy_per_byte * max(sent, returned)
-        fill += 2 * latency + per_byte * (sent + returned)
-    slowest = max(slowest, *busy)
-    return slowest if plan.is_asynchronous else fill + slowest
-
-
-def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool | None = None) -> list[list[float]]:
-    """Return the `cut_figures` of each cut of a plan.
-
-    Args:
-        asynchronous: False counts only the messages after the first; None follows the schedule.
-    """
-    starts = np.arange(plan.num_stages - 1)
-    asynchronous = plan.is_asynchronous if asynchronous is None else asynchronous
-    ranks = [stage.ranks for stage in plan.stages]
-    figures = cut_figures(cluster, ranks, np.stack([starts, starts + 1]), plan.num_microbatches, asynchronous)
-    figures_of_cuts: list[list[float]] = figures.T.tolist()
-    return figures_of_cuts
-
-
-def _straight(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:
-    fill, slowest = 0.0, 0.0
-    for m, term in zip(plan.replicas, terms, strict=True):
-        filling, most = stage_parts(
-            plan.schedule,
-            plan.num_microbatches,
-            m,
-            term.work_seconds,
-            term.weight_seconds,
-            term.after_seconds,
+    """Return `estimate`, given `stage_costs`."""
+    terms = plan_terms(plan, costs, cluster)
+    if plan.traits.interleaves:
+        fill, slowest = _interleaved(plan, terms)
+    else:
+        replicas = np.array(plan.replicas)
+        filling, maxima = stage_parts(
+            plan.schedule, plan.num_microbatches, replicas, terms.work, terms.weight, terms.after
         )
-        fill, slowest = fill + float(filling) + term.held_up_seconds, max(slowest, float(most))
-    return fill, slowest
+        fill, slowest = (filling + terms.held_up).sum(), maxima.max()
+    if plan.num_stages > 1:
+        sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
+        latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
+        fill += (2 * latency + per_byte * (sent + returned)).sum()
+        group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
+        slowest = max(slowest, np.bincount(group, busy_per_byte * np.maximum(sent, returned)).max())
+    return float(slowest if plan.is_asynchronous else fill + slowest)
 
 
-def stage_parts(
-    schedule: str, num_microbatches: int, replicas: int, work: Seconds, weight: Seconds, after: Seconds
-) -> tuple[Seconds, Seconds]:
-    """What a stage adds to the sum and to the maximum; for interleaved-1f1b see `_interleaved`.
-
-    An asynchronous schedule has no sum; what is said for it is the way of a microbatch through the stage.
-
-    Args:
-        work, weight: a microbatch's work, and the part of it that makes the weights' gradients.
-        after: what follows it, `StageTerms.after_seconds`.
-    """
-    rounds = ceil_div(num_microbatches, replicas)
-    traits = TRAITS[schedule]
-    if traits.whole_minibatch:
-        return work, (work + after) / replicas
-    if traits.is_asynchronous:
-        return work, rounds * work + after
-    if traits.splits_backward:
-        filling = np.maximum(work - 2 * weight, 0.0)
-        return filling, rounds * work - filling + after
-    return work, (rounds - 1) * work + after
-
-
-def _interleaved(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:
+def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:
+    by_chunk = plan.chunks, plan.num_groups
+    work, after = (each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after))
     rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
-    slowest = 0.0
-    for group in range(plan.num_groups):
-        held = terms[group :: plan.num_groups]
-        after = sum(term.after_seconds for term in held)
-        slowest = max(slowest, rounds * sum(term.work_seconds for term in held) + after)
-    filling = sum(term.work_seconds for term in terms) / plan.chunks
-    return filling + sum(term.held_up_seconds for term in terms), slowest
-
-
-def handling_seconds(cluster: Cluster, num_bytes: float, num_messages: int = 2) -> float:
-    """Processor time, at one side of a cut, of a microbatch's messages: the one there and the one back."""
-    return num_messages * cluster.message_seconds + num_bytes * cluster.message_seconds_per_byte
+    return work.sum() / plan.chunks + terms.held_up.sum(), (rounds * work + after).max()

@@ -15,6 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import (
@@ -43,89 +47,120 @@ MAX_ROUND = 4096
 
 
 class StageMemory(NamedTuple):
-    """Bytes of one stage on one rank.
+    """Bytes of stages on one rank each; arrays of one shape, whole numbers up to 2^53.
 
     Args:
         parameters: one version of the weights.
-        resident: weights, gradients, what is kept for the products that make them, the optimizer's state, and
-            messages on their way.
-        stash: what each microbatch keeps from its forward on.
-        working: what it keeps besides once its backward has begun.
+        resident: weights, gradients, inputs kept for deferred products, the optimizer's state, and messages.
+        stash: bytes that each microbatch keeps from its forward on.
+        working: further bytes that it keeps once its backward has begun.
     """
 
-    parameters: int
-    resident: int
-    stash: int
-    working: int
+    parameters: Floats
+    resident: Floats
+    stash: Floats
+    working: Floats
+
+    def peak(
+        self, replicas: Ints | int, versions: Ints | int, in_flight: Ints | int, begun: Ints | int = 1
+    ) -> Floats:
+        """Return the peak of a rank that holds one stage.
+
+        Args:
+            in_flight: microbatches that it stashes at most.
+            begun: those of them whose backward has begun.
+        """
+        peak: Floats = self.resident + _fusion_bytes(self.parameters, replicas)
+        peak += (versions - 1) * self.parameters
+        peak += in_flight * self.stash + begun * self.working
+        return peak
 
 
 def stage_memory(
-    profile: ModelProfile, start: int, stop: int, recompute: bool, schedule: str, num_microbatches: int
+    *,
+    parameters: Floats,
+    inside: Floats,
+    received: Floats,
+    sent: Floats,
+    kept: Floats,
+    state_factor: float,
+    recompute: NDArray[np.bool_] | bool,
 ) -> StageMemory:
-    """What the layers `[start, stop)` weigh; `num_microbatches`: of an update, on this rank."""
-    layers = profile.layers[start:stop]
-    parameters = sum(layer.parameter_bytes for layer in layers)
-    received = profile.layers[start - 1].output_bytes if start else 0
-    inside = sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes
-    stash, working = (received, inside) if recompute else (received + inside, 0)
-    resident = round(parameters * (2 + profile.state_factor))
-    resident += sum(layer.kept(schedule, num_microbatches) for layer in layers)
-    resident += message_bytes(received, layers[-1].output_bytes if stop < len(profile.layers) else 0)
-    return StageMemory(parameters, resident, stash, working)
+    """Return the memory of stages; all arrays, of bytes, broadcast against each other.
 
+    A stage sends and receives over both cuts. Its messages take, besides the inputs that are stashed, both
+    gradients as they are computed with, both packed tensors that are sent, and `LOOK_AHEAD` receives.
 
-def message_bytes(received: int, sent: int) -> int:
-    """What messages take besides the inputs that are stashed, where a stage receives and sends so much.
-
-    Both gradients, as they are computed with; what is sent, packed; and what is received ahead.
+    Args:
+        inside: activations and output of a microbatch.
+        received, sent: activations of a microbatch over the cuts before and behind; 0 where there is none.
+        kept: inputs for deferred products (`LayerProfile.kept`).
     """
-    return 2 * (received + sent) + LOOK_AHEAD * max(received, sent)
+    messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
+    return StageMemory(
+        parameters,
+        np.rint(parameters * (2 + state_factor)) + kept + messages,
+        np.where(recompute, received, received + inside),
+        np.where(recompute, inside, 0.0),
+    )
 
 
-def _resident(stages: Iterable[StageMemory], replicated: bool) -> int:
-    """What a rank always holds."""
-    stages = list(stages)
-    buffer = min(sum(stage.parameters for stage in stages), FUSION_BYTES) if replicated else 0
-    return sum(stage.resident for stage in stages) + buffer
+def _fusion_bytes(parameters: Floats, replicas: Ints | int) -> Floats:
+    """Return the size of Horovod's buffer on a rank with so many bytes of weights."""
+    return np.minimum(parameters, FUSION_BYTES) * (np.asarray(replicas) > 1)
 
 
 def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
-    """Peak of each rank of the plan, in stage order."""
+    """Return the peak of each rank of the plan, in bytes, in stage order."""
     if plan.traits.interleaves:
         each = [_interleaved_peak(profile, plan, group) for group in range(plan.num_groups)]
     else:
-        stashed = in_flight_per_stage(plan, plan.num_microbatches)
-        begun, kept = _begun(plan), versions_per_stage(plan)
-        each = []
-        for s, stage in enumerate(_stages(profile, plan, range(plan.num_stages))):
-            resident = _resident([stage], plan.replicas[s] > 1)
-            old = (kept[s] - 1) * stage.parameters
-            each.append(resident + old + stashed[s] * stage.stash + begun[s] * stage.working)
-    return tuple(peak for group, peak in enumerate(each) for _ in plan.stages[group].ranks)
+        counts = versions_per_stage(plan), in_flight_per_stage(plan, plan.num_microbatches), _begun(plan)
+        stages = _stages(profile, plan, range(plan.num_stages))
+        each = stages.peak(np.array(plan.replicas), *map(np.array, counts)).tolist()
+    return tuple(int(peak) for group, peak in enumerate(each) for _ in plan.stages[group].ranks)
 
 
-def _stages(profile: ModelProfile, plan: Plan, numbers: Iterable[int]) -> list[StageMemory]:
-    return [
-        stage_memory(
-            profile,
-            plan.stages[s].start,
-            plan.stages[s].stop,
-            plan.recomputes(s),
-            plan.schedule,
-            per_update(plan.schedule, plan.num_microbatches, plan.replicas[s]),
+def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageMemory:
+    """Return the memory of these stages of a plan, shape (stages,)."""
+    rows = []
+    for s in numbers:
+        stage = plan.stages[s]
+        layers = profile.layers[stage.start : stage.stop]
+        rounds = per_update(plan.schedule, plan.num_microbatches, stage.replicas)
+        rows.append(
+            (
+                sum(layer.parameter_bytes for layer in layers),
+                sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes,
+                profile.layers[stage.start - 1].output_bytes if stage.start else 0,
+                layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
+                sum(layer.kept(plan.schedule, rounds) for layer in layers),
+            )
         )
-        for s in numbers
-    ]
+    parameters, inside, received, sent, kept = np.array(rows, dtype=np.float64).T
+    return stage_memory(
+        parameters=parameters,
+        inside=inside,
+        received=received,
+        sent=sent,
+        kept=kept,
+        state_factor=profile.state_factor,
+        recompute=np.array([plan.recomputes(s) for s in numbers]),
+    )
 
 
-def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> int:
+def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> float:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
     most = max(
-        sum(count * stage.stash for count, stage in zip(stash.counts, stages, strict=True))
-        + (0 if stash.backward is None else stages[stash.backward].working)
+        stash.counts @ stages.stash + (0.0 if stash.backward is None else stages.working[stash.backward])
         for stash in interleaved_stash(plan, group, plan.num_microbatches)
     )
-    return _resident(stages, plan.replicas[group] > 1) + most
+    return float(_resident(stages, plan.replicas[group]) + most)
+
+
+def _resident(stages: StageMemory, replicas: int) -> float:
+    """Return the bytes that a rank with these stages always holds."""
+    return float(stages.resident.sum() + _fusion_bytes(stages.parameters.sum(), replicas))
 
 
 def _begun(plan: Plan) -> list[int]:
@@ -150,11 +185,9 @@ def versions_per_stage(plan: Plan) -> tuple[int, ...]:
     """
     if not plan.is_asynchronous:
         return (1,) * plan.num_stages
-    if plan.traits.versions == "two":
-        return (2,) * plan.num_stages
     held = until_backward(plan, 1)
     if not plan.vertical_sync:
-        return held
+        return tuple(map(plan.traits.num_versions, held))
     return tuple(_synced_versions(plan, s, held) for s in range(plan.num_stages))
 
 
@@ -228,7 +261,10 @@ def _steps(
     profile: ModelProfile, plan: Plan, group: int, events: tuple[Event, ...]
 ) -> Iterator[tuple[float, int]]:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
-    resident = _resident(stages, plan.replicas[group] > 1)
+    resident = int(_resident(stages, plan.replicas[group]))
+    parameters, (stash_of, working_of) = int(stages.parameters[0]), (
+        list(map(int, each)) for each in (stages.stash, stages.working)
+    )
     kept: Versions | None = None
     if plan.is_asynchronous:
         forwards = [event.instruction for event in events if isinstance(event.instruction, Forward)]
@@ -236,22 +272,22 @@ def _steps(
     stash = 0
 
     def held() -> int:
-        return resident + stash + ((kept.num_versions - 1) * stages[0].parameters if kept else 0)
+        return resident + stash + ((kept.num_versions - 1) * parameters if kept else 0)
 
     yield 0.0, resident
     for instruction, start, end in events:
         match instruction:
             case Forward(_, chunk):
-                stash += stages[chunk].stash
+                stash += stash_of[chunk]
                 yield start, held()
-            case Backward() | BackwardInput() if stages[instruction.chunk].working:
-                stash += stages[instruction.chunk].working
+            case Backward() | BackwardInput() if working_of[instruction.chunk]:
+                stash += working_of[instruction.chunk]
                 yield start, held()
             case Step() if kept:
                 kept.update()
                 yield start, held()
         if isinstance(instruction, Backward | BackwardWeight):
-            stash -= stages[instruction.chunk].stash + stages[instruction.chunk].working
+            stash -= stash_of[instruction.chunk] + working_of[instruction.chunk]
             if kept:
                 kept.returned(instruction.microbatch)
             yield end, held()

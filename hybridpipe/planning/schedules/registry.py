@@ -31,6 +31,10 @@ class ScheduleTraits(NamedTuple):
     interleaves: bool = False
     takes_max_in_flight: bool = False
 
+    def num_versions(self, in_flight: int) -> int:
+        """Return the versions of its weights that a replica with so many microbatches in flight keeps."""
+        return {"stashed": in_flight, "two": 2, "one": 1}[self.versions]
+
 
 # The simplest first: of schedules that take equally long the planner chooses the first one.
 TRAITS = {

@@ -28,7 +28,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import (
@@ -36,16 +35,14 @@ from hybridpipe.planning.cost.formula import (
     compute_share,
     estimate_from_costs,
     measured_speed,
+    plan_terms,
     stage_costs,
     stage_speed,
-    stage_terms,
 )
+from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, until_backward
-
-Ints = NDArray[np.intp]
-Floats = NDArray[np.float64]
 
 # Under other schedules, and where ranks share processors at times only or links let bursts pass, a plan may
 # be faster than the formula, but hardly ever by more than this factor.
@@ -93,7 +90,8 @@ class _Rounds:
 
     def __init__(self, plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> None:
         self.plan, self.cost, self.cluster = plan, costs[0], cluster
-        self.own, self.second = stage_terms(plan, costs, cluster)[:2]
+        terms = plan_terms(plan, costs, cluster)
+        self.own, self.second = terms.of_stage(0), terms.of_stage(1)
         self.held, self.held_behind = until_backward(plan, UNLIMITED)[:2]
         self.ranks, behind = (np.array(stage.ranks) for stage in plan.stages[:2])
         self.m, self.k = len(self.ranks), len(behind)
@@ -107,7 +105,7 @@ class _Rounds:
         """F + A + u, the mean of all rounds."""
         ranks = self.plan.stages[0].ranks
         speed = stage_speed(self.cluster, ranks, compute_share(self.cluster, self.plan.ranks))
-        rest = self.cost.forward_seconds / speed + self.own.update_seconds
+        rest = self.cost.forward_seconds / speed + self.own.update
         index = self.cluster.level_index(min(ranks), max(ranks))  # where all-reduce and messages meet
         bandwidth = self.cluster.levels[index].bandwidth
         counts = [(self.levels[:, i :: self.k] == index).sum(axis=1) for i in range(min(self.k, self.m))]
@@ -132,9 +130,9 @@ class _Rounds:
         wait = self.message_seconds(levels, together * self.output_bytes)
         home = self.levels_between(self.ranks[-1], self.receivers[:, last])
         back = self.message_seconds(home, self.returned_bytes)
-        update = self.second.exposed_seconds + self.second.update_seconds
-        at_second = count * self.second.work_seconds + (count - 1) * update
-        seconds = self.own.work_seconds + self.own.after_seconds + at_second + float(np.mean(wait + back))
+        update = self.second.exposed + self.second.update
+        at_second = count * self.second.work + (count - 1) * update
+        seconds = self.own.work + self.own.after + at_second + float(np.mean(wait + back))
         return seconds / (self.held - ceil_div(ahead, self.m))
 
     def levels_between(self, ranks: Ints, others: Ints) -> Ints:

@@ -17,10 +17,12 @@ import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import compute_share, estimate, stage_speed
-from hybridpipe.planning.cost.layer_costs import Form
+from hybridpipe.planning.cost.layer_costs import LayerCosts
+from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.search.placement import Floats, Ints, lines, renumbered
+from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.search.placement import lines, renumbered
 
 CHUNKS = (2, 3, 4)  # more are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2)
 SLACKS = (1.0, 1.2)
@@ -35,7 +37,8 @@ SAME = 1e-9  # relative: sums of layers are not exact
 def interleaved_plans(
     profile: ModelProfile,
     cluster: Cluster,
-    form: Form,
+    num_microbatches: int,
+    request: PlanRequest,
     ranks: Sequence[int],
     max_replicas: int | None = None,
 ) -> list[Plan]:
@@ -43,12 +46,12 @@ def interleaved_plans(
 
     Whether they fit into memory is not looked at.
     """
-    moved = [float(layer.output_bytes + layer.returned_bytes) for layer in profile.layers]
+    costs = LayerCosts(profile, cluster, num_microbatches, request)
     found: dict[Plan, None] = {}
     tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
-            work = _work(profile, form, form.per_update(replicas))
+            work = costs.mean_work(replicas).tolist()
             for chunks in CHUNKS[:tried]:
                 num_groups = min(len(line) // replicas, profile.num_layers // chunks, MAX_GROUPS)
                 if num_groups < 2:
@@ -57,23 +60,13 @@ def interleaved_plans(
                 groups = list(renumbered(cluster, ranks, groups))
                 share = compute_share(cluster, [rank for group in groups for rank in group])
                 speeds = [stage_speed(cluster, group, share) for group in groups] * chunks
-                for edges in _cuts(work, moved, speeds, SLACKS[:tried]):
+                for edges in _cuts(work, costs.moved, speeds, SLACKS[:tried]):
                     stages = (
                         StageSpec(a, b, replicas, groups[s % num_groups])
                         for s, (a, b) in enumerate(pairwise(edges))
                     )
-                    found[form.plan(stages, chunks)] = None
+                    found[request.plan(stages, num_microbatches, chunks)] = None
     return sorted(found, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))
-
-
-def _work(profile: ModelProfile, form: Form, rounds: int) -> list[float]:
-    """Each layer's seconds for one of `rounds` microbatches."""
-    return [
-        layer.forward_seconds * (1 + form.recompute)
-        + layer.backward(form.schedule, rounds)
-        + layer.products(form.schedule, rounds) / rounds
-        for layer in profile.layers
-    ]
 
 
 def _replicas(num_ranks: int, most: int) -> list[int]:
@@ -83,7 +76,7 @@ def _replicas(num_ranks: int, most: int) -> list[int]:
 
 
 def _cuts(
-    work: Sequence[float], moved: Sequence[float], speeds: Sequence[float], slacks: Sequence[float]
+    work: Sequence[float], moved: Floats, speeds: Sequence[float], slacks: Sequence[float]
 ) -> Iterator[list[int]]:
     """Edges of as many stages as there are speeds: the fastest slowest stage, and little slower ones."""
     done = [0.0, *accumulate(work)]
@@ -92,7 +85,7 @@ def _cuts(
     for slack in slacks:
         bound = least * slack
         if len(speeds) * len(done) <= MAX_CELLS:
-            edges = _least_traffic(np.array(done), np.array([0.0, *moved]), speeds, bound)
+            edges = _least_traffic(np.array(done), moved, speeds, bound)
         else:
             edges = _reached(done, speeds, bound)
         if edges not in found:

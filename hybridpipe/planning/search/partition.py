@@ -29,13 +29,14 @@ import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import compute_share, estimate
-from hybridpipe.planning.cost.layer_costs import Form, LayerCosts
+from hybridpipe.planning.cost.layer_costs import LayerCosts
+from hybridpipe.planning.cost.links import Ints
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.generators import UNLIMITED
 from hybridpipe.planning.search.placement import (
-    Ints,
     Layout,
     SlotGraph,
     active_ranks,
@@ -70,7 +71,8 @@ TIE = 1e-13  # of the best estimate: what a rank costs, so that ties go to fewer
 def partition(
     profile: ModelProfile,
     cluster: Cluster,
-    form: Form,
+    num_microbatches: int,
+    request: PlanRequest,
     *,
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
@@ -81,13 +83,13 @@ def partition(
     fewer ranks first, then fewer stages.
 
     Args:
-        form: of the plans, under a schedule that gives each rank one stage.
+        request: its schedule gives each rank one stage.
         ranks: which ranks may be used; None: all.
         max_replicas: per stage; 1 asks for the best straight pipeline.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # what takes for ever is infinite
-        search = _Search(profile, cluster, form, usable, max_replicas)
+        search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas)
         search.run()
     return search.best_plans()
 
@@ -118,19 +120,21 @@ class _Search:
         self,
         profile: ModelProfile,
         cluster: Cluster,
-        form: Form,
+        num_microbatches: int,
+        request: PlanRequest,
         ranks: tuple[int, ...],
         max_replicas: int | None,
     ) -> None:
-        self.profile, self.cluster, self.form, self.ranks = profile, cluster, form, ranks
+        self.profile, self.cluster, self.ranks = profile, cluster, ranks
+        self.num_microbatches, self.request = num_microbatches, request
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
-        self.costs = LayerCosts(profile, cluster, form)
+        self.costs = LayerCosts(profile, cluster, num_microbatches, request)
         self.is_limited = any(cluster.memory(rank) < math.inf for rank in ranks)
         self.estimates: dict[Plan, float] = {}
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
-        self.compares_lines = alike and form.traits.whole_minibatch  # see `walk_asynchronous`
+        self.compares_lines = alike and request.traits.whole_minibatch  # see `walk_asynchronous`
         self.reached = self.beaten = math.inf  # least maximum of plans that fit, on all lines and on others
         self.too_few = 0  # how many of the counts of microbatches held let plans pass that do not fit
 
@@ -174,7 +178,7 @@ class _Search:
 
     def add_equal_stages(self) -> None:
         """Pipelines of stages with equal replicas and about equal work: a bound to begin with."""
-        done = np.concatenate([[0.0], np.cumsum(self.costs.work)])
+        done = np.concatenate([[0.0], np.cumsum(self.costs.mean_work())])
         n = self.profile.num_layers
         for line in lines(self.cluster, self.ranks, self.max_replicas > 1)[:2]:
             for m in {self.max_replicas, *(2**k for k in range(self.max_replicas.bit_length()))}:
@@ -196,9 +200,9 @@ class _Search:
     ) -> bool:
         """Keep the plan, if it fits into memory; whether it does."""
         ranks = renumbered(self.cluster, self.ranks, ranks)
-        plan = self.form.plan(
-            StageSpec(a, b, len(own), own) for a, b, own in zip(edges, edges[1:], ranks, strict=False)
-        )
+        spans_of_layers = zip(edges, edges[1:], ranks, strict=False)
+        stages = (StageSpec(a, b, len(own), own) for a, b, own in spans_of_layers)
+        plan = self.request.plan(stages, self.num_microbatches)
         if self.is_limited:
             peaks = zip(plan.ranks, peak_memory_bytes(self.profile, plan), strict=True)
             if any(peak > self.cluster.memory(rank) for rank, peak in peaks):
@@ -230,9 +234,9 @@ class _Search:
                 self.cluster,
                 share,
                 starts,
-                num_microbatches=self.form.num_microbatches,
-                schedule=self.form.schedule,
-                max_in_flight=self.form.request.max_in_flight or UNLIMITED,
+                num_microbatches=self.num_microbatches,
+                schedule=self.request.schedule,
+                max_in_flight=self.request.max_in_flight or UNLIMITED,
                 held_a_rank=counts_held[tried],
             )
             program = self.program(graph)
@@ -269,15 +273,15 @@ class _Search:
     def first_bound(self, graph: SlotGraph) -> float:
         """No maximum may reach it: what a first look is worth, less the least sum there can be."""
         fastest = max(kind.speed for kind in graph.kinds)
-        least = self.costs.least_work.sum()
-        if self.form.traits.splits_backward:
-            least -= 2 * self.costs.of_update("weight", self.form.per_update(1)).sum()
-        least = 0.0 if self.form.traits.is_asynchronous else max(0.0, float(least)) / fastest
+        least = self.costs.of_update("work", 1).sum()
+        if self.request.traits.splits_backward:
+            least -= 2 * self.costs.of_update("weight", self.costs.rounds(1)).sum()
+        least = 0.0 if self.request.traits.is_asynchronous else max(0.0, float(least)) / fastest
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 
     def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """Plans along the front of sum and maximum, down to where none can be better than the best."""
-        if self.form.traits.is_asynchronous:
+        if self.request.traits.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
         bound = program.bound
@@ -329,7 +333,7 @@ class _Search:
 
     def cheap_edges(self, count: int) -> Ints:
         """About so many places to cut: evenly in work, where little is sent, and close to the best cuts."""
-        n, work = self.profile.num_layers, self.costs.work
+        n, work = self.profile.num_layers, self.costs.mean_work()
         done = np.concatenate([[0.0], np.cumsum(work)])
         cuts = [stage.stop for stage in self.best.plan.stages[:-1]] if self.best else []
         steps = [0, *(sign * 2**k for k in range(n.bit_length()) for sign in (1, -1))]

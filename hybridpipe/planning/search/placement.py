@@ -26,12 +26,10 @@ from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import compute_share, stage_speed
-from hybridpipe.planning.cost.links import distinct_cut_figures
+from hybridpipe.planning.cost.layer_costs import StageKind
+from hybridpipe.planning.cost.links import Floats, Ints, distinct_cut_figures
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight
 from hybridpipe.planning.schedules.registry import TRAITS
-
-Ints = NDArray[np.intp]
-Floats = NDArray[np.float64]
 
 # Pairs of a slot and one behind it that are still looked at one and all.
 MAX_PAIRS = 30_000
@@ -228,17 +226,6 @@ def near(stages: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]
     return sorted(found)
 
 
-class Kind(NamedTuple):
-    """What the costs of a stage depend on, beside its layers."""
-
-    replicas: int
-    speed: float
-    ring_latency_seconds: float
-    ring_seconds_per_byte: float
-    memory_bytes: float
-    in_flight: int
-
-
 @dataclass(frozen=True, slots=True)
 class SlotGraph:
     """Slots with their costs; behind slot s may stand `behind[first[s]:first[s + 1]]`, over cuts `cut[...]`.
@@ -253,7 +240,7 @@ class SlotGraph:
     """
 
     slot: Ints
-    kinds: list[Kind]
+    kinds: list[StageKind]
     kind: Ints
     first: Ints
     behind: Ints
@@ -313,9 +300,9 @@ def slot_graph(
         num_microbatches,
         TRAITS[schedule].is_asynchronous,
     )
-    kinds: dict[Kind, int] = {}
-    stands = {s: _stand(cluster, layout.ranks[s], share) for s in set(slot.tolist())}
-    kind = [kinds.setdefault(Kind(*stands[s.slot], s.in_flight), len(kinds)) for s in states]
+    kinds: dict[StageKind, int] = {}
+    alone = {s: _kind_of(cluster, layout.ranks[s].tolist(), share) for s in set(slot.tolist())}
+    kind = [kinds.setdefault(alone[s.slot]._replace(in_flight=s.in_flight), len(kinds)) for s in states]
     may_start = np.zeros(len(layout.ranks), dtype=bool)
     may_start[list(starts)] = True
     left = [len(layout.left[state.slot]) for state in states]
@@ -334,11 +321,10 @@ def slot_graph(
     )
 
 
-def _stand(cluster: Cluster, ranks: Ints, share: dict[int, float]) -> tuple[int, float, float, float, float]:
-    members = ranks.tolist()
-    ring = cluster.ring(members)
-    speed, memory = stage_speed(cluster, members, share), min(map(cluster.memory, members))
-    return len(members), speed, ring.start_seconds, ring.seconds_per_byte, memory
+def _kind_of(cluster: Cluster, ranks: Sequence[int], share: dict[int, float]) -> StageKind:
+    """Return the kind of a stage on these ranks, without microbatches in flight."""
+    memory = min(map(cluster.memory, ranks))
+    return StageKind(len(ranks), stage_speed(cluster, ranks, share), cluster.ring(ranks), memory, in_flight=0)
 
 
 def _counted(

@@ -18,7 +18,6 @@ from itertools import islice
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cluster_transform import with_ranks
 from hybridpipe.planning.cost.formula import compute_share, estimate, measured_speed, stage_costs, stage_speed
-from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import ModelProfile
@@ -109,8 +108,8 @@ class _Problem:
     def traits(self) -> ScheduleTraits:
         return TRAITS[self.request.schedule]
 
-    def form(self, recompute: bool = False) -> Form:
-        return Form(self.num_microbatches, replace(self.request, recompute=recompute))
+    def recomputing(self, recompute: bool) -> PlanRequest:
+        return replace(self.request, recompute=recompute)
 
 
 def search(
@@ -323,8 +322,14 @@ def _where_needed(plan: Plan, problem: _Problem) -> Plan:
 
 def _partition(problem: _Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
     ranks = range(problem.num_ranks)
+    request = problem.recomputing(recompute)
     return partition(
-        problem.profile, problem.cluster, problem.form(recompute), ranks=ranks, max_replicas=max_replicas
+        problem.profile,
+        problem.cluster,
+        problem.num_microbatches,
+        request,
+        ranks=ranks,
+        max_replicas=max_replicas,
     )
 
 
@@ -335,8 +340,10 @@ def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = 
             "schedule interleaved-1f1b needs at least 2 ranks and 4 layers, "
             f"got {problem.num_ranks} and {problem.profile.num_layers}"
         )
-    ranks, form = range(problem.num_ranks), problem.form(recompute)
-    plans = interleaved_plans(problem.profile, problem.cluster, form, ranks, max_replicas)
+    ranks, request = range(problem.num_ranks), problem.recomputing(recompute)
+    plans = interleaved_plans(
+        problem.profile, problem.cluster, problem.num_microbatches, request, ranks, max_replicas
+    )
     fitting = (plan for plan in plans if fits(plan, problem.profile, problem.cluster))
     return list(islice(fitting, NUM_INTERLEAVED)) or plans
 
@@ -370,7 +377,7 @@ def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
 
 def _data_parallel(problem: _Problem, ranks: Sequence[int]) -> Plan:
     stage = StageSpec(0, problem.profile.num_layers, len(ranks), dealt(problem.cluster, ranks))
-    return problem.form().plan([stage])
+    return problem.recomputing(False).plan([stage], problem.num_microbatches)
 
 
 def _how_far(problem: _Problem) -> str:

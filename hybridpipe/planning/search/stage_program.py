@@ -14,7 +14,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hybridpipe.planning.cost.layer_costs import LayerCosts
-from hybridpipe.planning.search.placement import Floats, Ints, SlotGraph
+from hybridpipe.planning.cost.links import Floats, Ints
+from hybridpipe.planning.search.placement import SlotGraph
 
 MAX_STARTS = 4  # first stages of which the best plan is looked at, where only the maximum counts
 # Figures of stages that a pass takes at once. A small pass is mostly calls, so several bounds share one
@@ -190,7 +191,7 @@ class StageProgram:
             slowest = max(slowest, float(self.stage_maxima[kind][d, start]))
             edges.append(start + d + 1)
             if edges[-1] == self.costs.num_layers:
-                seconds = slowest + total * (not self.costs.form.traits.is_asynchronous)
+                seconds = slowest + total * (not self.costs.is_asynchronous)
                 return Path(slots, edges, total, slowest, seconds)
             run, stop = slice(graph.first[slot], graph.first[slot + 1]), edges[-1]
             options = combine(least[graph.behind[run], stop], cuts[graph.cut[run], stop])

@@ -25,7 +25,7 @@ class RingRoute(NamedTuple):
     """An all-reduce over some ranks.
 
     A bucket is a job of `work_per_byte` each byte that goes on at `cap` at most, so that alone it takes what
-    `cluster.allreduce_seconds` says, but for what passes at once of `bursts`.
+    `Ring.seconds` says, but for what passes at once of `bursts`.
     """
 
     resources: tuple[Resource, ...]

@@ -394,7 +394,7 @@ class Simulation:
 
     def handle(self, rank: _Rank, num_bytes: float, done: Callable[[Any], None], argument: object) -> bool:
         """The processor time that a message takes at either end; True where it takes none."""
-        seconds = self.cluster.message_seconds + num_bytes * self.cluster.message_seconds_per_byte
+        seconds = self.cluster.handling_seconds(num_bytes)
         return self.compute(rank, seconds, done, argument) if seconds else True
 
     def send(self, rank: _Rank, key: Key, num_bytes: float) -> bool:
