@@ -412,19 +412,11 @@ def program(plan: Plan, place: Place, num_microbatches: int) -> Program:
     return _communicating(plan, place, _computing(plan, num_microbatches)(place))
 
 
-def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, Program]:
-    """Programs of an evaluation: forwards only, over the same routes."""
-    return {rank: forward_program(plan, place, num_microbatches) for rank, place in _places(plan)}
-
-
 def forward_program(plan: Plan, place: Place, num_microbatches: int) -> Program:
-    """That of one rank."""
-    return _communicating(plan, place, _forwards(plan, place, num_microbatches))
-
-
-def _forwards(plan: Plan, place: Place, num_microbatches: int) -> Iterator[Instruction]:
+    """Return the program of one rank in an evaluation: forwards only, over the same routes."""
     mine = plan.microbatches_of(place, num_microbatches)
-    return (Forward(*each) for each in _turns(mine, plan.num_groups, range(plan.chunks)))
+    turns = _turns(mine, plan.num_groups, range(plan.chunks))
+    return _communicating(plan, place, (Forward(*each) for each in turns))
 
 
 def _places(plan: Plan) -> Iterator[tuple[int, Place]]:

@@ -12,7 +12,6 @@ receives around them, so that no schedule has to know its neighbours.
     step        the optimizer's update
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -148,40 +147,9 @@ Instruction = (
 )
 Program = tuple[Instruction, ...]
 
-_ON_MICROBATCH: dict[str, type[_OnMicrobatch]] = {
-    kind.symbol: kind
-    for kind in (
-        Forward,
-        Backward,
-        BackwardInput,
-        BackwardWeight,
-        ReceiveActivation,
-        SendActivation,
-        ReceiveGradient,
-        SendGradient,
-    )
-}
-_ON_STAGE: dict[str, type[_OnStage]] = {kind.symbol: kind for kind in (AllReduce, Step)}
-
-
 def text(program: Iterable[Instruction]) -> str:
     """One line, for golden tests, logs and bug reports: "F0 F1 B0 B1 all-reduce step"."""
     return " ".join(map(str, program))
-
-
-def parse(line: str) -> Program:
-    """The inverse of `text`. Raises ValueError that names the word it does not know."""
-    return tuple(_parse_word(word) for word in line.split())
-
-
-def _parse_word(word: str) -> Instruction:
-    if word in _ON_STAGE:
-        return _ON_STAGE[word]()  # type: ignore[return-value]  # the tables hold the union's members
-    match = re.fullmatch(r"([A-Za-z]+)(\d+)(?:\.(\d+))?", word)
-    if match is None or match[1] not in _ON_MICROBATCH:
-        allowed = ", ".join([*(f"{symbol}<n>" for symbol in _ON_MICROBATCH), *_ON_STAGE])
-        raise ValueError(f"unknown instruction {word!r}; allowed: {allowed}")
-    return _ON_MICROBATCH[match[1]](int(match[2]), int(match[3] or 0))  # type: ignore[return-value]
 
 
 def final_backwards(program: Program) -> frozenset[int]:

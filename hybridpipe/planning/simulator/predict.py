@@ -1,9 +1,7 @@
 """Simulate: from programs, or from a plan, to a predicted timeline and its figures; no torch, no MPI.
 
-The same programs run under two rules for sends: buffered, as the runtime's `Isend`, for time; synchronous, as
-`MPI_Ssend`, to see what relies on buffering. Where nothing can advance, `Deadlock` names every waiting rank.
-A synchronous minibatch is simulated from its start to its flush; of an asynchronous pipeline the pace counts
-that it keeps up once it is full.
+Sends are buffered, as the engine's `Isend`. A synchronous minibatch is simulated from its start to its flush;
+an asynchronous pipeline is simulated until its pace no longer changes.
 """
 
 import math
@@ -37,7 +35,6 @@ def simulate(
     costs: Sequence[StageCost],
     cluster: Cluster,
     *,
-    synchronous: bool = False,
     until: Callable[[Event], bool] | None = None,
 ) -> Timeline:
     """Run one program a rank and return what each rank does when.
@@ -45,13 +42,12 @@ def simulate(
     Args:
         programs: by rank, such as `schedules.programs(plan)`.
         costs: one for each stage.
-        synchronous: a send lasts until its message was received (`MPI_Ssend`).
         until: stop there; asked after each event of the plan's first rank. What others are at is cut short.
 
     Raises:
         Deadlock: nothing can advance, although some rank is not done.
     """
-    return Simulation(programs, plan, costs, cluster, synchronous, until).run()
+    return Simulation(programs, plan, costs, cluster, until).run()
 
 
 def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeline, Prediction]:

@@ -104,7 +104,7 @@ class _Replicas:
 class _Message:
     """On its way from one rank to another; made by whichever comes to it first."""
 
-    __slots__ = ("arrived", "key", "num_bytes", "offered", "receiver", "route", "sender")
+    __slots__ = ("arrived", "key", "num_bytes", "receiver", "route", "sender")
     sender: _Rank
     route: Route
 
@@ -112,7 +112,7 @@ class _Message:
         self.key = key
         self.num_bytes = 0.0
         self.receiver: _Rank | None = None  # once it waits
-        self.offered = self.arrived = False
+        self.arrived = False
 
 
 class Simulation:
@@ -124,10 +124,9 @@ class Simulation:
         plan: Plan,
         costs: Sequence[StageCost],
         cluster: Cluster,
-        synchronous: bool,
         until: Callable[[Event], bool] | None,
     ) -> None:
-        self.cluster, self.synchronous, self.until = cluster, synchronous, until
+        self.cluster, self.until = cluster, until
         self.engine = Engine()
         self.machines = Machines(cluster)
         self.are_private = cluster.are_processors_private
@@ -400,26 +399,19 @@ class Simulation:
     def send(self, rank: _Rank, key: Key, num_bytes: float) -> bool:
         message = self.message(key)
         message.sender, message.num_bytes = rank, num_bytes
-        return self.handle(rank, num_bytes, self.handed_over, message) and self.hand_over(message)
+        if self.handle(rank, num_bytes, self.handed_over, message):
+            self.transfer(message)
+            return True
+        return False
 
     def handed_over(self, message: _Message) -> None:
-        if self.hand_over(message):
-            self.finish(message.sender)
-
-    def hand_over(self, message: _Message) -> bool:
-        message.offered = True
-        if not self.synchronous or message.receiver is not None:
-            self.transfer(message)
-        return not self.synchronous
+        self.transfer(message)
+        self.finish(message.sender)
 
     def receive(self, rank: _Rank, key: Key) -> bool:
         message = self.message(key)
         message.receiver = rank
-        if message.arrived:
-            return self.take(message, rank)
-        if self.synchronous and message.offered:
-            self.transfer(message)
-        return False
+        return message.arrived and self.take(message, rank)
 
     def transfer(self, message: _Message) -> None:
         route = message.route = self.machines.route(message.key[0], message.key[1])
@@ -435,8 +427,6 @@ class Simulation:
         self.transferred(message)
 
     def transferred(self, message: _Message) -> None:
-        if self.synchronous:
-            self.finish(message.sender)
         if message.route.latency_seconds:
             self.engine.after(message.route.latency_seconds, self.arrive, message)
         else:
