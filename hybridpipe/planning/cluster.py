@@ -213,14 +213,6 @@ class Cluster:
                 return index
         raise ValueError(f"ranks {rank} and {other} are not both among the cluster's {self.num_ranks}")
 
-    def link(self, rank: int, other: int) -> Level:
-        """What a message between two ranks crosses."""
-        return self.levels[self.level_index(rank, other)]
-
-    def slowest_link(self, ranks: Sequence[int]) -> Level:
-        """The outermost level that a ring through these (one or more) ranks crosses."""
-        return self.link(min(ranks), max(ranks))
-
     def unit_below(self, index: int, rank: int) -> int:
         """Which unit of the level below `levels[index]` a rank is in: whose link it shares there."""
         return rank // (self.levels[index - 1].ranks if index else 1)
@@ -272,7 +264,7 @@ class Cluster:
         m = len(ranks)
         if m == 1:
             return Ring(0.0, 0.0)
-        level = self.slowest_link(ranks)
+        level = self.levels[self.level_index(min(ranks), max(ranks))]  # the outermost that it crosses
         sent = 2 * (m - 1) / m * self.allreduce_factor
         if (figures := level.allreduce) is not None:
             return Ring(figures.latency_seconds, sent / figures.bandwidth, figures.wait_seconds)

@@ -179,7 +179,7 @@ class Timeline:
                     num_rounds += 1
                 ready = min(max(start, ready), end)
                 seconds["idle_seconds"] += ready - start
-                seconds[_spent_on(instruction)] += end - ready
+                seconds[_SPENT_ON[type(instruction)]] += end - ready
             found[rank] = Spent(**{field.name: seconds[field.name] for field in fields(Spent)})
         return found
 
@@ -240,42 +240,32 @@ def _holders(plan: Plan) -> Iterator[tuple[int, range]]:
 
 
 def kind(instruction: Instruction | Load | Products) -> str:
-    """What an instruction is about: forward, one of BACKWARDS, step, all-reduce, load or message."""
-    match instruction:
-        case Forward():
-            return "forward"
-        case Backward():
-            return "backward"
-        case BackwardInput():
-            return "backward-input"
-        case BackwardWeight():
-            return "backward-weight"
-        case Products():
-            return "products"
-        case Step():
-            return "step"
-        case AllReduce():
-            return "all-reduce"
-        case Load():
-            return "load"
-        case _:
-            return "message"
+    """Return "forward", one of BACKWARDS, "step", "all-reduce", "load" or "message"."""
+    return _KINDS.get(type(instruction), "message")
 
 
-def _spent_on(instruction: Instruction | Load | Products) -> str:
-    """The field of Spent that an instruction's time goes to."""
-    match instruction:
-        case Forward():
-            return "forward_seconds"
-        case Backward() | BackwardInput() | BackwardWeight() | Products():
-            return "backward_seconds"
-        case Step():
-            return "optimizer_seconds"
-        case AllReduce():
-            return "allreduce_seconds"
-        case ReceiveActivation() | ReceiveGradient():
-            return "message_seconds"
-        case SendActivation() | SendGradient():
-            return "copying_seconds"
-        case Load():
-            return "loading_seconds"
+_KINDS: dict[type, str] = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "backward-input",
+    BackwardWeight: "backward-weight",
+    Products: "products",
+    Step: "step",
+    AllReduce: "all-reduce",
+    Load: "load",
+}
+# The field of Spent to which an instruction's time is added.
+_SPENT_ON: dict[type, str] = {
+    Forward: "forward_seconds",
+    Backward: "backward_seconds",
+    BackwardInput: "backward_seconds",
+    BackwardWeight: "backward_seconds",
+    Products: "backward_seconds",
+    Step: "optimizer_seconds",
+    AllReduce: "allreduce_seconds",
+    ReceiveActivation: "message_seconds",
+    ReceiveGradient: "message_seconds",
+    SendActivation: "copying_seconds",
+    SendGradient: "copying_seconds",
+    Load: "loading_seconds",
+}

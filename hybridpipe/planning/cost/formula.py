@@ -36,12 +36,13 @@ what `max_in_flight` costs. The simulator sees both.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import add, attrgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cluster import Cluster, Ring
 from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
@@ -115,24 +116,24 @@ def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
 def _stage_cost(
     layers: Sequence[LayerProfile], schedule: str, rounds: int, recompute: bool, load_speed: float
 ) -> StageCost:
-    """`rounds`: microbatches of an update, on one rank."""
+    """Return the costs of a stage whose replicas compute at most `rounds` microbatches for an update."""
     forward = sum(layer.forward_seconds for layer in layers) * load_speed
-    backward = sum(layer.backward(schedule, rounds) for layer in layers) * load_speed
+    backward = [layer.backward(schedule, rounds) for layer in layers]
+    products = [layer.products(schedule, rounds) for layer in layers]
     return StageCost(
         forward_seconds=forward,
-        backward_seconds=backward + recompute * forward,
+        backward_seconds=sum(backward) * load_speed + recompute * forward,
         update_seconds=sum(layer.update_seconds for layer in layers) * load_speed,
         output_bytes=layers[-1].output_bytes,
         gradient_bytes=layers[-1].returned_bytes,
-        buckets=_buckets(layers, schedule, rounds),
+        buckets=_buckets(layers, list(map(add, backward, products))),
         weight_seconds=sum(layer.weights_backward(rounds) for layer in layers) * load_speed,
-        products_seconds=sum(layer.products(schedule, rounds) for layer in layers) * load_speed,
+        products_seconds=sum(products) * load_speed,
     )
 
 
-def _buckets(layers: Sequence[LayerProfile], schedule: str, rounds: int) -> tuple[GradientBucket, ...]:
-    """Layers from last to first, as the last backward visits them, gathered up to BUCKET_BYTES."""
-    seconds = [layer.backward(schedule, rounds) + layer.products(schedule, rounds) for layer in layers]
+def _buckets(layers: Sequence[LayerProfile], seconds: Sequence[float]) -> tuple[GradientBucket, ...]:
+    """Gather layers up to BUCKET_BYTES, from last to first, as the last backward visits them."""
     total = sum(seconds) or 1.0
     buckets, filled, done = [], 0, 0.0
     for layer, of_layer in zip(reversed(layers), reversed(seconds), strict=True):
@@ -252,33 +253,32 @@ def stage_parts(
     return work, (rounds - 1) * work + after
 
 
+_FIGURES = attrgetter(
+    "forward_seconds",
+    "backward_seconds",
+    "weight_seconds",
+    "products_seconds",
+    "update_seconds",
+    "output_bytes",
+    "gradient_bytes",
+)
+
+
 def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> StageTerms[Floats]:
     """Return the terms of a plan's stages, shape (stages,), while all ranks of the plan compute.
 
     Args:
         costs: those of `stage_costs`.
     """
-    forward, backward, weight, products, update, sent, returned, gradients = np.array(
-        [
-            (
-                cost.forward_seconds,
-                cost.backward_seconds,
-                cost.weight_seconds,
-                cost.products_seconds,
-                cost.update_seconds,
-                cost.output_bytes,
-                cost.gradient_bytes,
-                sum(bucket.num_bytes for bucket in cost.buckets),
-            )
-            for cost in costs
-        ]
-    ).T
+    rows = np.array([_FIGURES(cost) for cost in costs]).T
+    forward, backward, weight, products, update, sent, returned = rows
+    gradients = [sum(bucket.num_bytes for bucket in cost.buckets) for cost in costs]
     share = compute_share(cluster, plan.ranks)
     handling = np.zeros(len(costs) + 1)
     handling[1:-1] = cluster.handling_seconds((sent + returned)[:-1], 2)
     sending = np.zeros(len(costs))
     sending[1:] = cluster.handling_seconds(returned[:-1], 1)
-    stages = zip(plan.stages, gradients, strict=True)
+    rings = [cluster.ring(stage.ranks) for stage in plan.stages]
     return stage_terms(
         plan.schedule,
         cluster.overlap,
@@ -291,7 +291,7 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
         products=products,
         update=update,
         sending=sending,
-        allreduce=np.array([cluster.ring(stage.ranks).seconds(num_bytes) for stage, num_bytes in stages]),
+        allreduce=np.array(list(map(Ring.seconds, rings, gradients))),
     )
 
 

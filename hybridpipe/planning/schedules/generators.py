@@ -54,24 +54,28 @@ def per_update(schedule: str, num_microbatches: int, replicas: int) -> int:
     return 1 if TRAITS[schedule].whole_minibatch else ceil_div(num_microbatches, replicas)
 
 
-def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> int:
-    """How many microbatches one replica holds at most: what its memory must stash.
+def in_flight(schedule: str, num_microbatches: int, replicas: int, behind: int, per_minibatch: int) -> int:
+    """Return the most microbatches that one replica of a stage stashes.
 
-    1F1B: one that it works on, and its part of what the stage behind holds, so that it never waits for a
-    gradient while it could feed that stage. With one replica a stage that is the number of stages from here
-    to the end; PipeDream's NOAM, ranks from here to the end over replicas, is the same there and for two
-    stages, but starves a replicated stage between others (1-4-1 took 1.9 times GPipe's time). GPipe: all.
+    Without a warm-up these are all of its microbatches. Otherwise it stashes the one that it computes, and
+    its share of those that the next stage holds, so that it never waits for a gradient while it could feed
+    that stage. With one replica a stage this is the number of stages from here to the end. PipeDream's NOAM,
+    which divides ranks by replicas, agrees there and for two stages, but starves a replicated stage between
+    others: 1-4-1 took 1.9 times GPipe's time.
 
     Args:
-        microbatches: of this replica, in the minibatch.
+        num_microbatches: of the minibatch or, under an asynchronous schedule, of the stream.
         replicas: of this stage.
-        behind: what all replicas of the stage behind hold together; 0 for the last stage.
+        behind: microbatches that all replicas of the next stage hold together; 0 for the last stage.
+        per_minibatch: microbatches of a minibatch.
     """
     traits = TRAITS[schedule]
     if not traits.has_warm_up:
-        return microbatches
+        return ceil_div(num_microbatches, replicas)
     held = 1 + ceil_div(behind, replicas)
-    return held if traits.is_asynchronous else min(held, microbatches)
+    if traits.versions == "two":  # at most two minibatches are in flight
+        held = min(held, ceil_div(2 * per_minibatch, replicas))
+    return held if traits.is_asynchronous else min(held, ceil_div(num_microbatches, replicas))
 
 
 def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
@@ -92,11 +96,8 @@ def until_backward(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
     counts: list[int] = []
     behind = 0
     for replicas in reversed(plan.replicas):
-        held = in_flight(plan.schedule, ceil_div(num_microbatches, replicas), replicas, behind)
-        if plan.traits.versions == "two":  # no more than two minibatches are on their way
-            held = min(held, ceil_div(2 * plan.num_microbatches, replicas))
-        counts.append(held)
-        behind = replicas * held
+        counts.append(in_flight(plan.schedule, num_microbatches, replicas, behind, plan.num_microbatches))
+        behind = replicas * counts[-1]
     counts.reverse()
     if plan.max_in_flight is None or plan.max_in_flight >= max(counts):
         return tuple(counts)

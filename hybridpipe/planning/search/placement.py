@@ -281,10 +281,7 @@ def slot_graph(
     slots = [slot for slot, left in enumerate(layout.left) if reachable.issuperset(left)]
 
     def may_hold(replicas: int, behind: int) -> int:
-        held = in_flight(schedule, ceil_div(num_microbatches, replicas), replicas, behind)
-        if TRAITS[schedule].versions == "two":  # no more than two minibatches are on their way
-            held = min(held, ceil_div(2 * num_microbatches, replicas))
-        return min(held, max_in_flight)
+        return min(in_flight(schedule, num_microbatches, replicas, behind, num_microbatches), max_in_flight)
 
     states = _counted(layout, slots, may_hold, held_a_rank)
     slot = np.array([state.slot for state in states], dtype=np.intp)
