@@ -41,9 +41,14 @@ def cut_figures(
         pairs: indices into `ranks`, of the senders of activations and of the receivers, shape (2, pairs).
         num_microbatches: of a minibatch.
     """
+    return _figures(cluster, _Routes(cluster, ranks), pairs, num_microbatches, asynchronous)
+
+
+def _figures(
+    cluster: Cluster, routes: "_Routes", pairs: Ints, num_microbatches: int, asynchronous: bool
+) -> Floats:
     if not pairs.size:
         return np.zeros((3, 0))
-    routes = _Routes(cluster, ranks)
     lengths = routes.lengths[pairs]
     fewest, period = lengths.min(axis=0), np.lcm(*lengths)
     flushed = 0.0 if asynchronous else 1.0
@@ -89,7 +94,7 @@ def distinct_cut_figures(
     distance -= distance.min()
     key = (shape[senders] * len(shapes) + shape[receivers]) * (distance.max() + 1) + distance
     _, example, inverse = np.unique(key, return_index=True, return_inverse=True)
-    figures = cut_figures(cluster, ranks, pairs[:, example], num_microbatches, asynchronous)
+    figures = _figures(cluster, routes, pairs[:, example], num_microbatches, asynchronous)
     distinct, row = np.unique(figures.T, axis=0, return_inverse=True)
     return distinct, row.reshape(-1)[inverse.reshape(-1)]
 

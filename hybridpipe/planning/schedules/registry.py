@@ -1,4 +1,4 @@
-"""The schedules and their traits: one row each.
+"""Registry: the schedules and their traits, one row each.
 
 A new schedule is one generator (`generators.GENERATORS`) and one row. Pure data; knows no plan. Invariant:
 nothing else in the package compares the name of a schedule.
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 
 class ScheduleTraits(NamedTuple):
-    """What planner, simulator and engine ask of a schedule.
+    """The properties of a schedule that planner, simulator and engine use.
 
     Args:
         is_asynchronous: the pipeline is never flushed; stages update as they go.
