@@ -1,36 +1,41 @@
-"""Cost: what a plan's stages and cuts cost on a cluster, in seconds.
+"""Cost: the seconds of a plan's stages and cuts on a cluster.
 
-Two users: the simulator takes a stage's pieces (`stage_costs`), the partitioner a closed formula
-(`estimate`). For a synchronous minibatch of M microbatches the formula is
+The simulator takes a stage's pieces (`stage_costs`), the partitioner a closed formula (`estimate`). For a
+synchronous minibatch of M microbatches the formula is
 
     sum over stages w  +  sum over cuts c                fill and drain of the pipeline
     + max over stages (ceil(M/m) - 1) w + e + u          its slowest stage, or
       max over cuts   x after the first                  its busiest link
 
-with w = f + b + h the forward, backward and handling of messages of one microbatch; e the part of the
-all-reduce that neither the backward nor the handling of the gradient sent behind it hides; u the optimizer's
-step, and what the last backward leaves to be made (`Plan.defers_wgrad`; where the stage before waits for it,
-it is in the sum instead); c the way of one microbatch over the cut and back, with latency; x the time that
-the microbatches keep the busiest port or shared link of the cut occupied, in the direction that carries more,
-charged at both ends. With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et
-al. 2019); with one stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
+    w   forward, backward and handling of messages of one microbatch: f + b + h
+    e   the part of the all-reduce that is hidden neither by the backward nor by the handling of the gradient
+        sent after it
+    u   the optimizer's step and the deferred products of the last backward (`Plan.defers_wgrad`); products
+        that the stage before waits for are in the sum instead
+    c   the way of one microbatch over the cut and back, with latency
+    x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
+        direction that carries more, charged at both ends
 
-    zero-bubble     the sum has w - 2g, if positive, and the stage in the maximum ceil(M/m) w less that: with
-                    equal stages M(f + b) + (p - 1)(f + b - 2g), ZB-H1's count (Qi et al., ICLR 2024, section
-                    2.3). g is the part of b that makes the weights' gradients; only it hides an all-reduce
-    interleaved     ranks hold v stages. W is the w of a rank's stages together: the sum is that of all w over
-                    v, the maximum that of (ceil(M/m) - 1/v) W + e + u: with equal stages (M + (p - 1) / v) W,
-                    the count of Narayanan et al. (SC 2021, section 2.2). Cuts between the same ranks share
-                    their links, and microbatches are taken to come in whole groups of p
+With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019). With one
+stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
 
-An asynchronous pipeline never drains; a minibatch takes
+    zero-bubble     The sum has w - 2g, if positive, and the stage in the maximum ceil(M/m) w less that. With
+                    equal stages this is M(f + b) + (p - 1)(f + b - 2g), ZB-H1's count (Qi et al., ICLR 2024,
+                    section 2.3). g is the part of b that computes weight gradients; only it hides an
+                    all-reduce.
+    interleaved     Ranks hold v stages. W is the w of a rank's stages together. The sum is that of all w over
+                    v, the maximum that of (ceil(M/m) - 1/v) W + e + u. With equal stages this is
+                    (M + (p - 1) / v) W, the count of Narayanan et al. (SC 2021, section 2.2). Cuts between
+                    the same ranks share their links, and microbatches are taken to come in whole groups of p.
+
+An asynchronous pipeline never drains. A minibatch takes
 
     max over stages (w + e + u) / m    and    max over cuts x for one minibatch
 
 as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole. Under pipedream-2bw, which updates
-once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u; with fewer microbatches than stages two
-versions do not keep the pipeline full (PipeDream-2BW, ICML 2021, section 3.1), which is not counted. Nor is
-what `max_in_flight` costs. The simulator sees both.
+once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u. The formula neglects two effects that
+the simulator sees: with fewer microbatches than stages two versions do not keep the pipeline full
+(PipeDream-2BW, ICML 2021, section 3.1), and `max_in_flight` costs time.
 """
 
 from collections import Counter
@@ -49,9 +54,9 @@ from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
 from hybridpipe.planning.schedules.registry import TRAITS
 
-# One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses
-# no more than that (optim/gradient_sync.py); smaller ones start earlier, larger ones pay latency less often
-# (docs/log/all-reduce.md: 2 MiB is about as fast as 1 and 4 and faster than 8, also between hosts).
+# One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses no more
+# than that (optim/gradient_sync.py). Smaller buckets start earlier, larger ones pay latency less often: 2 MiB
+# is about as fast as 1 and 4 and faster than 8, also between hosts (docs/log/all-reduce.md).
 BUCKET_BYTES = 2 * 2**20
 
 Seconds = TypeVar("Seconds", float, Floats)  # of one stage, or of many at once
@@ -67,11 +72,13 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage on one rank at full speed; times and sizes are per microbatch.
+    """The cost of one stage on one rank at full speed; seconds and bytes are per microbatch.
 
-    With recomputation the backward contains a forward. `weight_seconds` are the half of the backward that
-    makes the weights' gradients, which zero-bubble does by itself. `products_seconds` is what the last
-    backward leaves to be made (`Plan.defers_wgrad`).
+    Args:
+        backward_seconds: with recomputation it contains a forward.
+        weight_seconds: the half of the backward that computes weight gradients, a separate instruction under
+            zero-bubble.
+        products_seconds: the deferred products of the last backward (`Plan.defers_wgrad`).
     """
 
     forward_seconds: float
@@ -85,11 +92,14 @@ class StageCost:
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
-    """The pieces of each stage that the simulator needs.
+    """Return the costs of each stage of a plan.
 
     Args:
-        load_speed: how fast a rank was, relative to one alone, while the profile was taken
-            (`measured_speed`); the costs are those of one alone.
+        load_speed: speed of a rank, relative to one alone, during the measurement of the profile
+            (`measured_speed`). The costs are those of a rank alone.
+
+    Raises:
+        ValueError: plan and profile differ in layers.
     """
     if profile.num_layers != plan.num_layers:
         raise ValueError(f"the plan cuts {plan.num_layers} layers, the profile has {profile.num_layers}")
@@ -106,9 +116,10 @@ def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> t
 
 
 def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
-    """Speed of a rank, relative to one alone, under the load that the profile was measured with.
+    """Return the speed of a rank, relative to one alone, under the load of the profile's measurement.
 
-    1.0 where the cluster does not say how ranks of a machine hamper each other: then the load stays in.
+    It is 1.0 where the cluster does not say how ranks of a machine slow each other down. The load then stays
+    in the profile's times.
     """
     return 1.0 if cluster.compute_speeds is None else cluster.shared_speed(profile.load)
 
@@ -148,13 +159,13 @@ def _buckets(layers: Sequence[LayerProfile], seconds: Sequence[float]) -> tuple[
 
 
 def compute_share(cluster: Cluster, ranks: Sequence[int]) -> dict[int, float]:
-    """The part of full speed that each rank gets while all of `ranks` compute at once."""
+    """Return the part of full speed that each rank gets while all of `ranks` compute at once."""
     on_node = Counter(map(cluster.node, ranks))
     return {rank: cluster.speed(rank) * cluster.shared_speed(on_node[cluster.node(rank)]) for rank in ranks}
 
 
 def stage_speed(cluster: Cluster, ranks: Sequence[int], share: Mapping[int, float]) -> float:
-    """Speed of a stage's slowest rank, given the part of full speed that each rank gets."""
+    """Return the speed of a stage's slowest rank, given the part of full speed that each rank gets."""
     return min(share[rank] for rank in ranks) * (cluster.replicated_speed if len(ranks) > 1 else 1.0)
 
 

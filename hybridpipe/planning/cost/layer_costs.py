@@ -1,7 +1,6 @@
-"""Layer costs: what stages of all lengths cost, for `partition`'s program over them.
+"""Layer costs: the formula of `cost` in tables over first layers and lengths of stages.
 
-Lives here: the formula of `cost` in tables over first layers and lengths. Not known here: ranks, beyond the
-kinds of slots that `placement` makes of them.
+Not known here: ranks, beyond the kinds of stages that `placement` makes of them.
 """
 
 import math
@@ -32,9 +31,13 @@ class StageKind(NamedTuple):
 
 
 class LayerCosts:
-    """What layers cost at full speed, `[layer]`, and what a cut between them costs, `[edge]`.
+    """The costs of layers at full speed, shape (layers,), and of cuts between them, shape (layers + 1,).
 
-    Some of it depends on how many microbatches of an update a rank has: `of_update`.
+    Some of them depend on the microbatches that a rank has of an update: `of_update`.
+
+    Args:
+        num_microbatches: of a minibatch.
+        request: of the plans, under a schedule that is not AUTO.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class LayerCosts:
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
         self.edges = np.arange(len(layers) + 1)
-        self.sums: dict[tuple[str, int], Floats] = {}  # `between` as far as it was asked for
+        self.sums: dict[tuple[str, int], Floats] = {}  # tables of `between`, by name and rounds
         self._tables: dict[StageKind, tuple[Floats, Floats]] = {}
 
     @property
@@ -80,7 +83,7 @@ class LayerCosts:
         return moved
 
     def merged(self, edges: Ints) -> "LayerCosts":
-        """The same with only these edges to cut at."""
+        """Return the same with only these edges to cut at."""
         merged = copy(self)
         merged.sums, merged._tables = {}, {}
         for name in ("update", "parameters", "activations"):
@@ -90,7 +93,7 @@ class LayerCosts:
         return merged
 
     def of_update(self, name: str, rounds: int) -> Floats:
-        """What layers cost a rank that has so many microbatches of an update.
+        """Return the costs of layers on a rank that has `rounds` microbatches of an update, shape (layers,).
 
         Args:
             name: backward, weight, work or products, in seconds; kept, in bytes.
@@ -114,7 +117,7 @@ class LayerCosts:
         return backward + self._forward if name == "work" else backward
 
     def longest(self, kinds: Iterable[StageKind], bound: float) -> list[int]:
-        """By kind: no stage of more layers has a maximum below the bound."""
+        """Return, for each kind, a length: the maximum of every longer stage reaches the bound."""
         return [self._longest(kind, bound) for kind in kinds]
 
     def _longest(self, kind: StageKind, bound: float) -> int:
@@ -129,7 +132,7 @@ class LayerCosts:
         return max(1, int((stops - np.arange(n + 1)).max()))
 
     def tables(self, kinds: Sequence[StageKind], widths: Sequence[int]) -> list[tuple[Floats, Floats]]:
-        """`stages` of each kind; of those that the last call was about, what was computed then."""
+        """Return `stages` of each kind; tables of the previous call are used again."""
         known, self._tables = self._tables, {}
         for kind, width in zip(kinds, widths, strict=True):
             table = known.get(kind)
@@ -140,9 +143,11 @@ class LayerCosts:
         return [(summed[:width], slowest[:width]) for (summed, slowest), width in each]
 
     def stages(self, kind: StageKind, width: int) -> tuple[Floats, Floats]:
-        """`[d, i]`: seconds in the sum and in the maximum of the stage of the d+1 layers from i on.
+        """Return the seconds in the sum and in the maximum of the stage of the d+1 layers from i on, at `[d,
+        i]`.
 
-        Infinite where it does not fit into memory; whatever where it would end behind the last layer.
+        The maximum is infinite where the stage does not fit into memory. Entries of stages that would end
+        behind the last layer have no meaning.
         """
         cluster, rounds = self.cluster, self.rounds(kind.replicas)
         parameters = self.between("parameters", width)
@@ -186,10 +191,10 @@ class LayerCosts:
         return stage.peak(kind.replicas, versions, kind.in_flight)
 
     def between(self, name: str, width: int, rounds: int = 0) -> Floats:
-        """`[d, i]`: the sum over the d+1 layers from i on, added up without differences of large sums.
+        """Return the sum over the d+1 layers from i on, at `[d, i]`, without differences of large sums.
 
         Args:
-            rounds: for what `of_update` has.
+            rounds: for the names of `of_update`; 0 for attributes.
         """
         key = (name, rounds)
         if len(self.sums.get(key, ())) < width:
@@ -199,6 +204,6 @@ class LayerCosts:
         return self.sums[key][:width]
 
     def ends(self, edges: Floats, width: int) -> Floats:
-        """`[d, i]`: the figure of the edge behind the d+1 layers from i on."""
+        """Return the figure of the edge behind the d+1 layers from i on, at `[d, i]`."""
         padded = np.concatenate([edges[1:], np.zeros(width - 1)])
         return sliding_window_view(padded, len(edges) - 1)

@@ -1,13 +1,13 @@
-"""Memory: what a rank must hold under a plan, at its peak and over time.
+"""Memory: the bytes that a rank holds under a plan, at its peak and over time.
 
     weights x versions + gradients + optimizer state + Horovod's buffer
     + microbatches stashed x (received input + activations + output) + messages
 
-summed over the stages that the rank holds. A synchronous schedule has one version of the weights, PipeDream
-one for each microbatch in flight (SOSP 2019, section 3.3), with vertical sync one for each version that the
-input stage still asks for, 2BW two (ICML 2021, section 3.1). With recomputation (GPipe, Huang et al. 2019,
-section 2.3) a microbatch keeps its input only, until its backward begins. Where backwards are halved, a
-microbatch keeps what it has until the weights' half.
+Summed over the stages that the rank holds. A synchronous schedule has one version of the weights. PipeDream
+has one for each microbatch in flight (SOSP 2019, section 3.3), with vertical sync one for each version that
+the input stage still uses. 2BW has two (ICML 2021, section 3.1). With recomputation a microbatch keeps only
+its input until its backward begins (GPipe, Huang et al. 2019, section 2.3). Where backwards are split, a
+microbatch keeps its stash until the weights' half.
 """
 
 import math
@@ -35,14 +35,14 @@ from hybridpipe.planning.timeline import Event, Timeline
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
 
-# Horovod copies what it joins into a fusion buffer, at most so much; `runtime.gradients` may allow it less.
+# The largest fusion buffer, into which Horovod copies gradients; `optim.gradient_sync` may allow less.
 FUSION_BYTES = 128 * 2**20
 
-# Receives posted beyond the one that is waited for: enough that the next message of either neighbour moves
-# while a rank computes, and no more, since each holds a buffer.
+# Receives posted beyond the one that a rank waits for: enough that the next message of either neighbour moves
+# while the rank computes, and no more, since each holds a buffer.
 LOOK_AHEAD = 2
 
-# Longer rounds of two stages are not walked through to count versions.
+# The longest round of two stages in which versions are counted one by one.
 MAX_ROUND = 4096
 
 
@@ -164,9 +164,9 @@ def _resident(stages: StageMemory, replicas: int) -> float:
 
 
 def _begun(plan: Plan) -> list[int]:
-    """How many microbatches at most have begun their backward, of each stage: the one that is computed.
+    """Return the most microbatches of each stage whose backward has begun: the one that is computed.
 
-    Where backwards are halved, also those whose weights' half follows later.
+    Where backwards are split, those whose weights' half is still to come count as well.
     """
     if not plan.traits.splits_backward:
         return [1] * plan.num_stages
@@ -178,10 +178,10 @@ def _begun(plan: Plan) -> list[int]:
 
 
 def versions_per_stage(plan: Plan) -> tuple[int, ...]:
-    """The most versions of its weights that each stage holds at a time.
+    """Return the most versions of its weights that each stage holds at a time.
 
-    One is held from its update until the last forward that asks for it has had its backward; the newest,
-    always.
+    A version is held from its update until the last microbatch that uses it has had its backward. The newest
+    is always held.
     """
     if not plan.is_asynchronous:
         return (1,) * plan.num_stages
@@ -192,21 +192,21 @@ def versions_per_stage(plan: Plan) -> tuple[int, ...]:
 
 
 def _synced_versions(plan: Plan, stage: int, held: Sequence[int]) -> int:
-    """Of a stage under vertical sync: counted while minibatches go through it, over a round and more."""
+    """Count a stage's versions under vertical sync, while minibatches of at least one round pass."""
     first, replicas = plan.replicas[0], plan.replicas[stage]
     if first == replicas:
         return held[0]
     round_length = math.lcm(first, replicas)
     in_flight = held[0] * first
     if round_length > MAX_ROUND:
-        return 2 + max(0, in_flight - 2) // replicas  # as if every version in between were asked for
+        return 2 + max(0, in_flight - 2) // replicas  # as if every version in between were in use
     count = 2 * (in_flight + held[stage] * replicas + round_length)
     asks = versions(plan, stage)
     return max(_most_versions(range(r, count, replicas), asks) for r in range(replicas))
 
 
 def _most_versions(minibatches: range, asks: Callable[[int], int]) -> int:
-    """What a replica holds while these minibatches go through it, an update after each."""
+    """Return the most versions that a replica holds during these minibatches, with an update after each."""
     held = Versions(minibatches, asks)
     most = held.num_versions
     for m in minibatches:
@@ -226,27 +226,27 @@ class Versions:
 
     @property
     def num_versions(self) -> int:
-        """Those that are wanted, and the newest."""
+        """The number of versions: those in use, and the newest."""
         return 1 + self._old
 
     def returned(self, microbatch: int) -> None:
-        """A microbatch has had its backward."""
+        """Note that a microbatch has had its backward."""
         version = self._asks(microbatch)
         self._wanted[version] -= 1
         self._old -= not self._wanted[version] and version < self._newest
 
     def update(self) -> None:
-        """There is a new version."""
+        """Note a new version."""
         self._old += self._wanted[self._newest] > 0
         self._newest += 1
 
 
 def curves(profile: ModelProfile, plan: Plan, timeline: Timeline) -> dict[int, Curve]:
-    """What each rank holds over time, in stage order; never more than `peak_memory_bytes`.
+    """Return the bytes that each rank holds over time, in stage order; never more than `peak_memory_bytes`.
 
-    A microbatch's stash is there from the start of its forward to the end of its backward or of its weights'
-    half; with recomputation the backward adds what it computes again. Under an asynchronous schedule an
-    update makes a new version where a microbatch still uses the one before, and a version goes with the last
+    A microbatch's stash exists from the start of its forward to the end of its backward or of its weights'
+    half. With recomputation the backward adds the recomputed activations. Under an asynchronous schedule an
+    update makes a new version where a microbatch still uses the one before, and a version ends with the last
     microbatch that uses it.
     """
     return {
