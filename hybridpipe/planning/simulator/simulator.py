@@ -1,11 +1,12 @@
-"""Simulation: the programs of all ranks, each an instruction at a time, on a model of the machines.
+"""Simulation: the programs of all ranks, executed one instruction at a time on a model of the machines.
 
-Computing, messages and all-reduces are jobs on the resources that `contention` names, and slow each other
-down wherever they share one. What is here: which instruction starts which job, and what waits for what.
-A send ends when the message is handed over; a receive when it has arrived and was taken; an all-reduce when
-all buckets are summed, one after the other, each begun when the last backward of every replica has filled it.
-What a last backward leaves to be made is made in it, or before the all-reduce (`Plan.defers_wgrad`).
-Where a rank holds several stages, the buckets of the last come first, as its gradients are ready first.
+Computing, messages and all-reduces are jobs on the resources of `resources`, and slow each other down
+wherever they share one. This file decides which instruction starts which job, and which waits for which. A
+send ends when the message is handed over, and a receive when it has arrived and was taken. An all-reduce ends
+when all buckets are summed, one after the other, each started when the last backward of every replica has
+filled it. Deferred products are computed in the last backward, or before the all-reduce
+(`Plan.defers_wgrad`). Where a rank holds several stages, the buckets of the last come first, as its gradients
+are ready first.
 """
 
 from collections import Counter
@@ -42,7 +43,7 @@ class Deadlock(RuntimeError):
 
 
 class _Rank:
-    """One rank: what it computes on, and how far it is in its program."""
+    """One rank: its processors, and its position in its program."""
 
     def __init__(
         self,
@@ -62,23 +63,23 @@ class _Rank:
         self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
         if len(replicas.numbers) > 1:
             self.speed *= machines.cluster.replicated_speed
-        self.is_crowded = False  # more ranks of its machine take part than it has processors
+        self.is_crowded = False  # its machine has more active ranks than processors
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
         self.events: list[Event] = []
         has_finals = replicas.buckets or any(cost.products_seconds for cost in self.costs)
         self.finals = final_backwards(program) if has_finals else frozenset[int]()
-        self.products_seconds = 0.0  # that wait
+        self.products_seconds = 0.0  # of deferred products
         self.round = 0
         self.num_filled = [0] * len(self.costs)  # of each chunk's buckets, in this round
 
     @property
     def stage(self) -> int:
-        """Of the instruction that it is at."""
+        """The stage of the current instruction."""
         return self.stages[getattr(self.program[self.position], "chunk", 0)]
 
     def bucket(self, chunk: int) -> int:
-        """The chunk's first that is not filled yet."""
+        """Return the chunk's first bucket that is not filled yet."""
         replicas = self.replicas
         first = replicas.first_bucket[chunk] + self.num_filled[chunk]
         return self.round * len(replicas.buckets) + first
@@ -94,15 +95,15 @@ class _Replicas:
         self.first_bucket = [sum(map(len, each[chunk + 1 :])) for chunk in range(len(each))]
         self.ring = machines.ring(ranks) if self.buckets else None
         self.ranks: list[_Rank] = []
-        self.filled: Counter[int] = Counter()  # by how many replicas; buckets are counted on over all rounds
-        self.full_at: dict[int, list[Sequence[float]]] = {}  # by chunk: of the replicas that know
+        self.filled: Counter[int] = Counter()  # by bucket, counted over all rounds: replicas that filled it
+        self.full_at: dict[int, list[Sequence[float]]] = {}  # by chunk: times noted by `fill_at`
         self.num_reduced = 0
-        self.num_parts = 0  # of the bucket being reduced: what is not done yet
+        self.num_parts = 0  # unfinished jobs of the bucket being reduced
         self.waiting: list[_Rank] = []
 
 
 class _Message:
-    """On its way from one rank to another; made by whichever comes to it first."""
+    """A message between two ranks, created by the send or the receive, whichever comes first."""
 
     __slots__ = ("arrived", "key", "num_bytes", "receiver", "route", "sender")
     sender: _Rank
@@ -116,7 +117,7 @@ class _Message:
 
 
 class Simulation:
-    """One run; the arguments are those of `simulate.simulate`."""
+    """One run; the arguments are those of `predict.simulate`."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Simulation:
         self.engine = Engine()
         self.machines = Machines(cluster)
         self.are_private = cluster.are_processors_private
-        self.messages: dict[Key, _Message] = {}  # that not both sides are done with
+        self.messages: dict[Key, _Message] = {}  # without those that both sides are done with
         self.costs, self.numbers = costs, [stage.ranks for stage in plan.stages]
         self.ranks: list[_Rank] = []
         for group, stage in enumerate(plan.stages[: plan.num_groups]):
@@ -144,7 +145,7 @@ class Simulation:
         num_active = Counter(cluster.node(rank.number) for rank in self.ranks)
         for rank in self.ranks if cluster.wakeup_seconds else ():
             rank.is_crowded = cluster.is_busy(num_active[cluster.node(rank.number)] - 1)
-        # How each instruction starts; True: it is done at once.
+        # The start of each kind of instruction; it returns True if the instruction is done at once.
         self.start: dict[type, Callable[[_Rank, Any], bool]] = {
             Forward: self.forward,
             Backward: self.backward,
@@ -159,7 +160,11 @@ class Simulation:
         }
 
     def run(self) -> Timeline:
-        """What each rank did when. Raises Deadlock."""
+        """Return the events of each rank.
+
+        Raises:
+            Deadlock: nothing can advance, although some rank is not done.
+        """
         for rank in self.ranks:
             self.advance(rank)
         self.engine.run()
@@ -190,6 +195,7 @@ class Simulation:
             rank.position += 1
 
     def finish(self, rank: _Rank) -> None:
+        """End the current instruction of a rank and start the next."""
         event = Event(rank.program[rank.position], rank.since, self.engine.now)
         rank.events.append(event)
         rank.position += 1
@@ -200,6 +206,8 @@ class Simulation:
     # Computing
 
     def compute(self, rank: _Rank, seconds: float, done: Callable[[Any], None], argument: object) -> bool:
+        """Start computing, after which `done(argument)` is called. Return False: the instruction takes time.
+        """
         if self.are_private:
             self.engine.after(seconds / rank.speed, done, argument)
         else:
@@ -237,13 +245,14 @@ class Simulation:
         return self.backward_piece((rank, instruction.chunk, seconds + products))
 
     def backward_alone(self, rank: _Rank, chunk: int, seconds: float) -> bool:
-        """The last backward on a processor of its own: when buckets are ready is known from the beginning."""
+        """Start the last backward on a private processor, where the times of all buckets are known at once.
+        """
         now, taken = self.engine.now, seconds / rank.speed
         self.fill_at(rank, chunk, [now + bucket.fraction * taken for bucket in rank.costs[chunk].buckets])
         return self.compute(rank, seconds, self.finish, rank)
 
     def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:
-        """The last backward in pieces: at the end of each one more bucket of gradients is ready."""
+        """Start the next piece of the last backward; at its end one more bucket of gradients is ready."""
         rank, chunk, seconds = piece
         buckets, i = rank.costs[chunk].buckets, rank.num_filled[chunk]
         begin = buckets[i - 1].fraction if i else 0.0
@@ -256,7 +265,7 @@ class Simulation:
         self.backward_piece(piece)
 
     def wake(self, rank: _Rank, num_computing: int, done: Callable[[Any], None], argument: object) -> None:
-        """Go on with a rank that has waited, so that so many of its machine then compute."""
+        """Continue a rank after a wait, so that `num_computing` ranks of its machine compute."""
         by_computing = self.cluster.wakeup_seconds
         seconds = by_computing[min(num_computing, len(by_computing)) - 1] if rank.is_crowded else 0.0
         if seconds:
@@ -279,7 +288,7 @@ class Simulation:
             missing = len(rank.costs[chunk].buckets) - rank.num_filled[chunk]
             if missing and self.are_private:
                 self.fill_at(rank, chunk, [self.engine.now] * missing)
-            elif missing:  # a replica without a microbatch has zeros ready
+            elif missing:  # a replica without a microbatch contributes zeros
                 self.fill(rank, chunk, missing)
             rank.num_filled[chunk] = 0
         rank.round += 1
@@ -296,7 +305,8 @@ class Simulation:
             self.reduce_next(replicas)
 
     def fill_at(self, rank: _Rank, chunk: int, times: Sequence[float]) -> None:
-        """When a rank's buckets are ready; once every replica has said so, each is full at an event."""
+        """Note when a rank's buckets are ready; once every replica has noted it, an event fills each bucket.
+        """
         replicas, first = rank.replicas, rank.bucket(chunk)
         rank.num_filled[chunk] = len(times)
         each = replicas.full_at.setdefault(chunk, [])
@@ -312,7 +322,11 @@ class Simulation:
         self.reduce_next(replicas)
 
     def reduce_next(self, replicas: _Replicas, going: bool = False) -> None:
-        """`going`: another bucket has just been summed."""
+        """Start the all-reduce of the next full bucket.
+
+        Args:
+            going: True if another bucket has just been summed.
+        """
         ring = replicas.ring
         if ring is None or replicas.num_parts or replicas.filled[replicas.num_reduced] < len(replicas.ranks):
             return
@@ -333,7 +347,7 @@ class Simulation:
         else:
             self.engine.after(ring.latency_seconds, self.part_done, replicas)
         if self.cluster.overlap < 1:
-            # Processor time of what was measured while every rank of the machine computed.
+            # The share was measured while every rank of the machine computed.
             speed = self.cluster.shared_speed(self.cluster.node_ranks or 1)
             seconds = limited / ring.cap + ring.latency_seconds  # alone
             for rank in replicas.ranks:
@@ -392,7 +406,7 @@ class Simulation:
         return found
 
     def handle(self, rank: _Rank, num_bytes: float, done: Callable[[Any], None], argument: object) -> bool:
-        """The processor time that a message takes at either end; True where it takes none."""
+        """Spend the processor time of a message at one end. Return True if it takes none."""
         seconds = self.cluster.handling_seconds(num_bytes)
         return self.compute(rank, seconds, done, argument) if seconds else True
 
