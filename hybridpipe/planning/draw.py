@@ -38,16 +38,16 @@ FILLS = {
 
 
 def text(timeline: Timeline, width: int = 100) -> str:
-    """One line a rank (of many, some), at most `width` characters wide, in ASCII so that any log can hold it.
+    """Return one line a rank, at most `width` characters wide, in ASCII so that any log can hold it.
 
         rank 0 |F0---F2--..B0========....B2=======*****.......|
         rank 1 |F1---F3--.........B1========....B3=======*****|
         rank 2 |.....F0B0==F1-B1==F2-B2==F3-B3==..............|
         0 to 20 ms; F forward, B backward, ~ all-reduce, * step, . waiting
 
-    A column shows what the rank does in its middle, so events much shorter than one may not show. Of a
-    backward in halves `I3==` makes the gradients of the inputs, `W3++` those of the weights; `F3.1` is on the
-    rank's second stage. `+++` are products that the last backward has left to be made.
+    A column shows the event at its middle, so much shorter events may not show. Of many ranks some are shown.
+    In a split backward `I3==` computes the gradients of the inputs and `W3++` those of the weights. `F3.1` is
+    on the rank's second stage. `+++` are deferred products.
     """
     ranks = _shown(list(timeline.events))
     names = [f"rank {rank}" for rank in ranks]
@@ -95,7 +95,7 @@ COLOURS = {
     "all-reduce": "#b99be3",
     "step": "#3fb68b",
 }
-FADED = 0.55  # how far towards white the last of a rank's stages is drawn
+FADED = 0.55  # share of white in the colour of a rank's last stage
 MEMORY_COLOUR = "#9fb4d1"
 STYLE = """
     text { font: 16px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #5b6472 }

@@ -157,7 +157,7 @@ class Plan:
             raise ValueError(f"ranks must hold one place each, got rank {min(twice)} in more than one")
 
     def _check_schedule(self) -> None:
-        """Raises ValueError for what the schedule cannot do."""
+        """Raises ValueError for options that the schedule cannot take."""
         if self.traits.whole_minibatch and self.num_microbatches != 1:
             raise ValueError(
                 f"num_microbatches must be 1 under {self.schedule}, where a minibatch travels whole, "

@@ -42,7 +42,7 @@ class JoinedProducts:
         non_negative_int("kept_bytes", self.kept_bytes)
 
     def seconds(self, microbatches: int) -> float:
-        """Return the seconds of a product of so many microbatches."""
+        """Return the seconds of a product of `microbatches` microbatches."""
         return self.product_seconds + self.microbatch_seconds * microbatches
 
     def last(self, num_microbatches: int) -> int:

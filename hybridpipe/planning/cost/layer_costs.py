@@ -60,14 +60,16 @@ class LayerCosts:
 
     @property
     def num_layers(self) -> int:
+        """The number of layers, merged ones counted once."""
         return len(self.edges) - 1
 
     @property
     def is_asynchronous(self) -> bool:
+        """True if the plans have no sum, only a maximum."""
         return self.request.traits.is_asynchronous
 
     def rounds(self, replicas: int) -> int:
-        """Return `per_update` of a stage with so many replicas."""
+        """Return `per_update` of a stage with `replicas` replicas."""
         return per_update(self.request.schedule, self.num_microbatches, replicas)
 
     def mean_work(self, replicas: int = 1) -> Floats:

@@ -106,7 +106,7 @@ def stage_memory(
 
 
 def _fusion_bytes(parameters: Floats, replicas: Ints | int) -> Floats:
-    """Return the size of Horovod's buffer on a rank with so many bytes of weights."""
+    """Return the size of Horovod's buffer on a rank with `parameters` bytes of weights."""
     return np.minimum(parameters, FUSION_BYTES) * (np.asarray(replicas) > 1)
 
 

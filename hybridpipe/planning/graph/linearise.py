@@ -22,7 +22,7 @@ from typing import NamedTuple
 from hybridpipe.planning.graph.graph import LayerGraph
 
 SEARCH_STEPS = 1_000_000  # moves tried, times edges they look at: a second or two in all
-LONGEST_STRETCH = 2048  # layers searched together: a set of them is an integer of so many bits
+LONGEST_STRETCH = 2048  # layers searched together; a set of them is an integer with one bit a layer
 
 
 def narrow_order(graph: LayerGraph) -> tuple[int, ...]:

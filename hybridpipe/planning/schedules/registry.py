@@ -32,7 +32,7 @@ class ScheduleTraits(NamedTuple):
     takes_max_in_flight: bool = False
 
     def num_versions(self, in_flight: int) -> int:
-        """Return the versions of its weights that a replica with so many microbatches in flight keeps."""
+        """Return the versions of the weights that a replica with `in_flight` microbatches in flight keeps."""
         return {"stashed": in_flight, "two": 2, "one": 1}[self.versions]
 
 

@@ -27,7 +27,7 @@ from hybridpipe.planning.search.placement import lines, renumbered
 CHUNKS = (2, 3, 4)  # more are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2)
 SLACKS = (1.0, 1.2)
 FEW = 8  # groups: all numbers up to it are tried; beyond, replicas in powers of two
-MAX_GROUPS = 128  # counting the stash of more takes long, and plans of so many stages are not simulated
+MAX_GROUPS = 128  # counting the stash of more takes long, and plans of more stages are not simulated
 MAX_CELLS = 10**7  # stages times layers, where traffic is minimised: 80 MB
 MANY = 2**17  # layers times ranks: beyond it only the first of `CHUNKS` and `SLACKS` are tried
 NUM_BISECTIONS = 60

@@ -289,15 +289,11 @@ def slot_graph(
     sizes = [len(state.behind) for state in states]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
     behind = np.fromiter(chain.from_iterable(state.behind for state in states), np.intp, first[-1])
-    pairs = np.stack([np.repeat(slot, sizes), slot[behind]])
-    used = np.unique(pairs[0] * len(layout.ranks) + pairs[1], return_inverse=True)
-    figures, row = distinct_cut_figures(
-        cluster,
-        layout.ranks,
-        np.stack(np.divmod(used[0], len(layout.ranks))),
-        num_microbatches,
-        TRAITS[schedule].is_asynchronous,
-    )
+    # A pair of slots occurs once for every pair of counts in flight; its cut is the same.
+    num_slots = len(layout.ranks)
+    used, cut = np.unique(np.repeat(slot, sizes) * num_slots + slot[behind], return_inverse=True)
+    pairs, asynchronous = np.stack(np.divmod(used, num_slots)), TRAITS[schedule].is_asynchronous
+    figures, row = distinct_cut_figures(cluster, layout.ranks, pairs, num_microbatches, asynchronous)
     kinds: dict[StageKind, int] = {}
     alone = {s: _kind_of(cluster, layout.ranks[s].tolist(), share) for s in set(slot.tolist())}
     kind = [kinds.setdefault(alone[s.slot]._replace(in_flight=s.in_flight), len(kinds)) for s in states]
@@ -311,7 +307,7 @@ def slot_graph(
         kind=np.array(kind, dtype=np.intp),
         first=first,
         behind=behind,
-        cut=row[used[1].reshape(-1)],
+        cut=row[cut.reshape(-1)],
         figures=figures,
         starts=np.flatnonzero(may_start[slot]),
         can_end=np.array([state.can_end for state in states]),

@@ -1,9 +1,9 @@
 """Stage program: the dynamic program over suffixes of the layers and slots that finds the cuts.
 
 It finds the least sum of stages and cuts under a bound on their maximum, the least maximum, and under a
-maximum the most even plan. A slot states who holds the next stage, which ranks are left, and the microbatches
-in flight. Not known here: the origin of the figures of stages (`layer_costs`) and cuts (`links`), of slots
-(`placement`), and the order of the bounds (`partition`).
+maximum the most even plan. A slot fixes the ranks of the next stage, the ranks that are left, and the
+microbatches in flight. Not known here: the origin of the figures of stages (`layer_costs`) and cuts
+(`links`), of slots (`placement`), and the order of the bounds (`partition`).
 """
 
 import math

@@ -22,7 +22,7 @@ from hybridpipe.planning.timeline import Event, Timeline
 
 __all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"]
 
-# Beyond so many instructions, a few seconds, a minibatch is not simulated whole where that can be avoided.
+# Beyond this number, a few seconds, a minibatch is not simulated whole where that can be avoided.
 MAX_INSTRUCTIONS = 400_000
 # Beyond these a plan is not simulated at all: they take a minute, and some hundred megabytes.
 MOST_INSTRUCTIONS, MOST_ROUTES = 4_000_000, 4_000_000

@@ -2,7 +2,7 @@
 
 A machine's processors are one resource, with the measured speeds. A link has two directions, each a resource:
 every rank has a port at every level, and where a level's bandwidth is shared, so has every unit below it.
-Where a level lets bursts pass, each has a token bucket. Not known here: who computes or sends, and when.
+Where a level lets bursts pass, each has a token bucket. Not known here: programs and times.
 """
 
 from collections.abc import Sequence

@@ -215,23 +215,29 @@ class Simulation:
         return False
 
     def forward(self, rank: _Rank, instruction: Forward) -> bool:
+        """Compute the forward of a microbatch."""
         return self.compute(rank, rank.costs[instruction.chunk].forward_seconds, self.finish, rank)
 
     def backward(self, rank: _Rank, instruction: Backward) -> bool:
+        """Compute the backward of a microbatch."""
         seconds = rank.costs[instruction.chunk].backward_seconds
         return self.weight_gradients(rank, instruction, seconds)
 
     def backward_input(self, rank: _Rank, instruction: BackwardInput) -> bool:
+        """Compute the inputs' half of a split backward."""
         cost = rank.costs[instruction.chunk]
         return self.compute(rank, cost.backward_seconds - cost.weight_seconds, self.finish, rank)
 
     def backward_weight(self, rank: _Rank, instruction: BackwardWeight) -> bool:
+        """Compute the weights' half of a split backward."""
         return self.weight_gradients(rank, instruction, rank.costs[instruction.chunk].weight_seconds)
 
     def step(self, rank: _Rank, _: Step) -> bool:
+        """Compute the optimizer's step."""
         return self.compute(rank, rank.update_seconds, self.finish, rank)
 
     def weight_gradients(self, rank: _Rank, instruction: Backward | BackwardWeight, seconds: float) -> bool:
+        """Compute a backward that makes weight gradients; the last one of a round fills buckets."""
         if rank.position not in rank.finals:
             return self.compute(rank, seconds, self.finish, rank)
         products = rank.costs[instruction.chunk].products_seconds
@@ -261,6 +267,7 @@ class Simulation:
         return self.compute(rank, (1.0 - begin) * seconds, self.finish, rank)
 
     def piece_done(self, piece: tuple[_Rank, int, float]) -> None:
+        """Fill a bucket and start the next piece."""
         self.fill(piece[0], piece[1])
         self.backward_piece(piece)
 
@@ -276,10 +283,12 @@ class Simulation:
     # Gradients
 
     def products_done(self, rank: _Rank) -> None:
+        """Note the event of deferred products, and continue with the all-reduce."""
         rank.events.append(Event(Products(), rank.since, self.engine.now))
         self.advance(rank)
 
     def allreduce(self, rank: _Rank, _: AllReduce) -> bool:
+        """Compute deferred products, then wait until all buckets are summed."""
         if rank.products_seconds:
             seconds, rank.products_seconds = rank.products_seconds, 0.0
             return self.compute(rank, seconds, self.products_done, rank)
@@ -298,6 +307,7 @@ class Simulation:
         return False
 
     def fill(self, rank: _Rank, chunk: int, count: int = 1) -> None:
+        """Fill the next buckets of a rank."""
         replicas = rank.replicas
         for _ in range(count):
             replicas.filled[rank.bucket(chunk)] += 1
@@ -317,6 +327,7 @@ class Simulation:
                 self.engine.after(at - self.engine.now, self.full, (replicas, bucket))
 
     def full(self, filled: tuple[_Replicas, int]) -> None:
+        """Note a bucket that all replicas have filled."""
         replicas, bucket = filled
         replicas.filled[bucket] = len(replicas.ranks)
         self.reduce_next(replicas)
@@ -337,6 +348,7 @@ class Simulation:
             self.reduce(replicas)
 
     def reduce(self, replicas: _Replicas) -> None:
+        """Start the all-reduce of a bucket on the ring, and its processor time on every replica."""
         ring = replicas.ring
         assert ring is not None
         num_bytes = replicas.buckets[replicas.num_reduced % len(replicas.buckets)].num_bytes
@@ -356,12 +368,14 @@ class Simulation:
                 self.engine.start(handling, rank.processors, self.part_done, replicas)
 
     def ring_at_limit(self, replicas: _Replicas) -> None:
+        """Empty the token buckets; the latency of the ring follows."""
         assert replicas.ring is not None
         for burst in replicas.ring.bursts:
             burst.leave(0.0, self.engine.now)
         self.engine.after(replicas.ring.latency_seconds, self.part_done, replicas)
 
     def part_done(self, replicas: _Replicas) -> None:
+        """End one job of a bucket; after the last job of the last bucket the replicas continue."""
         replicas.num_parts -= 1
         if replicas.num_parts:
             return
@@ -378,28 +392,34 @@ class Simulation:
     # Messages
 
     def send_activation(self, rank: _Rank, instruction: SendActivation) -> bool:
+        """Send a microbatch's output to the next stage."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         key = (rank.number, self.peer(stage + 1, m), True, m, stage + 1)
         return self.send(rank, key, self.costs[stage].output_bytes)
 
     def send_gradient(self, rank: _Rank, instruction: SendGradient) -> bool:
+        """Send the gradient of a microbatch's input to the stage before."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         key = (rank.number, self.peer(stage - 1, m), False, m, stage - 1)
         return self.send(rank, key, self.costs[stage - 1].gradient_bytes)
 
     def receive_activation(self, rank: _Rank, instruction: ReceiveActivation) -> bool:
+        """Wait for a microbatch's input."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         return self.receive(rank, (self.peer(stage - 1, m), rank.number, True, m, stage))
 
     def receive_gradient(self, rank: _Rank, instruction: ReceiveGradient) -> bool:
+        """Wait for the gradient of a microbatch's output."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         return self.receive(rank, (self.peer(stage + 1, m), rank.number, False, m, stage))
 
     def peer(self, stage: int, microbatch: int) -> int:
+        """Return the rank that handles a microbatch in a stage."""
         numbers = self.numbers[stage]
         return numbers[microbatch % len(numbers)]
 
     def message(self, key: Key) -> _Message:
+        """Return the message of this key, created on first use."""
         found = self.messages.get(key)
         if found is None:
             found = self.messages[key] = _Message(key)
@@ -411,6 +431,7 @@ class Simulation:
         return self.compute(rank, seconds, done, argument) if seconds else True
 
     def send(self, rank: _Rank, key: Key, num_bytes: float) -> bool:
+        """Hand a message over, after its processor time."""
         message = self.message(key)
         message.sender, message.num_bytes = rank, num_bytes
         if self.handle(rank, num_bytes, self.handed_over, message):
@@ -419,15 +440,18 @@ class Simulation:
         return False
 
     def handed_over(self, message: _Message) -> None:
+        """Start the transfer of a message and continue its sender."""
         self.transfer(message)
         self.finish(message.sender)
 
     def receive(self, rank: _Rank, key: Key) -> bool:
+        """Take a message that has arrived, or wait for it."""
         message = self.message(key)
         message.receiver = rank
         return message.arrived and self.take(message, rank)
 
     def transfer(self, message: _Message) -> None:
+        """Start the transfer of a message over its links."""
         route = message.route = self.machines.route(message.key[0], message.key[1])
         limited = message.num_bytes - pass_at_once(route.bursts, message.num_bytes, self.engine.now)
         if limited:
@@ -436,28 +460,33 @@ class Simulation:
             self.engine.after(0.0, self.transferred, message)
 
     def at_limit(self, message: _Message) -> None:
+        """Empty the token buckets of a message that was limited by bandwidth."""
         for burst in message.route.bursts:
             burst.leave(0.0, self.engine.now)
         self.transferred(message)
 
     def transferred(self, message: _Message) -> None:
+        """Let the latency of a message pass."""
         if message.route.latency_seconds:
             self.engine.after(message.route.latency_seconds, self.arrive, message)
         else:
             self.arrive(message)
 
     def arrive(self, message: _Message) -> None:
+        """Note the arrival of a message and wake a rank that waits for it."""
         message.arrived = True
         rank = message.receiver
         if rank is not None:
             self.wake(rank, rank.processors[0].num_jobs + 1, self.taken_late, message)
 
     def taken_late(self, message: _Message) -> None:
+        """Take a message for which the receiver has waited."""
         rank = message.receiver
         assert rank is not None
         if self.take(message, rank):
             self.finish(rank)
 
     def take(self, message: _Message, rank: _Rank) -> bool:
+        """Spend the receiver's processor time of a message. Return True if it takes none."""
         del self.messages[message.key]
         return self.handle(rank, message.num_bytes, self.finish, rank)
