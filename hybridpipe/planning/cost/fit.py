@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measuremen
 SHARING_TOLERANCE = 0.1
 SPEED_TOLERANCE = 0.05
 LEAST_SECONDS_PER_BYTE = 1e-15  # instead of 0, so that a bandwidth is finite
+
+PRODUCT_TIMES = ("backward_seconds", "product_seconds", "microbatch_seconds")
+LAYER_TIMES = ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds")
 
 
 class Line(NamedTuple):
@@ -172,13 +175,8 @@ def relative_speeds(rates: Sequence[float]) -> tuple[float, ...] | None:
     return speeds if any(abs(speed - 1) > SPEED_TOLERANCE for speed in speeds) else None
 
 
-def _typical_products(measured: Sequence[JoinedProducts]) -> JoinedProducts:
-    return replace(
-        measured[0],
-        backward_seconds=median(each.backward_seconds for each in measured),
-        product_seconds=median(each.product_seconds for each in measured),
-        microbatch_seconds=median(each.microbatch_seconds for each in measured),
-    )
+def _medians(measured: Sequence[LayerProfile | JoinedProducts], *names: str) -> dict[str, Any]:
+    return {name: median(getattr(each, name) for each in measured) for name in names}
 
 
 def _known_median(seconds: Iterable[float | None]) -> float | None:
@@ -193,22 +191,20 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """
 
     def layer(*measured: LayerProfile) -> LayerProfile:
-        backward = median(each.backward_seconds for each in measured)
+        medians = _medians(measured, *LAYER_TIMES)
+        backward = medians["backward_seconds"]
+        medians["accumulate_seconds"] = min(medians["accumulate_seconds"], backward)
         joined = [each.joined for each in measured if each.joined is not None]
         of_inputs = _known_median(each.input_seconds for each in measured)
         weight = _known_median(each.weight_seconds for each in measured)
         if weight is not None and of_inputs is None:
             weight = min(weight, backward)  # one rank's half may be longer than another's whole backward
-        accumulate = median(each.accumulate_seconds for each in measured)
         return replace(
             measured[0],
-            joined=_typical_products(joined) if joined else None,
-            accumulate_seconds=min(accumulate, backward),
-            forward_seconds=median(each.forward_seconds for each in measured),
-            backward_seconds=backward,
-            update_seconds=median(each.update_seconds for each in measured),
+            joined=replace(joined[0], **_medians(joined, *PRODUCT_TIMES)) if joined else None,
             weight_seconds=weight,
             input_seconds=of_inputs,
+            **medians,
         )
 
     layers = tuple(map(layer, *(profile.layers for profile in profiles)))

@@ -23,7 +23,7 @@ from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
-from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
 from hybridpipe.planning.search.bound import least_seconds
 from hybridpipe.planning.search.interleave import interleaved_plans
 from hybridpipe.planning.search.partition import partition
@@ -103,14 +103,6 @@ class _Problem:
     @property
     def size(self) -> int:
         return self.profile.num_layers * self.num_ranks
-
-    @property
-    def schedule(self) -> str:
-        return self.request.schedule
-
-    @property
-    def traits(self) -> ScheduleTraits:
-        return TRAITS[self.request.schedule]
 
     def recomputing(self, recompute: bool) -> PlanRequest:
         return replace(self.request, recompute=recompute)
@@ -307,14 +299,14 @@ def _proposals(problem: _Problem) -> Iterator[tuple[str, Plan]]:
 
 
 def _proposed(problem: _Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
-    if problem.traits.interleaves:
+    if problem.request.traits.interleaves:
         yield from (("interleaved", plan) for plan in _interleaved(problem, recompute))
         return
     for one_stage in _data_parallel_plans(problem):
         yield "dp", replace(one_stage, recompute=recompute)
     in_line = _straight(problem, recompute)
     yield from (("straight", plan) for plan in in_line[:1])
-    count = NUM_EXACT_ASYNCHRONOUS if problem.traits.is_asynchronous else NUM_EXACT
+    count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else NUM_EXACT
     for exact in _partition(problem, recompute)[:count] + in_line[1:]:
         yield "exact", exact
 
@@ -363,13 +355,13 @@ def _straight(problem: _Problem, recompute: bool) -> list[Plan]:
     For an asynchronous schedule, of which the formula sees less, these are the best few.
     """
     problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
-    if problem.traits.interleaves:
+    if problem.request.traits.interleaves:
         plans = _interleaved(problem, recompute, max_replicas=1)
         plans = [plan for plan in plans if fits(plan, problem.profile, problem.cluster)]
     else:
         plans = _partition(problem, recompute, max_replicas=1)
     longer = [plan for plan in plans if plan.num_stages > 1]
-    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.traits.is_asynchronous else 1]
+    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else 1]
 
 
 def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
@@ -462,14 +454,14 @@ def _remedies(problem: _Problem) -> Iterator[tuple[str, _Problem]]:
     samples = problem.profile.samples
     minibatch = samples * problem.num_microbatches
     for size in (samples // 2, samples // 4):
-        if size and not problem.traits.whole_minibatch:
+        if size and not problem.request.traits.whole_minibatch:
             smaller = problem.profile.scaled_to(size)
             count = ceil_div(minibatch, size)
             yield (
                 f"microbatches of {size} sample(s)",
                 replace(problem, profile=smaller, num_microbatches=count),
             )
-    if problem.schedule != DEFAULT and not problem.traits.is_asynchronous:
+    if problem.request.schedule != DEFAULT and not problem.request.traits.is_asynchronous:
         yield f"the schedule {DEFAULT}", replace(problem, request=replace(problem.request, schedule=DEFAULT))
     for factor in (2, 4):
         ranks = factor * problem.num_ranks
