@@ -223,8 +223,7 @@ class Cluster:
         raise ValueError(f"ranks {rank} and {other} are not both among the cluster's {self.num_ranks}")
 
     def unit_below(self, index: int, rank: int) -> int:
-        """Return the unit of the level below `levels[index]` that holds the rank, and whose link it shares.
-        """
+        """Return the rank's unit of the level below `levels[index]`, whose link it shares."""
         return rank // (self.levels[index - 1].ranks if index else 1)
 
     def speed(self, rank: int) -> float:

@@ -98,13 +98,13 @@ class PlanRequest:
     def check_found(self, plan: Plan) -> None:
         """Raises ValueError unless the plan is one that a search for this request could return."""
         if plan.schedule not in self.schedules:
-            raise ValueError(f"schedule = {self.schedule} is asked for")
+            raise ValueError(f"schedule = {self.schedule} is requested")
         asked = self.under(plan.schedule)
         for name in ("vertical_sync", "max_in_flight"):
             if getattr(asked, name) != getattr(plan, name):
-                raise ValueError(f"{name} = {getattr(asked, name)} is asked for")
+                raise ValueError(f"{name} = {getattr(asked, name)} is requested")
         if not self.recompute and any(map(plan.recomputes, range(plan.num_stages))):
-            raise ValueError("recompute = False is asked for")  # True allows it, in any number of stages
+            raise ValueError("recompute = False is requested")  # True allows it, in any number of stages
 
     def applied_to(self, plan: Plan) -> Plan:
         """Return the plan with the requested options that its schedule can take."""

@@ -122,8 +122,7 @@ class Timeline:
         return max((events[-1].end_seconds for events in self.events.values() if events), default=0.0)
 
     def busy_seconds(self, rank: int, begin: float = 0.0, end: float = math.inf) -> float:
-        """Return the time between `begin` and `end` in which the rank computes: forwards, backwards, updates.
-        """
+        """Return the seconds between `begin` and `end` that the rank spends computing."""
         return sum(
             max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
             for event in self.events[rank]
@@ -205,8 +204,7 @@ class Timeline:
         return entered
 
     def to_chrome_trace(self, name: str, process: int = 0) -> list[dict[str, Any]]:
-        """Return events of the Trace Event Format, which Perfetto opens: process `name`, one thread a rank.
-        """
+        """Return events of the Trace Event Format: a process `name`, with one thread a rank."""
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
         ]

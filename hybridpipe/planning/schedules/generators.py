@@ -189,8 +189,7 @@ def interleaved_1f1b(
 
 
 def _turns(microbatches: Sequence[int], size: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (microbatch, chunk): `size` microbatches through one chunk, then the same ones through the next.
-    """
+    """Yield (microbatch, chunk): `size` microbatches through one chunk, then through the next, and so on."""
     for start in range(0, len(microbatches), size):
         for chunk in chunks:
             for m in microbatches[start : start + size]:

@@ -110,8 +110,7 @@ def slowest_stage(done: Sequence[float], speeds: Sequence[float]) -> float:
 
 
 def _reached(done: Sequence[float], speeds: Sequence[float], bound: float) -> list[int]:
-    """Return the edges of stages that take as many layers as the bound allows, one left for each later stage.
-    """
+    """Return the edges of stages that take layers up to the bound, one left for each later stage."""
     edges = [0]
     for s, speed in enumerate(speeds, 1):
         furthest = bisect_right(done, done[edges[-1]] + bound * speed) - 1

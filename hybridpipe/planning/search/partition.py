@@ -28,7 +28,7 @@ from itertools import count
 import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import compute_share, estimate
+from hybridpipe.planning.cost.formula import compute_share, estimate, stage_parts
 from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.links import Ints
 from hybridpipe.planning.cost.memory import peak_memory_bytes
@@ -272,13 +272,12 @@ class _Search:
         return StageProgram.of_stages(costs, graph, widths, bound, TIE * self.best_seconds)
 
     def first_bound(self, graph: SlotGraph) -> float:
-        """Return the first bound on maxima: the best total so far with a margin, less the least possible sum.
-        """
+        """Return the first bound on maxima: the best total with a margin, less the least possible sum."""
         fastest = max(kind.speed for kind in graph.kinds)
-        least = self.costs.of_update("work", 1).sum()
-        if self.request.traits.splits_backward:
-            least -= 2 * self.costs.of_update("weight", self.costs.rounds(1)).sum()
-        least = 0.0 if self.request.traits.is_asynchronous else max(0.0, float(least)) / fastest
+        work, weight = self.costs.of_update("work", 1), self.costs.of_update("weight", self.costs.rounds(1))
+        schedule, sums = self.request.schedule, (float(work.sum()), float(weight.sum()))
+        least, _ = stage_parts(schedule, self.num_microbatches, 1, *sums, 0.0)
+        least *= (not self.request.traits.is_asynchronous) / fastest
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 
     def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
@@ -335,8 +334,7 @@ class _Search:
                 return
 
     def cheap_edges(self, count: int) -> Ints:
-        """Return about `count` places to cut: evenly in work, where little is sent, and near the best cuts.
-        """
+        """Return about `count` places to cut: even in work, with little sent, and near the best cuts."""
         n, work = self.profile.num_layers, self.costs.mean_work()
         done = np.concatenate([[0.0], np.cumsum(work)])
         cuts = [stage.stop for stage in self.best.plan.stages[:-1]] if self.best else []

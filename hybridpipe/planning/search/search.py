@@ -387,7 +387,7 @@ def _how_far(problem: _Problem) -> str:
     peaks = dict(zip(plan.ranks, peak_memory_bytes(problem.profile, plan), strict=True))
     rank = max(peaks, key=lambda r: peaks[r] / max(problem.cluster.memory(r), 1))
     name = short_name(plan) + " with recomputation" * plan.recompute
-    closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few looked at"
+    closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few that were tried"
     return (
         f"no plan fits into memory: {name} {closest} and "
         f"needs {peaks[rank]} bytes on rank {rank}, which has {problem.cluster.memory(rank):.0f}; "

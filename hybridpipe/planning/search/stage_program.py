@@ -123,8 +123,7 @@ class StageProgram:
         return [paths[0] if paths else None for paths in self.solve(stages, cuts, np.add, 1)]
 
     def most_even(self, slowest: float) -> list[Path]:
-        """Return the plan of least total time with no stage or cut slower than `slowest`, sparing no ranks.
-        """
+        """Return the plan of least total time whose maximum is at most `slowest`, sparing no ranks."""
         bound = just_above(slowest)
         stages, cuts = (
             [np.where(values < bound, values, math.inf)[..., None] for values in each]

@@ -220,8 +220,7 @@ def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:
 
 
 def _depth(plan: Plan) -> int:
-    """Return the microbatches in flight while the pipeline is full; for GPipe, which never is, those of 1F1B.
-    """
+    """Return the microbatches in flight in a full pipeline; for GPipe, which is never full, 1F1B's."""
     if not plan.traits.has_warm_up:
         plan = replace(plan, schedule=DEFAULT)
     return in_flight_per_stage(plan, UNLIMITED)[0] * plan.replicas[0]

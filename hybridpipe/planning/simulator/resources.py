@@ -13,8 +13,7 @@ from hybridpipe.planning.simulator.fluid_engine import Resource, Shares, even
 
 
 class Route(NamedTuple):
-    """The way of a message: the resources that it occupies until its last byte, and the latency after that.
-    """
+    """The way of a message: the resources that it occupies until its last byte, and then the latency."""
 
     resources: tuple[Resource, ...]
     latency_seconds: float
@@ -37,8 +36,7 @@ class RingRoute(NamedTuple):
 
 
 class Burst:
-    """A token bucket: the bytes that may pass a link at once; it fills at the link's bandwidth in idle times.
-    """
+    """A token bucket: the bytes that may pass a link at once. It fills at the link's bandwidth."""
 
     __slots__ = ("_link", "_num_bytes", "_since", "_then")
 

@@ -206,8 +206,7 @@ class Simulation:
     # Computing
 
     def compute(self, rank: _Rank, seconds: float, done: Callable[[Any], None], argument: object) -> bool:
-        """Start computing, after which `done(argument)` is called. Return False: the instruction takes time.
-        """
+        """Start computing; its end calls `done(argument)`. Return False: the instruction takes time."""
         if self.are_private:
             self.engine.after(seconds / rank.speed, done, argument)
         else:
@@ -251,8 +250,7 @@ class Simulation:
         return self.backward_piece((rank, instruction.chunk, seconds + products))
 
     def backward_alone(self, rank: _Rank, chunk: int, seconds: float) -> bool:
-        """Start the last backward on a private processor, where the times of all buckets are known at once.
-        """
+        """Start the last backward on a private processor, where all buckets' times are known at once."""
         now, taken = self.engine.now, seconds / rank.speed
         self.fill_at(rank, chunk, [now + bucket.fraction * taken for bucket in rank.costs[chunk].buckets])
         return self.compute(rank, seconds, self.finish, rank)
@@ -315,8 +313,7 @@ class Simulation:
             self.reduce_next(replicas)
 
     def fill_at(self, rank: _Rank, chunk: int, times: Sequence[float]) -> None:
-        """Note when a rank's buckets are ready; once every replica has noted it, an event fills each bucket.
-        """
+        """Note when a rank's buckets are ready; once every replica has, an event fills each bucket."""
         replicas, first = rank.replicas, rank.bucket(chunk)
         rank.num_filled[chunk] = len(times)
         each = replicas.full_at.setdefault(chunk, [])

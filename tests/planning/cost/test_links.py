@@ -20,7 +20,7 @@ def cut(cluster, ranks, behind, num_microbatches, asynchronous=False):
 
 
 def cut_by_routes(cluster, ranks, behind, num_microbatches, asynchronous):
-    """The same by the definition: every route of lcm(m, k) microbatches is looked at."""
+    """The same by the definition: every route of lcm(m, k) microbatches is followed."""
     m, k = len(ranks), len(behind)
     routes = np.arange(math.lcm(m, k))
     sender, receiver = np.array(ranks)[routes % m], np.array(behind)[routes % k]
