@@ -99,10 +99,10 @@ class PlanRequest:
         """Raises ValueError unless the plan is one that a search for this request could return."""
         if plan.schedule not in self.schedules:
             raise ValueError(f"schedule = {self.schedule} is requested")
-        asked = self.under(plan.schedule)
+        requested = self.under(plan.schedule)
         for name in ("vertical_sync", "max_in_flight"):
-            if getattr(asked, name) != getattr(plan, name):
-                raise ValueError(f"{name} = {getattr(asked, name)} is requested")
+            if getattr(requested, name) != getattr(plan, name):
+                raise ValueError(f"{name} = {getattr(requested, name)} is requested")
         if not self.recompute and any(map(plan.recomputes, range(plan.num_stages))):
             raise ValueError("recompute = False is requested")  # True allows it, in any number of stages
 
@@ -118,9 +118,10 @@ class PlanRequest:
     def check_given(self, plan: Plan) -> None:
         """Raises ValueError for a requested option that a given plan contradicts."""
         for field in fields(PlanRequest):
-            asked, given = getattr(self, field.name), getattr(plan, field.name, None)
-            if asked not in (field.default, given):
-                raise ValueError(f"{field.name} = {asked!r} disagrees with the plan, which says {given!r}")
+            requested, given = getattr(self, field.name), getattr(plan, field.name, None)
+            if requested not in (field.default, given):
+                said = f"{field.name} = {requested!r}"
+                raise ValueError(f"{said} disagrees with the plan, which says {given!r}")
 
 
 DEFAULT_REQUEST = PlanRequest()

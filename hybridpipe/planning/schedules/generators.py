@@ -368,8 +368,8 @@ def versions(plan: Plan, stage: int) -> Callable[[int], int]:
         return lambda microbatch: max(0, microbatch // plan.num_microbatches - 1)
     if plan.traits.versions == "one":
         raise ValueError(f"{plan.schedule} has one version of the weights at a time")
-    asked = plan.version_stage(stage)
-    held, replicas, here = until_backward(plan, 1)[asked], plan.replicas[asked], plan.replicas[stage]
+    source = plan.version_stage(stage)
+    held, replicas, here = until_backward(plan, 1)[source], plan.replicas[source], plan.replicas[stage]
     return lambda microbatch: max(0, microbatch // replicas + 1 - held) * replicas // here
 
 
