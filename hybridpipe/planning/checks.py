@@ -1,4 +1,4 @@
-"""Checks of values where they are born: one line that names the field, the value and what is allowed."""
+"""Checks of values at construction: one line that names the field, the value and what is allowed."""
 
 import math
 from collections.abc import Collection
@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-# Beyond these, of seconds and factors and of what is divided by, products and quotients may overflow.
+# Limits of seconds, factors and divisors: beyond them products and quotients may overflow.
 LARGEST, SMALLEST = 1e30, 1e-30
 MAX_RANKS = 2**20  # beyond any machine; a slip in a file must not fill the memory with ranks
-# What may be done about a loss or a gradient that is no finite number; `Trainer` tells what each means.
+# Policies for a loss or gradient that is not finite; `Trainer` documents them.
 ON_NONFINITE = ("stop", "skip", "ignore")
 
 
 def plain(value: Any) -> Any:
-    """Python's own integer for one of NumPy's; anything else as it is."""
+    """Return a NumPy integer as Python's own; anything else unchanged."""
     return int(value) if isinstance(value, np.integer) else value
 
 

@@ -1,14 +1,17 @@
-"""What the machines give: links between ranks, all-reduce, memory, speed.
+"""Cluster: the machines that a plan may use: links between ranks, all-reduce, memory and speed.
 
-Lives here: the data and the question "how do these two ranks reach each other". Not known here: how
-it was measured (`hybridpipe.measure.probe`). Ranks fill the units of a level in order, as `mpirun` places
-them by default: with 4 ranks per node, ranks 0 to 3 are on the first node.
+Pure data; the probe that measures it (`hybridpipe.measure.probe`) is not known here. Invariant: ranks fill
+the units of a level in order, as `mpirun` places them by default. With 4 ranks per node, ranks 0 to 3 are on
+the first node.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridpipe.planning.checks import (
     MAX_RANKS,
@@ -19,20 +22,25 @@ from hybridpipe.planning.checks import (
     positive_int,
 )
 
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])  # of one message, or of many
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
 NO_COMPRESSION = "none"
-COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # what an all-reduce moves of each byte of a gradient
+COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that an all-reduce moves
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Horovod's ring all-reduce as measured: `latency + 2 (m-1)/m bytes / bandwidth` over m ranks.
+    """Measured figures of Horovod's ring all-reduce: `latency + 2 (m-1)/m bytes / bandwidth` over m ranks.
 
     The bytes are those beyond the `burst_bytes` of the level.
 
-    `fit_error` is how far the worst measured size is off that line, relative to the measurement. Before an
-    all-reduce begins it waits `wait_seconds` on average for Horovod's next cycle, with what ranks that share
-    processors lose by coming unevenly; one that is ready when the one before it ends goes on at once.
+    Args:
+        bandwidth: bytes per second.
+        latency_seconds: the part of an all-reduce that does not depend on its size.
+        fit_error: the largest deviation of a measured size from that line, relative to the measurement.
+        wait_seconds: the mean wait for Horovod's next cycle, with the time that ranks sharing processors lose
+            by coming unevenly. An all-reduce that is ready when the one before it ends starts without this
+            wait.
     """
 
     bandwidth: float
@@ -50,21 +58,21 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the machine, from the inside out: ranks in a node, nodes in a rack.
+    """One level of the machines, from the inside out: ranks in a node, nodes in a rack.
 
     Args:
         name: for people, such as "node" or "network".
-        ranks: how many ranks one unit of this level holds.
+        ranks: ranks in one unit of this level.
         bandwidth: bytes per second between two ranks of one unit, one way.
-        latency_seconds: until the first byte of a message arrives.
+        latency_seconds: seconds until the first byte of a message arrives.
         shared_bandwidth: bytes per second, each way, that one unit of the level below has into this level for
-            all its ranks together, as the ranks of a node share its network card; None: each rank has
+            all its ranks together, as the ranks of a node share its network card. None: each rank has
             `bandwidth` to itself.
-        allreduce: measured figures of an all-reduce over this level; None: those of its links.
-        fit_error: how far the worst measured message is off `latency + bytes / bandwidth`, relative.
-        burst_bytes: what a link that has rested lets pass at once; `bandwidth` holds for what is beyond, and
-            refills it: the token bucket of a network that limits a rate; None: it holds from the first byte.
-            Left out of the closed formulas.
+        allreduce: measured figures of an all-reduce over this level. None: those of its links.
+        fit_error: the largest deviation of a measured message from `latency + bytes / bandwidth`, relative.
+        burst_bytes: bytes that a rested link lets pass at once. `bandwidth` holds for the bytes beyond, and
+            refills the burst: the token bucket of a network that limits a rate. None: `bandwidth` holds from
+            the first byte. The closed formulas leave bursts out.
     """
 
     name: str
@@ -91,19 +99,19 @@ class Level:
 
 
 class Ring(NamedTuple):
-    """What an all-reduce over some ranks costs: `latency_seconds + num_bytes * seconds_per_byte`.
+    """The cost of an all-reduce over some ranks: `latency_seconds + num_bytes * seconds_per_byte`.
 
-    The first of several, `wait_seconds` more.
+    The first of several in a row takes `wait_seconds` more.
     """
 
     latency_seconds: float
     seconds_per_byte: float
     wait_seconds: float = 0.0
 
-    @property
-    def start_seconds(self) -> float:
-        """Of one by itself."""
-        return self.latency_seconds + self.wait_seconds
+    def seconds(self, num_bytes: NDArray[np.float64] | float) -> NDArray[np.float64]:
+        """Return the seconds of one all-reduce by itself; 0 without bytes to sum."""
+        start = self.latency_seconds + self.wait_seconds
+        return np.where(np.greater(num_bytes, 0), start + self.seconds_per_byte * num_bytes, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +119,25 @@ class Cluster:
     """The machines that a plan may use.
 
     Args:
-        levels: from the inside out, each holding a multiple of the ranks of the one before; the last
-            one holds all ranks.
-        memory_bytes: of each rank, or one figure for all; None: not limited.
-        relative_speed: per rank, 1.0 for the rank that the profile was measured on; None: all equal.
-        node_ranks: how many ranks share one machine's processors; None: each rank has its own.
+        levels: from the inside out. Each holds a multiple of the ranks of the one before; the last one holds
+            all ranks.
+        memory_bytes: of each rank, or one figure for all. None: not limited.
+        relative_speed: per rank, 1.0 for the rank that the profile was measured on. None: all equal.
+        node_ranks: ranks that share one machine's processors. None: each rank has its own.
         compute_speeds: entry n-1 is the speed of each of n ranks of a machine that compute at once, relative
-            to one that computes alone; None: 1.0 for as many as there are.
-        message_seconds: processor time that a message takes from its sender, and again from its receiver
-            (the overhead o of LogP, Culler et al. 1993).
-        message_seconds_per_byte: and what each of its bytes adds to that.
-        wakeup_seconds: entry n-1 is the processor time that a machine loses when one of its ranks has waited,
-            goes on, and n of them compute then, itself included, as the kernel may let it wait for one
-            processor while another has nothing to do; the last entry is that of more. Empty: none is lost, as
-            where a plan's ranks of the machine have a processor each.
-        replicated_speed: speed of a rank that shares its stage, relative to one that has it alone: Horovod's
-            thread keeps asking the others whether there is something to reduce, which takes processor time.
+            to one that computes alone. None: 1.0 for as many as there are.
+        message_seconds: processor time that a message takes from its sender, and again from its receiver (the
+            overhead o of LogP, Culler et al. 1993).
+        message_seconds_per_byte: processor time that each byte of a message adds to that.
+        wakeup_seconds: entry n-1 is the processor time that a machine loses when one of its ranks continues
+            after waiting and n of them, itself included, compute then. The kernel may let it wait for one
+            processor while another is free. The last entry also holds for more ranks. Empty: no time is lost,
+            as where each rank of the machine has a processor.
+        replicated_speed: speed of a rank that shares its stage, relative to one that has it alone. Horovod's
+            thread polls the other ranks, which takes processor time.
         overlap: the share of an all-reduce, without its `wait_seconds`, that costs the computing rank
-            nothing, in [0, 1]; the rest takes processor time, as ranks of a machine have it that all compute.
+            nothing, in [0, 1]. The rest takes processor time, measured while all ranks of the machine
+            compute.
         allreduce_factor: bytes that an all-reduce moves for each byte of a gradient (COMPRESSIONS).
     """
 
@@ -189,56 +198,52 @@ class Cluster:
 
     @classmethod
     def flat(cls, ranks: int, bandwidth: float, latency_seconds: float) -> "Cluster":
-        """Equal ranks, each with its own processor, behind one switch."""
+        """Return equal ranks, each with its own processor, behind one switch."""
         return cls(levels=(Level("network", ranks, bandwidth, latency_seconds),))
 
     def compressing(self, compression: str, dtype: str) -> "Cluster":
-        """With gradients of that type compressed on their way (COMPRESSIONS); only float32 ones are."""
+        """Return the cluster with gradients of this type compressed (COMPRESSIONS); only float32 is."""
         factor_now = COMPRESSIONS[compression] if dtype == "float32" else 1.0
         return replace(self, allreduce_factor=factor_now)
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of the outermost level."""
+        """The number of ranks in the outermost level."""
         return self.levels[-1].ranks
 
     def level_index(self, rank: int, other: int) -> int:
-        """The innermost level whose unit holds both ranks, counted from the inside."""
+        """Return the innermost level whose unit holds both ranks, counted from the inside.
+
+        Raises:
+            ValueError: a rank is beyond the cluster.
+        """
         for index, level in enumerate(self.levels):
             if rank // level.ranks == other // level.ranks:
                 return index
         raise ValueError(f"ranks {rank} and {other} are not both among the cluster's {self.num_ranks}")
 
-    def link(self, rank: int, other: int) -> Level:
-        """What a message between two ranks crosses."""
-        return self.levels[self.level_index(rank, other)]
-
-    def slowest_link(self, ranks: Sequence[int]) -> Level:
-        """The outermost level that a ring through these (one or more) ranks crosses."""
-        return self.link(min(ranks), max(ranks))
-
     def unit_below(self, index: int, rank: int) -> int:
-        """Which unit of the level below `levels[index]` a rank is in: whose link it shares there."""
+        """Return the rank's unit of the level below `levels[index]`, whose link it shares."""
         return rank // (self.levels[index - 1].ranks if index else 1)
 
     def speed(self, rank: int) -> float:
-        """Relative speed of a rank that computes alone on its machine."""
+        """Return the relative speed of a rank that computes alone on its machine."""
         return 1.0 if self.relative_speed is None else self.relative_speed[rank]
 
     def memory(self, rank: int) -> float:
-        """Bytes that a rank may use; infinite where memory is not limited."""
+        """Return the bytes that a rank may use; infinite where memory is not limited."""
         if self.memory_bytes is None:
             return math.inf
         return self.memory_bytes[rank] if isinstance(self.memory_bytes, tuple) else self.memory_bytes
 
     def node(self, rank: int) -> int:
-        """Which machine's processors the rank uses."""
+        """Return the machine whose processors the rank uses."""
         return rank // (self.node_ranks or 1)
 
     def shared_speed(self, num_active: int) -> float:
-        """Speed of each of `num_active` ranks (or threads) that compute on one machine at once.
+        """Return the speed of each of `num_active` ranks (or threads) that compute on one machine at once.
 
-        Beyond the figures measured they share what the most had together.
+        Beyond the measured figures, ranks share the most that was measured.
         """
         if self.compute_speeds is None:
             return min(1.0, (self.node_ranks or 1) / num_active)
@@ -249,33 +254,33 @@ class Cluster:
 
     @property
     def are_processors_private(self) -> bool:
-        """Whether a rank's processor never has other work than the rank's computing, and is as fast alone."""
+        """True if a rank's processor does nothing but the rank's computing, at the speed of one alone."""
         return self.node_ranks in (None, 1) and self.overlap == 1 and self.shared_speed(1) == 1
 
     def is_busy(self, num_active: int) -> bool:
-        """Whether one more than `num_active` on a machine finds no free processor: it adds less than half."""
+        """True if `num_active` ranks leave no processor free: one more adds less than half of its speed."""
         if not num_active:
             return False
         now, then = (n * self.shared_speed(n) for n in (num_active, num_active + 1))
         return then - now < self.shared_speed(1) / 2
 
     def ring(self, ranks: Sequence[int]) -> Ring:
-        """Ring all-reduce (Patarasuk & Yuan 2009): in each of 2 (m-1) steps a rank sends 1/m of the data.
+        """Return the cost of a ring all-reduce: in each of 2 (m-1) steps a rank sends 1/m of the data.
 
         The ring visits the ranks in order, so it crosses the link of each unit once in each direction. It is
-        as slow as the outermost level that it crosses; a measured one has the latency of the whole level.
+        as slow as the outermost level that it crosses. A measured one has the latency of the whole level.
+        Source: Patarasuk & Yuan 2009.
         """
         m = len(ranks)
         if m == 1:
             return Ring(0.0, 0.0)
-        level = self.slowest_link(ranks)
+        level = self.levels[self.level_index(min(ranks), max(ranks))]  # the outermost that it crosses
         sent = 2 * (m - 1) / m * self.allreduce_factor
         if (figures := level.allreduce) is not None:
             return Ring(figures.latency_seconds, sent / figures.bandwidth, figures.wait_seconds)
         bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
         return Ring(2 * (m - 1) * level.latency_seconds, sent / bandwidth)
 
-    def allreduce_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Seconds of an all-reduce over these ranks, alone on its links."""
-        ring = self.ring(ranks)
-        return ring.start_seconds + num_bytes * ring.seconds_per_byte
+    def handling_seconds(self, num_bytes: Bytes, num_messages: int = 1) -> Bytes:
+        """Return the processor seconds, at one end, of messages with `num_bytes` in all."""
+        return num_messages * self.message_seconds + num_bytes * self.message_seconds_per_byte

@@ -1,6 +1,6 @@
-"""What if: a cluster with another link or more ranks than the one that was measured.
+"""Changed clusters for what-if questions: a measured cluster with another link or another number of ranks.
 
-Pure: clusters in, clusters out. What was measured and does not follow from the change is kept.
+Pure: clusters in, clusters out. Invariant: measured figures that do not follow from the change are kept.
 """
 
 import math
@@ -21,10 +21,10 @@ SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of "100Gbit", "1.2GB/s", or a plain number of bytes per second.
+    """Return the bytes per second of "100Gbit", "1.2GB/s", or a plain number of bytes per second.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has none of these forms.
     """
     match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) ?(?:([kMGT]?)(bit|B)(?:/s)?)?", text)
     value = float(match[1]) * PREFIXES[match[2] or ""] / (8 if match[3] == "bit" else 1) if match else 0.0
@@ -34,10 +34,10 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of "5us", "0.1ms", or a plain number of seconds.
+    """Return the seconds of "5us", "0.1ms", or a plain number of seconds.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has none of these forms.
     """
     match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) ?(s|ms|us|µs|ns|)", text)
     value = float(match[1]) * SECONDS[match[2]] if match else math.inf
@@ -47,7 +47,7 @@ def parse_seconds(text: str) -> float:
 
 
 def figures(plans: Mapping[str, Plan]) -> str:
-    """A table of what plans are predicted to do, side by side, a named column each."""
+    """Return a table of the predictions of plans, with one named column for each plan."""
     rows = [("", *plans), *zip(FIGURES, *map(_figures, plans.values()), strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -69,7 +69,7 @@ def _figures(plan: Plan) -> Iterator[str]:
 def changed(
     cluster: Cluster, bandwidth: float | None, latency_seconds: float | None, num_ranks: int | None
 ) -> Cluster:
-    """The cluster with all the changes that are asked for."""
+    """Return the cluster with all requested changes; None leaves a figure as it is."""
     if bandwidth is not None:
         cluster = with_bandwidth(cluster, bandwidth)
     if latency_seconds is not None:
@@ -78,7 +78,7 @@ def changed(
 
 
 def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
-    """The cluster with another bandwidth of its outermost level, and in proportion what goes over it."""
+    """Return the cluster with another outermost bandwidth; shared links and all-reduces scale with it."""
     level = cluster.levels[-1]
     ratio = bandwidth / level.bandwidth
     shared = level.shared_bandwidth and level.shared_bandwidth * ratio
@@ -89,7 +89,7 @@ def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
 
 
 def with_latency(cluster: Cluster, seconds: float) -> Cluster:
-    """The cluster with another latency of its outermost level; a measured all-reduce's goes in proportion."""
+    """Return the cluster with another outermost latency; a measured all-reduce's scales with it."""
     level = cluster.levels[-1]
     figures = level.allreduce
     if figures and level.latency_seconds:
@@ -99,10 +99,10 @@ def with_latency(cluster: Cluster, seconds: float) -> Cluster:
 
 
 def with_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
-    """The cluster with more or fewer units of its outermost level, as many as hold `num_ranks`.
+    """Return the cluster with as many units of its outermost level as hold `num_ranks`.
 
-    New ranks are like those that were measured, in turn. The figures of the links stay, also those of an
-    all-reduce over more ranks.
+    New ranks repeat the measured ones in turn. The figures of the links stay, also those of an all-reduce
+    over more ranks.
 
     Raises:
         ValueError: the cluster is one machine whose ranks share its processors: no network is known.

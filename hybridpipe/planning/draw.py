@@ -1,8 +1,8 @@
 """Draw: a timeline as text for terminals and logs, and as an SVG picture, with memory over time below it.
 
-Pure: strings out, no files. One row a rank, time to the right; receives are left blank, because a rank
-that waits for a message idles. Predicted and measured timelines look alike, so that they can be compared.
-Of many ranks some are shown, and of bars too fine to be seen some are left out; the picture says so.
+Pure: strings out, no files. One row a rank, time to the right. Receives are blank, because a rank that waits
+for a message idles. Predicted and measured timelines look alike, for comparison. Invariant: the picture
+states when it leaves out ranks, or bars too fine to be seen.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ from hybridpipe.planning.timeline import BACKWARDS, Event, Timeline, kind
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
-MAX_RANKS = 32  # that are shown
+MAX_RANKS = 32  # in a picture
 MAX_MARKS = 20_000  # bars, or steps of memory, in a picture: about a megabyte
-ON_MICROBATCH = (Forward, Backward, BackwardInput, BackwardWeight)  # what has a number in its bar
+ON_MICROBATCH = (Forward, Backward, BackwardInput, BackwardWeight)  # instructions with a number in their bars
 FILLS = {
     **dict.fromkeys(BACKWARDS, "="),
     "forward": "-",
@@ -38,16 +38,16 @@ FILLS = {
 
 
 def text(timeline: Timeline, width: int = 100) -> str:
-    """One line a rank (of many, some), at most `width` characters wide, in ASCII so that any log can hold it.
+    """Return one line a rank, at most `width` characters wide, in ASCII so that any log can hold it.
 
         rank 0 |F0---F2--..B0========....B2=======*****.......|
         rank 1 |F1---F3--.........B1========....B3=======*****|
         rank 2 |.....F0B0==F1-B1==F2-B2==F3-B3==..............|
         0 to 20 ms; F forward, B backward, ~ all-reduce, * step, . waiting
 
-    A column shows what the rank does in its middle, so events much shorter than one may not show. Of a
-    backward in halves `I3==` makes the gradients of the inputs, `W3++` those of the weights; `F3.1` is on the
-    rank's second stage. `+++` are products that the last backward has left to be made.
+    A column shows the event at its middle, so much shorter events may not show. Of many ranks some are shown.
+    In a split backward `I3==` computes the gradients of the inputs and `W3++` those of the weights. `F3.1` is
+    on the rank's second stage. `+++` are deferred products.
     """
     ranks = _shown(list(timeline.events))
     names = [f"rank {rank}" for rank in ranks]
@@ -75,14 +75,14 @@ def _row(events: tuple[Event, ...], seconds: float, columns: int) -> str:
 
 
 def _paint(instruction: Instruction | Load | Products, columns: int) -> str:
-    """`F3--` where the number fits, otherwise `F---`."""
+    """Return `F3--` where the number fits, otherwise `F---`."""
     fill = FILLS.get(kind(instruction), ".")
     name = str(instruction) if isinstance(instruction, ON_MICROBATCH) else ""
     return (name if len(name) <= columns else name[:1]).ljust(columns, fill)[:columns]
 
 
-# The picture: a card of WIDTH × (what the rows need), with labels on the left and busy shares on the right.
-# A document may show it 700 pixels wide, so that letters are half as large again as they would be.
+# The picture: a card of WIDTH × the height of the rows, with labels on the left and busy shares on the right.
+# A document may show it 700 pixels wide, so letters are half as large again.
 WIDTH, LEFT, RIGHT, TOP, ROW, BAR, AXIS = 1000, 170, 104, 104, 42, 34, 40
 SPAN = WIDTH - LEFT - RIGHT
 CHARACTER = 8.5  # width of a digit in a bar
@@ -95,7 +95,7 @@ COLOURS = {
     "all-reduce": "#b99be3",
     "step": "#3fb68b",
 }
-FADED = 0.55  # how far towards white the last of a rank's stages is drawn
+FADED = 0.55  # share of white in the colour of a rank's last stage
 MEMORY_COLOUR = "#9fb4d1"
 STYLE = """
     text { font: 16px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #5b6472 }
@@ -117,12 +117,12 @@ def svg(
     memory: Mapping[int, Curve] | None = None,
     prediction: Prediction | None = None,
 ) -> str:
-    """A self-contained SVG document.
+    """Return a self-contained SVG document.
 
     Args:
         plan: gives rows their stage, and its order.
         memory: of each rank over time (`memory.curves`), drawn below the timeline, all to one scale.
-        prediction: the figures of a minibatch, where they are not those of the whole timeline.
+        prediction: the figures of a minibatch, where they differ from those of the whole timeline.
     """
     used = [rank for rank in plan.ranks if rank in timeline.events] if plan else list(timeline.events)
     ranks, seconds = _shown(used), timeline.seconds
@@ -157,22 +157,22 @@ def svg(
 
 
 def _shown(ranks: Sequence[int]) -> list[int]:
-    """All ranks, or of too many the first, the last and some evenly between them."""
+    """Return all ranks, or of too many the first, the last and some evenly between them."""
     if len(ranks) <= MAX_RANKS:
         return list(ranks)
     return [ranks[i * (len(ranks) - 1) // (MAX_RANKS - 1)] for i in range(MAX_RANKS)]
 
 
 def _kinds(timeline: Timeline, ranks: Sequence[int]) -> set[str]:
-    """What these ranks spend time on."""
+    """Return the kinds of events of these ranks."""
     one_of_each = {type(event.instruction): event for rank in ranks for event in timeline.events[rank]}
     return {kind(event.instruction) for event in one_of_each.values()}
 
 
 def _finest(marks: Sequence[int]) -> float:
-    """The grid, in pixels, that thins a row's marks out to stay within MAX_MARKS; 0: all are drawn.
+    """Return the grid, in pixels, that thins a row's marks out to stay within MAX_MARKS; 0: all are drawn.
 
-    The factor is irrational, as a regular pipeline in step with the grid would show one of its bars only.
+    The factor is irrational, as a regular pipeline in step with the grid would show only one of its bars.
     """
     return 1.618034 * SPAN * len(marks) / MAX_MARKS if sum(marks) > MAX_MARKS else 0.0
 
@@ -204,7 +204,9 @@ def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
 
 
 def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: float) -> Iterator[str]:
-    """One row: label, light ground, one path a kind (thousands of events stay small), numbers, busy share."""
+    """Yield one row: label, light ground, one path a kind (keeps thousands of events small), numbers, busy
+    share.
+    """
     per_second = SPAN / (timeline.seconds or 1.0)
     yield _text(24, y + (15 if plan else 23), f"rank {rank}", "rank")
     if plan and (place := plan.place(rank)):
@@ -234,7 +236,7 @@ def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: floa
 
 
 def _place(plan: Plan, place: Place) -> str:
-    """What a rank holds, in words."""
+    """Return the stages and the replica of a rank, in words."""
     stages = plan.held_stages(place)
     held = ", ".join(map(str, stages)) if len(stages) <= 3 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
     replica = f" · replica {place.replica}" if plan.replicas[place.stage] > 1 else ""
@@ -242,13 +244,13 @@ def _place(plan: Plan, place: Place) -> str:
 
 
 def _shade(colour: str, share: float) -> str:
-    """The colour, paler by a share of FADED: of the stages that a rank holds each has its own shade."""
+    """Return the colour, paler by a share of FADED: each stage of a rank has its own shade."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * FADED * share):02x}" for part in parts)
 
 
 def _memory(memory: Mapping[int, Curve], seconds: float, top: int) -> Iterator[str]:
-    """A row a rank: what it holds over time, as an area, and the most."""
+    """Yield a row a rank: its bytes over time, as an area, and the peak."""
     per_second = SPAN / (seconds or 1.0)
     most = max((num_bytes for curve in memory.values() for _, num_bytes in curve), default=0) or 1
     finest = _finest([len(curve) for curve in memory.values()])
@@ -275,11 +277,11 @@ def _text(x: float, y: int, content: str, style: str = "") -> str:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """The unit in which the figures have one to three digits before the point."""
+    """Return the unit in which the figures have one to three digits before the point."""
     return next((unit for unit in UNITS if seconds >= unit[1]), UNITS[-1] if seconds else UNITS[0])
 
 
 def _tick(span: float) -> float:
-    """The least of 1, 2 or 5 times a power of ten with which at most ten ticks cover the span."""
+    """Return the least of 1, 2 or 5 times a power of ten with which at most ten ticks cover the span."""
     steps = (factor * 10.0**power for power in range(-3, 16) for factor in (1, 2, 5))
     return next(step for step in steps if span <= 10.001 * step)

@@ -1,8 +1,8 @@
-"""Plan: into which stages the model is cut, how often each is replicated, and on which ranks.
+"""Plan: the stages of the model, their replicas and ranks, and the routing of microbatches.
 
-Lives here: the data, its arithmetic, and the routing of microbatches. Routing is PipeDream's
-deterministic round robin (1F1B-RR, SOSP 2019, section 3.3): microbatch b is handled in stage s by
-replica `b mod m_s`. Instructions know stages and microbatches; only a plan turns them into ranks.
+Pure data. Instructions know stages and microbatches; only a plan turns them into ranks. Invariant: replica `b
+mod m_s` of stage s handles microbatch b, PipeDream's deterministic round robin (1F1B-RR, SOSP 2019, section
+3.3).
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ PLAN_FORMAT = "hybridpipe-plan/1"
 
 
 class Place(NamedTuple):
-    """Where a rank stands: which stage it holds, as which replica."""
+    """The place of a rank: the stage that it holds, and its number among the stage's replicas."""
 
     stage: int
     replica: int
@@ -26,10 +26,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """The layers `[start, stop)`, held by `replicas` ranks (an empty `ranks` is filled in by the plan).
+    """A stage: the layers `[start, stop)`, held by `replicas` ranks.
 
-    `recompute`: it keeps only its inputs and runs the forward again before the backward (GPipe, Huang et al.
-    2019, section 2.3).
+    Args:
+        start, stop: layers, counted from 0.
+        ranks: in the order of the replicas; empty: the plan numbers them.
+        recompute: the stage keeps only its inputs and runs the forward again before the backward (GPipe,
+            Huang et al. 2019, section 2.3).
+
+    Raises:
+        ValueError: the stage is empty, or `ranks` does not name `replicas` ranks.
     """
 
     start: int
@@ -61,7 +67,12 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of a plan."""
+    """The simulator's figures of a plan.
+
+    Args:
+        bubble_fraction: the idle share of all ranks' time, in [0, 1].
+        peak_memory_bytes: of each rank, in stage order.
+    """
 
     minibatch_seconds: float
     samples_per_second: float
@@ -88,17 +99,18 @@ class Plan:
     """Stages in the order of the layers, a schedule, and the microbatches of a full minibatch.
 
     Args:
-        stages: contiguous from layer 0; where no stage names its ranks they are numbered in stage order.
+        stages: contiguous from layer 0; ranks are numbered in stage order where no stage names its ranks.
         schedule: one of `SCHEDULES`.
-        num_microbatches: how many microbatches a full minibatch is sliced into.
+        num_microbatches: microbatches in a full minibatch.
         num_layers: of the whole model; defaults to the last stage's `stop`.
-        chunks: how many stages each rank holds, under interleaved-1f1b: with p groups of ranks, group i
-            holds the stages i, i + p, i + 2p, ...
-        vertical_sync: under pipedream every stage uses the weights that the input stage saw (PipeDream, SOSP
+        chunks: stages that each rank holds, under interleaved-1f1b: with p groups of ranks, group i holds the
+            stages i, i + p, i + 2p, ...
+        vertical_sync: under pipedream every stage uses the weights that the input stage used (PipeDream, SOSP
             2019, section 3.3).
-        max_in_flight: the most that a replica may stash, fewer than the schedule would; saves memory.
+        max_in_flight: the most microbatches that a replica may stash, fewer than the schedule would; saves
+            memory.
         recompute: every stage recomputes, whatever the stages say.
-        predicted: what the simulator expects of it, if it was asked.
+        predicted: the simulator's figures, if it has run.
 
     Raises:
         ValueError: a gap or overlap between stages, a rank named twice, an unknown schedule.
@@ -145,7 +157,7 @@ class Plan:
             raise ValueError(f"ranks must hold one place each, got rank {min(twice)} in more than one")
 
     def _check_schedule(self) -> None:
-        """Raises ValueError for what the schedule cannot do."""
+        """Raises ValueError for options that the schedule cannot take."""
         if self.traits.whole_minibatch and self.num_microbatches != 1:
             raise ValueError(
                 f"num_microbatches must be 1 under {self.schedule}, where a minibatch travels whole, "
@@ -176,22 +188,22 @@ class Plan:
     def data_parallel(
         cls, num_layers: int, num_ranks: int, num_microbatches: int, schedule: str = DEFAULT
     ) -> "Plan":
-        """One stage, replicated on every rank."""
+        """Return the plan of one stage, replicated on every rank."""
         return cls((StageSpec(0, num_layers, num_ranks),), schedule, num_microbatches)
 
     @property
     def traits(self) -> ScheduleTraits:
-        """Those of its schedule."""
+        """The traits of its schedule."""
         return TRAITS[self.schedule]
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the pipeline never drains, so that its slowest stage alone sets the pace."""
+        """True if the pipeline is never flushed; its slowest stage alone then sets the pace."""
         return self.traits.is_asynchronous
 
     @property
     def microbatch_samples(self) -> int | None:
-        """Samples of a microbatch, as the prediction has them; None without one."""
+        """Samples of a microbatch, derived from the prediction; None without one."""
         if self.predicted is None or not self.predicted.minibatch_seconds:
             return None
         samples = self.predicted.samples_per_second * self.predicted.minibatch_seconds
@@ -204,65 +216,65 @@ class Plan:
 
     @property
     def num_groups(self) -> int:
-        """How many groups of ranks there are; each holds `chunks` stages."""
+        """The number of groups of ranks; each holds `chunks` stages."""
         return self.num_stages // self.chunks
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that the plan uses; the world may hold more, which then idle."""
+        """The number of ranks that the plan uses; further ranks of the world idle."""
         return sum(self.replicas[: self.num_groups])
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas of each stage."""
+        """The replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
     @property
     def name(self) -> str:
         """The replica counts as the literature writes them: "15-1", or "4" for plain data parallelism.
 
-        "1-1x3": two ranks hold three stages each.
+        In "1-1x3" two ranks hold three stages each.
         """
         return "-".join(map(str, self.replicas[: self.num_groups])) + f"x{self.chunks}" * (self.chunks > 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Every rank used, in stage order."""
+        """Every rank in use, in stage order."""
         return tuple(rank for stage in self.stages[: self.num_groups] for rank in stage.ranks)
 
     def place(self, rank: int) -> Place | None:
-        """Where `rank` stands, in the first stage that it holds; None if the plan leaves it unused."""
+        """Return the rank's place in the first stage that it holds; None if the plan leaves it unused."""
         for s, stage in enumerate(self.stages):
             if rank in stage.ranks:
                 return Place(s, stage.ranks.index(rank))
         return None
 
     def held_stages(self, place: Place) -> range:
-        """The stages that the rank at `place` holds, by chunk."""
+        """Return the stages that the rank at `place` holds, by chunk."""
         return range(place.stage, self.num_stages, self.num_groups)
 
     def version_stage(self, stage: int) -> int:
-        """The stage by whose updates the weights are chosen that a microbatch uses in `stage`."""
+        """Return the stage whose updates determine the weights that a microbatch uses in `stage`."""
         return 0 if self.vertical_sync else stage
 
     def recomputes(self, stage: int) -> bool:
-        """Whether a stage runs its forward again before the backward."""
+        """True if a stage runs its forward again before the backward."""
         return self.recompute or self.stages[stage].recompute
 
     def defers_wgrad(self, stage: int) -> bool:
-        """Whether products that its last backward leaves to be made are made once its gradient is sent.
+        """True if the last backward's deferred products are computed after its gradient is sent.
 
-        Not where no rank waits for that, nor where an all-reduce is to begin while the backward runs.
+        Not where no rank waits for the gradient, nor where an all-reduce can start during the backward.
         """
         return stage > 0 and self.replicas[stage] == 1
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that handles `microbatch` in `stage`."""
+        """Return the rank that handles `microbatch` in `stage`."""
         ranks = self.stages[stage].ranks
         return ranks[microbatch % len(ranks)]
 
     def microbatches_of(self, place: Place, num_microbatches: int) -> range:
-        """The microbatches that one replica handles, out of the first `num_microbatches`."""
+        """Return the microbatches that one replica handles, of the first `num_microbatches`."""
         return range(place.replica, num_microbatches, self.stages[place.stage].replicas)
 
     def check_world(self, world_size: int) -> None:
@@ -275,7 +287,7 @@ class Plan:
 
 
 def _with_ranks(stages: Sequence[StageSpec], chunks: int) -> tuple[StageSpec, ...]:
-    """The stages with ranks in stage order where none are named; from one chunk to the next they repeat."""
+    """Return the stages with ranks in stage order where none are named; each chunk repeats them."""
     named = [bool(stage.ranks) for stage in stages]
     if all(named):
         return tuple(stages)

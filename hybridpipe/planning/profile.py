@@ -1,7 +1,7 @@
-"""What a model costs, layer by layer, for one microbatch on one rank at full speed.
+"""Profile: the cost of each layer of a model, for one microbatch on one rank at full speed.
 
-Lives here: the data, and what another size of the microbatch makes of it. Not known here: how it was measured
-(`hybridpipe.measure.layers`) and where the layers will run.
+Pure data, and its scaling to other sizes of the microbatch. Not known here: the measurement
+(`hybridpipe.measure.layers`) and the place where layers run.
 """
 
 import math
@@ -17,14 +17,16 @@ PROFILE_FORMAT = "hybridpipe-profile/1"
 
 @dataclass(frozen=True, slots=True)
 class JoinedProducts:
-    """A layer whose weights' gradients are made for several microbatches at once, under schedules that flush.
+    """A layer whose weight gradients are computed for several microbatches at once (batched wgrad).
+
+    Schedules with a flush do so.
 
     Args:
-        backward_seconds: of a microbatch; it leaves them to be made.
-        product_seconds, microbatch_seconds: of a product, and more for each microbatch in it.
-        microbatches: in one product, at most; the last of a minibatch may have fewer.
-        kept_bytes: for each of them, until then. Where a layer's weights have unequal rows, products of most
-            are made earlier, and this times `microbatches` is more than is ever kept.
+        backward_seconds: of a microbatch, without the deferred products.
+        product_seconds, microbatch_seconds: of a product, and of each microbatch in it.
+        microbatches: the most in one product; the last product of a minibatch may have fewer.
+        kept_bytes: kept for each of them until the product. Where a layer's weights have unequal rows, most
+            products are computed earlier, and this times `microbatches` is an upper bound.
     """
 
     backward_seconds: float
@@ -40,35 +42,34 @@ class JoinedProducts:
         non_negative_int("kept_bytes", self.kept_bytes)
 
     def seconds(self, microbatches: int) -> float:
-        """Of a product of so many."""
+        """Return the seconds of a product of `microbatches` microbatches."""
         return self.product_seconds + self.microbatch_seconds * microbatches
 
     def last(self, num_microbatches: int) -> int:
-        """How many are in the last of a minibatch's products."""
+        """Return the number of microbatches in the last product of a minibatch."""
         return (num_microbatches - 1) % self.microbatches + 1
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer: the unit of the profile, the smallest thing a cut can separate.
+    """One layer: the unit of the profile, the smallest thing that a cut can separate.
 
     Args:
         name: the layer's name in the model, for people.
         forward_seconds, backward_seconds: compute for one microbatch.
-        parameter_bytes: the layer's trainable parameters, which is also what its gradients weigh.
-        output_bytes: what a cut after this layer carries forward for one microbatch: every tensor
-            alive there.
-        activation_bytes: what one microbatch keeps in this layer until its backward.
+        parameter_bytes: the layer's trainable parameters; its gradients have the same size.
+        output_bytes: bytes that a cut after this layer carries forward for one microbatch: every tensor alive
+            there.
+        activation_bytes: bytes that one microbatch keeps in this layer until its backward.
         update_seconds: the optimizer's step over the layer's parameters.
-        gradient_bytes: what comes back over a cut after this layer; None: as much as goes forward.
-            Tensors without a gradient, such as token numbers and masks, make it less.
-        weight_seconds: the half of a backward that makes the weights' gradients, where it is run in halves;
-            None: not measured.
-        input_seconds: the other half, with what the forward takes more for it; both take a little longer than
-            `backward_seconds`. None: what `weight_seconds` leaves of them.
-        accumulate_seconds: the part of `backward_seconds`, and of the weights' half, that adds the weights'
-            gradients to those of the microbatches before; an update's first has none to add to.
-        joined: how the weights' gradients of several microbatches are made at once; None: they are not.
+        gradient_bytes: bytes that come back over a cut after this layer. None: as many as go forward. Tensors
+            without a gradient, such as token numbers and masks, make it less.
+        weight_seconds: the half of a split backward that computes the weight gradients. None: not measured.
+        input_seconds: the other half, with the additional cost in the forward. Together they take a little
+            longer than `backward_seconds`. None: `backward_seconds` less `weight_seconds`.
+        accumulate_seconds: the part of `backward_seconds`, and of the weights' half, that adds weight
+            gradients to those of earlier microbatches; an update's first microbatch has none to add to.
+        joined: the joint computation of weight gradients for several microbatches. None: there is none.
     """
 
     name: str
@@ -102,9 +103,10 @@ class LayerProfile:
                 raise ValueError(f"{name} must be <= backward_seconds = {self.backward_seconds}, got {part}")
 
     def backward(self, schedule: str, num_microbatches: int) -> float:
-        """Seconds of a microbatch's backward under a schedule, the mean over those of one replica's update.
+        """Return the seconds of a microbatch's backward, the mean over one replica's microbatches of an
+        update.
 
-        Without the last of the `products`.
+        The last of the `products` is left out.
         """
         if TRAITS[schedule].splits_backward:
             return self.input_backward_seconds + self.weights_backward(num_microbatches)
@@ -118,39 +120,39 @@ class LayerProfile:
         )
 
     def products(self, schedule: str, num_microbatches: int) -> float:
-        """Seconds of what the last backward of an update leaves to be made."""
+        """Return the seconds of the product that the last backward of an update leaves to be computed."""
         if self.joined is None or not TRAITS[schedule].batches_wgrad:
             return 0.0
         return self.joined.seconds(self.joined.last(num_microbatches))
 
     def weights_backward(self, num_microbatches: int) -> float:
-        """Seconds of the half of a backward that makes the weights' gradients: the mean, as in `backward`."""
+        """Return the mean seconds of the weights' half of a split backward, as in `backward`."""
         return max(0.0, self.weight_backward_seconds - self.accumulate_seconds / num_microbatches)
 
     def kept(self, schedule: str, num_microbatches: int) -> int:
-        """Bytes kept at most for joined products under a schedule."""
+        """Return the most bytes that the schedule keeps for joined products."""
         if self.joined is None or not TRAITS[schedule].batches_wgrad:
             return 0
         return self.joined.kept_bytes * min(num_microbatches, self.joined.microbatches)
 
     @property
     def returned_bytes(self) -> int:
-        """What comes back over a cut after this layer."""
+        """Bytes that come back over a cut after this layer."""
         return self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def input_backward_seconds(self) -> float:
-        """The half of a backward that makes the inputs' gradients."""
+        """Seconds of the half of a backward that computes the gradients of the inputs."""
         if self.input_seconds is None:
             return self.backward_seconds - self.weight_backward_seconds
         return self.input_seconds
 
     @property
     def weight_backward_seconds(self) -> float:
-        """The half of a backward that makes the weights' gradients; none without weights.
+        """Seconds of the half of a backward that computes the weight gradients; 0 without weights.
 
-        Where it was not measured, as long as the other: the assumption that zero-bubble schedules are made
-        under (T_F = T_B = T_W; Qi et al., ICLR 2024, section 2), true of large matrix products.
+        Where it was not measured, it is half of the backward: the assumption of zero-bubble schedules (T_F =
+        T_B = T_W; Qi et al., ICLR 2024, section 2), true of large matrix products.
         """
         if not self.parameter_bytes:
             return 0.0
@@ -176,8 +178,8 @@ class ModelProfile:
         layers, samples: the size of the microbatch that every layer's figures belong to.
         state_factor: the optimizer's state in units of the parameters (0 for SGD, 1 with momentum, 2 for
             Adam).
-        others: the same layers at other sizes of the microbatch, if they were measured.
-        load: how many ranks of a machine computed at once while this was measured.
+        others: the same layers at other measured sizes of the microbatch.
+        load: ranks of a machine that computed at once during the measurement.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -214,15 +216,15 @@ class ModelProfile:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the microbatch that were measured, smallest first."""
+        """The measured sizes of the microbatch, smallest first."""
         return tuple(sorted((self.samples, *(other.samples for other in self.others))))
 
     def scaled_to(self, samples: int) -> "ModelProfile":
-        """The profile of a microbatch of another size.
+        """Return the profile of a microbatch of another size.
 
-        Times lie on straight lines between the sizes measured, and beyond them on the line through the two
-        nearest; with one size, in proportion, and then small microbatches cost more than it says. Sizes of
-        activations and outputs go in proportion.
+        Times lie on straight lines between the measured sizes, and beyond them on the line through the two
+        nearest. With one measured size they are in proportion, which underestimates small microbatches. Sizes
+        of activations and outputs are in proportion.
         """
         if samples == self.samples:
             return self
@@ -237,7 +239,7 @@ class ModelProfile:
 
 
 def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
-    """From a layer at each of `sizes` to the layer at `samples`."""
+    """Return a function from a layer at each of `sizes` to the layer at `samples`."""
     right = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)  # 0 where only one size is known
     left = max(right - 1, 0)
 

@@ -1,4 +1,4 @@
-"""The request for a plan: what the user asks of a plan that is searched for.
+"""The request for a plan: the schedule and options of a plan to be searched for.
 
 Pure data, shared by the search, the configuration, the command line and `Trainer`; knows neither model nor
 machines. Invariant: a request that exists can be met by some schedule.
@@ -9,25 +9,25 @@ from dataclasses import dataclass, fields, replace
 
 from hybridpipe.planning.checks import plain, positive_int
 from hybridpipe.planning.plan import Plan, StageSpec, check_takes
-from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked of a plan.
+    """A request for a plan.
 
     Args:
-        schedule: one of SCHEDULES, or AUTO: the fastest by prediction.
-        asynchronous: under AUTO asynchronous schedules compete, too.
-        recompute: stages may recompute activations where that saves what memory lacks.
-        vertical_sync: under pipedream every stage uses the weights that the input stage saw.
-        max_in_flight: the most microbatches that a replica may stash. AUTO then considers schedules that can
-            be limited only.
+        schedule: one of SCHEDULES, or AUTO for the fastest by prediction.
+        asynchronous: asynchronous schedules compete under AUTO, too.
+        recompute: stages may recompute activations where memory is short.
+        vertical_sync: under pipedream every stage uses the weights that the input stage used.
+        max_in_flight: the most microbatches that a replica may stash. AUTO then considers only schedules with
+            a limit.
 
     Raises:
-        ValueError: there is no such schedule, or it cannot do what is asked.
+        ValueError: the schedule does not exist, or cannot take the options.
     """
 
     schedule: str = DEFAULT
@@ -56,13 +56,13 @@ class PlanRequest:
 
     @classmethod
     def of(cls, plan: Plan) -> "PlanRequest":
-        """The request that asks for plans like this one."""
+        """Return the request for plans like this one."""
         recompute = any(map(plan.recomputes, range(plan.num_stages)))
         return cls(plan.schedule, False, recompute, plan.vertical_sync, plan.max_in_flight)
 
     @property
     def schedules(self) -> list[str]:
-        """The schedules that are considered, the simplest first."""
+        """The schedules to consider, the simplest first."""
         if self.schedule != AUTO:
             return [self.schedule]
         limited = self.max_in_flight is not None
@@ -73,13 +73,18 @@ class PlanRequest:
             and (traits.takes_max_in_flight or not limited)
         ]
 
+    @property
+    def traits(self) -> ScheduleTraits:
+        """The traits of the schedule, which is not AUTO."""
+        return TRAITS[self.schedule]
+
     def under(self, schedule: str) -> "PlanRequest":
-        """The request of one of `schedules`; what that cannot do is left out."""
+        """Return the request for one of `schedules`, without the options that it cannot take."""
         synced = self.vertical_sync and TRAITS[schedule].versions == "stashed"
         return replace(self, schedule=schedule, asynchronous=False, vertical_sync=synced)
 
     def plan(self, stages: Iterable[StageSpec], num_microbatches: int, chunks: int = 1) -> Plan:
-        """The plan of these stages as asked, under a schedule that is not AUTO."""
+        """Return the plan of these stages with the requested options, under a schedule that is not AUTO."""
         return Plan(
             tuple(stages),
             self.schedule,
@@ -91,18 +96,18 @@ class PlanRequest:
         )
 
     def check_found(self, plan: Plan) -> None:
-        """Raises ValueError unless a search could have come to this plan."""
+        """Raises ValueError unless the plan is one that a search for this request could return."""
         if plan.schedule not in self.schedules:
-            raise ValueError(f"schedule = {self.schedule} is asked for")
-        asked = self.under(plan.schedule)
+            raise ValueError(f"schedule = {self.schedule} is requested")
+        requested = self.under(plan.schedule)
         for name in ("vertical_sync", "max_in_flight"):
-            if getattr(asked, name) != getattr(plan, name):
-                raise ValueError(f"{name} = {getattr(asked, name)} is asked for")
+            if getattr(requested, name) != getattr(plan, name):
+                raise ValueError(f"{name} = {getattr(requested, name)} is requested")
         if not self.recompute and any(map(plan.recomputes, range(plan.num_stages))):
-            raise ValueError("recompute = False is asked for")  # True: where it must, which may be nowhere
+            raise ValueError("recompute = False is requested")  # True allows it, in any number of stages
 
     def applied_to(self, plan: Plan) -> Plan:
-        """A plan with the options that are asked for and the schedule can take."""
+        """Return the plan with the requested options that its schedule can take."""
         return replace(
             plan,
             recompute=plan.recompute or self.recompute,
@@ -111,11 +116,12 @@ class PlanRequest:
         )
 
     def check_given(self, plan: Plan) -> None:
-        """Raises ValueError for what is asked of a plan that is given, and says otherwise."""
+        """Raises ValueError for a requested option that a given plan contradicts."""
         for field in fields(PlanRequest):
-            asked, given = getattr(self, field.name), getattr(plan, field.name, None)
-            if asked not in (field.default, given):
-                raise ValueError(f"{field.name} = {asked!r} disagrees with the plan, which says {given!r}")
+            requested, given = getattr(self, field.name), getattr(plan, field.name, None)
+            if requested not in (field.default, given):
+                said = f"{field.name} = {requested!r}"
+                raise ValueError(f"{said} disagrees with the plan, which says {given!r}")
 
 
 DEFAULT_REQUEST = PlanRequest()

@@ -1,7 +1,7 @@
-"""Scale: model and machines with all bytes divided by one number, so that transfers take as long as before.
+"""Scale: a model and machines with all bytes divided by one number.
 
-Pure: profiles and clusters in, profiles and clusters out. Invariant: bytes over bandwidth, and every time
-that is not a transfer, stay as they are; latencies do, too.
+Pure: profiles and clusters in, profiles and clusters out. Invariant: bytes over bandwidth, latencies, and all
+other times stay as they are.
 """
 
 from dataclasses import replace
@@ -11,12 +11,12 @@ from hybridpipe.planning.profile import LayerProfile, ModelProfile
 
 
 def scaled_profile(profile: ModelProfile, scale: float) -> ModelProfile:
-    """Every size divided by `scale`, every time as it is."""
+    """Return the profile with every size divided by `scale` and every time unchanged."""
     return replace(profile, layers=tuple(_layer(layer, scale) for layer in profile.layers), others=())
 
 
 def scaled_cluster(cluster: Cluster, scale: float) -> Cluster:
-    """Every bandwidth divided by `scale`, and what a byte costs a processor multiplied by it."""
+    """Return the cluster with bandwidths divided by `scale`, and a byte's processor time multiplied."""
     return replace(
         cluster,
         levels=tuple(_level(level, scale) for level in cluster.levels),
@@ -32,7 +32,7 @@ def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
         output_bytes=round(layer.output_bytes / scale),
         activation_bytes=round(layer.activation_bytes / scale),
         gradient_bytes=None if returned is None else round(returned / scale),
-        joined=None,  # who sleeps through a backward makes no products, and adds nothing up
+        joined=None,  # a replay sleeps instead of computing: it neither joins products nor accumulates
         accumulate_seconds=0.0,
     )
 

@@ -1,6 +1,7 @@
-"""Timeline: what every rank did, and when. The simulator predicts one, the executor measures one.
+"""Timeline: the events of every rank, with their times. The simulator predicts one, the executor measures
+one.
 
-Lives here: the data, its figures, its export. A timeline does not know whether it is a prediction.
+The data, its figures and its export. Not known here: the origin of a timeline.
 """
 
 import math
@@ -29,7 +30,7 @@ from hybridpipe.planning.schedules.instructions import (
 
 COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, Products, Step)
 BACKWARDS = ("backward", "backward-input", "backward-weight", "products")  # whole, and its parts
-TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto passes over the field
+TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto ignores the field
 
 
 class Event(NamedTuple):
@@ -41,20 +42,20 @@ class Event(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """The duration of the event."""
         return self.end_seconds - self.start_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What one rank's time goes into, in seconds.
+    """The time of one rank's events by activity, in seconds.
 
     Args:
         allreduce_seconds: waiting for the sum of the gradients once every replica waits for it.
-        message_seconds: waiting for what is being sent already.
+        message_seconds: waiting for messages that are being sent.
         copying_seconds: writing messages and starting to send them.
-        loading_seconds: taking microbatches from the data set, to where they are computed with.
-        idle_seconds: waiting for what no one sends yet, or for a replica that is not there yet.
+        loading_seconds: taking microbatches from the data set to the device.
+        idle_seconds: waiting for messages whose send has not started, or for late replicas.
     """
 
     forward_seconds: float
@@ -68,23 +69,23 @@ class Spent:
 
     @property
     def compute_seconds(self) -> float:
-        """Forwards, backwards, updates."""
+        """Forwards, backwards and updates."""
         return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
 
     @property
     def seconds(self) -> float:
-        """All of it: the length of the rank's events."""
+        """The sum: the length of the rank's events."""
         return float(sum(astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the ranks' time goes into: seconds of one minibatch, the mean over ranks.
+    """The ranks' time by activity: seconds of one minibatch, the mean over ranks.
 
     Args:
-        traffic_seconds: sending, and waiting for what was already being sent.
+        traffic_seconds: sending, and waiting for messages that are being sent.
         allreduce_seconds: waiting for the sum of the gradients once every replica waits for it.
-        idle_seconds: the rest: bubbles, and whatever a measured timeline does not name.
+        idle_seconds: the rest: bubbles, and time between the events of a measured timeline.
     """
 
     forward_seconds: float
@@ -96,12 +97,12 @@ class Parts:
 
     @property
     def compute_seconds(self) -> float:
-        """Forwards, backwards, updates."""
+        """Forwards, backwards and updates."""
         return self.forward_seconds + self.backward_seconds + self.step_seconds
 
     @property
     def seconds(self) -> float:
-        """All of it: the timeline's length."""
+        """The sum: the timeline's length."""
         return float(sum(astuple(self)))
 
 
@@ -109,19 +110,19 @@ class Parts:
 class Timeline:
     """The events of one minibatch for each rank, in order; time 0 is the minibatch's start.
 
-    An asynchronous schedule's holds several minibatches from the first forward on; so does that of a run that
-    was to be traced.
+    That of an asynchronous schedule, and that of a traced run, hold several minibatches from the first
+    forward on.
     """
 
     events: Mapping[int, tuple[Event, ...]]
 
     @property
     def seconds(self) -> float:
-        """From the start until the last rank is done."""
+        """The time from the start until the last rank is done."""
         return max((events[-1].end_seconds for events in self.events.values() if events), default=0.0)
 
     def busy_seconds(self, rank: int, begin: float = 0.0, end: float = math.inf) -> float:
-        """Time between `begin` and `end` that the rank spent computing: forwards, backwards, updates."""
+        """Return the seconds between `begin` and `end` that the rank spends computing."""
         return sum(
             max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
             for event in self.events[rank]
@@ -130,21 +131,21 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of all ranks' time, in [0, 1]; waiting for messages and all-reduce is idle too.
+        """The idle share of all ranks' time, in [0, 1]; waiting for messages and all-reduces counts as idle.
 
-        With p equal stages, m microbatches and free communication, GPipe and 1F1B both give
-        (p - 1) / (m + p - 1) (GPipe, Huang et al. 2019, section 2.3); with v stages on each of p ranks
-        interleaved 1F1B idles (p - 1) / (m v) of its work (Narayanan et al., SC 2021, section 2.2.2).
+        With p equal stages, m microbatches and free communication, GPipe and 1F1B both give (p - 1) / (m + p
+        - 1) (GPipe, Huang et al. 2019, section 2.3). With v stages on each of p ranks interleaved 1F1B idles
+        (p - 1) / (m v) of its work (Narayanan et al., SC 2021, section 2.2.2).
         """
         available = self.seconds * len(self.events)
         return 1.0 - sum(map(self.busy_seconds, self.events)) / available if available else 0.0
 
     def parts(self, plan: Plan) -> Parts:
-        """Where the time goes; predicted and measured timelines are split by the same rule.
+        """Return the time by activity; predicted and measured timelines are split by the same rule.
 
-        Of a receive, what lies before its send began is the sender's lateness, thus idle, and the rest
-        traffic; of an all-reduce, what lies before the last replica came to it is idle. The ranks must be on
-        one clock. Time between events is idle.
+        The part of a receive before its send began is the sender's lateness, thus idle, and the rest is
+        traffic. The part of an all-reduce before the last replica came to it is idle. Time between events is
+        idle. The ranks must be on one clock.
         """
         spent = self.spent(plan).values()
         num_ranks = len(self.events) or 1
@@ -156,11 +157,11 @@ class Timeline:
             sum(each.allreduce_seconds for each in spent) / num_ranks,
         )
         busy = sum(named)
-        is_busy = math.isclose(busy, self.seconds)  # what is left then is rounding, and can be negative
+        is_busy = math.isclose(busy, self.seconds)  # the difference is then rounding, and can be negative
         return Parts(*named, idle_seconds=0.0 if is_busy else self.seconds - busy)
 
     def spent(self, plan: Plan) -> dict[int, Spent]:
-        """The time of each rank's events, by the rule of `parts`."""
+        """Return the time of each rank's events, by the rule of `parts`."""
         sent, entered = self._sent(plan), self._entered(plan)
         found = {}
         for rank, stages in _holders(plan):
@@ -172,19 +173,19 @@ class Timeline:
                     forward = isinstance(instruction, ReceiveActivation)
                     sender = stages[instruction.chunk] + (-1 if forward else 1)
                     starts = sent[sender, forward, instruction.microbatch]
-                    if starts:  # of several minibatches, that which came before the end
+                    if starts:  # of several minibatches, the last before the end
                         ready = starts[max(0, bisect_right(starts, end) - 1)]
                 elif isinstance(instruction, AllReduce):
                     ready = entered[stages[0], num_rounds]
                     num_rounds += 1
                 ready = min(max(start, ready), end)
                 seconds["idle_seconds"] += ready - start
-                seconds[_spent_on(instruction)] += end - ready
+                seconds[_SPENT_ON[type(instruction)]] += end - ready
             found[rank] = Spent(**{field.name: seconds[field.name] for field in fields(Spent)})
         return found
 
     def _sent(self, plan: Plan) -> defaultdict[tuple[int, bool, int], list[float]]:
-        """When each message began to be sent, by the sender's stage, direction and microbatch; in order."""
+        """Return the starts of sends, in order, by the sender's stage, direction and microbatch."""
         sent: defaultdict[tuple[int, bool, int], list[float]] = defaultdict(list)
         for rank, stages in _holders(plan):
             for instruction, start, _ in self.events.get(rank, ()):
@@ -194,7 +195,7 @@ class Timeline:
         return sent
 
     def _entered(self, plan: Plan) -> dict[tuple[int, int], float]:
-        """When the last replica of each (first) stage came to its all-reduce, round by round."""
+        """Return the start of the last replica's all-reduce, by (first) stage and round."""
         entered: dict[tuple[int, int], float] = {}
         for rank, stages in _holders(plan):
             starts = [event[1] for event in self.events.get(rank, ()) if type(event[0]) is AllReduce]
@@ -203,7 +204,7 @@ class Timeline:
         return entered
 
     def to_chrome_trace(self, name: str, process: int = 0) -> list[dict[str, Any]]:
-        """Events of the Trace Event Format, which Perfetto opens: a process `name`, a thread a rank."""
+        """Return events of the Trace Event Format: a process `name`, with one thread a rank."""
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
         ]
@@ -233,49 +234,39 @@ class Timeline:
 
 
 def _holders(plan: Plan) -> Iterator[tuple[int, range]]:
-    """Each rank, and the stages that it holds, by chunk."""
+    """Yield each rank, and the stages that it holds, by chunk."""
     for group, stage in enumerate(plan.stages[: plan.num_groups]):
         for rank in stage.ranks:
             yield rank, plan.held_stages(Place(group, 0))
 
 
 def kind(instruction: Instruction | Load | Products) -> str:
-    """What an instruction is about: forward, one of BACKWARDS, step, all-reduce, load or message."""
-    match instruction:
-        case Forward():
-            return "forward"
-        case Backward():
-            return "backward"
-        case BackwardInput():
-            return "backward-input"
-        case BackwardWeight():
-            return "backward-weight"
-        case Products():
-            return "products"
-        case Step():
-            return "step"
-        case AllReduce():
-            return "all-reduce"
-        case Load():
-            return "load"
-        case _:
-            return "message"
+    """Return "forward", one of BACKWARDS, "step", "all-reduce", "load" or "message"."""
+    return _KINDS.get(type(instruction), "message")
 
 
-def _spent_on(instruction: Instruction | Load | Products) -> str:
-    """The field of Spent that an instruction's time goes to."""
-    match instruction:
-        case Forward():
-            return "forward_seconds"
-        case Backward() | BackwardInput() | BackwardWeight() | Products():
-            return "backward_seconds"
-        case Step():
-            return "optimizer_seconds"
-        case AllReduce():
-            return "allreduce_seconds"
-        case ReceiveActivation() | ReceiveGradient():
-            return "message_seconds"
-        case SendActivation() | SendGradient():
-            return "copying_seconds"
-        case Load():
-            return "loading_seconds"
+_KINDS: dict[type, str] = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "backward-input",
+    BackwardWeight: "backward-weight",
+    Products: "products",
+    Step: "step",
+    AllReduce: "all-reduce",
+    Load: "load",
+}
+# The field of Spent to which an instruction's time is added.
+_SPENT_ON: dict[type, str] = {
+    Forward: "forward_seconds",
+    Backward: "backward_seconds",
+    BackwardInput: "backward_seconds",
+    BackwardWeight: "backward_seconds",
+    Products: "backward_seconds",
+    Step: "optimizer_seconds",
+    AllReduce: "allreduce_seconds",
+    ReceiveActivation: "message_seconds",
+    ReceiveGradient: "message_seconds",
+    SendActivation: "copying_seconds",
+    SendGradient: "copying_seconds",
+    Load: "loading_seconds",
+}

@@ -11,10 +11,10 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import (
     StageCost,
     StageTerms,
-    cut_figures,
     measured_speed,
+    plan_cut_figures,
+    plan_terms,
     stage_costs,
-    stage_terms,
 )
 from hybridpipe.planning.cost.memory import peak_memory_bytes, versions_per_stage
 from hybridpipe.planning.plan import Plan, StageSpec
@@ -70,37 +70,31 @@ def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[
     none = StageCost(0.0, 0.0)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     over_cuts = [none, *costs[:-1], none]
+    # As if asynchronous: all messages of the minibatch count, not only those after the first.
+    terms = plan_terms(plan, costs, cluster)
+    busy_per_byte = [*plan_cut_figures(plan, cluster, asynchronous=True)[2].tolist(), 0.0]
     return tuple(
-        _figures(plan, s, terms, over_cuts[s], over_cuts[s + 1], cluster)
-        for s, terms in enumerate(stage_terms(plan, costs, cluster))
+        _figures(plan, s, terms.of_stage(s), over_cuts[s], over_cuts[s + 1], busy_per_byte[s])
+        for s in range(plan.num_stages)
     )
 
 
 def _figures(
-    plan: Plan, s: int, terms: StageTerms, before: StageCost, behind: StageCost, cluster: Cluster
+    plan: Plan, s: int, terms: StageTerms[float], before: StageCost, behind: StageCost, busy_per_byte: float
 ) -> StageFigures:
     replicas = plan.stages[s].replicas
     # Under pipedream the replicas take turns, and each minibatch is on one replica only.
     takes_turns = replicas if plan.traits.whole_minibatch else 1
-    work = ceil_div(plan.num_microbatches, replicas) * terms.work_seconds + terms.products_seconds
+    work = ceil_div(plan.num_microbatches, replicas) * terms.work + terms.products
     return StageFigures(
-        work_seconds=terms.work_seconds,
+        work_seconds=terms.work,
         sent_bytes=behind.output_bytes + before.gradient_bytes,
         received_bytes=before.output_bytes + behind.gradient_bytes,
-        allreduce_seconds=terms.allreduce_seconds,
-        compute_seconds=(work + terms.update_seconds) / takes_turns,
-        exposed_seconds=terms.exposed_seconds / takes_turns,
-        link_seconds=_link_seconds(plan, s, max(behind.output_bytes, behind.gradient_bytes), cluster),
+        allreduce_seconds=terms.allreduce,
+        compute_seconds=(work + terms.update) / takes_turns,
+        exposed_seconds=terms.exposed / takes_turns,
+        link_seconds=busy_per_byte * max(behind.output_bytes, behind.gradient_bytes),
     )
-
-
-def _link_seconds(plan: Plan, s: int, num_bytes: float, cluster: Cluster) -> float:
-    if s + 1 == plan.num_stages:
-        return 0.0
-    ranks, behind = plan.stages[s].ranks, plan.stages[s + 1].ranks
-    # As under an asynchronous schedule: all messages of the minibatch, not only those after the first.
-    cut = cut_figures(cluster, ranks, behind, plan.num_microbatches, asynchronous=True)
-    return cut.busy_seconds_per_byte * num_bytes
 
 
 def bottleneck(

@@ -185,7 +185,7 @@ def test_auto_takes_the_checkpoints_plan(make, data, tmp_path):
     other = make(plan="auto", schedule="1f1b")
     told = other.resume(tmp_path)[1]
     assert told == (
-        "its plan 1, gpipe, does not fit here, so a new one is searched for: schedule = 1f1b is asked for"
+        "its plan 1, gpipe, does not fit here, so a new one is searched for: schedule = 1f1b is requested"
     )
     other.fit(data)
     assert other.plan.schedule == "1f1b"
@@ -202,7 +202,7 @@ def test_a_plan_that_was_made_for_less_or_otherwise_is_searched_for_anew(make, t
     assert "so a new one is searched for: microbatch_size = 4 disagrees with the plan" in other
     make(plan=replace(WHOLE, recompute=True)).save(tmp_path / "recomputed")
     other = make(plan="auto").resume(tmp_path / "recomputed")[1]
-    assert other.endswith("so a new one is searched for: recompute = False is asked for")
+    assert other.endswith("so a new one is searched for: recompute = False is requested")
     assert "with its plan" in make(plan="auto", recompute=True).resume(tmp_path)[1]
 
 

@@ -11,8 +11,9 @@ from hybridpipe.comm.messages import SPEC_BYTES, ProtocolError
 from hybridpipe.comm.p2p import ACTIVATION, GRADIENT, KINDS, LOOK_AHEAD, SPEC, PointToPoint
 from hybridpipe.comm.transport import Pending
 from hybridpipe.engine.faulty import Spoiling
-from hybridpipe.planning.schedules.generators import forward_programs, programs
+from hybridpipe.planning.schedules.generators import programs
 from tests.engine.inprocess import Mailboxes, QueueTransport
+from tests.planning.helpers import forward_programs
 
 CPU = torch.device("cpu")
 STRAIGHT = Plan((StageSpec(0, 1), StageSpec(1, 2)), schedule="gpipe", num_microbatches=4)

@@ -1,15 +1,17 @@
 """Small models, machines and plans to reason about by hand."""
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.schedules import instructions
+from hybridpipe.planning.schedules.generators import forward_program
 from hybridpipe.planning.search import partition as partition_module
 from hybridpipe.planning.search import search as search_module
 
@@ -44,6 +46,19 @@ def times(timeline, rank, kind):
     ]
 
 
+def parse(line: str) -> instructions.Program:
+    """The inverse of `instructions.text`."""
+    kinds = {kind.symbol: kind for kind in get_args(instructions.Instruction)}
+    words = (word.rstrip("0123456789.") for word in line.split())
+    numbers = (map(int, re.findall(r"\d+", word)) for word in line.split())
+    return tuple(kinds[word](*each) for word, each in zip(words, numbers, strict=True))
+
+
+def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, instructions.Program]:
+    """The program of every rank in an evaluation."""
+    return {rank: forward_program(plan, plan.place(rank), num_microbatches) for rank in plan.ranks}
+
+
 def search(profile, cluster, num_microbatches, num_ranks=None, **asked):
     """`search.search`, with the fields of a request by name."""
     return search_module.search(profile, cluster, num_microbatches, PlanRequest(**asked), num_ranks)
@@ -55,6 +70,8 @@ def search_sizes(profile, cluster, minibatch, **asked):
 
 
 def partition(profile, cluster, *, num_microbatches, ranks=None, max_replicas=None, **asked):
-    """`partition.partition`, with the fields of a form by name."""
-    form = Form(num_microbatches, PlanRequest(**asked))
-    return partition_module.partition(profile, cluster, form, ranks=ranks, max_replicas=max_replicas)
+    """`partition.partition`, with the fields of a request by name."""
+    request = PlanRequest(**asked)
+    return partition_module.partition(
+        profile, cluster, num_microbatches, request, ranks=ranks, max_replicas=max_replicas
+    )

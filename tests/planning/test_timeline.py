@@ -5,11 +5,11 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.schedules.instructions import Forward, Load, parse
+from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.schedules.registry import SCHEDULES
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import Event, Timeline, kind
-from tests.planning.helpers import layer, model, plan
+from tests.planning.helpers import layer, model, parse, plan
 
 
 def timeline(**ranks: str) -> Timeline:

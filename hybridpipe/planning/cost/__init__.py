@@ -1,1 +1,1 @@
-"""Costs of a plan: seconds and bytes, by formula."""
+"""Cost: seconds and bytes of a plan, by formula."""

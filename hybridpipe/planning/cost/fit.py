@@ -1,8 +1,8 @@
-"""Fit: from what was timed to the few figures that a `Cluster` and a `ModelProfile` hold.
+"""Fit: from timings to the figures of a `Cluster` and a `ModelProfile`.
 
-Lives here: pure functions of numbers. Not known here: who timed them (`hybridpipe.measure.probe`,
-`hybridpipe.measure.layers`). Timings on shared machines have outliers, always to the slow side and sometimes
-many; so medians and least absolute deviations, no means and no squares.
+Pure functions of numbers; the measurements (`hybridpipe.measure`) are not known here. Timings on shared
+machines have outliers, always slow and sometimes many. Fits therefore use medians and least absolute
+deviations instead of means and squares.
 """
 
 import math
@@ -10,20 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 
-# Less than the timings vary by; a link, or a machine, is called shared, or different, beyond it.
+# Deviations within the noise of timings; beyond them a link counts as shared, or a machine as different.
 SHARING_TOLERANCE = 0.1
 SPEED_TOLERANCE = 0.05
-LEAST_SECONDS_PER_BYTE = 1e-15  # stands for none, so that a bandwidth is finite
+LEAST_SECONDS_PER_BYTE = 1e-15  # instead of 0, so that a bandwidth is finite
+
+PRODUCT_TIMES = ("backward_seconds", "product_seconds", "microbatch_seconds")
+LAYER_TIMES = ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds")
 
 
 class Line(NamedTuple):
-    """`seconds = start_seconds + num_bytes * seconds_per_byte`, and the worst deviation, relative."""
+    """A line `seconds = start_seconds + num_bytes * seconds_per_byte`, and its largest relative deviation."""
 
     start_seconds: float
     seconds_per_byte: float
@@ -33,15 +36,15 @@ class Line(NamedTuple):
 def fit_line(
     timings: Sequence[tuple[int, float]], least_seconds_per_byte: float = LEAST_SECONDS_PER_BYTE
 ) -> Line:
-    """The line through (num_bytes, seconds) with the least sum of absolute logarithms of its ratios to them.
+    """Return the line through (num_bytes, seconds) with the least sum of absolute logarithms of ratios.
 
-    By ratio, sizes from 64 bytes to megabytes count alike: the small ones find the start and the large ones
-    the slope; twice as long is as wrong as half as long. Deviations are not squared, so a few wrong timings
-    matter little. The line is looked for among those through two of the points, where least absolute
-    deviations have their minimum, or, at the limits of start and slope, through one.
+    Ratios make sizes from 64 bytes to megabytes count alike: small ones determine the start and large ones
+    the slope, and twice as long is as wrong as half as long. Deviations are not squared, so a few wrong
+    timings matter little. The candidates are the lines through two of the points, where least absolute
+    deviations have their minimum, and, at the limits of start and slope, through one.
 
     Args:
-        least_seconds_per_byte: the slope is not less, as is known from elsewhere; the start not less than 0.
+        least_seconds_per_byte: a lower limit of the slope, known from elsewhere; the start is at least 0.
 
     Raises:
         ValueError: fewer than two different sizes, or a size or time that is not positive.
@@ -71,16 +74,22 @@ def fit_line(
 
 
 def shared_bandwidth(one: float, together: float, num_pairs: int) -> float | None:
-    """What `num_pairs` pairs of ranks have in common, if they move less together than each would alone."""
+    """Return the bandwidth of a link that pairs of ranks share; None if the pairs do not slow each other
+    down.
+
+    Args:
+        one: bytes per second of one pair alone.
+        together: bytes per second of all pairs together.
+    """
     return None if together >= (1 - SHARING_TOLERANCE) * num_pairs * one else together
 
 
 def burst_bytes(rested: Sequence[tuple[int, float]], message: Line) -> float | None:
-    """What a link that has rested lets pass at once; None where no size got through in half its time.
+    """Return the bytes that a rested link lets pass at once; None where no size took less than half its time.
 
     Args:
-        rested: (num_bytes, seconds one way) by growing size, none sent before the link had rested.
-        message: the line of a link that is in use.
+        rested: (num_bytes, seconds one way) by growing size, each sent after the link had rested.
+        message: the line of a link in use.
     """
     passed = [n - max(0.0, s - message.start_seconds) / message.seconds_per_byte for n, s in rested]
     if all(at_once < 0.5 * n for at_once, (n, _) in zip(passed, rested, strict=True)):
@@ -89,7 +98,7 @@ def burst_bytes(rested: Sequence[tuple[int, float]], message: Line) -> float | N
 
 
 def beyond(rested: Sequence[tuple[int, float]], at_once: int) -> list[tuple[int, float]]:
-    """Timings over links that had rested, of the bytes beyond those that pass at once.
+    """Return timings over rested links with only the bytes beyond those that pass at once.
 
     Of the sizes that pass whole the smallest stays, for the start.
 
@@ -101,42 +110,41 @@ def beyond(rested: Sequence[tuple[int, float]], at_once: int) -> list[tuple[int,
 
 
 def overlap(compute_seconds: float, allreduce_seconds: float, both_seconds: float) -> float:
-    """The share of the shorter one that ran behind the longer one while both were under way, in [0, 1]."""
+    """Return the share of the shorter time that ran behind the longer one, in [0, 1]."""
     hidden = compute_seconds + allreduce_seconds - both_seconds
     return min(1.0, max(0.0, hidden / min(compute_seconds, allreduce_seconds)))
 
 
 def unevenness(waited: Sequence[Sequence[float]], per_machine: int, processors: float) -> float:
-    """What it costs that ranks that share a machine's processors are not done with computing at once.
+    """Return the seconds that a machine's processors lose because its ranks finish computing at different
+    times.
 
-    A rank that is early leaves its share to the others, which are done the sooner for it; time is lost only
-    while fewer still compute than there are processors. Four ranks, and eight, on two cores waited for each
-    other between 4 and 150 ms, the longer the more they had computed; lost were 1.3 to 3.0 ms.
+    A rank that is early leaves its share of the processors to the others, which finish sooner for it. Time is
+    lost only while fewer ranks compute than there are processors.
 
     Args:
         waited: by rank, machine by machine, seconds of waiting for the last one in each round.
-        processors: so many ranks of a machine compute as fast as one alone.
+        processors: the number of ranks of a machine that compute as fast as one alone.
 
     Returns:
-        seconds of all of a machine's processors. The mean, as that adds up over minibatches, and a rank that
-        is late by much counts with what it leaves idle only.
+        seconds of all of a machine's processors: the mean over rounds, as the loss adds up over minibatches.
     """
     of_ranks = np.array(waited)
     together = min(per_machine, len(of_ranks))
     by_machine = np.sort(of_ranks.reshape(-1, together, of_ranks.shape[1]), axis=1)
-    computing = np.arange(1, together)  # from when the one before the last came, the last one alone
+    computing = np.arange(1, together)  # ranks that still compute, from the last one on
     idle = np.maximum(0.0, 1 - computing / min(processors, together))
     lost = np.einsum("mkr,k->mr", np.diff(by_machine, axis=1), idle)
     return float(lost.mean())
 
 
 def compute_speeds(throughput: Mapping[int, float], num_cores: int) -> tuple[float, ...]:
-    """From what n ranks of a machine get done at once to the speed of each, relative to one alone.
+    """Return the speed of each of n ranks of a machine that compute at once, relative to one alone.
 
     Args:
-        throughput: by n, in any unit; holds 1. Between the n that were measured it lies on straight lines.
-        num_cores: of the ranks together, which do no more than so many times what one does: where it seems
-            so, something else slowed the one (four ranks on two cores have seemed to do 2.4 times as much).
+        throughput: by n, in any unit; holds 1. Between the measured n it lies on straight lines.
+        num_cores: of the ranks together, which limits their total speed. Beyond it something else slowed the
+            single rank (four ranks on two cores have seemed to do 2.4 times as much).
 
     Returns:
         entry n-1 for each n up to the largest, none above 1.
@@ -146,14 +154,14 @@ def compute_speeds(throughput: Mapping[int, float], num_cores: int) -> tuple[flo
 
 
 def doubling(first: int, last: int) -> list[int]:
-    """Numbers to measure at: `first`, twice as many, and so on, and `last`; none if `first` is beyond it."""
+    """Return `first`, twice as many, and so on, and `last`; nothing if `first` is beyond it."""
     if first > last:
         return []
     return [*(first * 2**i for i in range(last.bit_length()) if first * 2**i < last), last]
 
 
 def between(measured: Mapping[int, float]) -> tuple[float, ...]:
-    """Entry n-1 for each n from 1 to the largest measured: on straight lines, and 0 below the smallest."""
+    """Return entry n-1 for each n from 1 to the largest measured: on straight lines, 0 below the smallest."""
     if not measured:
         return ()
     known = sorted(measured)
@@ -162,18 +170,13 @@ def between(measured: Mapping[int, float]) -> tuple[float, ...]:
 
 
 def relative_speeds(rates: Sequence[float]) -> tuple[float, ...] | None:
-    """Each machine's speed relative to the first; None where none differs by more than SPEED_TOLERANCE."""
+    """Return each machine's speed relative to the first; None if all are within SPEED_TOLERANCE."""
     speeds = tuple(rate / rates[0] for rate in rates)
     return speeds if any(abs(speed - 1) > SPEED_TOLERANCE for speed in speeds) else None
 
 
-def _typical_products(measured: Sequence[JoinedProducts]) -> JoinedProducts:
-    return replace(
-        measured[0],
-        backward_seconds=median(each.backward_seconds for each in measured),
-        product_seconds=median(each.product_seconds for each in measured),
-        microbatch_seconds=median(each.microbatch_seconds for each in measured),
-    )
+def _medians(measured: Sequence[LayerProfile | JoinedProducts], *names: str) -> dict[str, Any]:
+    return {name: median(getattr(each, name) for each in measured) for name in names}
 
 
 def _known_median(seconds: Iterable[float | None]) -> float | None:
@@ -182,28 +185,26 @@ def _known_median(seconds: Iterable[float | None]) -> float | None:
 
 
 def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """The profile that several ranks of one machine measured at once: the median of each layer's times.
+    """Return the median profile of several ranks that measured at once, layer by layer.
 
-    All measured the same sizes of the microbatch.
+    All of them measured the same sizes of the microbatch.
     """
 
     def layer(*measured: LayerProfile) -> LayerProfile:
-        backward = median(each.backward_seconds for each in measured)
+        medians = _medians(measured, *LAYER_TIMES)
+        backward = medians["backward_seconds"]
+        medians["accumulate_seconds"] = min(medians["accumulate_seconds"], backward)
         joined = [each.joined for each in measured if each.joined is not None]
         of_inputs = _known_median(each.input_seconds for each in measured)
         weight = _known_median(each.weight_seconds for each in measured)
         if weight is not None and of_inputs is None:
-            weight = min(weight, backward)  # one rank's part may be longer than another's whole
-        accumulate = median(each.accumulate_seconds for each in measured)
+            weight = min(weight, backward)  # one rank's half may be longer than another's whole backward
         return replace(
             measured[0],
-            joined=_typical_products(joined) if joined else None,
-            accumulate_seconds=min(accumulate, backward),
-            forward_seconds=median(each.forward_seconds for each in measured),
-            backward_seconds=backward,
-            update_seconds=median(each.update_seconds for each in measured),
+            joined=replace(joined[0], **_medians(joined, *PRODUCT_TIMES)) if joined else None,
             weight_seconds=weight,
             input_seconds=of_inputs,
+            **medians,
         )
 
     layers = tuple(map(layer, *(profile.layers for profile in profiles)))

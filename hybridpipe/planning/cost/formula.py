@@ -1,60 +1,65 @@
-"""Cost: what a plan's stages and cuts cost on a cluster, in seconds.
+"""Cost: the seconds of a plan's stages and cuts on a cluster.
 
-Two users: the simulator takes a stage's pieces (`stage_costs`), the partitioner a closed formula
-(`estimate`). For a synchronous minibatch of M microbatches the formula is
+The simulator takes a stage's pieces (`stage_costs`), the partitioner a closed formula (`estimate`). For a
+synchronous minibatch of M microbatches the formula is
 
     sum over stages w  +  sum over cuts c                fill and drain of the pipeline
     + max over stages (ceil(M/m) - 1) w + e + u          its slowest stage, or
       max over cuts   x after the first                  its busiest link
 
-with w = f + b + h the forward, backward and handling of messages of one microbatch; e the part of the
-all-reduce that neither the backward nor the handling of the gradient sent behind it hides; u the optimizer's
-step, and what the last backward leaves to be made (`Plan.defers_wgrad`; where the stage before waits for it,
-it is in the sum instead); c the way of one microbatch over the cut and back, with latency; x the time that
-the microbatches keep the busiest port or shared link of the cut occupied, in the direction that carries more,
-charged at both ends. With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et
-al. 2019); with one stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
+    w   forward, backward and handling of messages of one microbatch: f + b + h
+    e   the part of the all-reduce that is hidden neither by the backward nor by the handling of the gradient
+        sent after it
+    u   the optimizer's step and the deferred products of the last backward (`Plan.defers_wgrad`); products
+        that the stage before waits for are in the sum instead
+    c   the way of one microbatch over the cut and back, with latency
+    x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
+        direction that carries more, charged at both ends
 
-    zero-bubble     the sum has w - 2g, if positive, and the stage in the maximum ceil(M/m) w less that: with
-                    equal stages M(f + b) + (p - 1)(f + b - 2g), ZB-H1's count (Qi et al., ICLR 2024, section
-                    2.3). g is the part of b that makes the weights' gradients; only it hides an all-reduce
-    interleaved     ranks hold v stages. W is the w of a rank's stages together: the sum is that of all w over
-                    v, the maximum that of (ceil(M/m) - 1/v) W + e + u: with equal stages (M + (p - 1) / v) W,
-                    the count of Narayanan et al. (SC 2021, section 2.2). Cuts between the same ranks share
-                    their links, and microbatches are taken to come in whole groups of p
+With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019). With one
+stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
 
-An asynchronous pipeline never drains; a minibatch takes
+    zero-bubble     The sum has w - 2g, if positive, and the stage in the maximum ceil(M/m) w less that. With
+                    equal stages this is M(f + b) + (p - 1)(f + b - 2g), ZB-H1's count (Qi et al., ICLR 2024,
+                    section 2.3). g is the part of b that computes weight gradients; only it hides an
+                    all-reduce.
+    interleaved     Ranks hold v stages. W is the w of a rank's stages together. The sum is that of all w over
+                    v, the maximum that of (ceil(M/m) - 1/v) W + e + u. With equal stages this is
+                    (M + (p - 1) / v) W, the count of Narayanan et al. (SC 2021, section 2.2). Cuts between
+                    the same ranks share their links, and microbatches are taken to come in whole groups of p.
+
+An asynchronous pipeline never drains. A minibatch takes
 
     max over stages (w + e + u) / m    and    max over cuts x for one minibatch
 
 as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole. Under pipedream-2bw, which updates
-once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u; with fewer microbatches than stages two
-versions do not keep the pipeline full (PipeDream-2BW, ICML 2021, section 3.1), which is not counted. Nor is
-what `max_in_flight` costs. The simulator sees both.
+once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u. The formula neglects two effects that
+the simulator sees: with fewer microbatches than stages two versions do not keep the pipeline full
+(PipeDream-2BW, ICML 2021, section 3.1), and `max_in_flight` costs time.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, fields
+from operator import add, attrgetter
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cluster import Cluster, Ring
+from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
 from hybridpipe.planning.schedules.registry import TRAITS
 
-# One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses
-# no more than that (optim/gradient_sync.py); smaller ones start earlier, larger ones pay latency less often
-# (docs/log/all-reduce.md: 2 MiB is about as fast as 1 and 4 and faster than 8, also between hosts).
+# One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses no more
+# than that (optim/gradient_sync.py). Smaller buckets start earlier, larger ones pay latency less often: 2 MiB
+# is about as fast as 1 and 4 and faster than 8, also between hosts (docs/log/all-reduce.md).
 BUCKET_BYTES = 2 * 2**20
 
-Seconds = TypeVar("Seconds", float, NDArray[np.float64])  # of one stage, or of many at once
+Seconds = TypeVar("Seconds", float, Floats)  # of one stage, or of many at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +72,13 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage on one rank at full speed; times and sizes are per microbatch.
+    """The cost of one stage on one rank at full speed; seconds and bytes are per microbatch.
 
-    With recomputation the backward contains a forward. `weight_seconds` are the half of the backward that
-    makes the weights' gradients, which zero-bubble does by itself. `products_seconds` is what the last
-    backward leaves to be made (`Plan.defers_wgrad`).
+    Args:
+        backward_seconds: with recomputation it contains a forward.
+        weight_seconds: the half of the backward that computes weight gradients, a separate instruction under
+            zero-bubble.
+        products_seconds: the deferred products of the last backward (`Plan.defers_wgrad`).
     """
 
     forward_seconds: float
@@ -85,11 +92,14 @@ class StageCost:
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
-    """The pieces of each stage that the simulator needs.
+    """Return the costs of each stage of a plan.
 
     Args:
-        load_speed: how fast a rank was, relative to one alone, while the profile was taken
-            (`measured_speed`); the costs are those of one alone.
+        load_speed: speed of a rank, relative to one alone, during the measurement of the profile
+            (`measured_speed`). The costs are those of a rank alone.
+
+    Raises:
+        ValueError: plan and profile differ in layers.
     """
     if profile.num_layers != plan.num_layers:
         raise ValueError(f"the plan cuts {plan.num_layers} layers, the profile has {profile.num_layers}")
@@ -106,9 +116,10 @@ def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> t
 
 
 def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
-    """Speed of a rank, relative to one alone, under the load that the profile was measured with.
+    """Return the speed of a rank, relative to one alone, under the load of the profile's measurement.
 
-    1.0 where the cluster does not say how ranks of a machine hamper each other: then the load stays in.
+    It is 1.0 where the cluster does not say how ranks of a machine slow each other down. The load then stays
+    in the profile's times.
     """
     return 1.0 if cluster.compute_speeds is None else cluster.shared_speed(profile.load)
 
@@ -116,24 +127,24 @@ def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
 def _stage_cost(
     layers: Sequence[LayerProfile], schedule: str, rounds: int, recompute: bool, load_speed: float
 ) -> StageCost:
-    """`rounds`: microbatches of an update, on one rank."""
+    """Return the costs of a stage whose replicas compute at most `rounds` microbatches for an update."""
     forward = sum(layer.forward_seconds for layer in layers) * load_speed
-    backward = sum(layer.backward(schedule, rounds) for layer in layers) * load_speed
+    backward = [layer.backward(schedule, rounds) for layer in layers]
+    products = [layer.products(schedule, rounds) for layer in layers]
     return StageCost(
         forward_seconds=forward,
-        backward_seconds=backward + recompute * forward,
+        backward_seconds=sum(backward) * load_speed + recompute * forward,
         update_seconds=sum(layer.update_seconds for layer in layers) * load_speed,
         output_bytes=layers[-1].output_bytes,
         gradient_bytes=layers[-1].returned_bytes,
-        buckets=_buckets(layers, schedule, rounds),
+        buckets=_buckets(layers, list(map(add, backward, products))),
         weight_seconds=sum(layer.weights_backward(rounds) for layer in layers) * load_speed,
-        products_seconds=sum(layer.products(schedule, rounds) for layer in layers) * load_speed,
+        products_seconds=sum(products) * load_speed,
     )
 
 
-def _buckets(layers: Sequence[LayerProfile], schedule: str, rounds: int) -> tuple[GradientBucket, ...]:
-    """Layers from last to first, as the last backward visits them, gathered up to BUCKET_BYTES."""
-    seconds = [layer.backward(schedule, rounds) + layer.products(schedule, rounds) for layer in layers]
+def _buckets(layers: Sequence[LayerProfile], seconds: Sequence[float]) -> tuple[GradientBucket, ...]:
+    """Gather layers up to BUCKET_BYTES, from last to first, as the last backward visits them."""
     total = sum(seconds) or 1.0
     buckets, filled, done = [], 0, 0.0
     for layer, of_layer in zip(reversed(layers), reversed(seconds), strict=True):
@@ -148,197 +159,191 @@ def _buckets(layers: Sequence[LayerProfile], schedule: str, rounds: int) -> tupl
 
 
 def compute_share(cluster: Cluster, ranks: Sequence[int]) -> dict[int, float]:
-    """The part of full speed that each rank gets while all of `ranks` compute at once."""
+    """Return the part of full speed that each rank gets while all of `ranks` compute at once."""
     on_node = Counter(map(cluster.node, ranks))
     return {rank: cluster.speed(rank) * cluster.shared_speed(on_node[cluster.node(rank)]) for rank in ranks}
 
 
 def stage_speed(cluster: Cluster, ranks: Sequence[int], share: Mapping[int, float]) -> float:
-    """Speed of a stage's slowest rank, given the part of full speed that each rank gets."""
+    """Return the speed of a stage's slowest rank, given the part of full speed that each rank gets."""
     return min(share[rank] for rank in ranks) * (cluster.replicated_speed if len(ranks) > 1 else 1.0)
 
 
-class CutFigures(NamedTuple):
-    """How the ranks of two neighbouring stages reach each other.
+@dataclass(frozen=True, slots=True)
+class StageTerms(Generic[Seconds]):
+    """Seconds of many stages, each at the speed of its slowest rank; arrays of one shape.
 
     Args:
-        latency_seconds, seconds_per_byte: of one message over the slowest of the routes that occur.
-        busy_seconds_per_byte: how long the busiest port or shared link is occupied by a minibatch's messages
-            of one byte: by all after the first where the schedule flushes, else by all.
+        work: a microbatch's forward, backward and handling of messages.
+        weight: the part of `work` that computes the weights' gradients.
+        allreduce: one all-reduce, alone on its links.
+        exposed: the part of `allreduce` that nothing hides.
+        update: the optimizer's step.
+        products: the deferred products of the last backward (`LayerProfile.products`).
+        held_up: the part of `products` that precedes the gradient for the stage before.
     """
 
-    latency_seconds: float
-    seconds_per_byte: float
-    busy_seconds_per_byte: float
-
-
-def cut_figures(
-    cluster: Cluster,
-    ranks: Sequence[int],
-    behind: Sequence[int],
-    num_microbatches: int,
-    asynchronous: bool = False,
-) -> CutFigures:
-    """Microbatch b goes from `ranks[b mod m]` to `behind[b mod k]`.
-
-    A shared link carries the part of the microbatches whose route crosses it; a rank's own port those
-    that the rank handles.
-    """
-    m, k = len(ranks), len(behind)
-    routes = np.arange(math.lcm(m, k))
-    sender, receiver = np.array(ranks)[routes % m], np.array(behind)[routes % k]
-    latency, per_byte, busy = 0.0, 0.0, 0.0
-    within = np.zeros(len(routes), dtype=bool)
-    below = 1  # ranks of a unit of the level below
-    for level in cluster.levels:
-        here = (sender // level.ranks == receiver // level.ranks) & ~within
-        if here.any():
-            latency = max(latency, level.latency_seconds)
-            per_byte = max(per_byte, 1 / level.bandwidth)
-            if level.shared_bandwidth is not None:
-                busiest = max(int(np.bincount(end[here] // below).max()) for end in (sender, receiver))
-                messages = num_microbatches * busiest / len(routes)
-                counted = messages if asynchronous else max(0.0, messages - 1)
-                busy = max(busy, counted / level.shared_bandwidth)
-        within |= here
-        below = level.ranks
-    if asynchronous:
-        in_a_row = num_microbatches / min(m, k)
-    else:
-        in_a_row = ceil_div(num_microbatches, min(m, k)) - 1
-    return CutFigures(latency, per_byte, max(busy, in_a_row * per_byte))
-
-
-class StageTerms(NamedTuple):
-    """What a stage takes at the speed of its slowest rank, all ranks of the plan computing.
-
-    Args:
-        work_seconds: a microbatch's forward, backward and handling of messages; `weight_seconds` of them make
-            the weights' gradients.
-        allreduce_seconds: one all-reduce, alone; of it `exposed_seconds` are not hidden.
-        update_seconds: the optimizer's step.
-        products_seconds: what the last backward leaves to be made; `held_up_seconds` of them before the
-            gradient is sent that the stage before waits for.
-    """
-
-    work_seconds: float
-    allreduce_seconds: float
-    exposed_seconds: float
-    update_seconds: float
-    weight_seconds: float
-    products_seconds: float
-    held_up_seconds: float
+    work: Seconds
+    weight: Seconds
+    allreduce: Seconds
+    exposed: Seconds
+    update: Seconds
+    products: Seconds
+    held_up: Seconds
 
     @property
-    def after_seconds(self) -> float:
-        """What follows a minibatch's work."""
-        return self.products_seconds - self.held_up_seconds + self.exposed_seconds + self.update_seconds
+    def after(self) -> Seconds:
+        """Seconds from the end of a minibatch's work to the end of the update."""
+        return self.products - self.held_up + self.exposed + self.update
+
+    def of_stage(self, stage: int) -> "StageTerms[float]":
+        """Return the terms of one stage, where `self` holds those of a plan's stages."""
+        return StageTerms(*(float(getattr(self, each.name)[stage]) for each in fields(self)))
 
 
-def stage_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageTerms, ...]:
-    """One for each stage, given `stage_costs`."""
+def stage_terms(
+    schedule: str,
+    overlap: float,
+    *,
+    is_first: NDArray[np.bool_],
+    replicas: Ints | int,
+    speed: Floats | float,
+    work: Floats,
+    backward: Floats,
+    weight: Floats,
+    products: Floats,
+    update: Floats,
+    sending: Floats,
+    allreduce: Floats,
+) -> StageTerms[Floats]:
+    """Return the terms of stages from their costs; all arrays broadcast against each other.
+
+    Args:
+        overlap: the share of an all-reduce that computing can hide (`Cluster.overlap`).
+        is_first: True for stages without a stage before.
+        speed: of the slowest rank.
+        work, backward, weight, products, update: seconds at full speed.
+        sending: processor seconds of the last gradient that is sent, 0 in a first stage.
+        allreduce: seconds alone on its links.
+    """
+    products = products / speed
+    inline = products * (is_first | (np.asarray(replicas) > 1))  # else they are deferred: `Plan.defers_wgrad`
+    last = weight if TRAITS[schedule].splits_backward else backward + sending
+    return StageTerms(
+        work / speed,
+        weight / speed,
+        allreduce,
+        allreduce - overlap * np.minimum(allreduce, last / speed + inline),
+        update / speed,
+        products,
+        inline * ~is_first,
+    )
+
+
+def stage_parts(
+    schedule: str, num_microbatches: int, replicas: Ints | int, work: Seconds, weight: Seconds, after: Seconds
+) -> tuple[Seconds, Seconds]:
+    """Return the seconds that stages add to the sum and to the maximum; interleaved-1f1b has `_interleaved`.
+
+    An asynchronous schedule has no sum. There the first figure is a microbatch's way through the stage.
+
+    Args:
+        work, weight: `StageTerms.work` and `StageTerms.weight`.
+        after: seconds between the work and the end of the update.
+    """
+    m: Any = replicas  # of one stage, or of each
+    rounds = -(-num_microbatches // m)
+    traits = TRAITS[schedule]
+    if traits.whole_minibatch:
+        return work, (work + after) / m
+    if traits.is_asynchronous:
+        return work, rounds * work + after
+    if traits.splits_backward:
+        filling: Seconds = np.maximum(work - 2 * weight, 0.0)
+        return filling, rounds * work - filling + after
+    return work, (rounds - 1) * work + after
+
+
+_FIGURES = attrgetter(
+    "forward_seconds",
+    "backward_seconds",
+    "weight_seconds",
+    "products_seconds",
+    "update_seconds",
+    "output_bytes",
+    "gradient_bytes",
+)
+
+
+def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> StageTerms[Floats]:
+    """Return the terms of a plan's stages, shape (stages,), while all ranks of the plan compute.
+
+    Args:
+        costs: those of `stage_costs`.
+    """
+    rows = np.array([_FIGURES(cost) for cost in costs]).T
+    forward, backward, weight, products, update, sent, returned = rows
+    gradients = [sum(bucket.num_bytes for bucket in cost.buckets) for cost in costs]
     share = compute_share(cluster, plan.ranks)
-    over_cuts = [handling_seconds(cluster, cost.output_bytes + cost.gradient_bytes) for cost in costs[:-1]]
-    terms = []
-    for s, (cost, before, behind) in enumerate(zip(costs, [0.0, *over_cuts], [*over_cuts, 0.0], strict=True)):
-        stage = plan.stages[s]
-        speed = stage_speed(cluster, stage.ranks, share)
-        last, inline = cost.backward_seconds, 0.0 if plan.defers_wgrad(s) else cost.products_seconds
-        if plan.traits.splits_backward:
-            last = cost.weight_seconds
-        elif s:
-            last += handling_seconds(cluster, costs[s - 1].gradient_bytes, 1)
-        hidden = cluster.overlap * (last + inline) / speed
-        weights = sum(bucket.num_bytes for bucket in cost.buckets)
-        allreduce = cluster.allreduce_seconds(weights, stage.ranks) if weights else 0.0
-        terms.append(
-            StageTerms(
-                work_seconds=(cost.forward_seconds + cost.backward_seconds + before + behind) / speed,
-                allreduce_seconds=allreduce,
-                exposed_seconds=allreduce - min(cluster.overlap * allreduce, hidden),
-                update_seconds=cost.update_seconds / speed,
-                weight_seconds=cost.weight_seconds / speed,
-                products_seconds=cost.products_seconds / speed,
-                held_up_seconds=inline / speed if s else 0.0,
-            )
-        )
-    return tuple(terms)
+    handling = np.zeros(len(costs) + 1)
+    handling[1:-1] = cluster.handling_seconds((sent + returned)[:-1], 2)
+    sending = np.zeros(len(costs))
+    sending[1:] = cluster.handling_seconds(returned[:-1], 1)
+    rings = [cluster.ring(stage.ranks) for stage in plan.stages]
+    return stage_terms(
+        plan.schedule,
+        cluster.overlap,
+        is_first=np.arange(len(costs)) == 0,
+        replicas=np.array(plan.replicas),
+        speed=np.array([stage_speed(cluster, stage.ranks, share) for stage in plan.stages]),
+        work=forward + backward + handling[:-1] + handling[1:],
+        backward=backward,
+        weight=weight,
+        products=products,
+        update=update,
+        sending=sending,
+        allreduce=np.array(list(map(Ring.seconds, rings, gradients))),
+    )
+
+
+def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool) -> Floats:
+    """Return the `cut_figures` of a plan's cuts, shape (3, cuts)."""
+    before = np.arange(plan.num_stages - 1)
+    ranks = [stage.ranks for stage in plan.stages]
+    return cut_figures(cluster, ranks, np.stack([before, before + 1]), plan.num_microbatches, asynchronous)
 
 
 def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """Seconds of a minibatch by the closed formula above; what `partition` minimises.
+    """Return the seconds of a minibatch by the closed formula above, which `partition` minimises.
 
-    Every rank of the plan is taken to compute all the time, so ranks that share a machine's processors get
-    the speed they have while all of them are active.
+    Every rank of the plan is taken to compute all the time. Ranks that share a machine's processors
+    therefore have the speed of all of them computing at once.
     """
     return estimate_from_costs(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster)
 
 
 def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
-    """`estimate`, given `stage_costs`."""
-    terms = stage_terms(plan, costs, cluster)
-    over_stages = _interleaved if plan.traits.interleaves else _straight
-    fill, slowest = over_stages(plan, terms)
-    busy = [0.0] * plan.num_groups  # the links behind each group of ranks
-    for s, (cost, (stage, behind)) in enumerate(zip(costs, pairwise(plan.stages), strict=False)):
-        cut = cut_figures(cluster, stage.ranks, behind.ranks, plan.num_microbatches, plan.is_asynchronous)
-        largest = max(cost.output_bytes, cost.gradient_bytes)
-        busy[s % plan.num_groups] += cut.busy_seconds_per_byte * largest
-        moved = cost.output_bytes + cost.gradient_bytes
-        fill += 2 * cut.latency_seconds + cut.seconds_per_byte * moved
-    slowest = max(slowest, *busy)
-    return slowest if plan.is_asynchronous else fill + slowest
-
-
-def _straight(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:
-    fill, slowest = 0.0, 0.0
-    for m, term in zip(plan.replicas, terms, strict=True):
-        filling, most = stage_parts(
-            plan.schedule,
-            plan.num_microbatches,
-            m,
-            term.work_seconds,
-            term.weight_seconds,
-            term.after_seconds,
+    """Return `estimate`, given `stage_costs`."""
+    terms = plan_terms(plan, costs, cluster)
+    if plan.traits.interleaves:
+        fill, slowest = _interleaved(plan, terms)
+    else:
+        replicas = np.array(plan.replicas)
+        filling, maxima = stage_parts(
+            plan.schedule, plan.num_microbatches, replicas, terms.work, terms.weight, terms.after
         )
-        fill, slowest = fill + float(filling) + term.held_up_seconds, max(slowest, float(most))
-    return fill, slowest
+        fill, slowest = (filling + terms.held_up).sum(), maxima.max()
+    if plan.num_stages > 1:
+        sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
+        latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
+        fill += (2 * latency + per_byte * (sent + returned)).sum()
+        group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
+        slowest = max(slowest, np.bincount(group, busy_per_byte * np.maximum(sent, returned)).max())
+    return float(slowest if plan.is_asynchronous else fill + slowest)
 
 
-def stage_parts(
-    schedule: str, num_microbatches: int, replicas: int, work: Seconds, weight: Seconds, after: Seconds
-) -> tuple[Seconds, Seconds]:
-    """What a stage adds to the sum and to the maximum; for interleaved-1f1b see `_interleaved`.
-
-    An asynchronous schedule has no sum; what is said for it is the way of a microbatch through the stage.
-
-    Args:
-        work, weight: a microbatch's work, and the part of it that makes the weights' gradients.
-        after: what follows it, `StageTerms.after_seconds`.
-    """
-    rounds = ceil_div(num_microbatches, replicas)
-    traits = TRAITS[schedule]
-    if traits.whole_minibatch:
-        return work, (work + after) / replicas
-    if traits.is_asynchronous:
-        return work, rounds * work + after
-    if traits.splits_backward:
-        filling = np.maximum(work - 2 * weight, 0.0)
-        return filling, rounds * work - filling + after
-    return work, (rounds - 1) * work + after
-
-
-def _interleaved(plan: Plan, terms: Sequence[StageTerms]) -> tuple[float, float]:
+def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:
+    by_chunk = plan.chunks, plan.num_groups
+    work, after = (each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after))
     rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
-    slowest = 0.0
-    for group in range(plan.num_groups):
-        held = terms[group :: plan.num_groups]
-        after = sum(term.after_seconds for term in held)
-        slowest = max(slowest, rounds * sum(term.work_seconds for term in held) + after)
-    filling = sum(term.work_seconds for term in terms) / plan.chunks
-    return filling + sum(term.held_up_seconds for term in terms), slowest
-
-
-def handling_seconds(cluster: Cluster, num_bytes: float, num_messages: int = 2) -> float:
-    """Processor time, at one side of a cut, of a microbatch's messages: the one there and the one back."""
-    return num_messages * cluster.message_seconds + num_bytes * cluster.message_seconds_per_byte
+    return work.sum() / plan.chunks + terms.held_up.sum(), (rounds * work + after).max()

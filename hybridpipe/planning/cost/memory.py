@@ -1,13 +1,13 @@
-"""Memory: what a rank must hold under a plan, at its peak and over time.
+"""Memory: the bytes that a rank holds under a plan, at its peak and over time.
 
     weights x versions + gradients + optimizer state + Horovod's buffer
     + microbatches stashed x (received input + activations + output) + messages
 
-summed over the stages that the rank holds. A synchronous schedule has one version of the weights, PipeDream
-one for each microbatch in flight (SOSP 2019, section 3.3), with vertical sync one for each version that the
-input stage still asks for, 2BW two (ICML 2021, section 3.1). With recomputation (GPipe, Huang et al. 2019,
-section 2.3) a microbatch keeps its input only, until its backward begins. Where backwards are halved, a
-microbatch keeps what it has until the weights' half.
+Summed over the stages that the rank holds. A synchronous schedule has one version of the weights. PipeDream
+has one for each microbatch in flight (SOSP 2019, section 3.3), with vertical sync one for each version that
+the input stage still uses. 2BW has two (ICML 2021, section 3.1). With recomputation a microbatch keeps only
+its input until its backward begins (GPipe, Huang et al. 2019, section 2.3). Where backwards are split, a
+microbatch keeps its stash until the weights' half.
 """
 
 import math
@@ -15,6 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import (
@@ -31,107 +35,138 @@ from hybridpipe.planning.timeline import Event, Timeline
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
 
-# Horovod copies what it joins into a fusion buffer, at most so much; `runtime.gradients` may allow it less.
+# The largest fusion buffer, into which Horovod copies gradients; `optim.gradient_sync` may allow less.
 FUSION_BYTES = 128 * 2**20
 
-# Receives posted beyond the one that is waited for: enough that the next message of either neighbour moves
-# while a rank computes, and no more, since each holds a buffer.
+# Receives posted beyond the one that a rank waits for: enough that the next message of either neighbour moves
+# while the rank computes, and no more, since each holds a buffer.
 LOOK_AHEAD = 2
 
-# Longer rounds of two stages are not walked through to count versions.
+# The longest round of two stages in which versions are counted one by one.
 MAX_ROUND = 4096
 
 
 class StageMemory(NamedTuple):
-    """Bytes of one stage on one rank.
+    """Bytes of stages on one rank each; arrays of one shape, whole numbers up to 2^53.
 
     Args:
         parameters: one version of the weights.
-        resident: weights, gradients, what is kept for the products that make them, the optimizer's state, and
-            messages on their way.
-        stash: what each microbatch keeps from its forward on.
-        working: what it keeps besides once its backward has begun.
+        resident: weights, gradients, inputs kept for deferred products, the optimizer's state, and messages.
+        stash: bytes that each microbatch keeps from its forward on.
+        working: further bytes that it keeps once its backward has begun.
     """
 
-    parameters: int
-    resident: int
-    stash: int
-    working: int
+    parameters: Floats
+    resident: Floats
+    stash: Floats
+    working: Floats
+
+    def peak(
+        self, replicas: Ints | int, versions: Ints | int, in_flight: Ints | int, begun: Ints | int = 1
+    ) -> Floats:
+        """Return the peak of a rank that holds one stage.
+
+        Args:
+            in_flight: microbatches that it stashes at most.
+            begun: those of them whose backward has begun.
+        """
+        peak: Floats = self.resident + _fusion_bytes(self.parameters, replicas)
+        peak += (versions - 1) * self.parameters
+        peak += in_flight * self.stash + begun * self.working
+        return peak
 
 
 def stage_memory(
-    profile: ModelProfile, start: int, stop: int, recompute: bool, schedule: str, num_microbatches: int
+    *,
+    parameters: Floats,
+    inside: Floats,
+    received: Floats,
+    sent: Floats,
+    kept: Floats,
+    state_factor: float,
+    recompute: NDArray[np.bool_] | bool,
 ) -> StageMemory:
-    """What the layers `[start, stop)` weigh; `num_microbatches`: of an update, on this rank."""
-    layers = profile.layers[start:stop]
-    parameters = sum(layer.parameter_bytes for layer in layers)
-    received = profile.layers[start - 1].output_bytes if start else 0
-    inside = sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes
-    stash, working = (received, inside) if recompute else (received + inside, 0)
-    resident = round(parameters * (2 + profile.state_factor))
-    resident += sum(layer.kept(schedule, num_microbatches) for layer in layers)
-    resident += message_bytes(received, layers[-1].output_bytes if stop < len(profile.layers) else 0)
-    return StageMemory(parameters, resident, stash, working)
+    """Return the memory of stages; all arrays, of bytes, broadcast against each other.
 
+    A stage sends and receives over both cuts. Its messages take, besides the inputs that are stashed, both
+    gradients as they are computed with, both packed tensors that are sent, and `LOOK_AHEAD` receives.
 
-def message_bytes(received: int, sent: int) -> int:
-    """What messages take besides the inputs that are stashed, where a stage receives and sends so much.
-
-    Both gradients, as they are computed with; what is sent, packed; and what is received ahead.
+    Args:
+        inside: activations and output of a microbatch.
+        received, sent: activations of a microbatch over the cuts before and behind; 0 where there is none.
+        kept: inputs for deferred products (`LayerProfile.kept`).
     """
-    return 2 * (received + sent) + LOOK_AHEAD * max(received, sent)
+    messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
+    return StageMemory(
+        parameters,
+        np.rint(parameters * (2 + state_factor)) + kept + messages,
+        np.where(recompute, received, received + inside),
+        np.where(recompute, inside, 0.0),
+    )
 
 
-def _resident(stages: Iterable[StageMemory], replicated: bool) -> int:
-    """What a rank always holds."""
-    stages = list(stages)
-    buffer = min(sum(stage.parameters for stage in stages), FUSION_BYTES) if replicated else 0
-    return sum(stage.resident for stage in stages) + buffer
+def _fusion_bytes(parameters: Floats, replicas: Ints | int) -> Floats:
+    """Return the size of Horovod's buffer on a rank with `parameters` bytes of weights."""
+    return np.minimum(parameters, FUSION_BYTES) * (np.asarray(replicas) > 1)
 
 
 def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
-    """Peak of each rank of the plan, in stage order."""
+    """Return the peak of each rank of the plan, in bytes, in stage order."""
     if plan.traits.interleaves:
         each = [_interleaved_peak(profile, plan, group) for group in range(plan.num_groups)]
     else:
-        stashed = in_flight_per_stage(plan, plan.num_microbatches)
-        begun, kept = _begun(plan), versions_per_stage(plan)
-        each = []
-        for s, stage in enumerate(_stages(profile, plan, range(plan.num_stages))):
-            resident = _resident([stage], plan.replicas[s] > 1)
-            old = (kept[s] - 1) * stage.parameters
-            each.append(resident + old + stashed[s] * stage.stash + begun[s] * stage.working)
-    return tuple(peak for group, peak in enumerate(each) for _ in plan.stages[group].ranks)
+        counts = versions_per_stage(plan), in_flight_per_stage(plan, plan.num_microbatches), _begun(plan)
+        stages = _stages(profile, plan, range(plan.num_stages))
+        each = stages.peak(np.array(plan.replicas), *map(np.array, counts)).tolist()
+    return tuple(int(peak) for group, peak in enumerate(each) for _ in plan.stages[group].ranks)
 
 
-def _stages(profile: ModelProfile, plan: Plan, numbers: Iterable[int]) -> list[StageMemory]:
-    return [
-        stage_memory(
-            profile,
-            plan.stages[s].start,
-            plan.stages[s].stop,
-            plan.recomputes(s),
-            plan.schedule,
-            per_update(plan.schedule, plan.num_microbatches, plan.replicas[s]),
+def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageMemory:
+    """Return the memory of these stages of a plan, shape (stages,)."""
+    rows = []
+    for s in numbers:
+        stage = plan.stages[s]
+        layers = profile.layers[stage.start : stage.stop]
+        rounds = per_update(plan.schedule, plan.num_microbatches, stage.replicas)
+        rows.append(
+            (
+                sum(layer.parameter_bytes for layer in layers),
+                sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes,
+                profile.layers[stage.start - 1].output_bytes if stage.start else 0,
+                layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
+                sum(layer.kept(plan.schedule, rounds) for layer in layers),
+            )
         )
-        for s in numbers
-    ]
+    parameters, inside, received, sent, kept = np.array(rows, dtype=np.float64).T
+    return stage_memory(
+        parameters=parameters,
+        inside=inside,
+        received=received,
+        sent=sent,
+        kept=kept,
+        state_factor=profile.state_factor,
+        recompute=np.array([plan.recomputes(s) for s in numbers]),
+    )
 
 
-def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> int:
+def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> float:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
     most = max(
-        sum(count * stage.stash for count, stage in zip(stash.counts, stages, strict=True))
-        + (0 if stash.backward is None else stages[stash.backward].working)
+        stash.counts @ stages.stash + (0.0 if stash.backward is None else stages.working[stash.backward])
         for stash in interleaved_stash(plan, group, plan.num_microbatches)
     )
-    return _resident(stages, plan.replicas[group] > 1) + most
+    return float(_resident(stages, plan.replicas[group]) + most)
+
+
+def _resident(stages: StageMemory, replicas: int) -> float:
+    """Return the bytes that a rank with these stages always holds."""
+    return float(stages.resident.sum() + _fusion_bytes(stages.parameters.sum(), replicas))
 
 
 def _begun(plan: Plan) -> list[int]:
-    """How many microbatches at most have begun their backward, of each stage: the one that is computed.
+    """Return the most microbatches of each stage whose backward has begun: the one that is computed.
 
-    Where backwards are halved, also those whose weights' half follows later.
+    Where backwards are split, those whose weights' half is still to come count as well.
     """
     if not plan.traits.splits_backward:
         return [1] * plan.num_stages
@@ -143,37 +178,35 @@ def _begun(plan: Plan) -> list[int]:
 
 
 def versions_per_stage(plan: Plan) -> tuple[int, ...]:
-    """The most versions of its weights that each stage holds at a time.
+    """Return the most versions of its weights that each stage holds at a time.
 
-    One is held from its update until the last forward that asks for it has had its backward; the newest,
-    always.
+    A version is held from its update until the last microbatch that uses it has had its backward. The newest
+    is always held.
     """
     if not plan.is_asynchronous:
         return (1,) * plan.num_stages
-    if plan.traits.versions == "two":
-        return (2,) * plan.num_stages
     held = until_backward(plan, 1)
     if not plan.vertical_sync:
-        return held
+        return tuple(map(plan.traits.num_versions, held))
     return tuple(_synced_versions(plan, s, held) for s in range(plan.num_stages))
 
 
 def _synced_versions(plan: Plan, stage: int, held: Sequence[int]) -> int:
-    """Of a stage under vertical sync: counted while minibatches go through it, over a round and more."""
+    """Count a stage's versions under vertical sync, while minibatches of at least one round pass."""
     first, replicas = plan.replicas[0], plan.replicas[stage]
     if first == replicas:
         return held[0]
     round_length = math.lcm(first, replicas)
     in_flight = held[0] * first
     if round_length > MAX_ROUND:
-        return 2 + max(0, in_flight - 2) // replicas  # as if every version in between were asked for
+        return 2 + max(0, in_flight - 2) // replicas  # as if every version in between were in use
     count = 2 * (in_flight + held[stage] * replicas + round_length)
     asks = versions(plan, stage)
     return max(_most_versions(range(r, count, replicas), asks) for r in range(replicas))
 
 
 def _most_versions(minibatches: range, asks: Callable[[int], int]) -> int:
-    """What a replica holds while these minibatches go through it, an update after each."""
+    """Return the most versions that a replica holds during these minibatches, with an update after each."""
     held = Versions(minibatches, asks)
     most = held.num_versions
     for m in minibatches:
@@ -193,27 +226,27 @@ class Versions:
 
     @property
     def num_versions(self) -> int:
-        """Those that are wanted, and the newest."""
+        """The number of versions: those in use, and the newest."""
         return 1 + self._old
 
     def returned(self, microbatch: int) -> None:
-        """A microbatch has had its backward."""
+        """Note that a microbatch has had its backward."""
         version = self._asks(microbatch)
         self._wanted[version] -= 1
         self._old -= not self._wanted[version] and version < self._newest
 
     def update(self) -> None:
-        """There is a new version."""
+        """Note a new version."""
         self._old += self._wanted[self._newest] > 0
         self._newest += 1
 
 
 def curves(profile: ModelProfile, plan: Plan, timeline: Timeline) -> dict[int, Curve]:
-    """What each rank holds over time, in stage order; never more than `peak_memory_bytes`.
+    """Return the bytes that each rank holds over time, in stage order; never more than `peak_memory_bytes`.
 
-    A microbatch's stash is there from the start of its forward to the end of its backward or of its weights'
-    half; with recomputation the backward adds what it computes again. Under an asynchronous schedule an
-    update makes a new version where a microbatch still uses the one before, and a version goes with the last
+    A microbatch's stash exists from the start of its forward to the end of its backward or of its weights'
+    half. With recomputation the backward adds the recomputed activations. Under an asynchronous schedule an
+    update makes a new version where a microbatch still uses the one before, and a version ends with the last
     microbatch that uses it.
     """
     return {
@@ -228,7 +261,10 @@ def _steps(
     profile: ModelProfile, plan: Plan, group: int, events: tuple[Event, ...]
 ) -> Iterator[tuple[float, int]]:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
-    resident = _resident(stages, plan.replicas[group] > 1)
+    resident = int(_resident(stages, plan.replicas[group]))
+    parameters, (stash_of, working_of) = int(stages.parameters[0]), (
+        list(map(int, each)) for each in (stages.stash, stages.working)
+    )
     kept: Versions | None = None
     if plan.is_asynchronous:
         forwards = [event.instruction for event in events if isinstance(event.instruction, Forward)]
@@ -236,22 +272,22 @@ def _steps(
     stash = 0
 
     def held() -> int:
-        return resident + stash + ((kept.num_versions - 1) * stages[0].parameters if kept else 0)
+        return resident + stash + ((kept.num_versions - 1) * parameters if kept else 0)
 
     yield 0.0, resident
     for instruction, start, end in events:
         match instruction:
             case Forward(_, chunk):
-                stash += stages[chunk].stash
+                stash += stash_of[chunk]
                 yield start, held()
-            case Backward() | BackwardInput() if stages[instruction.chunk].working:
-                stash += stages[instruction.chunk].working
+            case Backward() | BackwardInput() if working_of[instruction.chunk]:
+                stash += working_of[instruction.chunk]
                 yield start, held()
             case Step() if kept:
                 kept.update()
                 yield start, held()
         if isinstance(instruction, Backward | BackwardWeight):
-            stash -= stages[instruction.chunk].stash + stages[instruction.chunk].working
+            stash -= stash_of[instruction.chunk] + working_of[instruction.chunk]
             if kept:
                 kept.returned(instruction.microbatch)
             yield end, held()

@@ -1,1 +1,1 @@
-"""Models as graphs, made into chains."""
+"""Graph: models as graphs of layers, and their order in a chain."""

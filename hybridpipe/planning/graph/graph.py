@@ -1,10 +1,9 @@
-"""Layer graph: layers with the tensors between them, and what they cost once they stand in a chain.
+"""Layer graph: layers with the tensors between them, and their costs in the order of a chain.
 
 A cut after a position of the chain carries every tensor that was made at or before it and is used after it:
-once, however many layers use it there. The model's inputs are there from the start, so one that is used late
-is carried over every cut before: only the first stage reads data. A tensor that nobody uses is not carried.
-
-Not known here: which chain is a good one (`hybridpipe.planning.graph.linearise`) and files
+once, however many layers use it there. The model's inputs exist from the start, so one that is used late is
+carried over every cut before: only the first stage reads data. A tensor without a user is not carried. Not
+known here: the choice of the chain (`hybridpipe.planning.graph.linearise`) and files
 (`hybridpipe.planning.graph.pipedream_format`).
 """
 
@@ -22,7 +21,7 @@ class LayerGraph:
     """Layers and the tensors between them.
 
     Args:
-        nodes: what each layer costs for one microbatch; `output_bytes` is here the layer's own result only.
+        nodes: the cost of each layer for one microbatch; `output_bytes` is here the layer's own result only.
         predecessors: for each node, the nodes whose results it uses.
         inputs: the nodes that are the model's inputs. They are no layers: their results exist from the start,
             they have no gradient, and their times do not count.
@@ -46,12 +45,12 @@ class LayerGraph:
 
     @cached_property
     def sorted_nodes(self) -> tuple[int, ...]:
-        """Every node after those it uses."""
+        """All nodes, each after those that it uses."""
         return tuple(TopologicalSorter(dict(enumerate(self.predecessors))).static_order())
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """For each node, the layers that use its result."""
+        """The layers that use each node's result, by node."""
         users: list[list[int]] = [[] for _ in self.nodes]
         for node, used in enumerate(self.predecessors):
             for each in set(used):
@@ -59,7 +58,7 @@ class LayerGraph:
         return tuple(map(tuple, users))
 
     def cut_bytes(self, order: Sequence[int], results: Iterable[int] | None = None) -> list[int]:
-        """What a cut after each position carries if the layers stand in this order; 0 after the last.
+        """Return the bytes that a cut after each position of this order carries; 0 after the last.
 
         Args:
             results: count the results of these nodes only; None: of all.
@@ -73,9 +72,9 @@ class LayerGraph:
         return list(accumulate(change))
 
     def with_gradient(self) -> frozenset[int]:
-        """The nodes whose results have a gradient.
+        """Return the nodes whose results have a gradient.
 
-        They are those at or behind a layer with parameters or with a backward: inputs and what is computed
+        They are those at or behind a layer with parameters or with a backward. Inputs, and results computed
         from inputs alone, such as masks and lengths, have none.
         """
         found: set[int] = set()
@@ -87,7 +86,7 @@ class LayerGraph:
         return frozenset(found)
 
     def profile(self, order: Sequence[int], samples: int, device: str) -> ModelProfile:
-        """The layers in this order, each after those it uses, as the profile of a chain.
+        """Return the layers in this order, each after those that it uses, as the profile of a chain.
 
         Args:
             samples: the size of the microbatch that the nodes' figures belong to.

@@ -1,17 +1,17 @@
 """Linearise: the order in which the layers of a graph make a chain whose cuts carry little.
 
-The planner needs many positions where cutting is cheap, so the bytes that the cuts carry are minimised in sum
-over all positions. The best order is NP-hard to find in general (it is minimum linear arrangement), so
+The planner needs many positions where cutting is cheap, so the sum of the bytes of all cuts is minimised. The
+best order is NP-hard to find in general (minimum linear arrangement), so
 
 1. a layer that depends on all before it and is needed by all after it stands at the same position in every
-   order: the stretches between such layers are put in order each by itself, and nothing is lost;
-2. what is alive depends on which layers are done and not on their order, so the best order of a stretch is
-   a shortest path through the sets of layers that can be done first (Held and Karp, 1962). The search keeps
-   the best sets of each size. Where it can keep all, as in residual blocks, it is exact; elsewhere it is a
-   beam search. How the layers stood before hardly matters to it (within 1 % on graphs in the style of
+   order: the stretches between such layers are ordered separately, without loss;
+2. the live tensors depend on the set of finished layers and not on their order, so the best order of a
+   stretch is a shortest path through the sets of layers that can be finished first (Held and Karp, 1962).
+   The search keeps the best sets of each size. Where it can keep all, as in residual blocks, it is exact;
+   elsewhere it is a beam search. The given order hardly matters to it (within 1 % on graphs in the style of
    Inception and NASNet), and it never makes that order worse.
 
-Pure and deterministic; the time is linear in layers and edges but for the search, whose steps are bounded.
+Pure and deterministic. The time is linear in layers and edges except for the search, whose steps are bounded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,14 @@ from typing import NamedTuple
 from hybridpipe.planning.graph.graph import LayerGraph
 
 SEARCH_STEPS = 1_000_000  # moves tried, times edges they look at: a second or two in all
-LONGEST_STRETCH = 2048  # layers searched together: a set of them is an integer of so many bits
+LONGEST_STRETCH = 2048  # layers searched together; a set of them is an integer with one bit a layer
 
 
 def narrow_order(graph: LayerGraph) -> tuple[int, ...]:
-    """All layers of the graph, each after those it uses, with narrow cuts."""
+    """Return all layers of the graph, each after those that it uses, in an order with narrow cuts.
+
+    Inputs are left out.
+    """
     order = [node for node in graph.sorted_nodes if node not in graph.inputs]
     position = {node: i for i, node in enumerate(order)}
     last_use = [max((position[user] for user in users), default=-1) for users in graph.successors]
@@ -40,10 +43,10 @@ def narrow_order(graph: LayerGraph) -> tuple[int, ...]:
 def _stretches(
     graph: LayerGraph, order: Sequence[int], position: dict[int, int]
 ) -> Iterator[tuple[int, int]]:
-    """Consecutive positions `[start, stop)` whose layers may change places.
+    """Yield consecutive positions `[start, stop)` whose layers may change places.
 
-    The layer at position i stands there in every order if all layers before lead to it, which is so if no
-    other one up to i is without a user up to i, and if it leads to all layers behind, likewise.
+    The layer at position i is fixed if all layers before lead to it and it leads to all layers behind. The
+    first holds if no other layer up to i is without a user up to i, and the second likewise.
     """
     ends, beginnings = [0] * (len(order) + 1), [0] * (len(order) + 1)
     for i, node in enumerate(order):
@@ -63,10 +66,10 @@ _Way = tuple[int, "_Way"] | None  # the last layer, and the way to it
 
 
 class _State(NamedTuple):
-    """Layers of a stretch that are done, and the best way to do them; sets of layers are bits."""
+    """Finished layers of a stretch, and the best way to them; sets of layers are bits."""
 
     done: int
-    ready: int  # what can be next
+    ready: int  # layers that can be next
     alive: int  # bytes made and still needed, relative to the stretch's start
     total: int  # the sum of `alive` after each layer so far
     way: _Way
@@ -75,11 +78,11 @@ class _State(NamedTuple):
 def _narrowest(
     graph: LayerGraph, stretch: list[int], stop: int, last_use: Sequence[int], num_moves: int
 ) -> list[int]:
-    """The stretch, which ends before position `stop`, in the order whose cuts carry least in sum.
+    """Return the stretch, which ends before position `stop`, in the order whose cuts carry least in sum.
 
     Args:
         last_use: for each node the last position that uses its result; -1 if none does.
-        num_moves: so many layers are tried at each position, after the sets with the narrowest cuts first.
+        num_moves: layers that are tried at each position, after the sets with the narrowest cuts first.
     """
     index = {node: i for i, node in enumerate(stretch)}
     needs = [0] * len(stretch)
@@ -92,7 +95,7 @@ def _narrowest(
                 needs[i] |= 1 << index[used]
                 followers[index[used]].append(i)
     made = [graph.nodes[node].output_bytes if last_use[node] >= 0 else 0 for node in stretch]
-    # What a layer may be the last to use: it is free once all its users in the stretch are done.
+    # Results that a layer may be the last to use: one is freed once all its users in the stretch are done.
     frees = [
         [
             (users[used], graph.nodes[used].output_bytes)
@@ -105,7 +108,7 @@ def _narrowest(
     ready = sum(1 << i for i, needed in enumerate(needs) if not needed)
     states = {0: _State(0, ready, alive=0, total=0, way=None)}
     for i in range(len(stretch)):
-        given = states[(1 << i) - 1], i  # the order as it came is never lost
+        given = states[(1 << i) - 1], i  # the given order is never lost
         best_first = sorted(states.values(), key=attrgetter("total"))
         moves = islice(((state, layer) for state in best_first for layer in _bits(state.ready)), num_moves)
         states = {}
@@ -126,7 +129,7 @@ def _narrowest(
 
 
 def _way_to(state: _State) -> list[int]:
-    """The layers in the order in which they were done."""
+    """Return the layers in the order in which they were finished."""
     layers = []
     way = state.way
     while way:
@@ -136,7 +139,7 @@ def _way_to(state: _State) -> list[int]:
 
 
 def _bits(mask: int) -> Iterator[int]:
-    """The highest first: a layer that has just become ready comes before those that have waited."""
+    """Yield the highest bit first: a layer that has just become ready comes before those that have waited."""
     while mask:
         highest = mask.bit_length() - 1
         yield highest

@@ -10,7 +10,7 @@ Times are milliseconds a minibatch, sizes bytes; a layer with several results li
 `[64.0; 32.0]`. The file does not say how many samples a minibatch had. Nodes called `Input`, `Input0` and so
 on are the model's inputs; their times are those of loading data.
 
-What a layer keeps for its backward is not in the file either: it is taken to be its result, which counts too
+The file lacks the bytes that a layer keeps for its backward. They are taken to be its result, which is too
 much where a backward needs less. Views and layers that work in place have no memory of their own and count
 nothing.
 """
@@ -30,11 +30,11 @@ _INPUT = re.compile(r"Input(?![A-Za-z])")
 _OWNS_NO_MEMORY = re.compile(r"(View|__getitem__)\b|\w+\(([^:]*, )?inplace\b(?!=False)")
 
 _SHOWN = Repr()
-_SHOWN.maxstring = 60  # characters of a mistake that are told
+_SHOWN.maxstring = 60  # characters of a quoted mistake
 
 
 def parse_graph(text: str) -> LayerGraph:
-    """The graph that a graph.txt describes; a layer is called by its node and kind, such as `node2 Conv2d`.
+    """Return the graph of a graph.txt; layers are named by node and kind, such as `node2 Conv2d`.
 
     Raises:
         ValueError: the first mistake, with its line.
@@ -95,7 +95,7 @@ def _edge(parts: list[str]) -> tuple[str, str]:
 
 
 def _node(parts: list[str]) -> tuple[str, str, LayerProfile]:
-    """A node's name, what the file says it is, and its figures as those of a layer."""
+    """Return a node's name, its description in the file, and its figures as those of a layer."""
     if parts[-1].startswith("stage_id="):  # PipeDream's planner adds the stage that it chose
         parts = parts[:-1]
     if len(parts) < 3 or not all(parts):
@@ -119,7 +119,7 @@ def _node(parts: list[str]) -> tuple[str, str, LayerProfile]:
 
 
 def _figure(field: str, text: str) -> float:
-    """A number, or the sum of a list of them."""
+    """Return a number, or the sum of a list of numbers."""
     is_list = field == "activation_size" and text.startswith("[") and text.endswith("]")
     try:
         values = [float(item) for item in (text[1:-1].split(";") if is_list else [text])]

@@ -1,1 +1,1 @@
-"""Schedules: instructions for each rank, and what they imply."""
+"""Schedules: instructions for each rank, and their consequences for memory, weights and resuming."""

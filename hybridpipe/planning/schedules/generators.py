@@ -1,11 +1,11 @@
-"""Schedules: the order in which one rank visits its microbatches, and the weights that each of them sees.
+"""Schedules: the order in which one rank visits its microbatches, and the weights that each of them uses.
 
-Pure: stages, replicas and microbatches are integers here; tensors and ranks are not known.
-Every schedule runs each microbatch's forward before its backward, once each. A synchronous one ends in a
-flush: all-reduce, step; an asynchronous one updates as it goes. Sources: GPipe (Huang et al. 2019, section
-2.3); 1F1B and its round robin over replicas (PipeDream, SOSP 2019, sections 3.2 and 3.3); 1F1B with a flush,
-and double-buffered weights (PipeDream-2BW, ICML 2021, sections 2.1 and 3.1); interleaved 1F1B (Narayanan et
-al., SC 2021, section 2.2.2); ZB-H1 (Qi et al., ICLR 2024, section 2.2).
+Pure: stages, replicas and microbatches are integers here; tensors and ranks are not known. Invariant: every
+schedule runs each microbatch's forward before its backward, once each. A synchronous one ends in a flush; an
+asynchronous one updates as it goes. Sources: GPipe (Huang et al. 2019, section 2.3); 1F1B and its round robin
+over replicas (PipeDream, SOSP 2019, sections 3.2 and 3.3); 1F1B with a flush, and double-buffered weights
+(PipeDream-2BW, ICML 2021, sections 2.1 and 3.1); interleaved 1F1B (Narayanan et al., SC 2021, section 2.2.2);
+ZB-H1 (Qi et al., ICLR 2024, section 2.2).
 """
 
 import math
@@ -34,19 +34,19 @@ UNLIMITED = 2**62
 
 
 class Stash(NamedTuple):
-    """How many microbatches of each chunk a rank holds, and the chunk whose backward it then runs, if any."""
+    """The microbatches of each chunk that a rank holds, and the chunk whose backward it then runs, if any."""
 
     counts: tuple[int, ...]
     backward: int | None
 
 
 def ceil_div(a: int, b: int) -> int:
-    """`a / b` rounded up."""
+    """Return `a / b` rounded up."""
     return -(-a // b)
 
 
 def per_update(schedule: str, num_microbatches: int, replicas: int) -> int:
-    """Microbatches whose gradients go into an update of a stage, of the replica that has most of them.
+    """Return the most microbatches that one replica contributes to an update of its stage.
 
     Args:
         num_microbatches: of a minibatch.
@@ -54,30 +54,34 @@ def per_update(schedule: str, num_microbatches: int, replicas: int) -> int:
     return 1 if TRAITS[schedule].whole_minibatch else ceil_div(num_microbatches, replicas)
 
 
-def in_flight(schedule: str, microbatches: int, replicas: int, behind: int) -> int:
-    """How many microbatches one replica holds at most: what its memory must stash.
+def in_flight(schedule: str, num_microbatches: int, replicas: int, behind: int, per_minibatch: int) -> int:
+    """Return the most microbatches that one replica of a stage stashes.
 
-    1F1B: one that it works on, and its part of what the stage behind holds, so that it never waits for a
-    gradient while it could feed that stage. With one replica a stage that is the number of stages from here
-    to the end; PipeDream's NOAM, ranks from here to the end over replicas, is the same there and for two
-    stages, but starves a replicated stage between others (1-4-1 took 1.9 times GPipe's time). GPipe: all.
+    Without a warm-up these are all of its microbatches. Otherwise it stashes the one that it computes, and
+    its share of those that the next stage holds, so that it never waits for a gradient while it could feed
+    that stage. With one replica a stage this is the number of stages from here to the end. PipeDream's NOAM,
+    which divides ranks by replicas, agrees there and for two stages, but starves a replicated stage between
+    others: 1-4-1 took 1.9 times GPipe's time.
 
     Args:
-        microbatches: of this replica, in the minibatch.
+        num_microbatches: of the minibatch or, under an asynchronous schedule, of the stream.
         replicas: of this stage.
-        behind: what all replicas of the stage behind hold together; 0 for the last stage.
+        behind: microbatches that all replicas of the next stage hold together; 0 for the last stage.
+        per_minibatch: microbatches of a minibatch.
     """
     traits = TRAITS[schedule]
     if not traits.has_warm_up:
-        return microbatches
+        return ceil_div(num_microbatches, replicas)
     held = 1 + ceil_div(behind, replicas)
-    return held if traits.is_asynchronous else min(held, microbatches)
+    if traits.versions == "two":  # at most two minibatches are in flight
+        held = min(held, ceil_div(2 * per_minibatch, replicas))
+    return held if traits.is_asynchronous else min(held, ceil_div(num_microbatches, replicas))
 
 
 def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
-    """The most microbatches that a replica of each stage stashes.
+    """Return the most microbatches that a replica of each stage stashes.
 
-    Where backwards are halved, a microbatch is stashed until the weights' half.
+    Where backwards are split, a microbatch is stashed until the weights' half.
     """
     if plan.traits.interleaves:
         return _interleaved_in_flight(plan, num_microbatches)
@@ -88,15 +92,16 @@ def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
 
 
 def until_backward(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
-    """`in_flight` of each stage's replica 0, within the plan's limit; ranks that hold one stage each."""
+    """Return `in_flight` of each stage's replica 0, within the plan's limit, for ranks that hold one stage.
+
+    Args:
+        num_microbatches: of the minibatch or, under an asynchronous schedule, of the stream.
+    """
     counts: list[int] = []
     behind = 0
     for replicas in reversed(plan.replicas):
-        held = in_flight(plan.schedule, ceil_div(num_microbatches, replicas), replicas, behind)
-        if plan.traits.versions == "two":  # no more than two minibatches are on their way
-            held = min(held, ceil_div(2 * plan.num_microbatches, replicas))
-        counts.append(held)
-        behind = replicas * held
+        counts.append(in_flight(plan.schedule, num_microbatches, replicas, behind, plan.num_microbatches))
+        behind = replicas * counts[-1]
     counts.reverse()
     if plan.max_in_flight is None or plan.max_in_flight >= max(counts):
         return tuple(counts)
@@ -104,13 +109,13 @@ def until_backward(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
 
 
 def _limited(plan: Plan, counts: Sequence[int], limit: int) -> Iterator[int]:
-    """All stages' counts in proportion, so that none waits longer than the others.
+    """Yield the counts of all stages, reduced in proportion, so that none waits longer than the others.
 
     With the limit on the first stages alone, the others would run ahead and then wait: 4 in flight in 8 equal
-    stages took 2.5 times as long as they do now. And with h in flight on each of r replicas, a stage forwards
-    microbatch m before it has the gradient of m - (h - 1) r, and after that of m - h r; so it must hold no
-    more than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts
-    only once its round is complete.
+    stages took 2.5 times as long. With h in flight on each of r replicas, a stage forwards microbatch m
+    before it has the gradient of m - (h - 1) r, and after that of m - h r. It must therefore hold no more
+    than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts only
+    once its round is complete.
     """
     rounds = plan.traits.whole_minibatch
     most, room = max(counts), UNLIMITED
@@ -121,10 +126,10 @@ def _limited(plan: Plan, counts: Sequence[int], limit: int) -> Iterator[int]:
 
 
 def gpipe(microbatches: Sequence[int]) -> Iterator[Instruction]:
-    """All forwards, then all backwards in the same order, then the flush.
+    """Yield all forwards, then all backwards in the same order, then the flush.
 
-    The paper draws the backwards in reverse; in arrival order no replica waits for another's, and
-    with a chain of stages both take the same time.
+    The paper draws the backwards in reverse. In arrival order no replica waits for another's, and with a
+    chain of stages both take the same time.
     """
     yield from map(Forward, microbatches)
     yield from map(Backward, microbatches)
@@ -132,17 +137,17 @@ def gpipe(microbatches: Sequence[int]) -> Iterator[Instruction]:
 
 
 def one_f_one_b(microbatches: Sequence[int], in_flight: int) -> Iterator[Instruction]:
-    """Warm-up of `in_flight - 1` forwards, then one forward, one backward, then backwards, then the flush."""
+    """Yield `in_flight - 1` forwards, then one forward and one backward in turn, and the flush."""
     yield from _alternate(microbatches, in_flight)
     yield from UPDATE
 
 
 def zero_bubble(microbatches: Sequence[int], in_flight: int, lag: int) -> Iterator[Instruction]:
-    """ZB-H1: 1F1B whose backwards are halved; the weights' half fills what would be the bubble.
+    """Yield ZB-H1: 1F1B with split backwards, whose weights' half fills the bubble.
 
     Args:
-        lag: by how many microbatches the weights' half follows the inputs': as many more as the first stage
-            holds in flight, so that no rank stashes more than that one.
+        lag: microbatches by which the weights' half follows the inputs' half. It is the difference to the
+            first stage's microbatches in flight, so that no rank stashes more than that stage.
     """
     late: deque[int] = deque()
     for instruction in _alternate(microbatches, in_flight):
@@ -160,10 +165,10 @@ def zero_bubble(microbatches: Sequence[int], in_flight: int, lag: int) -> Iterat
 def interleaved_1f1b(
     microbatches: Sequence[int], group: int, num_groups: int, chunks: int
 ) -> Iterator[Instruction]:
-    """1F1B over `chunks` stages on each rank, microbatches taking turns in groups of `num_groups`.
+    """Yield 1F1B over `chunks` stages on each rank; microbatches take turns in groups of `num_groups`.
 
-    The paper wants a multiple of `num_groups` microbatches; what is left over goes through the stages at
-    last, all forwards first. It is so little that it stashes no more than the rest.
+    The paper requires a multiple of `num_groups` microbatches. The remainder goes through the stages last,
+    all forwards first. It is small enough to stash no more than the rest.
 
     Args:
         group: this rank's, 0 for the one that holds the first stage.
@@ -184,7 +189,7 @@ def interleaved_1f1b(
 
 
 def _turns(microbatches: Sequence[int], size: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(microbatch, chunk): `size` microbatches through one chunk, then the same ones through the next."""
+    """Yield (microbatch, chunk): `size` microbatches through one chunk, then through the next, and so on."""
     for start in range(0, len(microbatches), size):
         for chunk in chunks:
             for m in microbatches[start : start + size]:
@@ -192,7 +197,7 @@ def _turns(microbatches: Sequence[int], size: int, chunks: Sequence[int]) -> Ite
 
 
 def _interleaved_in_flight(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
-    """The most microbatches whose forward, but not backward, each stage has run."""
+    """Return the most microbatches whose forward, but not backward, each stage has run."""
     held = [interleaved_stash(plan, group, num_microbatches) for group in range(plan.num_groups)]
     return tuple(
         max(counts[s // plan.num_groups] for counts, _ in held[s % plan.num_groups])
@@ -201,7 +206,7 @@ def _interleaved_in_flight(plan: Plan, num_microbatches: int) -> tuple[int, ...]
 
 
 def interleaved_stash(plan: Plan, group: int, num_microbatches: int) -> frozenset[Stash]:
-    """All that a rank of a group ever stashes.
+    """Return every stash that a rank of a group has at some time.
 
     A replica with one microbatch less than the first may stash more of some chunk.
     """
@@ -228,9 +233,9 @@ def _stash(count: int, group: int, num_groups: int, chunks: int) -> frozenset[St
 
 
 def pipedream(minibatches: Sequence[int], in_flight: int, total: int, replicas: int) -> Iterator[Instruction]:
-    """1F1B without a flush: an update after each backward, with the mean over the stage's replicas.
+    """Yield 1F1B without a flush: an update after each backward, with the mean over the stage's replicas.
 
-    In a round each replica handles one minibatch. One that has none in the last round still joins the
+    In a round each replica handles one minibatch. A replica without one in the last round still joins the
     all-reduce.
 
     Args:
@@ -253,13 +258,13 @@ def two_buffered(
     num_minibatches: int,
     room: int = UNLIMITED,
 ) -> Iterator[Instruction]:
-    """1F1B without a flush: an update after each minibatch, first seen by the next but one.
+    """Yield 1F1B without a flush: an update after each minibatch, first used by the next but one.
 
     A minibatch's forwards wait for that update, so two versions of the weights are enough.
 
     Args:
-        room: how many microbatches the stages before let pass ahead of a backward; a forward further ahead of
-            the minibatch to be updated comes after that update.
+        room: microbatches that the stages before let pass ahead of a backward. A forward further ahead of the
+            minibatch to be updated comes after that update.
     """
     ahead, held = deque(microbatches), deque[int]()
     updates = 0
@@ -285,7 +290,7 @@ def _alternate(microbatches: Sequence[int], in_flight: int) -> Iterator[Instruct
 
 
 class _Rank(NamedTuple):
-    """What a generator is told of a rank.
+    """The input of a generator.
 
     Args:
         total: microbatches of the minibatch or, under an asynchronous schedule, of the whole stream.
@@ -299,12 +304,12 @@ class _Rank(NamedTuple):
 
     @property
     def microbatches(self) -> range:
-        """Those that this rank computes."""
+        """The microbatches that this rank computes."""
         return self.plan.microbatches_of(self.place, self.total)
 
     @property
     def held(self) -> int:
-        """The most of them in flight."""
+        """The most microbatches of this rank in flight."""
         return self.in_flight[self.place.stage]
 
 
@@ -340,33 +345,36 @@ GENERATORS: dict[str, Callable[[_Rank], Iterator[Instruction]]] = {
 
 
 def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction]]:
-    """The instructions that the rank at a place computes by."""
+    """Return a function from a place to the computing instructions of its rank."""
     in_flight = () if plan.traits.interleaves else until_backward(plan, count)
     return lambda place: GENERATORS[plan.schedule](_Rank(plan, place, count, in_flight))
 
 
 def version_of(plan: Plan, stage: int, microbatch: int) -> int:
-    """The weights that a microbatch's forward and backward use: how many updates the stage has seen.
+    """Return the number of updates in the weights that a microbatch's forward and backward use.
 
-    PipeDream: the newest there are, which is those of the rounds that came back before it. Vertical sync: the
-    newest that contain no minibatch which the input stage's do not. 2BW: one update behind the newest.
+    PipeDream uses the newest weights, which contain the rounds that came back before. Vertical sync uses the
+    newest without a minibatch that the input stage's weights lack. 2BW is one update behind the newest.
+
+    Raises:
+        ValueError: the schedule has one version of the weights.
     """
     return versions(plan, stage)(microbatch)
 
 
 def versions(plan: Plan, stage: int) -> Callable[[int], int]:
-    """`version_of` of one stage, for many microbatches."""
+    """Return `version_of` of one stage as a function of the microbatch."""
     if plan.traits.versions == "two":
         return lambda microbatch: max(0, microbatch // plan.num_microbatches - 1)
     if plan.traits.versions == "one":
         raise ValueError(f"{plan.schedule} has one version of the weights at a time")
-    asked = plan.version_stage(stage)
-    held, replicas, here = until_backward(plan, 1)[asked], plan.replicas[asked], plan.replicas[stage]
+    source = plan.version_stage(stage)
+    held, replicas, here = until_backward(plan, 1)[source], plan.replicas[source], plan.replicas[stage]
     return lambda microbatch: max(0, microbatch // replicas + 1 - held) * replicas // here
 
 
 def delay_of(plan: Plan, stage: int) -> int:
-    """How many updates a stage's gradients are late once the pipeline is full; 0 under a flush."""
+    """Return the delay of a stage's gradients in updates, once the pipeline is full; 0 under a flush."""
     if not plan.is_asynchronous:
         return 0
     per_update = plan.replicas[stage] if plan.traits.whole_minibatch else plan.num_microbatches
@@ -375,9 +383,9 @@ def delay_of(plan: Plan, stage: int) -> int:
 
 
 def losses_late(plan: Plan) -> int:
-    """How many minibatches after it a minibatch's loss is waited for, at most.
+    """Return the most minibatches between a minibatch and the wait for its loss.
 
-    Late enough that no rank waits for one that waits for it: what is in flight, and a round more.
+    The number covers the microbatches in flight and a round more, so that no two ranks wait for each other.
     """
     if not plan.is_asynchronous:
         return 1
@@ -386,7 +394,7 @@ def losses_late(plan: Plan) -> int:
 
 
 def resume_points_every(plan: Plan) -> int:
-    """How many minibatches of a stream lie between two resume points; at its end there is one, too.
+    """Return the number of minibatches between two resume points of a stream; its end is one, too.
 
     A checkpoint holds every stage's weights after the same minibatches. Under a flush that is any minibatch;
     under PipeDream a stage updates once a round.
@@ -395,12 +403,12 @@ def resume_points_every(plan: Plan) -> int:
 
 
 def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Program]:
-    """One program for each rank of the plan, sends and receives included.
+    """Return one program for each rank of the plan, sends and receives included.
 
     Args:
-        num_microbatches: of this minibatch; defaults to those of a full one. A short last minibatch
-            has fewer, and a replica that gets none still takes part in the all-reduce. Under an asynchronous
-            schedule those of all minibatches that are to run one after the other without a flush.
+        num_microbatches: of this minibatch; defaults to those of a full one. A short last minibatch has
+            fewer, and a replica without any still joins the all-reduce. Under an asynchronous schedule these
+            are the microbatches of all minibatches that run one after the other without a flush.
     """
     count = plan.num_microbatches if num_microbatches is None else num_microbatches
     computing = _computing(plan, count)
@@ -408,27 +416,19 @@ def programs(plan: Plan, num_microbatches: int | None = None) -> dict[int, Progr
 
 
 def program(plan: Plan, place: Place, num_microbatches: int) -> Program:
-    """That of one rank: an asynchronous one can be as long as an epoch."""
+    """Return the program of one rank. An asynchronous one can be as long as an epoch."""
     return _communicating(plan, place, _computing(plan, num_microbatches)(place))
 
 
-def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, Program]:
-    """Programs of an evaluation: forwards only, over the same routes."""
-    return {rank: forward_program(plan, place, num_microbatches) for rank, place in _places(plan)}
-
-
 def forward_program(plan: Plan, place: Place, num_microbatches: int) -> Program:
-    """That of one rank."""
-    return _communicating(plan, place, _forwards(plan, place, num_microbatches))
-
-
-def _forwards(plan: Plan, place: Place, num_microbatches: int) -> Iterator[Instruction]:
+    """Return the program of one rank in an evaluation: forwards only, over the same routes."""
     mine = plan.microbatches_of(place, num_microbatches)
-    return (Forward(*each) for each in _turns(mine, plan.num_groups, range(plan.chunks)))
+    turns = _turns(mine, plan.num_groups, range(plan.chunks))
+    return _communicating(plan, place, (Forward(*each) for each in turns))
 
 
 def _places(plan: Plan) -> Iterator[tuple[int, Place]]:
-    """The ranks of the plan in stage order, and where they stand."""
+    """Yield the ranks of the plan in stage order, with their places."""
     for s, stage in enumerate(plan.stages[: plan.num_groups]):
         for replica, rank in enumerate(stage.ranks):
             yield rank, Place(s, replica)

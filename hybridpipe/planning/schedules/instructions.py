@@ -1,7 +1,4 @@
-"""Instructions: what one rank does, one after the other. The text form is also a file format.
-
-Pure data. A schedule yields only what computes, AllReduce and Step; `add_communication` puts the sends and
-receives around them, so that no schedule has to know its neighbours.
+"""Instructions: the actions of one rank, in order, with a text form.
 
     F3 / B3     forward / backward of microbatch 3
     I3 / W3     the two halves of B3: gradients of the inputs / of the weights
@@ -10,9 +7,11 @@ receives around them, so that no schedule has to know its neighbours.
     F3.1        the same on the rank's second stage, where it holds several
     all-reduce  the mean gradient over the stage's replicas
     step        the optimizer's update
+
+Pure data. Invariant: a schedule yields only computing instructions, AllReduce and Step. `add_communication`
+adds sends and receives, so that no schedule has to know its neighbours.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -51,14 +50,14 @@ class Backward(_OnMicrobatch):
 
 
 class BackwardInput(_OnMicrobatch):
-    """The half of a backward that the stage before waits for: the gradients of the stage's inputs."""
+    """Compute the gradients of the stage's inputs: the half of a backward that the stage before waits for."""
 
     __slots__ = ()
     symbol = "I"
 
 
 class BackwardWeight(_OnMicrobatch):
-    """The other half: gradients add up in the parameters."""
+    """Add the gradients of the weights to those of the parameters: the other half of a backward."""
 
     __slots__ = ()
     symbol = "W"
@@ -117,7 +116,7 @@ class Step(_OnStage):
 class Load(_OnMicrobatch):
     """Take a microbatch's inputs, or its targets, from the data set.
 
-    In no program: a measured timeline has it before each forward that needs them.
+    No program contains it. A measured timeline has it before each forward that needs them.
     """
 
     __slots__ = ()
@@ -125,9 +124,9 @@ class Load(_OnMicrobatch):
 
 
 class Products(_OnStage):
-    """Make the weights' gradients that backwards have left behind.
+    """Compute the weight gradients that backwards have deferred.
 
-    In no program: a timeline has it before the all-reduce, where there were any.
+    No program contains it. A timeline has it before the all-reduce, where there were any.
     """
 
     __slots__ = ()
@@ -148,46 +147,15 @@ Instruction = (
 )
 Program = tuple[Instruction, ...]
 
-_ON_MICROBATCH: dict[str, type[_OnMicrobatch]] = {
-    kind.symbol: kind
-    for kind in (
-        Forward,
-        Backward,
-        BackwardInput,
-        BackwardWeight,
-        ReceiveActivation,
-        SendActivation,
-        ReceiveGradient,
-        SendGradient,
-    )
-}
-_ON_STAGE: dict[str, type[_OnStage]] = {kind.symbol: kind for kind in (AllReduce, Step)}
-
-
 def text(program: Iterable[Instruction]) -> str:
-    """One line, for golden tests, logs and bug reports: "F0 F1 B0 B1 all-reduce step"."""
+    """Return one line, for golden tests, logs and bug reports, such as "F0 F1 B0 B1 all-reduce step"."""
     return " ".join(map(str, program))
 
 
-def parse(line: str) -> Program:
-    """The inverse of `text`. Raises ValueError that names the word it does not know."""
-    return tuple(_parse_word(word) for word in line.split())
-
-
-def _parse_word(word: str) -> Instruction:
-    if word in _ON_STAGE:
-        return _ON_STAGE[word]()  # type: ignore[return-value]  # the tables hold the union's members
-    match = re.fullmatch(r"([A-Za-z]+)(\d+)(?:\.(\d+))?", word)
-    if match is None or match[1] not in _ON_MICROBATCH:
-        allowed = ", ".join([*(f"{symbol}<n>" for symbol in _ON_MICROBATCH), *_ON_STAGE])
-        raise ValueError(f"unknown instruction {word!r}; allowed: {allowed}")
-    return _ON_MICROBATCH[match[1]](int(match[2]), int(match[3] or 0))  # type: ignore[return-value]
-
-
 def final_backwards(program: Program) -> frozenset[int]:
-    """Where, before each all-reduce, the last backward of each chunk stands.
+    """Return the positions of the last backward of each chunk before each all-reduce.
 
-    Gradients become final in it, but for products that wait (`Plan.defers_wgrad`).
+    Gradients become final in it, except for deferred products (`Plan.defers_wgrad`).
     """
     finals: set[int] = set()
     last: dict[int, int] = {}
@@ -213,7 +181,7 @@ class Part(NamedTuple):
 
 
 class RankProgram:
-    """A program, and what follows from it, computed once for as many runs as there are.
+    """A program and its derived data, computed once for many runs.
 
     Args:
         instructions: the program.
@@ -236,14 +204,14 @@ def _parts(program: Program) -> Iterator[Part]:
 
 
 def without_update(program: Program) -> Program:
-    """The program of a minibatch whose gradients stay where they are, for a later one to add to."""
+    """Return the program of a minibatch whose gradients stay, for a later one to add to."""
     return tuple(each for each in program if not isinstance(each, AllReduce | Step))
 
 
 def add_communication(
     program: Iterable[Instruction], stages: Sequence[int], num_stages: int
 ) -> Iterator[Instruction]:
-    """Receives before, and sends after, each forward and backward that has a neighbour.
+    """Yield the program with receives before, and sends after, each forward and backward with a neighbour.
 
     Args:
         stages: those that the rank holds, by chunk.

@@ -1,4 +1,4 @@
-"""The schedules and their traits: one row each.
+"""Registry: the schedules and their traits, one row each.
 
 A new schedule is one generator (`generators.GENERATORS`) and one row. Pure data; knows no plan. Invariant:
 nothing else in the package compares the name of a schedule.
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 
 class ScheduleTraits(NamedTuple):
-    """What planner, simulator and engine ask of a schedule.
+    """The properties of a schedule that planner, simulator and engine use.
 
     Args:
         is_asynchronous: the pipeline is never flushed; stages update as they go.
@@ -30,6 +30,10 @@ class ScheduleTraits(NamedTuple):
     batches_wgrad: bool = False
     interleaves: bool = False
     takes_max_in_flight: bool = False
+
+    def num_versions(self, in_flight: int) -> int:
+        """Return the versions of the weights that a replica with `in_flight` microbatches in flight keeps."""
+        return {"stashed": in_flight, "two": 2, "one": 1}[self.versions]
 
 
 # The simplest first: of schedules that take equally long the planner chooses the first one.

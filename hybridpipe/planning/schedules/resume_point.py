@@ -1,11 +1,10 @@
-"""Resume points: where a stream of minibatches is parted into what is done and what a later run goes on with.
+"""Resume points: places in a stream of minibatches where a later run can continue.
 
-Pure, as schedules are. Nothing is drained for one: after `done` minibatches, a multiple of
+Pure, as schedules are. Nothing is drained for a resume point: after `done` minibatches, a multiple of
 `resume_points_every`, each rank has updated with all of them and with no later one, and later ones are in
-flight. The later run
-takes the same programs without what is done; microbatches that were in flight run forward again, with the
-versions of the weights that they had. Every rank leaves out both ends of the same messages and the same
-all-reduces, so what cannot deadlock in the whole programs cannot in their rests either.
+flight. The later run takes the same programs without the finished part. Microbatches that were in flight run
+forward again, with the versions of the weights that they had. Invariant: every rank leaves out both ends of
+the same messages and the same all-reduces, so the rest of a program cannot deadlock where the whole cannot.
 """
 
 from collections import Counter
@@ -24,12 +23,12 @@ class ResumePoint(NamedTuple):
 
     @property
     def is_inside(self) -> bool:
-        """Whether something is in flight."""
+        """True if microbatches are in flight."""
         return 0 < self.done < self.total
 
 
 def num_updates(plan: Plan, stage: int, point: ResumePoint) -> int:
-    """How many updates of a stage the minibatches that are done have made."""
+    """Return the number of updates of a stage that the finished minibatches have made."""
     per_update = plan.replicas[stage] if plan.traits.whole_minibatch else 1
     assert point.done == point.total or point.done % per_update == 0, (
         f"{point} parts an update of {per_update}"
@@ -38,7 +37,7 @@ def num_updates(plan: Plan, stage: int, point: ResumePoint) -> int:
 
 
 def resumed_program(plan: Plan, place: Place, num_microbatches: int, point: ResumePoint) -> Program:
-    """The rest of a rank's program behind a resume point.
+    """Return a rank's program after a resume point.
 
     Args:
         num_microbatches: of the whole stream.
@@ -61,9 +60,9 @@ def resumed_program(plan: Plan, place: Place, num_microbatches: int, point: Resu
 
 
 def versions_in_use(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
-    """The versions, the newest left out, that a replica's microbatches after the resume point see.
+    """Return the older versions of the weights that this replica's microbatches still need.
 
-    Numbered as `version_of` does, by the stage's updates since the stream began.
+    They are numbered as in `version_of`, by the stage's updates since the stream began.
     """
     if not plan.is_asynchronous or not point.is_inside:
         return []
@@ -74,7 +73,7 @@ def versions_in_use(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
     found: list[int] = []
     for microbatch in range(first, point.total * plan.num_microbatches, replicas):
         number = version(microbatch)
-        if number >= newest:  # they never fall
+        if number >= newest:  # versions never decrease
             break
         if number not in found[-1:]:
             found.append(number)

@@ -1,10 +1,9 @@
-"""Validate: whether programs keep what their plan's schedule promises, whoever wrote them.
+"""Validate: checks that programs obey the rules of their plan's schedule, whatever their origin.
 
-Pure. Known here are the rules, not how generators keep them; of these only what they promise,
-`in_flight_per_stage` and `versions`. The rules:
+Pure. Known here are the rules and `in_flight_per_stage` and `versions`, not the generators. The rules:
 
-- each microbatch once a stage, on the plan's rank, forward before backward; a backward whole or in halves
-- a receive before what needs it, a send after what makes it, and an order in which nothing waits for ever
+- each microbatch once a stage, on the plan's rank, forward before backward; a backward whole or split
+- a receive before its use, a send after its source, and an order without deadlock
 - synchronously: one update, at the end. pipedream: one a round of the stage's replicas. pipedream-2bw:
   one a minibatch. Each after exactly its backwards, and where there are replicas after one all-reduce
 - pipedream: a forward uses the newest weights (SOSP 2019, section 3.3); with vertical sync the newest that
@@ -54,18 +53,18 @@ FROM_BEHIND = (ReceiveGradient, SendActivation)  # they need a stage behind; the
 FROM_BEFORE = (ReceiveActivation, SendGradient)
 
 
-MOST_INSTRUCTIONS = 2**13  # that a plan is checked by, which take 0.1 s
+MOST_INSTRUCTIONS = 2**13  # of a plan's check, which takes 0.1 s
 
 
 class InvalidProgram(ValueError):
-    """A program breaks a rule; one line that names the rank, the instruction and the rule."""
+    """A program breaks a rule; one line names the rank, the instruction and the rule."""
 
 
 def validate_plan(plan: Plan) -> None:
-    """Check the programs that a plan leads to, over a part of its minibatch where that is very long.
+    """Check the programs of a plan, over a part of its minibatch where that is very long.
 
     Raises:
-        InvalidProgram: the plan cannot be run; or a generator has a fault.
+        InvalidProgram: the plan cannot be run, or a generator has a fault.
     """
     most = max(1, MOST_INSTRUCTIONS // (6 * plan.num_stages))  # forward, backward, two messages each way
     filled = 2 * plan.replicas[0] * in_flight_per_stage(plan, UNLIMITED)[0]
@@ -87,9 +86,9 @@ def validate(
 
     Args:
         programs: one for each rank of the plan.
-        num_microbatches: that they are for; as in `schedules.programs`.
-        synchronous_sends: ask for more than the runtime needs: that nothing waits for ever even if a send
-            lasts until its message was received (`MPI_Ssend`).
+        num_microbatches: the number that the programs are for; as in `generators.programs`.
+        synchronous_sends: also require that nothing waits for ever if a send lasts until its message was
+            received (`MPI_Ssend`). The engine does not need this.
 
     Raises:
         InvalidProgram: the first rule found broken.
@@ -144,7 +143,7 @@ class _Rank:
         raise InvalidProgram(f"rank {self.rank} (stage {stages}), {self.at}: {rule}")
 
     def update_of(self, microbatch: int) -> int:
-        """The update that a microbatch's gradients belong to."""
+        """Return the update that a microbatch's gradients belong to."""
         if not self.plan.is_asynchronous:
             return 0
         whole = self.plan.traits.whole_minibatch
@@ -230,7 +229,7 @@ class _Rank:
             self.check_version(m, self.versions(m))
 
     def backward(self, m: int, chunk: int) -> None:
-        """One that makes gradients of the weights."""
+        """Check a backward that computes gradients of the weights."""
         self.stashed[chunk] -= 1
         if self.update_of(m) != self.updates:
             self.fail(f"it belongs to update {self.update_of(m)}, and {self.updates} updates are before it")
@@ -277,7 +276,7 @@ _Happening = tuple[str | int, ...]
 
 
 def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bool) -> None:
-    """Run all programs without times, each as far as it gets."""
+    """Run all programs without times, each as far as it gets. Raises InvalidProgram on deadlock."""
     position = dict.fromkeys(programs, 0)
     num_reduced = dict.fromkeys(programs, 0)
     entered: Counter[_Happening] = Counter()
@@ -291,7 +290,7 @@ def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bo
         ready.extend(waiting.pop(what, ()))
 
     def arrive(rank: int, instruction: Instruction) -> _Happening | None:
-        """Do what can be done; what the rank then waits for."""
+        """Note what the instruction makes happen; return the happening that the rank waits for."""
         match instruction:
             case AllReduce():
                 group, number = stages[rank][0], num_reduced[rank]
@@ -332,5 +331,5 @@ def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bo
 
 
 def _first_stages(plan: Plan) -> list[tuple[int, int]]:
-    """(the first stage that it holds, rank) of all ranks."""
+    """Return (first stage, rank) of all ranks."""
     return [(s, rank) for s, stage in enumerate(plan.stages[: plan.num_groups]) for rank in stage.ranks]

@@ -1,11 +1,11 @@
-"""Anneal: a guided randomised search in the space of plans, with the simulator as its cost.
+"""Anneal: a randomised search in the space of plans, with the simulator as its cost.
 
-The closed formula that `partition` minimises exactly is blind to what stages do to each other: messages and
-all-reduces that meet on a link, ranks that share processors only at times. Simulated annealing (Kirkpatrick
-et al. 1983) starts from a plan, changes one thing at a time, takes what is better and, with a probability
-that falls, what is worse. FlexFlow (Jia et al., MLSys 2019) searches the same way with a simulator as cost.
+The closed formula that `partition` minimises neglects interactions of stages: messages and all-reduces that
+meet on a link, ranks that share processors only at times. Simulated annealing (Kirkpatrick et al. 1983)
+starts from a plan, changes one thing at a time, and accepts improvements and, with a falling probability,
+deteriorations. FlexFlow (Jia et al., MLSys 2019) searches the same way with a simulator as cost.
 
-Invariant: the plan returned fits into memory and is never slower than the first one; the same input gives the
+Invariant: the returned plan fits into memory and is never slower than the first one; the same input gives the
 same plan.
 """
 
@@ -24,12 +24,12 @@ from hybridpipe.planning.search import search
 from hybridpipe.planning.search.placement import renumbered
 from hybridpipe.planning.search.search import Candidate
 
-# Temperatures relative to the first plan's time: at first and in the end, a change that costs so much is
-# accepted in one case of e.
+# First and last temperature relative to the first plan's time: a change that costs so much is accepted in one
+# case of e.
 HOT, COLD = 0.05, 0.0005
-# A plan of one is a plan of the others.
+# A plan under one of these schedules is also a plan under the others.
 ALIKE = tuple(name for name, each in TRAITS.items() if not (each.whole_minibatch or each.interleaves))
-MAX_IDLE = 500  # changes in a row to plans that are known or do not fit: there is little left to find
+MAX_IDLE = 500  # changes in a row to plans that are known or do not fit, after which the search ends
 
 Progress = Callable[[], object]
 
@@ -46,15 +46,15 @@ def anneal(
     schedules: Sequence[str] = (),
     on_progress: Progress | None = None,
 ) -> Plan:
-    """The best plan found, with its prediction; `start` if nothing is better.
+    """Return the best plan found, with its prediction; `start` if nothing is better.
 
     Args:
-        profile: of one microbatch of `start`. Its other sizes that divide the minibatch are tried too; the
+        profile: of one microbatch of `start`. Its other sizes that divide the minibatch are tried too. The
             result's microbatches have `profile.samples * start.num_microbatches / num_microbatches` samples.
-        evaluations: how many plans are simulated beside `start`, at most.
+        evaluations: the most plans that are simulated besides `start`.
         max_ranks: only ranks below it are used; defaults to all of the cluster's.
-        recompute: stages with recomputation and without are tried; else all are as in `start`.
-        schedules: those tried beside that of `start`; interleaved plans keep schedule and groups.
+        recompute: stages are tried with recomputation and without. False: all stay as in `start`.
+        schedules: further schedules to try; interleaved plans keep schedule and groups.
         on_progress: called after each simulation.
 
     Raises:
@@ -100,7 +100,8 @@ def anneal_candidates(
     *,
     on_progress: Progress | None = None,
 ) -> list[Candidate]:
-    """The candidates, best first, and the best plan found around the first one, of origin "search"."""
+    """Return the candidates, best first, with the best plan found around the first one, of origin "search".
+    """
     best = candidates[0]
     found = anneal(
         best.plan,
@@ -122,8 +123,10 @@ def anneal_candidates(
 class _Draft:
     """A plan that can be changed.
 
-    `groups` are the ranks that stand one behind the other and, at the end, the unused ones; `recompute` says
-    of each stage whether it does. Where ranks hold several stages there are fewer groups than stages.
+    Args:
+        groups: the ranks of each group in the order of the stages, and the unused ranks last. Where ranks
+            hold several stages there are fewer groups than stages.
+        recompute: by stage.
     """
 
     edges: list[int]
@@ -137,7 +140,7 @@ class _Draft:
         return len(self.edges) - 1
 
 
-Change = Callable[[_Draft, Random], None]  # what cannot be done leaves the draft as it is
+Change = Callable[[_Draft, Random], None]  # a change that is impossible leaves the draft as it is
 
 
 def _shift_cut(draft: _Draft, random: Random) -> None:
@@ -186,7 +189,7 @@ def _flip_recompute(draft: _Draft, random: Random) -> None:
 
 
 class _Space:
-    """The plans that may be visited, and how to come from one to the next."""
+    """The plans that may be visited, and the changes that lead from one to the next."""
 
     def __init__(
         self,
@@ -218,7 +221,7 @@ class _Space:
         return search.with_prediction(plan, self.profiles[plan.num_microbatches], self.cluster)
 
     def neighbour(self, plan: Plan, random: Random) -> Plan:
-        """The plan with one thing changed; ranks that no figure tells apart are taken in order."""
+        """Return the plan with one thing changed; of interchangeable ranks the first are used first."""
         unused = sorted(set(self.ranks).difference(plan.ranks))
         edges = [0, *(stage.stop for stage in plan.stages)]
         groups = [*(list(stage.ranks) for stage in plan.stages[: plan.num_groups]), unused]

@@ -1,34 +1,33 @@
-"""Bound: seconds that hardly any simulation of a plan undercuts, so that a hopeless plan needs none.
+"""Bound: lower bounds of a plan's simulated seconds, by which a search skips plans that cannot be the best.
 
 `cost.estimate` lets every rank and link work without a pause. Under pipedream the replicas of a first stage
-pause, and how long at least is known as well: an update ends in all of them at once, so all start a round at
-one instant, and send their activations at one instant. Those for one receiver share its port evenly, and none
-of them arrives before all could have. So these take at least
+pause, and the least length of the pause is known as well. An update ends in all of them at once, so all start
+a round at one instant, and send their activations at one instant. Those for one receiver share its port
+evenly, and none of them arrives before all could have. These steps therefore take at least
 
     F + A + u                                     one round
     (F + B) + x + q w' + (q - 1) a' + y + e + u   h - r rounds
 
     F B u w'    seconds: a minibatch's forward, backward and update in the first stage; its work in the second
-    A e a'      the first stage's all-reduce; what is left of it after the backward; what follows the work on
-                a minibatch in the second stage
+    A e a'      the first stage's all-reduce; the part of it after the backward; the time after the work on a
+                minibatch in the second stage
     x y         the second stage's wait for its first activation of a round; a gradient's way back
-    h h' m k    minibatches that a replica of the first (second) stage holds (`schedules.in_flight`); replicas
+    h h' m k    minibatches that a replica of the first (second) stage holds (`in_flight`); replicas
 
-The first: forward; all-reduce of a round before; update. A starts with the round's activations at best, and
-has half of its ranks' ports while messages are on them: these, and where h = 2 the gradients that answer
-them, which only F and u keep clear of it. Its share never being less than a half, starting later spares no
+The first sum is forward, all-reduce of a round before, and update. A starts with the round's activations at
+best, and has half of its ranks' ports while messages are on them. Where h = 2 the gradients that answer them
+count, too, and only F and u keep clear of A. Its share is never less than a half, so starting later spares no
 more than it costs.
 
-The second is the way of a round's last minibatch, after which its replica forwards the one h rounds later.
-The receiver goes through q minibatches of a round in between, in the order of 1F1B: its last backward of a
-round comes after a forward r = ceil(k (h' - 1) / m) rounds later.
+The second sum is the way of a round's last minibatch, after which its replica forwards the one h rounds
+later. The receiver goes through q minibatches of a round in between, in the order of 1F1B: its last backward
+of a round comes after a forward r = ceil(k (h' - 1) / m) rounds later.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import (
@@ -36,29 +35,27 @@ from hybridpipe.planning.cost.formula import (
     compute_share,
     estimate_from_costs,
     measured_speed,
+    plan_terms,
     stage_costs,
     stage_speed,
-    stage_terms,
 )
+from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, until_backward
 
-Ints = NDArray[np.intp]
-Floats = NDArray[np.float64]
-
-# Under other schedules, and where ranks share processors at times only or links let bursts pass, a plan may
-# be faster than the formula, but hardly ever by more than this factor.
+# A plan may be faster than the formula by this factor, and hardly ever by more, under other schedules and
+# where ranks share processors only at times or links let bursts pass.
 FASTER = 1.25
 
 
 def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[float]:
-    """Seconds of a minibatch that hardly any simulation undercuts, one figure after the other.
+    """Yield lower bounds of a plan's simulated seconds of a minibatch, which hardly any simulation undercuts.
 
-    The first is `estimate`, which says too much of a cut with fast and slow routes, as it takes all for slow:
-    of 461 problems a search lost one plan to that, by 1.2 %. The others: of 19,000 random plans none was
-    faster over 240 rounds; `simulate.predict`, which looks at fewer, said so of one in a hundred where
-    latencies are long.
+    The first is `estimate`, which overstates a cut with fast and slow routes, as it takes all for slow: of
+    461 problems a search lost one plan to that, by 1.2 %. Of 19,000 random plans none was faster than the
+    others over 240 rounds. `predict`, which simulates fewer rounds, was faster for one plan in a hundred
+    where latencies are long.
     """
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     seconds = estimate_from_costs(plan, costs, cluster)
@@ -74,7 +71,7 @@ def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterat
 
 
 def _goes_in_rounds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> bool:
-    """Whether the first stage's replicas start at the same instants, and the second's are equally fast.
+    """True if the first stage's replicas start rounds together, and the second's are equally fast.
 
     Where the all-reduce can end before a backward does, replicas need not wait for each other.
     """
@@ -87,13 +84,17 @@ def _goes_in_rounds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) ->
 class _Rounds:
     """Rounds of a plan's first stage, in the symbols of the header.
 
-    `receivers[round, replica]` of their activations, and the `levels` that these cross, until all repeats
-    itself.
+    Args:
+        plan: under pipedream, with at least two stages.
+
+    The attributes `receivers[round, replica]`, of the activations, and `levels`, which these cross, cover one
+    period.
     """
 
     def __init__(self, plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> None:
         self.plan, self.cost, self.cluster = plan, costs[0], cluster
-        self.own, self.second = stage_terms(plan, costs, cluster)[:2]
+        terms = plan_terms(plan, costs, cluster)
+        self.own, self.second = terms.of_stage(0), terms.of_stage(1)
         self.held, self.held_behind = until_backward(plan, UNLIMITED)[:2]
         self.ranks, behind = (np.array(stage.ranks) for stage in plan.stages[:2])
         self.m, self.k = len(self.ranks), len(behind)
@@ -104,10 +105,10 @@ class _Rounds:
         self.levels = self.levels_between(self.ranks, self.receivers)
 
     def one_round(self) -> float:
-        """F + A + u, the mean of all rounds."""
+        """Return F + A + u, the mean of all rounds."""
         ranks = self.plan.stages[0].ranks
         speed = stage_speed(self.cluster, ranks, compute_share(self.cluster, self.plan.ranks))
-        rest = self.cost.forward_seconds / speed + self.own.update_seconds
+        rest = self.cost.forward_seconds / speed + self.own.update
         index = self.cluster.level_index(min(ranks), max(ranks))  # where all-reduce and messages meet
         bandwidth = self.cluster.levels[index].bandwidth
         counts = [(self.levels[:, i :: self.k] == index).sum(axis=1) for i in range(min(self.k, self.m))]
@@ -118,33 +119,33 @@ class _Rounds:
 
         seconds_per_byte = self.cluster.ring(ranks).seconds_per_byte
         alone = seconds_per_byte * sum(bucket.num_bytes for bucket in self.cost.buckets)
-        rate = min(2 * (self.m - 1) / self.m / seconds_per_byte, bandwidth)  # as `contention.Machines.ring`
+        rate = min(2 * (self.m - 1) / self.m / seconds_per_byte, bandwidth)  # as in `resources.Machines.ring`
         share = min(1.0, bandwidth / 2 / rate)
         return rest + float(np.mean(np.minimum(alone / share, alone + in_the_way * (1 - share))))
 
     def way_of_last(self) -> float:
-        """The way of a round's last minibatch, the mean of all rounds, by the rounds that it may take."""
-        ahead = self.k * (self.held_behind - 1)  # from it to the one that is forwarded before its backward
-        last = (ahead - 1) % self.m  # whose replica this is
-        first, count = last % self.k, last // self.k + 1  # of those with the same receiver up to there
+        """Return the seconds of a round's last minibatch on its way, by the rounds that it may take."""
+        ahead = self.k * (self.held_behind - 1)  # minibatches forwarded before its backward
+        last = (ahead - 1) % self.m  # the replica of the last of them
+        first, count = last % self.k, last // self.k + 1  # up to it, with the same receiver
         levels = self.levels[:, first]
         together = (self.levels[:, first :: self.k] == levels[:, None]).sum(axis=1)
         wait = self.message_seconds(levels, together * self.output_bytes)
         home = self.levels_between(self.ranks[-1], self.receivers[:, last])
         back = self.message_seconds(home, self.returned_bytes)
-        update = self.second.exposed_seconds + self.second.update_seconds
-        at_second = count * self.second.work_seconds + (count - 1) * update
-        seconds = self.own.work_seconds + self.own.after_seconds + at_second + float(np.mean(wait + back))
+        update = self.second.exposed + self.second.update
+        at_second = count * self.second.work + (count - 1) * update
+        seconds = self.own.work + self.own.after + at_second + float(np.mean(wait + back))
         return seconds / (self.held - ceil_div(ahead, self.m))
 
     def levels_between(self, ranks: Ints, others: Ints) -> Ints:
-        """`Cluster.level_index` of many pairs."""
+        """Return `Cluster.level_index` of many pairs."""
         sizes = np.array([level.ranks for level in self.cluster.levels])
         levels: Ints = (ranks[..., None] // sizes != others[..., None] // sizes).sum(axis=-1)
         return levels
 
     def message_seconds(self, levels: Ints, num_bytes: Floats | float) -> Floats:
-        """Of messages that cross these levels."""
+        """Return the seconds of messages that cross these levels."""
         latency = np.array([level.latency_seconds for level in self.cluster.levels])
         bandwidth = np.array([level.bandwidth for level in self.cluster.levels])
         return latency[levels] + num_bytes / bandwidth[levels]

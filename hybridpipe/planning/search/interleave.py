@@ -1,12 +1,12 @@
 """Interleave: plans whose ranks hold several stages each, for interleaved-1f1b.
 
-p groups of equally many ranks stand one behind the other along a line (`placement.lines`) and hold v stages
-each: the chain of layers is cut into p v stages that go round the groups v times.
+p groups of equally many ranks stand in a line (`placement.lines`) and hold v stages each. The chain of layers
+is cut into p v stages that go round the groups v times.
 
-What is exact: for given groups of ranks of one speed, and given v, no cuts have a faster slowest stage, and
-none of those with as fast a one, or one that is slower by `SLACKS`, sends less. Where speeds differ, stages
-take as many layers as they may, one after the other. Which p and v, and how many replicas, is only tried:
-`estimate` ranks what was, and the simulator decides.
+The cuts are exact for given groups of ranks of one speed, and given v: no cuts have a faster slowest stage,
+and none whose slowest stage is within each of `SLACKS` of the fastest sends less. Where speeds differ, stages
+greedily take as many layers as the bound allows. Values of p and v and numbers of replicas are tried:
+`estimate` ranks the results, and the simulator decides.
 """
 
 from bisect import bisect_right
@@ -17,17 +17,19 @@ import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import compute_share, estimate, stage_speed
-from hybridpipe.planning.cost.layer_costs import Form
+from hybridpipe.planning.cost.layer_costs import LayerCosts
+from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.search.placement import Floats, Ints, lines, renumbered
+from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.search.placement import lines, renumbered
 
 CHUNKS = (2, 3, 4)  # more are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2)
 SLACKS = (1.0, 1.2)
-FEW = 8  # groups: all such numbers are tried; beyond, replicas in powers of two
-MAX_GROUPS = 128  # what more groups stash takes long to count, and so many stages are not simulated
+FEW = 8  # groups: all numbers up to it are tried; beyond, replicas in powers of two
+MAX_GROUPS = 128  # counting the stash of more takes long, and plans of more stages are not simulated
 MAX_CELLS = 10**7  # stages times layers, where traffic is minimised: 80 MB
-MANY = 2**17  # layers times ranks: beyond, only the first of `CHUNKS` and `SLACKS`, to save time
+MANY = 2**17  # layers times ranks: beyond it only the first of `CHUNKS` and `SLACKS` are tried
 NUM_BISECTIONS = 60
 SAME = 1e-9  # relative: sums of layers are not exact
 
@@ -35,20 +37,24 @@ SAME = 1e-9  # relative: sums of layers are not exact
 def interleaved_plans(
     profile: ModelProfile,
     cluster: Cluster,
-    form: Form,
+    num_microbatches: int,
+    request: PlanRequest,
     ranks: Sequence[int],
     max_replicas: int | None = None,
 ) -> list[Plan]:
-    """Plans for these ranks, least `estimate` first; none where two groups of two stages are too many.
+    """Return plans for these ranks, least `estimate` first; none where two groups of two stages do not fit.
 
-    Whether they fit into memory is not looked at.
+    Memory is not checked.
+
+    Args:
+        max_replicas: per stage. None: no limit.
     """
-    moved = [float(layer.output_bytes + layer.returned_bytes) for layer in profile.layers]
+    costs = LayerCosts(profile, cluster, num_microbatches, request)
     found: dict[Plan, None] = {}
     tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
-            work = _work(profile, form, form.per_update(replicas))
+            work = costs.mean_work(replicas).tolist()
             for chunks in CHUNKS[:tried]:
                 num_groups = min(len(line) // replicas, profile.num_layers // chunks, MAX_GROUPS)
                 if num_groups < 2:
@@ -57,23 +63,13 @@ def interleaved_plans(
                 groups = list(renumbered(cluster, ranks, groups))
                 share = compute_share(cluster, [rank for group in groups for rank in group])
                 speeds = [stage_speed(cluster, group, share) for group in groups] * chunks
-                for edges in _cuts(work, moved, speeds, SLACKS[:tried]):
+                for edges in _cuts(work, costs.moved, speeds, SLACKS[:tried]):
                     stages = (
                         StageSpec(a, b, replicas, groups[s % num_groups])
                         for s, (a, b) in enumerate(pairwise(edges))
                     )
-                    found[form.plan(stages, chunks)] = None
+                    found[request.plan(stages, num_microbatches, chunks)] = None
     return sorted(found, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))
-
-
-def _work(profile: ModelProfile, form: Form, rounds: int) -> list[float]:
-    """Each layer's seconds for one of `rounds` microbatches."""
-    return [
-        layer.forward_seconds * (1 + form.recompute)
-        + layer.backward(form.schedule, rounds)
-        + layer.products(form.schedule, rounds) / rounds
-        for layer in profile.layers
-    ]
 
 
 def _replicas(num_ranks: int, most: int) -> list[int]:
@@ -83,16 +79,16 @@ def _replicas(num_ranks: int, most: int) -> list[int]:
 
 
 def _cuts(
-    work: Sequence[float], moved: Sequence[float], speeds: Sequence[float], slacks: Sequence[float]
+    work: Sequence[float], moved: Floats, speeds: Sequence[float], slacks: Sequence[float]
 ) -> Iterator[list[int]]:
-    """Edges of as many stages as there are speeds: the fastest slowest stage, and little slower ones."""
+    """Yield edges of as many stages as there are speeds, for the fastest slowest stage and slower ones."""
     done = [0.0, *accumulate(work)]
     least = slowest_stage(done, speeds) * (1 + SAME)
     found: list[list[int]] = []
     for slack in slacks:
         bound = least * slack
         if len(speeds) * len(done) <= MAX_CELLS:
-            edges = _least_traffic(np.array(done), np.array([0.0, *moved]), speeds, bound)
+            edges = _least_traffic(np.array(done), moved, speeds, bound)
         else:
             edges = _reached(done, speeds, bound)
         if edges not in found:
@@ -101,7 +97,7 @@ def _cuts(
 
 
 def slowest_stage(done: Sequence[float], speeds: Sequence[float]) -> float:
-    """Seconds of the slowest of the stages, one for each speed, where that is least (see the file's head).
+    """Return the least seconds of the slowest stage, with one stage for each speed (see the header).
 
     Args:
         done: work of the layers before each edge, at full speed.
@@ -114,7 +110,7 @@ def slowest_stage(done: Sequence[float], speeds: Sequence[float]) -> float:
 
 
 def _reached(done: Sequence[float], speeds: Sequence[float], bound: float) -> list[int]:
-    """The edges of stages that take as many layers as the bound allows, one left for each stage behind."""
+    """Return the edges of stages that take layers up to the bound, one left for each later stage."""
     edges = [0]
     for s, speed in enumerate(speeds, 1):
         furthest = bisect_right(done, done[edges[-1]] + bound * speed) - 1
@@ -126,7 +122,7 @@ def _reached(done: Sequence[float], speeds: Sequence[float], bound: float) -> li
 
 
 def _least_traffic(done: Floats, moved: Floats, speeds: Sequence[float], bound: float) -> list[int]:
-    """The edges that send least, no stage slower than the bound. There must be such."""
+    """Return the edges that send least, with no stage slower than the bound; such edges must exist."""
     num_layers = len(done) - 1
     least = np.full(num_layers + 1, np.inf)  # bytes over all cuts up to the one at each edge
     least[0] = 0.0
@@ -146,11 +142,12 @@ def _least_traffic(done: Floats, moved: Floats, speeds: Sequence[float], bound: 
 
 
 def _window_minima(values: Floats, first: Ints) -> Floats:
-    """`[j]`: the least of `values[first[j]:j]`, infinite where that is empty: two overlapping runs of 2^k."""
+    """Return the least of `values[first[j]:j]` at `[j]`, infinite where that is empty."""
     ends = np.arange(len(values))
     lengths = ends - first
     found = np.full(len(values), np.inf)
-    runs, size = values, 1  # runs[i]: the least of values[i:i + size]
+    # A window is covered by two overlapping runs of 2^k values; runs[i] is the least of values[i:i + size].
+    runs, size = values, 1
     while size <= lengths.max():
         here = (lengths >= size) & (lengths < 2 * size)
         found[here] = np.minimum(runs[first[here]], runs[ends[here] - size])

@@ -2,22 +2,22 @@
 
 The formula is a sum over stages and cuts plus a maximum over them. A dynamic program (`stage_program`)
 minimises the sum under an upper bound on the maximum; lowering the bound walks along the front of (sum,
-maximum). Sums only grow on the way, so after each plan the bound may fall to the best total so far less its
-sum: what is left beyond cannot be better, and the walk ends with the optimum. An asynchronous schedule has
-no sum, and a program over maxima alone finds its optimum at once (as PipeDream's, SOSP 2019, section 3.1).
-Plans whose ranks hold several stages are another matter: `interleave`.
+maximum). Sums only grow on the way. After each plan the bound may therefore fall to the best total so far
+less the plan's sum, since nothing beyond can be better, and the walk ends with the optimum. An asynchronous
+schedule has no sum, and a program over maxima alone finds its optimum at once (as PipeDream's, SOSP 2019,
+section 3.1). Plans whose ranks hold several stages are found by `interleave`.
 
-What is exact:
+Exactness:
 - Clusters with few enough kinds of ranks (`placement.every_placement`): the optimum over all cuts and all
   sets of ranks, used or not, each stage's ranks in the order of `placement.dealt`.
-- Else the optimum over the lines of `placement.lines`, of which straight pipelines have fewer; where ranks
-  share a machine's processors, with all ranks of the line counted as computing, for every number of them on a
-  machine.
+- Other clusters: the optimum over the lines of `placement.lines`, of which straight pipelines have fewer.
+  Where ranks share a machine's processors, all ranks of the line count as computing, for every number of
+  them on a machine.
 - A front of more than `PATIENCE` plans is walked in steps, each less than 1 % of the optimum.
 - Beyond `MAX_STEPS` or `placement.MAX_PAIRS` layers are merged and stages left out, and the best plan found
   is refined by programs over its neighbourhood: a good plan, not surely the best.
-- Where memory is limited: not under zero-bubble, vertical sync and `max_in_flight`, where the stages before a
-  stage have a part in its peak: plans are looked for as if they had not, and what does not fit is dropped.
+- Limited memory under zero-bubble, vertical sync and `max_in_flight`, where a stage's peak depends on the
+  stages before: the search neglects this and drops plans that do not fit.
 """
 
 import math
@@ -28,14 +28,15 @@ from itertools import count
 import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import compute_share, estimate
-from hybridpipe.planning.cost.layer_costs import Form, LayerCosts
+from hybridpipe.planning.cost.formula import compute_share, estimate, stage_parts
+from hybridpipe.planning.cost.layer_costs import LayerCosts
+from hybridpipe.planning.cost.links import Ints
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.generators import UNLIMITED
 from hybridpipe.planning.search.placement import (
-    Ints,
     Layout,
     SlotGraph,
     active_ranks,
@@ -51,50 +52,52 @@ from hybridpipe.planning.search.placement import (
 )
 from hybridpipe.planning.search.stage_program import SAME, Path, StageProgram, just_above
 
-# Microbatches that each rank behind a stage holds, tried until plans fit: at best none, then as they do; or,
-# where that takes too many slots, as in a straight pipeline and more, up to the most there can be.
+# Assumed microbatches in flight on each rank behind a stage, tried in order until plans fit. None is the
+# exact number, for which long lines have too many slots; there the last figure is the largest that occurs.
 EXACTLY = (0.0, None)
 ROUGHLY = (0.0, 1.0, 1.25, 1.5, 2.0)
 
 MAX_PLANS = 32
-MAX_STEPS = 2 * 10**8  # elementary steps of a pass: about a quarter of a second on one core of 2024
+MAX_STEPS = 2 * 10**8  # elementary steps of a pass, about a quarter of a second on one core of 2024
 MAX_TABLE = 2 * 10**7  # figures kept of all kinds of stages: 320 MB
 MAX_ROUNDS = 6  # of refinement
-PATIENCE = 60  # passes along a front (8 to 40 are usual); then every further one skips a longer piece of it
-IMPATIENCE = 1e-4  # longer by this part of the maximum
-WORTH_A_LOOK = 1.2  # the first plan of a placement may be so much worse than the best: the simulator decides
-SLACKS = (1.05, 1.2, 1.5)  # how much slower than the best an asynchronous plan with a shorter way may be
-TIE = 1e-13  # of the best estimate: what a rank costs, so that ties go to fewer ranks and not to rounding
+PATIENCE = 60  # passes along a front (8 to 40 are usual); each further one skips a longer piece of the front
+IMPATIENCE = 1e-4  # growth of the skipped piece with each pass, relative to the maximum
+WORTH_A_LOOK = 1.2  # factor by which the first plan of a placement may be worse than the best
+SLACKS = (1.05, 1.2, 1.5)  # factors by which an asynchronous plan with a shorter way may be slower
+TIE = 1e-13  # cost of a rank, relative to the best estimate: ties go to fewer ranks and not to rounding
 
 
 def partition(
     profile: ModelProfile,
     cluster: Cluster,
-    form: Form,
+    num_microbatches: int,
+    request: PlanRequest,
     *,
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
 ) -> list[Plan]:
-    """Plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
+    """Return plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
-    The others are runners-up of the search, for a judge that sees more than the formula. Equal estimates:
-    fewer ranks first, then fewer stages.
+    The further plans are runners-up, for the simulator to compare. Equal estimates are ordered by fewer
+    ranks, then fewer stages.
 
     Args:
-        form: of the plans, under a schedule that gives each rank one stage.
-        ranks: which ranks may be used; None: all.
-        max_replicas: per stage; 1 asks for the best straight pipeline.
+        num_microbatches: of a minibatch.
+        request: its schedule gives each rank one stage.
+        ranks: ranks that may be used. None: all.
+        max_replicas: per stage; 1 finds the best straight pipeline. None: no limit.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
-    with np.errstate(over="ignore"):  # what takes for ever is infinite
-        search = _Search(profile, cluster, form, usable, max_replicas)
+    with np.errstate(over="ignore"):  # times beyond the largest number are infinite
+        search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas)
         search.run()
     return search.best_plans()
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A plan, with the formula's value as the program and as `estimate` has it, and where it was found."""
+    """A plan, with the formula's value from the program and from `estimate`, and its stages on the line."""
 
     plan: Plan
     program_seconds: float
@@ -118,21 +121,23 @@ class _Search:
         self,
         profile: ModelProfile,
         cluster: Cluster,
-        form: Form,
+        num_microbatches: int,
+        request: PlanRequest,
         ranks: tuple[int, ...],
         max_replicas: int | None,
     ) -> None:
-        self.profile, self.cluster, self.form, self.ranks = profile, cluster, form, ranks
+        self.profile, self.cluster, self.ranks = profile, cluster, ranks
+        self.num_microbatches, self.request = num_microbatches, request
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
-        self.costs = LayerCosts(profile, cluster, form)
+        self.costs = LayerCosts(profile, cluster, num_microbatches, request)
         self.is_limited = any(cluster.memory(rank) < math.inf for rank in ranks)
         self.estimates: dict[Plan, float] = {}
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
-        self.compares_lines = alike and form.traits.whole_minibatch  # see `walk_asynchronous`
-        self.reached = self.beaten = math.inf  # least maximum of plans that fit, on all lines and on others
-        self.too_few = 0  # how many of the counts of microbatches held let plans pass that do not fit
+        self.compares_lines = alike and request.traits.whole_minibatch  # see `walk_asynchronous`
+        self.reached = self.beaten = math.inf  # least maximum of plans on all lines, on earlier ones
+        self.too_few = 0  # counts of microbatches in flight that let plans pass which do not fit
 
     @property
     def best_seconds(self) -> float:
@@ -173,15 +178,15 @@ class _Search:
                 break
 
     def add_equal_stages(self) -> None:
-        """Pipelines of stages with equal replicas and about equal work: a bound to begin with."""
-        done = np.concatenate([[0.0], np.cumsum(self.costs.work)])
+        """Add pipelines of stages with equal replicas and similar work, which give a first bound."""
+        done = np.concatenate([[0.0], np.cumsum(self.costs.mean_work())])
         n = self.profile.num_layers
         for line in lines(self.cluster, self.ranks, self.max_replicas > 1)[:2]:
             for m in {self.max_replicas, *(2**k for k in range(self.max_replicas.bit_length()))}:
                 stages = min(len(line) // m, n)
                 goals = np.searchsorted(done, done[-1] * np.arange(1, stages) / stages).tolist()
                 edges = [0]
-                for s, goal in enumerate(goals, 1):  # at least a layer for each stage
+                for s, goal in enumerate(goals, 1):  # at least one layer for each stage
                     edges.append(min(max(goal, edges[-1] + 1), n - stages + s))
                 spans = [(s * m, s * m + m) for s in range(stages)]
                 self.add([*edges, n], [line[a:b] for a, b in spans], math.nan, line, tuple(spans))
@@ -194,11 +199,11 @@ class _Search:
         line: tuple[int, ...] = (),
         spans: tuple[tuple[int, int], ...] = (),
     ) -> bool:
-        """Keep the plan, if it fits into memory; whether it does."""
+        """Add the plan if it fits into memory. Return True if it does."""
         ranks = renumbered(self.cluster, self.ranks, ranks)
-        plan = self.form.plan(
-            StageSpec(a, b, len(own), own) for a, b, own in zip(edges, edges[1:], ranks, strict=False)
-        )
+        spans_of_layers = zip(edges, edges[1:], ranks, strict=False)
+        stages = (StageSpec(a, b, len(own), own) for a, b, own in spans_of_layers)
+        plan = self.request.plan(stages, self.num_microbatches)
         if self.is_limited:
             peaks = zip(plan.ranks, peak_memory_bytes(self.profile, plan), strict=True)
             if any(peak > self.cluster.memory(rank) for rank, peak in peaks):
@@ -221,7 +226,7 @@ class _Search:
         counts_held: Sequence[float | None],
         line: tuple[int, ...] = (),
     ) -> bool:
-        """Walk along the front of one layout; whether no layer was merged."""
+        """Walk along the front of one layout. Return True if no layer was merged."""
         is_complete = True
         for tried in range(self.too_few, len(counts_held)):
             self.too_few = tried
@@ -230,9 +235,9 @@ class _Search:
                 self.cluster,
                 share,
                 starts,
-                num_microbatches=self.form.num_microbatches,
-                schedule=self.form.schedule,
-                max_in_flight=self.form.request.max_in_flight or UNLIMITED,
+                num_microbatches=self.num_microbatches,
+                schedule=self.request.schedule,
+                max_in_flight=self.request.max_in_flight or UNLIMITED,
                 held_a_rank=counts_held[tried],
             )
             program = self.program(graph)
@@ -255,7 +260,7 @@ class _Search:
         return fits
 
     def program(self, graph: SlotGraph) -> StageProgram:
-        """The program over the graph, with as many layers as `MAX_STEPS` allows."""
+        """Return the program over the graph, with as many layers as `MAX_STEPS` allows."""
         bound = self.first_bound(graph)
         costs, n = self.costs, self.profile.num_layers
         widths = costs.longest(graph.kinds, bound)
@@ -267,17 +272,17 @@ class _Search:
         return StageProgram.of_stages(costs, graph, widths, bound, TIE * self.best_seconds)
 
     def first_bound(self, graph: SlotGraph) -> float:
-        """No maximum may reach it: what a first look is worth, less the least sum there can be."""
+        """Return the first bound on maxima: the best total with a margin, less the least possible sum."""
         fastest = max(kind.speed for kind in graph.kinds)
-        least = self.costs.least_work.sum()
-        if self.form.traits.splits_backward:
-            least -= 2 * self.costs.of_update("weight", self.form.per_update(1)).sum()
-        least = 0.0 if self.form.traits.is_asynchronous else max(0.0, float(least)) / fastest
+        work, weight = self.costs.of_update("work", 1), self.costs.of_update("weight", self.costs.rounds(1))
+        schedule, sums = self.request.schedule, (float(work.sum()), float(weight.sum()))
+        least, _ = stage_parts(schedule, self.num_microbatches, 1, *sums, 0.0)
+        least *= (not self.request.traits.is_asynchronous) / fastest
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 
     def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
-        """Plans along the front of sum and maximum, down to where none can be better than the best."""
-        if self.form.traits.is_asynchronous:
+        """Yield plans along the front of sum and maximum, until none can be better than the best."""
+        if self.request.traits.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
         bound = program.bound
@@ -290,14 +295,15 @@ class _Search:
             bound = min(path.slowest - skipped, self.best_seconds - path.total)
 
     def walk_asynchronous(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
-        """The best, and the shortest ways through the pipeline that are nearly as good.
+        """Yield the best plan, and the shortest ways through the pipeline that are nearly as good.
 
-        The formula does not see the queues that form where everything is nearly busy, and a short way has
-        fewer. The shortest fixes the cuts; the replicas are then the best for them, and as many as there are.
+        The formula neglects the queues that form where everything is nearly busy, and a short way has fewer
+        of them. The shortest way fixes the cuts. The replicas are then the best for these cuts, and as many
+        as there are.
 
-        On a line that is not faster than those before it only the best: on 120 clusters of equal ranks that
-        saved 0.4 of the time and cost 0.2 % in the mean, 10 % at most. It cost 2 % where ranks differ and 1 %
-        under pipedream-2bw, where every line is looked at whole.
+        On a line that is not faster than those before it only the best is yielded. On 120 clusters of equal
+        ranks that saved 0.4 of the time and cost 0.2 % in the mean, 10 % at most. It cost 2 % where ranks
+        differ and 1 % under pipedream-2bw, where every line is searched whole.
         """
         fastest = program.least_maximum()
         if not fastest:
@@ -305,12 +311,12 @@ class _Search:
         if fastest[0].slowest > self.beaten * (1 - SAME):
             yield program, fastest[0]
             return
-        # One stage has no queues, and in 2000 random problems none slower by the formula won: where the
-        # fastest has one, or one stage on fewer ranks is as fast, no shorter way is looked for.
+        # One stage has no queues, and in 2000 random problems no plan slower by the formula was better. No
+        # shorter way is searched where the fastest plan has one stage, or one on fewer ranks is as fast.
         slacks = SLACKS if len(fastest[0].slots) > 1 else ()
         bounds = [just_above(fastest[0].slowest), *(slack * fastest[0].slowest for slack in slacks)]
         short = program.least_sums(bounds, [0.0] + [1.0] * len(slacks))
-        fewest = next(short)  # of ranks, as its weight is 0: stands for the fastest, and is as fast
+        fewest = next(short)  # fewest ranks, as the weight of seconds is 0; it is as fast as the fastest
         yield from ((program, path) for path in (fewest, *fastest[1:]) if path)
         if fewest is not None and len(fewest.slots) == 1:
             return
@@ -328,8 +334,8 @@ class _Search:
                 return
 
     def cheap_edges(self, count: int) -> Ints:
-        """About so many places to cut: evenly in work, where little is sent, and close to the best cuts."""
-        n, work = self.profile.num_layers, self.costs.work
+        """Return about `count` places to cut: even in work, with little sent, and near the best cuts."""
+        n, work = self.profile.num_layers, self.costs.mean_work()
         done = np.concatenate([[0.0], np.cumsum(work)])
         cuts = [stage.stop for stage in self.best.plan.stages[:-1]] if self.best else []
         steps = [0, *(sign * 2**k for k in range(n.bit_length()) for sign in (1, -1))]

@@ -1,9 +1,9 @@
-"""Placement: on which ranks a stage may stand, and which ranks may hold the stage behind it.
+"""Placement: the ranks on which a stage may stand, and those which may hold the stage behind it.
 
-Lives here: layouts (slots, and the slots that may stand behind each) and what a slot costs on the cluster;
-what a cut costs is `routes`'. Not known here: layers, and which slots are chosen (`partition`).
+Layouts (slots, and the slots that may stand behind each) and the costs of a slot on the cluster. Not known
+here: layers, and the choice of slots (`partition`). The costs of cuts come from `links`.
 
-- Small clusters: every assignment of ranks to stages; ranks that no figure tells apart are taken in order.
+- Small clusters: every assignment of ranks to stages; interchangeable ranks are taken in order.
 - Larger ones: stages on consecutive ranks of a line. The lines are the cluster's order, the ranks dealt over
   the innermost units (where stages may have replicas), and those sorted by speed or memory where they differ.
   Ranks may be skipped up to the next unit. On lines of more than some forty ranks, a selection of those
@@ -26,23 +26,21 @@ from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import compute_share, stage_speed
-from hybridpipe.planning.cost.links import cut_figures_of
+from hybridpipe.planning.cost.layer_costs import StageKind
+from hybridpipe.planning.cost.links import Floats, Ints, distinct_cut_figures
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight
 from hybridpipe.planning.schedules.registry import TRAITS
 
-Ints = NDArray[np.intp]
-Floats = NDArray[np.float64]
-
-# Pairs of a slot and one behind it that are still looked at one and all.
+# The most pairs of a slot and one behind it for which all are tried.
 MAX_PAIRS = 30_000
 MAX_GRID = 24  # evenly spaced edges between stages on a long line
 MAX_NEAR = 40  # edges between stages close to those of a plan
 
 
 def dealt(cluster: Cluster, ranks: Iterable[int]) -> tuple[int, ...]:
-    """The order of a stage's ranks: the first of each innermost unit, then the second of each, and so on.
+    """Return a stage's ranks in order: the first of each innermost unit, then the second of each, and so on.
 
-    Microbatch b goes to replica b mod m, so two stages that are spread alike meet within a unit.
+    Microbatch b goes to replica b mod m, so two stages that are dealt alike exchange messages within a unit.
     """
     return tuple(_dealt(cluster, np.array(sorted(ranks))).tolist())
 
@@ -56,13 +54,13 @@ def _dealt(cluster: Cluster, ascending: Ints) -> Ints:
 def renumbered(
     cluster: Cluster, ranks: Sequence[int], stages: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The same placement, but of ranks that no figure tells apart the first ones are taken first."""
+    """Return the same placement with the first of interchangeable ranks taken first."""
     fresh = {key: iter(members) for key, members in _alike(cluster, ranks).items()}
     return tuple(dealt(cluster, [next(fresh[_kind(cluster, rank)]) for rank in stage]) for stage in stages)
 
 
 def _alike(cluster: Cluster, ranks: Sequence[int]) -> dict[tuple[float, ...], list[int]]:
-    """Ranks of one unit, machine, speed and memory, in order."""
+    """Return ranks of one unit, machine, speed and memory, in order."""
     alike = defaultdict(list)
     for rank in sorted(ranks):
         alike[_kind(cluster, rank)].append(rank)
@@ -76,11 +74,12 @@ def _kind(cluster: Cluster, rank: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where stages may stand.
+    """Places where stages may stand.
 
     Args:
         ranks: of each slot, as dealt.
-        left: what the slot and all behind it use: exactly that where `is_exact`, at most that on a line.
+        left: ranks that the slot and all behind it use: exactly those where `is_exact`, at most those on a
+            line.
         behind: the slots that may stand behind each; they have smaller numbers.
         starts: the slots where the first stage may stand.
     """
@@ -93,9 +92,9 @@ class Layout:
 
 
 def every_placement(cluster: Cluster, ranks: Sequence[int], max_replicas: int) -> Layout | None:
-    """All sets of ranks for all stages, or None where there are too many.
+    """Return all sets of ranks for all stages, or None where there are too many.
 
-    A slot is told by how many ranks of each kind are left and how many of these it takes.
+    A slot is identified by the numbers of ranks of each kind that are left and that it takes.
     """
     alike = list(_alike(cluster, ranks).values())
     if math.prod(math.comb(len(members) + 3, 3) for members in alike) > MAX_PAIRS:
@@ -120,12 +119,12 @@ def every_placement(cluster: Cluster, ranks: Sequence[int], max_replicas: int) -
 
 
 def lines(cluster: Cluster, ranks: Sequence[int], replicated: bool = True) -> list[tuple[int, ...]]:
-    """The orders in which stages take ranks.
+    """Return the orders in which stages take ranks.
 
-    The cluster's order; by speed and by memory. For stages with replicas also dealt over all innermost units;
-    where every stage can be looked at also dealt over groups of units, one group after the other (with those
-    the best plan was 0.5 % above the best of all placements on average over 48 clusters of 8 to 12 ranks,
-    without 2.6 %).
+    They are the cluster's order, and the orders by speed and by memory. For stages with replicas the ranks
+    are also dealt over all innermost units and, where every stage can be tried, over groups of units, one
+    group after the other. Over 48 clusters of 8 to 12 ranks the groups brought the best plan from 2.6 % to
+    0.5 % above the best of all placements.
     """
     units: dict[int, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
@@ -151,7 +150,7 @@ def lines(cluster: Cluster, ranks: Sequence[int], replicated: bool = True) -> li
 def along(
     cluster: Cluster, line: Sequence[int], stages: Iterable[tuple[int, int]], max_replicas: int
 ) -> Layout:
-    """Stages on the ranks `line[start:stop]`; the next one stands right behind or begins a unit."""
+    """Return stages on the ranks `line[start:stop]`; the next one stands right behind or begins a unit."""
     by_start: dict[int, list[int]] = defaultdict(list)
     layout = Layout([], [], [], [], is_exact=False)
     for start, stop in stages:
@@ -177,7 +176,7 @@ def along(
 
 
 def _next_edges(cluster: Cluster, line: Sequence[int]) -> list[set[int]]:
-    """For every edge of the line: itself and the next one where a unit or a row over the units begins."""
+    """Return, for every edge of the line, itself and the next one that begins a unit or a row over units."""
     units = [[rank // level.ranks for rank in line] for level in cluster.levels[:-1]]
     nexts = [{edge} for edge in range(len(line) + 1)]
     for unit in units:
@@ -191,7 +190,7 @@ def _next_edges(cluster: Cluster, line: Sequence[int]) -> list[set[int]]:
 
 
 def every_stage(length: int, max_replicas: int) -> list[tuple[int, int]] | None:
-    """All stages on a line of that many ranks, or None where there are too many."""
+    """Return all stages on a line of `length` ranks, or None where there are too many."""
     longest = min(max_replicas, length)
     if length * longest * longest / 2 > MAX_PAIRS:
         return None
@@ -199,10 +198,10 @@ def every_stage(length: int, max_replicas: int) -> list[tuple[int, int]] | None:
 
 
 def coarse(cluster: Cluster, length: int, num_layers: int, max_replicas: int) -> list[tuple[int, int]]:
-    """A selection of the stages on a long line.
+    """Return a selection of the stages on a long line.
 
-    Those between a grid of edges, finer at both ends, for few stages of many replicas; and stages of one size
-    in a row, for many stages of few.
+    It has the stages between a grid of edges, finer at both ends, for few stages of many replicas. It also
+    has stages of one size in a row, for many stages of few replicas.
     """
     doubled = [2**k for k in range(length.bit_length())]
     grid = {round(length * k / MAX_GRID) for k in range(MAX_GRID + 1)}
@@ -217,7 +216,7 @@ def coarse(cluster: Cluster, length: int, num_layers: int, max_replicas: int) ->
 
 
 def near(stages: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Stages on a line whose ends are close to the ends of one or two given ones in a row."""
+    """Return stages on a line whose ends are close to the ends of one or two given ones in a row."""
     steps = [0, *(sign * 2**k for k in range(length.bit_length()) for sign in (1, -1))]
     steps = steps[: max(3, MAX_NEAR // (len(stages) + 1))]
     found = set()
@@ -228,32 +227,21 @@ def near(stages: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]
     return sorted(found)
 
 
-class Kind(NamedTuple):
-    """What the costs of a stage depend on, beside its layers."""
-
-    replicas: int
-    speed: float
-    ring_latency_seconds: float
-    ring_seconds_per_byte: float
-    memory_bytes: float
-    in_flight: int
-
-
 @dataclass(frozen=True, slots=True)
 class SlotGraph:
     """Slots with their costs; behind slot s may stand `behind[first[s]:first[s + 1]]`, over cuts `cut[...]`.
 
     Args:
-        slot: number in the layout; a slot stands here once for every count of microbatches in flight.
-        kinds, kind: the distinct kinds of stages, and which one a slot is.
-        figures: `cost.CutFigures` of the distinct cuts, one a row.
-        starts: where the first stage may stand.
-        can_end: whether the last stage may stand there.
+        slot: number in the layout; a slot occurs once for every count of microbatches in flight.
+        kinds, kind: the distinct kinds of stages, and the kind of each slot.
+        figures: `links.distinct_cut_figures`, one cut a row.
+        starts: slots where the first stage may stand.
+        can_end: True where the last stage may stand.
         batches: runs of slots none of which stands behind another of the run.
     """
 
     slot: Ints
-    kinds: list[Kind]
+    kinds: list[StageKind]
     kind: Ints
     first: Ints
     behind: Ints
@@ -282,40 +270,33 @@ def slot_graph(
     max_in_flight: int,
     held_a_rank: float | None,
 ) -> SlotGraph:
-    """The costs of a layout.
+    """Return the costs of a layout.
 
     Args:
-        share: the speed of each rank, while all that the plan uses compute.
+        share: the speed of each rank, while all ranks of the plan compute.
         starts: those of the layout's slots where the first stage may stand, under these speeds.
         max_in_flight: the most microbatches that a replica may stash.
-        held_a_rank: microbatches in flight are counted as if every rank behind held so many; None: exactly.
+        held_a_rank: assumed microbatches in flight on every rank behind. None: the exact number.
     """
     reachable = set().union(*(layout.left[slot] for slot in starts))
     slots = [slot for slot, left in enumerate(layout.left) if reachable.issuperset(left)]
 
     def may_hold(replicas: int, behind: int) -> int:
-        held = in_flight(schedule, ceil_div(num_microbatches, replicas), replicas, behind)
-        if TRAITS[schedule].versions == "two":  # no more than two minibatches are on their way
-            held = min(held, ceil_div(2 * num_microbatches, replicas))
-        return min(held, max_in_flight)
+        return min(in_flight(schedule, num_microbatches, replicas, behind, num_microbatches), max_in_flight)
 
     states = _counted(layout, slots, may_hold, held_a_rank)
     slot = np.array([state.slot for state in states], dtype=np.intp)
     sizes = [len(state.behind) for state in states]
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
     behind = np.fromiter(chain.from_iterable(state.behind for state in states), np.intp, first[-1])
-    pairs = np.stack([np.repeat(slot, sizes), slot[behind]])
-    used = np.unique(pairs[0] * len(layout.ranks) + pairs[1], return_inverse=True)
-    figures, row = cut_figures_of(
-        cluster,
-        layout.ranks,
-        np.stack(np.divmod(used[0], len(layout.ranks))),
-        num_microbatches,
-        TRAITS[schedule].is_asynchronous,
-    )
-    kinds: dict[Kind, int] = {}
-    stands = {s: _stand(cluster, layout.ranks[s], share) for s in set(slot.tolist())}
-    kind = [kinds.setdefault(Kind(*stands[s.slot], s.in_flight), len(kinds)) for s in states]
+    # A pair of slots occurs once for every pair of counts in flight; its cut is the same.
+    num_slots = len(layout.ranks)
+    used, cut = np.unique(np.repeat(slot, sizes) * num_slots + slot[behind], return_inverse=True)
+    pairs, asynchronous = np.stack(np.divmod(used, num_slots)), TRAITS[schedule].is_asynchronous
+    figures, row = distinct_cut_figures(cluster, layout.ranks, pairs, num_microbatches, asynchronous)
+    kinds: dict[StageKind, int] = {}
+    alone = {s: _kind_of(cluster, layout.ranks[s].tolist(), share) for s in set(slot.tolist())}
+    kind = [kinds.setdefault(alone[s.slot]._replace(in_flight=s.in_flight), len(kinds)) for s in states]
     may_start = np.zeros(len(layout.ranks), dtype=bool)
     may_start[list(starts)] = True
     left = [len(layout.left[state.slot]) for state in states]
@@ -326,7 +307,7 @@ def slot_graph(
         kind=np.array(kind, dtype=np.intp),
         first=first,
         behind=behind,
-        cut=row[used[1].reshape(-1)],
+        cut=row[cut.reshape(-1)],
         figures=figures,
         starts=np.flatnonzero(may_start[slot]),
         can_end=np.array([state.can_end for state in states]),
@@ -334,21 +315,20 @@ def slot_graph(
     )
 
 
-def _stand(cluster: Cluster, ranks: Ints, share: dict[int, float]) -> tuple[int, float, float, float, float]:
-    members = ranks.tolist()
-    ring = cluster.ring(members)
-    speed, memory = stage_speed(cluster, members, share), min(map(cluster.memory, members))
-    return len(members), speed, ring.start_seconds, ring.seconds_per_byte, memory
+def _kind_of(cluster: Cluster, ranks: Sequence[int], share: dict[int, float]) -> StageKind:
+    """Return the kind of a stage on these ranks, without microbatches in flight."""
+    memory = min(map(cluster.memory, ranks))
+    return StageKind(len(ranks), stage_speed(cluster, ranks, share), cluster.ring(ranks), memory, in_flight=0)
 
 
 def _counted(
     layout: Layout, slots: Sequence[int], may_hold: Callable[[int, int], int], held_a_rank: float | None
 ) -> list[_State]:
-    """The slots with their microbatches in flight, once for every count.
+    """Return the slots with their microbatches in flight, once for every count.
 
     Args:
-        may_hold: how many, from the replicas and what all replicas of the stage behind hold.
-        held_a_rank: as if every rank behind held so many; None: as they do.
+        may_hold: the count, from the replicas and the microbatches that all replicas of the next stage hold.
+        held_a_rank: as in `slot_graph`.
     """
     states: list[_State] = []
     states_of: dict[int, range] = {}
@@ -376,10 +356,11 @@ def _counted(
 def shares(
     layout: Layout, cluster: Cluster, ranks: Sequence[int]
 ) -> Iterator[tuple[dict[int, float], list[int]]]:
-    """The speeds that ranks may have where they share machines, each with the slots that then may start.
+    """Yield the speeds that ranks may have where they share machines, each with the slots that then may
+    start.
 
-    Where a layout says exactly which ranks a plan uses, it is their number on every machine that decides; on
-    a line all are taken to be used, so a plan that skips some is faster than thought.
+    Where a layout is exact, the speeds follow from the ranks in use on every machine. On a line all ranks
+    count as used, so a plan that skips some is faster than assumed.
     """
     if not layout.is_exact:
         yield compute_share(cluster, ranks), layout.starts
@@ -400,7 +381,7 @@ def shares(
 
 
 def active_ranks(cluster: Cluster, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """The ranks with at most n on each machine, the fastest, for every n that changes speeds."""
+    """Return the fastest n ranks of each machine, for every n that changes speeds, largest n first."""
     on_machine = defaultdict(list)
     for rank in sorted(ranks, key=lambda rank: (-cluster.speed(rank), rank)):
         on_machine[cluster.node(rank)].append(rank)

@@ -1,13 +1,13 @@
-"""Search: gather candidate plans, let the simulator judge them, keep the best.
+"""Search: candidate plans from several sources, compared by the simulator.
 
-`partition` is exact for a closed formula; the simulator also sees queues at links, shared processors and
-which all-reduce hides behind what. So the few best of `partition` compete, beside the best straight pipeline
-and plain data parallelism on all ranks and, where ranks share processors, on fewer. Under interleaved-1f1b
-the few best of `interleave` compete. Only plans that fit into memory are returned; where none does,
-`NoPlanFits` says by how much and what would help.
+`partition` is exact for a closed formula. The simulator also sees queues at links, shared processors and the
+work that hides an all-reduce. Candidates are the few best of `partition`, the best straight pipeline, plain
+data parallelism on all ranks and, where ranks share processors, on fewer. Under interleaved-1f1b the few best
+of `interleave` compete. Invariant: only plans that fit into memory are returned. Where none does,
+`NoPlanFits` says by how much and names a remedy.
 
-The schedule "auto" stands for all synchronous ones, and where asynchronous ones are allowed for those, too:
-they change the mathematics. Plans of all of them compete in the simulator.
+The schedule "auto" stands for all synchronous ones and, where the request allows them, for the asynchronous
+ones, which change the mathematics.
 """
 
 import math
@@ -18,31 +18,30 @@ from itertools import islice
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cluster_transform import with_ranks
 from hybridpipe.planning.cost.formula import compute_share, estimate, measured_speed, stage_costs, stage_speed
-from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
-from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
 from hybridpipe.planning.search.bound import least_seconds
 from hybridpipe.planning.search.interleave import interleaved_plans
 from hybridpipe.planning.search.partition import partition
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
-# Beyond these an answer would take minutes; far beyond, the input is a slip of the pen.
+# Beyond these limits a search would take minutes; far beyond, the input is a mistake.
 MAX_RANKS = 4096
 MAX_LAYERS = 100_000
 MAX_PRODUCT = 2**23  # of layers and ranks: half a minute
 MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for one of 1024
-# Of partition's plans so many are simulated, but for those that cannot be the best (`bound`). Of asynchronous
-# pipelines the formula says less, as it sees no queues (with 16 instead of 32, plans of 240 problems were 3 %
-# slower in the mean, one by 89 %), and of stages that take turns on a rank.
+# The number of partition's plans that are simulated, without those that cannot be the best (`bound`). The
+# formula sees neither the queues of asynchronous pipelines nor stages taking turns on a rank, so these need
+# more: with 16 instead of 32, asynchronous plans of 240 problems were 3 % slower in the mean, one by 89 %.
 NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 32, 6
-MAX_ADVISED = 10_000  # layers times ranks; what would help a larger problem takes minutes to find out
+MAX_ADVISED = 10_000  # layers times ranks; trying remedies for a larger problem takes minutes
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
-MAX_NAMED = 20  # stages of a plan that is called by its replica counts
+MAX_NAMED = 20  # stages of a plan whose name lists its replica counts
 TIE = 1e-9  # relative: times that differ by less are equal
 
 
@@ -55,7 +54,7 @@ class Candidate:
     """A plan with its prediction.
 
     Args:
-        origin: what proposed it: "exact", "dp", "straight", "interleaved" or "search".
+        origin: its source: "exact", "dp", "straight", "interleaved" or "search".
         samples: of its microbatches.
     """
 
@@ -72,7 +71,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What a plan is looked for: a model in microbatches, machines, and what is allowed."""
+    """The input of a search under one schedule: a model in microbatches, machines, and the request.
+
+    Raises:
+        ValueError: more ranks are requested than the cluster has, or the model or the cluster is too large.
+    """
 
     profile: ModelProfile
     cluster: Cluster
@@ -101,16 +104,8 @@ class _Problem:
     def size(self) -> int:
         return self.profile.num_layers * self.num_ranks
 
-    @property
-    def schedule(self) -> str:
-        return self.request.schedule
-
-    @property
-    def traits(self) -> ScheduleTraits:
-        return TRAITS[self.request.schedule]
-
-    def form(self, recompute: bool = False) -> Form:
-        return Form(self.num_microbatches, replace(self.request, recompute=recompute))
+    def recomputing(self, recompute: bool) -> PlanRequest:
+        return replace(self.request, recompute=recompute)
 
 
 def search(
@@ -120,15 +115,16 @@ def search(
     request: PlanRequest = DEFAULT_REQUEST,
     num_ranks: int | None = None,
 ) -> list[Candidate]:
-    """All candidates that fit into memory, best prediction first; ties go to the simplest (`ranked`).
+    """Return all candidates that fit into memory, best prediction first; ties go to the simplest (`ranked`).
 
     Args:
         profile: of one microbatch.
-        num_ranks: how many ranks may be used, the first ones; None: all.
+        num_microbatches: of a minibatch.
+        num_ranks: ranks that may be used, the first ones. None: all.
 
     Raises:
         NoPlanFits: no candidate fits into `cluster.memory_bytes`.
-        ValueError: more ranks are asked for than the cluster has, or the model or the cluster is too large.
+        ValueError: more ranks are requested than the cluster has, or the model or the cluster is too large.
     """
     minibatch = profile.samples * num_microbatches
     return _searched(
@@ -143,9 +139,12 @@ def search_sizes(
     request: PlanRequest = DEFAULT_REQUEST,
     num_ranks: int | None = None,
 ) -> list[Candidate]:
-    """`search` over every size of the microbatch that was measured, for the same minibatch of samples.
+    """Return the candidates of `search` over every measured size of the microbatch.
 
     A short last microbatch counts as a whole one. Under pipedream a minibatch travels whole.
+
+    Args:
+        minibatch: samples of a minibatch, the same for all sizes.
     """
     sizes = [samples for samples in profile.sizes if samples <= minibatch] or [minibatch]
     counts = {samples: ceil_div(minibatch, samples) for samples in sizes}
@@ -160,7 +159,7 @@ def _problems(
     request: PlanRequest,
     num_ranks: int | None,
 ) -> list[_Problem]:
-    """One for each schedule that is asked for and each size of the microbatch; `sizes` give their numbers."""
+    """Return one problem for each requested schedule and size; `sizes` maps samples to microbatches."""
     return [
         _Problem(
             profile.scaled_to(samples),
@@ -183,7 +182,7 @@ def _searched(problems: Sequence[_Problem]) -> list[Candidate]:
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Best prediction first; among equal ones the simpler schedule, then fewer ranks, then fewer stages."""
+    """Return best predictions first; equal ones by simpler schedule, fewer ranks, fewer stages."""
     rest = sorted(candidates, key=lambda candidate: candidate.seconds)
     order: list[Candidate] = []
     while rest:
@@ -201,9 +200,10 @@ def _simplicity(candidate: Candidate) -> tuple[int, int, int, tuple[int, ...]]:
 def data_parallel(
     profile: ModelProfile, cluster: Cluster, num_ranks: int, num_microbatches: int, schedule: str
 ) -> Plan:
-    """One stage on all ranks, with its prediction; it is judged even where it does not fit into memory.
+    """Return the plan with one stage on all ranks, with its prediction, even where it does not fit into
+    memory.
 
-    Under 1f1b where the schedule is not a matter of one stage.
+    Its schedule is 1f1b where the given one needs several stages.
     """
     if schedule == AUTO or TRAITS[schedule].interleaves:
         schedule = DEFAULT
@@ -214,7 +214,7 @@ def data_parallel(
 def straight(
     profile: ModelProfile, cluster: Cluster, num_ranks: int, num_microbatches: int, schedule: str
 ) -> Plan | None:
-    """The best pipeline with one replica a stage, with its prediction; None if none fits into memory.
+    """Return the best pipeline with one replica a stage, with its prediction; None if none fits into memory.
 
     It may leave ranks unused.
     """
@@ -227,17 +227,17 @@ def straight(
 
 
 def short_name(plan: Plan) -> str:
-    """The plan's name, or how many stages it has where that would be a long list."""
+    """Return the plan's name, or its number of stages where the name would be long."""
     return plan.name if plan.num_stages <= MAX_NAMED else f"{plan.num_stages} stages"
 
 
 def fits(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
-    """Whether every rank has the memory that it needs at its peak."""
+    """True if every rank has the memory that it needs at its peak."""
     return _excess(plan, profile, cluster) <= 1
 
 
 def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
-    """The plan with its prediction: the simulator's or, where that would take long, the formula's."""
+    """Return the plan with the simulator's prediction, or the formula's where simulating takes long."""
     if is_simulated(plan):
         return replace(plan, predicted=predict(plan, profile, cluster)[1])
     seconds = estimate(plan, profile, cluster)
@@ -247,7 +247,7 @@ def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan
 
 
 def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """What all ranks together compute, each as fast as the slowest of its stage."""
+    """Return the seconds that all ranks together compute, each at the speed of its stage's slowest."""
     share = compute_share(cluster, plan.ranks)
     return sum(
         (
@@ -262,10 +262,10 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
 
 
 def _candidates(problem: _Problem) -> list[Candidate]:
-    """Every proposal that fits and is not hopeless, once, with its prediction.
+    """Return every distinct proposal that fits and may be the best, with its prediction.
 
-    Another schedule than the simplest is chosen on the simulator's word only, and not for one stage, where
-    synchronous schedules are the same.
+    An alternative schedule needs a simulation and more than one stage: with one stage all synchronous
+    schedules are the same.
     """
     origins: dict[Plan, str] = {}
     for origin, plan in _fitting(problem):
@@ -291,7 +291,7 @@ def _fitting(problem: _Problem) -> Iterator[tuple[str, Plan]]:
 
 
 def _proposals(problem: _Problem) -> Iterator[tuple[str, Plan]]:
-    # Recomputing costs time and saves memory: it is of no use where memory is not limited.
+    # Recomputing trades time for memory, which helps only where memory is limited.
     limited = problem.cluster.memory_bytes is not None
     for recompute in (False, True) if problem.request.recompute and limited else (False,):
         for origin, plan in _proposed(problem, recompute):
@@ -299,20 +299,20 @@ def _proposals(problem: _Problem) -> Iterator[tuple[str, Plan]]:
 
 
 def _proposed(problem: _Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
-    if problem.traits.interleaves:
+    if problem.request.traits.interleaves:
         yield from (("interleaved", plan) for plan in _interleaved(problem, recompute))
         return
     for one_stage in _data_parallel_plans(problem):
         yield "dp", replace(one_stage, recompute=recompute)
     in_line = _straight(problem, recompute)
     yield from (("straight", plan) for plan in in_line[:1])
-    count = NUM_EXACT_ASYNCHRONOUS if problem.traits.is_asynchronous else NUM_EXACT
+    count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else NUM_EXACT
     for exact in _partition(problem, recompute)[:count] + in_line[1:]:
         yield "exact", exact
 
 
 def _where_needed(plan: Plan, problem: _Problem) -> Plan:
-    """The plan, recomputing only in stages that do not fit into memory without."""
+    """Return the plan with recomputation only in stages that do not fit into memory without."""
     peaks = zip(plan.ranks, peak_memory_bytes(problem.profile, replace(plan, recompute=False)), strict=True)
     beyond = {rank for rank, peak in peaks if peak > problem.cluster.memory(rank)}
     if beyond.issuperset(plan.ranks):
@@ -323,46 +323,54 @@ def _where_needed(plan: Plan, problem: _Problem) -> Plan:
 
 def _partition(problem: _Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
     ranks = range(problem.num_ranks)
+    request = problem.recomputing(recompute)
     return partition(
-        problem.profile, problem.cluster, problem.form(recompute), ranks=ranks, max_replicas=max_replicas
+        problem.profile,
+        problem.cluster,
+        problem.num_microbatches,
+        request,
+        ranks=ranks,
+        max_replicas=max_replicas,
     )
 
 
 def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
-    """The best that fit; all that there are, where none does."""
+    """Return the best plans that fit, or all where none does."""
     if not problem.is_alternative and (problem.num_ranks < 2 or problem.profile.num_layers < 4):
         raise ValueError(
             "schedule interleaved-1f1b needs at least 2 ranks and 4 layers, "
             f"got {problem.num_ranks} and {problem.profile.num_layers}"
         )
-    ranks, form = range(problem.num_ranks), problem.form(recompute)
-    plans = interleaved_plans(problem.profile, problem.cluster, form, ranks, max_replicas)
+    ranks, request = range(problem.num_ranks), problem.recomputing(recompute)
+    plans = interleaved_plans(
+        problem.profile, problem.cluster, problem.num_microbatches, request, ranks, max_replicas
+    )
     fitting = (plan for plan in plans if fits(plan, problem.profile, problem.cluster))
     return list(islice(fitting, NUM_INTERLEAVED)) or plans
 
 
 def _straight(problem: _Problem, recompute: bool) -> list[Plan]:
-    """The best pipeline with one replica a stage; a single stage only where there is nothing longer.
+    """Return the best pipeline with one replica a stage; a single stage only where there is nothing longer.
 
-    Of an asynchronous one, of which the formula says less, the best few.
+    For an asynchronous schedule, of which the formula sees less, these are the best few.
     """
     problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
-    if problem.traits.interleaves:
+    if problem.request.traits.interleaves:
         plans = _interleaved(problem, recompute, max_replicas=1)
         plans = [plan for plan in plans if fits(plan, problem.profile, problem.cluster)]
     else:
         plans = _partition(problem, recompute, max_replicas=1)
     longer = [plan for plan in plans if plan.num_stages > 1]
-    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.traits.is_asynchronous else 1]
+    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else 1]
 
 
 def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
-    """On all ranks and, where ranks share a machine's processors, on the best number of ranks a machine."""
+    """Yield data parallelism on all ranks and, where ranks share processors, on the best number a machine."""
     a_machine = min(problem.cluster.node_ranks or 1, problem.num_ranks)
     yield _data_parallel(problem, range(problem.num_ranks))
     fewer = [
         _data_parallel(problem, [rank for rank in range(problem.num_ranks) if rank % a_machine < count])
-        for count in sorted({a_machine * i // 16 for i in range(1, 16)} - {0})  # all there are, up to 16
+        for count in sorted({a_machine * i // 16 for i in range(1, 16)} - {0})  # every number, up to 16
     ]
     if fewer:
         yield min(fewer, key=lambda plan: estimate(plan, problem.profile, problem.cluster))
@@ -370,16 +378,16 @@ def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
 
 def _data_parallel(problem: _Problem, ranks: Sequence[int]) -> Plan:
     stage = StageSpec(0, problem.profile.num_layers, len(ranks), dealt(problem.cluster, ranks))
-    return problem.form().plan([stage])
+    return problem.recomputing(False).plan([stage], problem.num_microbatches)
 
 
 def _how_far(problem: _Problem) -> str:
-    """One line: how far the plan that comes closest is off, and the first remedy that works."""
+    """Return one line: the excess of the plan that comes closest, and the first remedy that works."""
     plan = _closest(problem)
     peaks = dict(zip(plan.ranks, peak_memory_bytes(problem.profile, plan), strict=True))
     rank = max(peaks, key=lambda r: peaks[r] / max(problem.cluster.memory(r), 1))
     name = short_name(plan) + " with recomputation" * plan.recompute
-    closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few looked at"
+    closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few that were tried"
     return (
         f"no plan fits into memory: {name} {closest} and "
         f"needs {peaks[rank]} bytes on rank {rank}, which has {problem.cluster.memory(rank):.0f}; "
@@ -388,7 +396,7 @@ def _how_far(problem: _Problem) -> str:
 
 
 def _advice(problem: _Problem) -> str:
-    """The first remedy that works; of a large problem all, untried."""
+    """Return the first remedy that works; for a large problem all remedies, untried."""
     remedies = list(_remedies(problem))
     if problem.size > MAX_ADVISED:
         return f"these may help: {', '.join(text for text, _ in remedies)}"
@@ -399,9 +407,9 @@ def _advice(problem: _Problem) -> str:
 
 
 def _closest(problem: _Problem) -> Plan:
-    """The plan that would fit if the memory of every rank grew by the least factor, found by bisection.
+    """Return the plan that fits if the memory of every rank grows by the least factor, found by bisection.
 
-    Of a large problem: of the plans for unlimited memory, recomputing if asked for, what needs least.
+    For a large problem it is the plan for unlimited memory that needs least, recomputing if requested.
     """
 
     def excess(plan: Plan) -> float:
@@ -423,13 +431,13 @@ def _closest(problem: _Problem) -> Plan:
 
 
 def _excess(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """Peak over limit, on the rank where that is most."""
+    """Return the largest ratio of a rank's peak to its limit."""
     peaks = peak_memory_bytes(profile, plan)
     return max(peak / max(cluster.memory(rank), 1) for rank, peak in zip(plan.ranks, peaks, strict=True))
 
 
 def _with_memory(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with so many times its memory."""
+    """Return the cluster with its memory multiplied."""
     match cluster.memory_bytes:
         case None:
             return cluster
@@ -440,20 +448,20 @@ def _with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _remedies(problem: _Problem) -> Iterator[tuple[str, _Problem]]:
-    """What a user could change, easiest first."""
+    """Yield changes that a user could make, easiest first."""
     if not problem.request.recompute:
         yield "recomputation", replace(problem, request=replace(problem.request, recompute=True))
     samples = problem.profile.samples
     minibatch = samples * problem.num_microbatches
     for size in (samples // 2, samples // 4):
-        if size and not problem.traits.whole_minibatch:
+        if size and not problem.request.traits.whole_minibatch:
             smaller = problem.profile.scaled_to(size)
             count = ceil_div(minibatch, size)
             yield (
                 f"microbatches of {size} sample(s)",
                 replace(problem, profile=smaller, num_microbatches=count),
             )
-    if problem.schedule != DEFAULT and not problem.traits.is_asynchronous:
+    if problem.request.schedule != DEFAULT and not problem.request.traits.is_asynchronous:
         yield f"the schedule {DEFAULT}", replace(problem, request=replace(problem.request, schedule=DEFAULT))
     for factor in (2, 4):
         ranks = factor * problem.num_ranks

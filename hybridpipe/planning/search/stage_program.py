@@ -1,9 +1,9 @@
 """Stage program: the dynamic program over suffixes of the layers and slots that finds the cuts.
 
-Lives here: the least sum of stages and cuts under a bound on their maximum, the least maximum, and under a
-maximum the most even plan. A slot says who holds the next stage, which ranks are left, and how many
-microbatches are in flight. Not known here: what the figures of stages (`layer_costs`) and routes (`routes`)
-are made of, where slots come from (`placement`), and in which order bounds are tried (`partition`).
+It finds the least sum of stages and cuts under a bound on their maximum, the least maximum, and under a
+maximum the most even plan. A slot fixes the ranks of the next stage, the ranks that are left, and the
+microbatches in flight. Not known here: the origin of the figures of stages (`layer_costs`) and cuts
+(`links`), of slots (`placement`), and the order of the bounds (`partition`).
 """
 
 import math
@@ -14,11 +14,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hybridpipe.planning.cost.layer_costs import LayerCosts
-from hybridpipe.planning.search.placement import Floats, Ints, SlotGraph
+from hybridpipe.planning.cost.links import Floats, Ints
+from hybridpipe.planning.search.placement import SlotGraph
 
-MAX_STARTS = 4  # first stages of which the best plan is looked at, where only the maximum counts
-# Figures of stages that a pass takes at once. A small pass is mostly calls, so several bounds share one
-# (VGG-16 on 16 ranks: four bounds take 1.8 times as long as one); more figures would not stay in the cache.
+MAX_STARTS = 4  # first stages whose best plan is kept, where only the maximum counts
+# Figures of stages in one pass. A small pass is dominated by calls, so several bounds share one: for VGG-16
+# on 16 ranks four bounds take 1.8 times as long as one. More figures would not stay in the cache.
 AT_ONCE = 2**18
 SAME = 1e-12  # relative: figures that differ by less are equal
 
@@ -39,10 +40,10 @@ class StageProgram:
     """Sums and maxima of every stage on every kind of slot and of every cut.
 
     Args:
-        stage_sums, stage_maxima: by kind, `[d, i]` of the stage of the d+1 layers from i on.
-        cut_sums, cut_maxima: `[cut, edge]`.
-        bound: no maximum may reach it.
-        tie: what a rank costs.
+        stage_sums, stage_maxima: by kind, at `[d, i]` the stage of the d+1 layers from i on.
+        cut_sums, cut_maxima: at `[cut, edge]`.
+        bound: every maximum must be below it.
+        tie: cost of a rank.
     """
 
     costs: LayerCosts
@@ -58,7 +59,7 @@ class StageProgram:
     def of_stages(
         cls, costs: LayerCosts, graph: SlotGraph, widths: Sequence[int], bound: float, tie: float
     ) -> "StageProgram":
-        """The program over stages of so many layers at most, by kind."""
+        """Return the program over stages with at most `widths` layers, by kind."""
         tables = costs.tables(graph.kinds, widths)
         latency, per_byte, busy = graph.figures.T[:, :, None]
         cut_maxima = busy * np.maximum(costs.output, costs.returned)
@@ -75,7 +76,7 @@ class StageProgram:
         )
 
     def with_edges(self, edges: Ints) -> "StageProgram":
-        """The same for plans that cut at these edges only."""
+        """Return the same program for plans that cut at these edges only."""
         starts = edges[:-1]
         lengths = np.array([np.roll(edges, -d - 1)[:-1] for d in range(len(starts))]) - starts
 
@@ -95,10 +96,11 @@ class StageProgram:
     def least_sums(
         self, bounds: Sequence[float], weights: Sequence[float] | None = None
     ) -> Iterator[Path | None]:
-        """The least sum of all plans whose every maximum is below the bound, for each bound; None if none is.
+        """Yield the plan of least sum whose every maximum is below the bound, for each bound; None if there
+        is none.
 
         Args:
-            weights: of seconds, for each bound; with 0 only ranks are counted. None: 1.
+            weights: of seconds, for each bound; 0 counts only ranks. None: 1.
         """
         weights = [1.0] * len(bounds) if weights is None else weights
         at_once = max(1, AT_ONCE // sum(values.size for values in self.stage_sums))
@@ -107,7 +109,7 @@ class StageProgram:
             yield from self._least_sums(np.array(bounds[some]), np.array(weights[some]))
 
     def _least_sums(self, bound: Floats, weight: Floats) -> list[Path | None]:
-        """`least_sums` in one pass."""
+        """Return `least_sums` of a few bounds in one pass."""
         a_rank = np.where(weight, self.tie, 1.0)
         stages = [
             np.where(
@@ -121,7 +123,7 @@ class StageProgram:
         return [paths[0] if paths else None for paths in self.solve(stages, cuts, np.add, 1)]
 
     def most_even(self, slowest: float) -> list[Path]:
-        """No stage or cut slower than that, and the least sum of what each takes: ranks are not spared."""
+        """Return the plan of least total time whose maximum is at most `slowest`, sparing no ranks."""
         bound = just_above(slowest)
         stages, cuts = (
             [np.where(values < bound, values, math.inf)[..., None] for values in each]
@@ -130,17 +132,18 @@ class StageProgram:
         return self.solve(stages, np.array(cuts), np.add, 1)[0]
 
     def least_maximum(self) -> list[Path]:
-        """The least maximum, and the best of a few other first stages."""
+        """Return the plan of least maximum, and the best for a few other first stages."""
         stages = [values[..., None] for values in self.stage_maxima]
         return self.solve(stages, self.cut_maxima[..., None], np.maximum, MAX_STARTS)[0]
 
     def solve(
         self, stages: Sequence[Floats], cuts: Floats, combine: np.ufunc, count: int
     ) -> list[list[Path]]:
-        """The ways with the least combination of the values of stages and cuts, from `count` first slots.
+        """Return the ways with the least combination of the values of stages and cuts, from `count` first
+        slots.
 
         Args:
-            stages, cuts: `[d, i, problem]` by kind, and `[cut, edge, problem]`.
+            stages, cuts: at `[d, i, problem]` by kind, and at `[cut, edge, problem]`.
         """
         graph, n, num_problems = self.graph, self.costs.num_layers, cuts.shape[-1]
         stages = [values[: _last_finite(values)] for values in stages]
@@ -180,7 +183,7 @@ class StageProgram:
         behind: Floats,
         combine: np.ufunc,
     ) -> Path:
-        """The choices that lead to the least value from this slot."""
+        """Return the choices that lead to the least value from this slot."""
         graph, slots, edges, total, slowest = self.graph, [slot], [0], 0.0, 0.0
         while True:
             kind, start = graph.kind[slot], edges[-1]
@@ -190,7 +193,7 @@ class StageProgram:
             slowest = max(slowest, float(self.stage_maxima[kind][d, start]))
             edges.append(start + d + 1)
             if edges[-1] == self.costs.num_layers:
-                seconds = slowest + total * (not self.costs.form.traits.is_asynchronous)
+                seconds = slowest + total * (not self.costs.is_asynchronous)
                 return Path(slots, edges, total, slowest, seconds)
             run, stop = slice(graph.first[slot], graph.first[slot + 1]), edges[-1]
             options = combine(least[graph.behind[run], stop], cuts[graph.cut[run], stop])
@@ -202,11 +205,11 @@ class StageProgram:
 
 
 def just_above(value: float) -> float:
-    """The bound that lets a value pass, and what differs from it by rounding."""
+    """Return the bound that admits a value, and values that differ from it by rounding."""
     return value * (1 + SAME) + 5e-324
 
 
 def _last_finite(values: Floats) -> int:
-    """How many rows there are up to the last one with a finite figure."""
+    """Return the number of rows up to the last one with a finite figure."""
     rows = np.flatnonzero(np.isfinite(values).any(axis=(1, 2)))
     return int(rows[-1]) + 1 if rows.size else 0

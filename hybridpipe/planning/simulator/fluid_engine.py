@@ -1,14 +1,14 @@
-"""Sharing: jobs that share resources, each as fast as its scarcest one allows; time goes from event to event.
+"""Fluid engine: jobs that share resources, each as fast as its scarcest one allows, from event to event.
 
-A fluid model: a job is an amount of work and the resources that it occupies, such as a processor or both
-ends of a link. Each of n jobs on a resource gets `shares[n]`, and a job goes on at the least of what its
-resources give it. Not known here: what the resources and the work stand for.
+A job is an amount of work and the resources that it occupies, such as a processor or both ends of a link.
+Each of n jobs on a resource gets `shares[n]`, and a job progresses at the least share of its resources. Not
+known here: the meaning of resources and work.
 
-Invariant: between two instants every rate is constant. Within an instant, jobs end and start first; then the
-resources whose share has changed, and only they, look at their flows (all jobs with the same resources and
-cap are one), so that a job that follows another at once disturbs no one, and a thousand on one link cost no
-more to slow down than one. Equal times go in the order of scheduling, those of a flow together, so every run
-is the same.
+Invariant: between two instants every rate is constant. Within an instant, jobs end and start first. Then only
+the resources whose share has changed update their flows (all jobs with the same resources and cap are one
+flow). A job that follows another at once therefore disturbs no one, and slowing down a thousand jobs on one
+link costs no more than slowing down one. Equal times go in the order of scheduling, those of a flow together,
+so every run is the same.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Shares(dict[int, float]):
-    """`shares[n]`: what each of n jobs gets. One table serves all resources of a kind."""
+    """`shares[n]`: the share of each of n jobs. One table serves all resources of a kind."""
 
     def __init__(self, share: Callable[[int], float]) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class Shares(dict[int, float]):
 
 
 def even(capacity: float) -> Shares:
-    """Each of n jobs gets an n-th."""
+    """Return shares in which each of n jobs gets an n-th."""
     return Shares(lambda num_jobs: capacity / num_jobs)
 
 
 class Resource:
-    """What jobs share."""
+    """A resource that jobs share."""
 
     __slots__ = ("flows", "num_jobs", "share", "shares")
 
@@ -46,15 +46,16 @@ class Resource:
         self.flows: dict[_Flow, None] = {}  # those with jobs: a set in the order of starting
 
 
-# What to call at a job's end, and with what.
+# The function to call at a job's end, and its argument.
 _Done = tuple[Callable[[Any], None], Any]
 
 
 class _Flow:
-    """The jobs with the same resources and cap. All go on at one rate, so who is done next never changes.
+    """The jobs with the same resources and cap. All have one rate, so their order of completion never
+    changes.
 
-    Their time is virtual, as in fair queueing: `served` is the work that a job has had done which was there
-    from the beginning (Demers, Keshav and Shenker, 1989, section 2.2).
+    Their time is virtual, as in fair queueing: `served` is the work done for a job that existed from the
+    beginning (Demers, Keshav and Shenker, 1989, section 2.2).
     """
 
     __slots__ = ("cap", "jobs", "next_end", "rate", "resources", "served", "since", "turn")
@@ -72,7 +73,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.is_stopped = False  # `run` ends, whatever is left
+        self.is_stopped = False  # ends `run`, even with jobs left
         self._queue: list[tuple[float, int, _Flow | _Done]] = []
         self._turn = 0
         self._flows: dict[tuple[tuple[Resource, ...], float], _Flow] = {}
@@ -89,10 +90,10 @@ class Engine:
         argument: Any,
         cap: float = math.inf,
     ) -> None:
-        """Begin a job; after its last bit of work `done(argument)` is called.
+        """Start a job; after its last bit of work `done(argument)` is called.
 
         Args:
-            cap: the most that the job can do in a second, whatever its resources give.
+            cap: the most work that the job can do in a second, whatever its resources give.
         """
         flow = self._flows.get((resources, cap))
         if flow is None:
@@ -108,7 +109,7 @@ class Engine:
         heappush(self._queue, (self.now + seconds, self._turn, (done, argument)))
 
     def run(self) -> None:
-        """Go on until no job is left, or until it is stopped."""
+        """Advance until no job is left, or until `is_stopped`."""
         queue = self._queue
         self._settle()
         while queue and not self.is_stopped:
@@ -120,12 +121,12 @@ class Engine:
             elif due.turn == turn:
                 self.now = at
                 self._end(due)
-            # Else there is more at this instant, or nothing that rates depend on has changed.
+            # Otherwise this instant has further events, or no rate has changed.
             if (self._started or self._changed) and (not queue or queue[0][0] > self.now):
                 self._settle()
 
     def _end(self, flow: _Flow) -> None:
-        """What is done next in a flow is done, and all that is done with it."""
+        """End the next job of a flow, and all that end with it."""
         end, jobs = flow.next_end, flow.jobs
         flow.served, flow.since, flow.next_end = end, self.now, math.nan
         self._changed[flow] = None
@@ -137,7 +138,7 @@ class Engine:
             done(argument)
 
     def _settle(self) -> None:
-        """Rates for what has started, and new rates for what has got another share."""
+        """Set the rates of started jobs, and of jobs whose share has changed."""
         now, changed = self.now, self._changed
         for flow in changed:
             if not flow.jobs:
@@ -159,7 +160,7 @@ class Engine:
             if share != resource.share:
                 before, resource.share = resource.share, share
                 for flow in resource.flows:
-                    if flow.rate == before or flow.rate > share:  # else something else holds it back
+                    if flow.rate == before or flow.rate > share:  # otherwise another resource limits it
                         changed[flow] = None
         for flow in changed:
             if flow.jobs:

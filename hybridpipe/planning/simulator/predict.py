@@ -1,9 +1,7 @@
-"""Simulate: from programs, or from a plan, to a predicted timeline and its figures; no torch, no MPI.
+"""Predict: a timeline and its figures, from programs or from a plan; no torch, no MPI.
 
-The same programs run under two rules for sends: buffered, as the runtime's `Isend`, for time; synchronous, as
-`MPI_Ssend`, to see what relies on buffering. Where nothing can advance, `Deadlock` names every waiting rank.
-A synchronous minibatch is simulated from its start to its flush; of an asynchronous pipeline the pace counts
-that it keeps up once it is full.
+Sends are buffered, as the engine's `Isend`. A synchronous minibatch is simulated from its start to its flush;
+an asynchronous pipeline is simulated until its pace no longer changes.
 """
 
 import math
@@ -24,9 +22,9 @@ from hybridpipe.planning.timeline import Event, Timeline
 
 __all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"]
 
-# Beyond so many a plan's minibatch is not simulated whole where that can be avoided: a few seconds.
+# Beyond this number, a few seconds, a minibatch is not simulated whole where that can be avoided.
 MAX_INSTRUCTIONS = 400_000
-# Beyond these it is not simulated at all: a minute, and some hundred megabytes.
+# Beyond these a plan is not simulated at all: they take a minute, and some hundred megabytes.
 MOST_INSTRUCTIONS, MOST_ROUTES = 4_000_000, 4_000_000
 STEADY = 1e-4  # relative: rounds that differ by less take equally long
 
@@ -37,37 +35,36 @@ def simulate(
     costs: Sequence[StageCost],
     cluster: Cluster,
     *,
-    synchronous: bool = False,
     until: Callable[[Event], bool] | None = None,
 ) -> Timeline:
-    """Run one program a rank and return what each rank does when.
+    """Run one program a rank and return the predicted timeline.
 
     Args:
-        programs: by rank, such as `schedules.programs(plan)`.
+        programs: by rank, such as `generators.programs(plan)`.
         costs: one for each stage.
-        synchronous: a send lasts until its message was received (`MPI_Ssend`).
-        until: stop there; asked after each event of the plan's first rank. What others are at is cut short.
+        until: a condition, checked after each event of the plan's first rank, that ends the simulation.
+            Instructions under way are cut short.
 
     Raises:
         Deadlock: nothing can advance, although some rank is not done.
     """
-    return Simulation(programs, plan, costs, cluster, synchronous, until).run()
+    return Simulation(programs, plan, costs, cluster, until).run()
 
 
 def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeline, Prediction]:
-    """What a full minibatch under the plan takes, and the timeline behind it.
+    """Return the timeline and the figures of a full minibatch under the plan.
 
     The profile is that of the plan's microbatch. An asynchronous pipeline's timeline runs from the start over
-    some minibatches until it repeats itself, or has drained; its figures are those of one minibatch while it
+    some minibatches until it repeats itself, or has drained. Its figures are those of one minibatch while it
     is full.
 
-    A synchronous minibatch of more than MAX_INSTRUCTIONS is extended in a straight line from two shorter
-    ones, because a full pipeline repeats itself; then the timeline is that of the longer one. An asynchronous
-    pipeline so deep that it takes more instructions to fill is taken at the pace of `cost.estimate`.
+    A synchronous minibatch of more than MAX_INSTRUCTIONS is extrapolated from two shorter ones, because a
+    full pipeline repeats itself; the timeline is then that of the longer one. An asynchronous pipeline that
+    takes more instructions to fill has the pace of `cost.estimate`.
 
     Raises:
-        ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or so
-            many microbatches or replicas that simulating them would take minutes.
+        ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or has
+            so many microbatches or replicas that simulating them would take minutes.
     """
     plan.check_world(cluster.num_ranks)
     _check_size(plan)
@@ -86,7 +83,7 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
 
 
 def is_simulated(plan: Plan) -> bool:
-    """Whether `predict` simulates what its figures are of, in a few seconds."""
+    """True if `predict` takes all figures from a simulation, which takes a few seconds at most."""
     if plan.is_asynchronous:
         count = sum(_window(plan)) * plan.num_microbatches
     else:
@@ -95,7 +92,7 @@ def is_simulated(plan: Plan) -> bool:
 
 
 def _check_size(plan: Plan) -> None:
-    """Raises ValueError for what no simulation would come to an end with."""
+    """Raises ValueError for a plan whose simulation would not end in reasonable time."""
     routes = max((math.lcm(*pair) for pair in pairwise(plan.replicas)), default=1)
     num_instructions = sum(_representative(plan)) * _instructions_per_microbatch(plan)
     if not plan.is_asynchronous and num_instructions > MOST_INSTRUCTIONS:
@@ -108,7 +105,7 @@ def _check_size(plan: Plan) -> None:
 
 
 def _flushed(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Timeline, float, float]:
-    """A synchronous minibatch: timeline, seconds, bubble."""
+    """Return the timeline, seconds and bubble of a synchronous minibatch."""
     total = plan.num_microbatches
     counts = _representative(plan)
     runs = [simulate(programs(plan, count), plan, costs, cluster) for count in counts]
@@ -126,14 +123,14 @@ def _flushed(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[
 
 
 def _representative(plan: Plan) -> tuple[int, ...]:
-    """The numbers of microbatches to simulate: that of the plan, or two smaller ones on a line with it.
+    """Return the numbers of microbatches to simulate: the plan's, or two smaller ones to extrapolate from.
 
     The smaller ones fill the pipeline and deal the microbatches out to the replicas as the plan's does.
     """
     total, round_length = plan.num_microbatches, math.lcm(*plan.replicas)
     if total * _instructions_per_microbatch(plan) <= MAX_INSTRUCTIONS:
         return (total,)
-    if plan.traits.interleaves:  # whose ranks take turns in groups of so many
+    if plan.traits.interleaves:  # ranks take turns in groups of this size
         round_length *= plan.num_groups
     step = ceil_div(_depth(plan), round_length) * round_length
     short = total % round_length + 3 * step
@@ -143,7 +140,7 @@ def _representative(plan: Plan) -> tuple[int, ...]:
 def _steady(
     plan: Plan, costs: Sequence[StageCost], profile: ModelProfile, cluster: Cluster
 ) -> tuple[Timeline, float, float]:
-    """An asynchronous pipeline: timeline, seconds a minibatch and bubble while it is full."""
+    """Return an asynchronous pipeline's timeline, and its seconds a minibatch and bubble while it is full."""
     first, window, last = _window(plan)
     if not is_simulated(plan):
         count = max(1, MAX_INSTRUCTIONS // _instructions_per_microbatch(plan))
@@ -153,7 +150,7 @@ def _steady(
         return timeline, seconds, _idle_share(busy, seconds, plan.num_ranks)
     count = (first + window + last) * plan.num_microbatches
     pace = _Pace(plan)
-    # Until what has gathered at a link has passed, it would repeat itself at another pace.
+    # Before a burst has passed, the pipeline would repeat itself at another pace.
     has_bursts = any(level.burst_bytes for level in cluster.levels)
     until = None if has_bursts else pace.repeats
     timeline = simulate(programs(plan, count), plan, costs, cluster, until=until)
@@ -166,10 +163,10 @@ def _steady(
 
 
 class _Pace:
-    """When every round of minibatches came back to the first rank of an asynchronous pipeline.
+    """The times at which rounds of minibatches came back to the first rank of an asynchronous pipeline.
 
-    It is steady once as many rounds as are in the pipeline took as long, one by one, as those before them; an
-    even number, as long and short rounds often take turns.
+    The pace is steady once as many rounds as are in the pipeline took as long, one by one, as those before
+    them. The number is even, as long and short rounds often take turns.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -181,7 +178,7 @@ class _Pace:
         self.is_steady = False
 
     def repeats(self, event: Event) -> bool:
-        """Whether it is steady; asked after each event of the first rank."""
+        """Return True if the pace is steady; called after each event of the first rank."""
         if event.instruction == self._next:
             self._next = Backward(self._next.microbatch + self._step)
             self.ends.append(event.end_seconds)
@@ -194,12 +191,12 @@ class _Pace:
 
 
 def _window(plan: Plan) -> tuple[int, int, int]:
-    """How many minibatches fill an asynchronous pipeline, are measured, and keep it full behind them.
+    """Return the minibatches that fill an asynchronous pipeline, are measured, and keep it full behind them.
 
-    It is full some time after the first minibatch has come back; then, unless it was seen to repeat itself
-    before (`_Pace`), the time between two minibatches a whole number of rounds of every stage apart is
-    measured. Where that is too many, so many are taken that the part of a round that is missing counts little
-    (within 2 % under 9-8-7).
+    It is full some time after the first minibatch has come back. Then, unless `_Pace` was steady before, the
+    time between two minibatches a whole number of rounds of every stage apart is measured. Where these are
+    too many, a part of a round is neglected in a window so long that it counts little (within 2 % under
+    9-8-7).
     """
     size = plan.num_microbatches
     depth = ceil_div(_depth(plan), size)
@@ -211,28 +208,29 @@ def _window(plan: Plan) -> tuple[int, int, int]:
 
 
 def _minibatches(round_length: int, size: int) -> int:
-    """The fewest minibatches of `size` microbatches that are whole rounds."""
+    """Return the fewest minibatches of `size` microbatches that are whole rounds."""
     return math.lcm(round_length, size) // size
 
 
 def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:
-    """When the first stage has done the backward of a minibatch's first microbatch."""
+    """Return the end of the first stage's backward of a minibatch's first microbatch."""
     microbatch = minibatch * plan.num_microbatches
     events = timeline.events[plan.rank_of(0, microbatch)]
     return next(event.end_seconds for event in events if event.instruction == Backward(microbatch))
 
 
 def _depth(plan: Plan) -> int:
-    """Microbatches in flight while the pipeline is full; GPipe's, which never is, counts as 1F1B's."""
+    """Return the microbatches in flight in a full pipeline; for GPipe, which is never full, 1F1B's."""
     if not plan.traits.has_warm_up:
         plan = replace(plan, schedule=DEFAULT)
     return in_flight_per_stage(plan, UNLIMITED)[0] * plan.replicas[0]
 
 
 def _instructions_per_microbatch(plan: Plan) -> int:
-    """Forward and backward in each stage; two sends and two receives at each cut; updates without a flush.
+    """Return the number of instructions for a microbatch.
 
-    A backward in halves counts twice.
+    They are a forward and a backward in each stage, two sends and two receives at each cut, and updates
+    without a flush. A split backward counts twice.
     """
     halves = plan.num_stages * plan.traits.splits_backward
     updates = 2 * plan.num_stages * plan.is_asynchronous // plan.num_microbatches

@@ -1,9 +1,8 @@
-"""Contention: which resources computing, a message and an all-reduce occupy on a cluster.
+"""Resources: the resources of a cluster that computing, messages and all-reduces occupy.
 
-A machine's processors are one resource, with the speeds that were measured. A link has two directions, each
-a resource: every rank has a port at every level, and where a level's bandwidth is shared, so has every unit
-below it. Where a level lets bursts pass, each has a token bucket. Not known here: who computes or sends
-what, and when.
+A machine's processors are one resource, with the measured speeds. A link has two directions, each a resource:
+every rank has a port at every level, and where a level's bandwidth is shared, so has every unit below it.
+Where a level lets bursts pass, each has a token bucket. Not known here: programs and times.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from hybridpipe.planning.simulator.fluid_engine import Resource, Shares, even
 
 
 class Route(NamedTuple):
-    """The way of a message: what it occupies until its last byte, and the latency after that."""
+    """The way of a message: the resources that it occupies until its last byte, and then the latency."""
 
     resources: tuple[Resource, ...]
     latency_seconds: float
@@ -22,10 +21,10 @@ class Route(NamedTuple):
 
 
 class RingRoute(NamedTuple):
-    """An all-reduce over some ranks.
+    """The way of an all-reduce over some ranks.
 
-    A bucket is a job of `work_per_byte` each byte that goes on at `cap` at most, so that alone it takes what
-    `cluster.allreduce_seconds` says, but for what passes at once of `bursts`.
+    A bucket is a job of `work_per_byte` for each byte at a rate of at most `cap`. Alone it takes
+    `Ring.seconds`, except for the bytes that pass at once of `bursts`.
     """
 
     resources: tuple[Resource, ...]
@@ -37,7 +36,7 @@ class RingRoute(NamedTuple):
 
 
 class Burst:
-    """What may pass a link at once: a token bucket, which fills at the link's bandwidth while it rests."""
+    """A token bucket: the bytes that may pass a link at once. It fills at the link's bandwidth."""
 
     __slots__ = ("_link", "_num_bytes", "_since", "_then")
 
@@ -46,18 +45,18 @@ class Burst:
         self._then, self._since = num_bytes, 0.0
 
     def left(self, now: float) -> float:
-        """Bytes that pass at once; none where others are passing."""
+        """Return the bytes that pass at once; 0 while others are passing."""
         if self._link.num_jobs:
             return 0.0
         return min(self._num_bytes, self._then + (now - self._since) * self._link.shares[1])
 
     def leave(self, left: float, now: float) -> None:
-        """From now on it fills again."""
+        """Set the bytes that are left; the bucket fills again from now on."""
         self._then, self._since = left, now
 
 
 def pass_at_once(bursts: Sequence[Burst], num_bytes: float, now: float) -> float:
-    """How much of a message passes all links before their bandwidth holds, and is gone from their buckets."""
+    """Return the bytes of a message that pass all links at once, and take them out of the buckets."""
     if not bursts:
         return 0.0
     lefts = [burst.left(now) for burst in bursts]
@@ -68,7 +67,7 @@ def pass_at_once(bursts: Sequence[Burst], num_bytes: float, now: float) -> float
 
 
 class Machines:
-    """The resources of a cluster, made when they are first asked for."""
+    """The resources of a cluster, created on first use."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -85,14 +84,14 @@ class Machines:
         self._bursts: dict[Resource, Burst] = {}
 
     def processors(self, rank: int) -> tuple[Resource]:
-        """What a rank computes on."""
+        """Return the resource that a rank computes on."""
         node = self.cluster.node(rank)
         if node not in self._nodes:
             self._nodes[node] = (Resource(self._speeds),)
         return self._nodes[node]
 
     def route(self, sender: int, receiver: int) -> Route:
-        """What a message between two ranks crosses."""
+        """Return the route of a message between two ranks."""
         found = self._routes.get((sender, receiver))
         if found is None:
             index = self.cluster.level_index(sender, receiver)
@@ -103,12 +102,12 @@ class Machines:
         return found
 
     def ring(self, ranks: Sequence[int]) -> RingRoute:
-        """What an all-reduce over these (two or more) ranks crosses, each link once each way."""
+        """Return the route of an all-reduce over two or more ranks, which crosses each link once each way."""
         index = self.cluster.level_index(min(ranks), max(ranks))
         links = self._links_of(index, ranks, True) + self._links_of(index, ranks, False)
         latency, seconds_per_byte, wait = self.cluster.ring(ranks)
         sent_per_byte = 2 * (len(ranks) - 1) / len(ranks)
-        # A measured all-reduce may be faster than a message: then each byte counts as less work.
+        # Where a measured all-reduce is faster than a message, each byte counts as less work.
         cap = min(sent_per_byte / seconds_per_byte, *(link.shares[1] for link in links))
         work, bursts = seconds_per_byte * cap, self._bursts_of(index, links)
         return RingRoute(tuple(links), wait, latency, work, cap, bursts)
@@ -120,7 +119,7 @@ class Machines:
         return tuple(self._bursts.setdefault(link, Burst(link, num_bytes)) for link in links)
 
     def _links_of(self, index: int, ranks: Sequence[int], outgoing: bool) -> list[Resource]:
-        """The ports of the ranks at a level, and where its links are shared those of their units."""
+        """Return the ports of the ranks at a level, and where its links are shared those of their units."""
         links = [self._link(index, False, outgoing, rank) for rank in ranks]
         if (index, True) in self._shares:
             units = dict.fromkeys(self.cluster.unit_below(index, rank) for rank in ranks)

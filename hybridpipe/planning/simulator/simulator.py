@@ -1,11 +1,12 @@
-"""Simulation: the programs of all ranks, each an instruction at a time, on a model of the machines.
+"""Simulation: the programs of all ranks, executed one instruction at a time on a model of the machines.
 
-Computing, messages and all-reduces are jobs on the resources that `contention` names, and slow each other
-down wherever they share one. What is here: which instruction starts which job, and what waits for what.
-A send ends when the message is handed over; a receive when it has arrived and was taken; an all-reduce when
-all buckets are summed, one after the other, each begun when the last backward of every replica has filled it.
-What a last backward leaves to be made is made in it, or before the all-reduce (`Plan.defers_wgrad`).
-Where a rank holds several stages, the buckets of the last come first, as its gradients are ready first.
+Computing, messages and all-reduces are jobs on the resources of `resources`, and slow each other down
+wherever they share one. This file decides which instruction starts which job, and which waits for which. A
+send ends when the message is handed over, and a receive when it has arrived and was taken. An all-reduce ends
+when all buckets are summed, one after the other, each started when the last backward of every replica has
+filled it. Deferred products are computed in the last backward, or before the all-reduce
+(`Plan.defers_wgrad`). Where a rank holds several stages, the buckets of the last come first, as its gradients
+are ready first.
 """
 
 from collections import Counter
@@ -42,7 +43,7 @@ class Deadlock(RuntimeError):
 
 
 class _Rank:
-    """One rank: what it computes on, and how far it is in its program."""
+    """One rank: its processors, and its position in its program."""
 
     def __init__(
         self,
@@ -62,23 +63,23 @@ class _Rank:
         self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
         if len(replicas.numbers) > 1:
             self.speed *= machines.cluster.replicated_speed
-        self.is_crowded = False  # more ranks of its machine take part than it has processors
+        self.is_crowded = False  # its machine has more active ranks than processors
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
         self.events: list[Event] = []
         has_finals = replicas.buckets or any(cost.products_seconds for cost in self.costs)
         self.finals = final_backwards(program) if has_finals else frozenset[int]()
-        self.products_seconds = 0.0  # that wait
+        self.products_seconds = 0.0  # of deferred products
         self.round = 0
         self.num_filled = [0] * len(self.costs)  # of each chunk's buckets, in this round
 
     @property
     def stage(self) -> int:
-        """Of the instruction that it is at."""
+        """The stage of the current instruction."""
         return self.stages[getattr(self.program[self.position], "chunk", 0)]
 
     def bucket(self, chunk: int) -> int:
-        """The chunk's first that is not filled yet."""
+        """Return the chunk's first bucket that is not filled yet."""
         replicas = self.replicas
         first = replicas.first_bucket[chunk] + self.num_filled[chunk]
         return self.round * len(replicas.buckets) + first
@@ -94,17 +95,17 @@ class _Replicas:
         self.first_bucket = [sum(map(len, each[chunk + 1 :])) for chunk in range(len(each))]
         self.ring = machines.ring(ranks) if self.buckets else None
         self.ranks: list[_Rank] = []
-        self.filled: Counter[int] = Counter()  # by how many replicas; buckets are counted on over all rounds
-        self.full_at: dict[int, list[Sequence[float]]] = {}  # by chunk: of the replicas that know
+        self.filled: Counter[int] = Counter()  # by bucket, counted over all rounds: replicas that filled it
+        self.full_at: dict[int, list[Sequence[float]]] = {}  # by chunk: times noted by `fill_at`
         self.num_reduced = 0
-        self.num_parts = 0  # of the bucket being reduced: what is not done yet
+        self.num_parts = 0  # unfinished jobs of the bucket being reduced
         self.waiting: list[_Rank] = []
 
 
 class _Message:
-    """On its way from one rank to another; made by whichever comes to it first."""
+    """A message between two ranks, created by the send or the receive, whichever comes first."""
 
-    __slots__ = ("arrived", "key", "num_bytes", "offered", "receiver", "route", "sender")
+    __slots__ = ("arrived", "key", "num_bytes", "receiver", "route", "sender")
     sender: _Rank
     route: Route
 
@@ -112,11 +113,11 @@ class _Message:
         self.key = key
         self.num_bytes = 0.0
         self.receiver: _Rank | None = None  # once it waits
-        self.offered = self.arrived = False
+        self.arrived = False
 
 
 class Simulation:
-    """One run; the arguments are those of `simulate.simulate`."""
+    """One run; the arguments are those of `predict.simulate`."""
 
     def __init__(
         self,
@@ -124,14 +125,14 @@ class Simulation:
         plan: Plan,
         costs: Sequence[StageCost],
         cluster: Cluster,
-        synchronous: bool,
         until: Callable[[Event], bool] | None,
     ) -> None:
-        self.cluster, self.synchronous, self.until = cluster, synchronous, until
+        self.cluster, self.until = cluster, until
         self.engine = Engine()
         self.machines = Machines(cluster)
         self.are_private = cluster.are_processors_private
-        self.messages: dict[Key, _Message] = {}  # that not both sides are done with
+        self.has_handling = cluster.message_seconds > 0 or cluster.message_seconds_per_byte > 0
+        self.messages: dict[Key, _Message] = {}  # without those that both sides are done with
         self.costs, self.numbers = costs, [stage.ranks for stage in plan.stages]
         self.ranks: list[_Rank] = []
         for group, stage in enumerate(plan.stages[: plan.num_groups]):
@@ -145,7 +146,7 @@ class Simulation:
         num_active = Counter(cluster.node(rank.number) for rank in self.ranks)
         for rank in self.ranks if cluster.wakeup_seconds else ():
             rank.is_crowded = cluster.is_busy(num_active[cluster.node(rank.number)] - 1)
-        # How each instruction starts; True: it is done at once.
+        # The start of each kind of instruction; it returns True if the instruction is done at once.
         self.start: dict[type, Callable[[_Rank, Any], bool]] = {
             Forward: self.forward,
             Backward: self.backward,
@@ -160,7 +161,11 @@ class Simulation:
         }
 
     def run(self) -> Timeline:
-        """What each rank did when. Raises Deadlock."""
+        """Return the events of each rank.
+
+        Raises:
+            Deadlock: nothing can advance, although some rank is not done.
+        """
         for rank in self.ranks:
             self.advance(rank)
         self.engine.run()
@@ -191,6 +196,7 @@ class Simulation:
             rank.position += 1
 
     def finish(self, rank: _Rank) -> None:
+        """End the current instruction of a rank and start the next."""
         event = Event(rank.program[rank.position], rank.since, self.engine.now)
         rank.events.append(event)
         rank.position += 1
@@ -201,6 +207,7 @@ class Simulation:
     # Computing
 
     def compute(self, rank: _Rank, seconds: float, done: Callable[[Any], None], argument: object) -> bool:
+        """Start computing; its end calls `done(argument)`. Return False: the instruction takes time."""
         if self.are_private:
             self.engine.after(seconds / rank.speed, done, argument)
         else:
@@ -208,23 +215,29 @@ class Simulation:
         return False
 
     def forward(self, rank: _Rank, instruction: Forward) -> bool:
+        """Compute the forward of a microbatch."""
         return self.compute(rank, rank.costs[instruction.chunk].forward_seconds, self.finish, rank)
 
     def backward(self, rank: _Rank, instruction: Backward) -> bool:
+        """Compute the backward of a microbatch."""
         seconds = rank.costs[instruction.chunk].backward_seconds
         return self.weight_gradients(rank, instruction, seconds)
 
     def backward_input(self, rank: _Rank, instruction: BackwardInput) -> bool:
+        """Compute the inputs' half of a split backward."""
         cost = rank.costs[instruction.chunk]
         return self.compute(rank, cost.backward_seconds - cost.weight_seconds, self.finish, rank)
 
     def backward_weight(self, rank: _Rank, instruction: BackwardWeight) -> bool:
+        """Compute the weights' half of a split backward."""
         return self.weight_gradients(rank, instruction, rank.costs[instruction.chunk].weight_seconds)
 
     def step(self, rank: _Rank, _: Step) -> bool:
+        """Compute the optimizer's step."""
         return self.compute(rank, rank.update_seconds, self.finish, rank)
 
     def weight_gradients(self, rank: _Rank, instruction: Backward | BackwardWeight, seconds: float) -> bool:
+        """Compute a backward that makes weight gradients; the last one of a round fills buckets."""
         if rank.position not in rank.finals:
             return self.compute(rank, seconds, self.finish, rank)
         products = rank.costs[instruction.chunk].products_seconds
@@ -238,13 +251,13 @@ class Simulation:
         return self.backward_piece((rank, instruction.chunk, seconds + products))
 
     def backward_alone(self, rank: _Rank, chunk: int, seconds: float) -> bool:
-        """The last backward on a processor of its own: when buckets are ready is known from the beginning."""
+        """Start the last backward on a private processor, where all buckets' times are known at once."""
         now, taken = self.engine.now, seconds / rank.speed
         self.fill_at(rank, chunk, [now + bucket.fraction * taken for bucket in rank.costs[chunk].buckets])
         return self.compute(rank, seconds, self.finish, rank)
 
     def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:
-        """The last backward in pieces: at the end of each one more bucket of gradients is ready."""
+        """Start the next piece of the last backward; at its end one more bucket of gradients is ready."""
         rank, chunk, seconds = piece
         buckets, i = rank.costs[chunk].buckets, rank.num_filled[chunk]
         begin = buckets[i - 1].fraction if i else 0.0
@@ -253,11 +266,12 @@ class Simulation:
         return self.compute(rank, (1.0 - begin) * seconds, self.finish, rank)
 
     def piece_done(self, piece: tuple[_Rank, int, float]) -> None:
+        """Fill a bucket and start the next piece."""
         self.fill(piece[0], piece[1])
         self.backward_piece(piece)
 
     def wake(self, rank: _Rank, num_computing: int, done: Callable[[Any], None], argument: object) -> None:
-        """Go on with a rank that has waited, so that so many of its machine then compute."""
+        """Continue a rank after a wait, so that `num_computing` ranks of its machine compute."""
         by_computing = self.cluster.wakeup_seconds
         seconds = by_computing[min(num_computing, len(by_computing)) - 1] if rank.is_crowded else 0.0
         if seconds:
@@ -268,10 +282,12 @@ class Simulation:
     # Gradients
 
     def products_done(self, rank: _Rank) -> None:
+        """Note the event of deferred products, and continue with the all-reduce."""
         rank.events.append(Event(Products(), rank.since, self.engine.now))
         self.advance(rank)
 
     def allreduce(self, rank: _Rank, _: AllReduce) -> bool:
+        """Compute deferred products, then wait until all buckets are summed."""
         if rank.products_seconds:
             seconds, rank.products_seconds = rank.products_seconds, 0.0
             return self.compute(rank, seconds, self.products_done, rank)
@@ -280,7 +296,7 @@ class Simulation:
             missing = len(rank.costs[chunk].buckets) - rank.num_filled[chunk]
             if missing and self.are_private:
                 self.fill_at(rank, chunk, [self.engine.now] * missing)
-            elif missing:  # a replica without a microbatch has zeros ready
+            elif missing:  # a replica without a microbatch contributes zeros
                 self.fill(rank, chunk, missing)
             rank.num_filled[chunk] = 0
         rank.round += 1
@@ -290,6 +306,7 @@ class Simulation:
         return False
 
     def fill(self, rank: _Rank, chunk: int, count: int = 1) -> None:
+        """Fill the next buckets of a rank."""
         replicas = rank.replicas
         for _ in range(count):
             replicas.filled[rank.bucket(chunk)] += 1
@@ -297,7 +314,7 @@ class Simulation:
             self.reduce_next(replicas)
 
     def fill_at(self, rank: _Rank, chunk: int, times: Sequence[float]) -> None:
-        """When a rank's buckets are ready; once every replica has said so, each is full at an event."""
+        """Note when a rank's buckets are ready; once every replica has, an event fills each bucket."""
         replicas, first = rank.replicas, rank.bucket(chunk)
         rank.num_filled[chunk] = len(times)
         each = replicas.full_at.setdefault(chunk, [])
@@ -308,12 +325,17 @@ class Simulation:
                 self.engine.after(at - self.engine.now, self.full, (replicas, bucket))
 
     def full(self, filled: tuple[_Replicas, int]) -> None:
+        """Note a bucket that all replicas have filled."""
         replicas, bucket = filled
         replicas.filled[bucket] = len(replicas.ranks)
         self.reduce_next(replicas)
 
     def reduce_next(self, replicas: _Replicas, going: bool = False) -> None:
-        """`going`: another bucket has just been summed."""
+        """Start the all-reduce of the next full bucket.
+
+        Args:
+            going: True if another bucket has just been summed.
+        """
         ring = replicas.ring
         if ring is None or replicas.num_parts or replicas.filled[replicas.num_reduced] < len(replicas.ranks):
             return
@@ -324,6 +346,7 @@ class Simulation:
             self.reduce(replicas)
 
     def reduce(self, replicas: _Replicas) -> None:
+        """Start the all-reduce of a bucket on the ring, and its processor time on every replica."""
         ring = replicas.ring
         assert ring is not None
         num_bytes = replicas.buckets[replicas.num_reduced % len(replicas.buckets)].num_bytes
@@ -334,7 +357,7 @@ class Simulation:
         else:
             self.engine.after(ring.latency_seconds, self.part_done, replicas)
         if self.cluster.overlap < 1:
-            # Processor time of what was measured while every rank of the machine computed.
+            # The share was measured while every rank of the machine computed.
             speed = self.cluster.shared_speed(self.cluster.node_ranks or 1)
             seconds = limited / ring.cap + ring.latency_seconds  # alone
             for rank in replicas.ranks:
@@ -343,12 +366,14 @@ class Simulation:
                 self.engine.start(handling, rank.processors, self.part_done, replicas)
 
     def ring_at_limit(self, replicas: _Replicas) -> None:
+        """Empty the token buckets; the latency of the ring follows."""
         assert replicas.ring is not None
         for burst in replicas.ring.bursts:
             burst.leave(0.0, self.engine.now)
         self.engine.after(replicas.ring.latency_seconds, self.part_done, replicas)
 
     def part_done(self, replicas: _Replicas) -> None:
+        """End one job of a bucket; after the last job of the last bucket the replicas continue."""
         replicas.num_parts -= 1
         if replicas.num_parts:
             return
@@ -365,63 +390,66 @@ class Simulation:
     # Messages
 
     def send_activation(self, rank: _Rank, instruction: SendActivation) -> bool:
+        """Send a microbatch's output to the next stage."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         key = (rank.number, self.peer(stage + 1, m), True, m, stage + 1)
         return self.send(rank, key, self.costs[stage].output_bytes)
 
     def send_gradient(self, rank: _Rank, instruction: SendGradient) -> bool:
+        """Send the gradient of a microbatch's input to the stage before."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         key = (rank.number, self.peer(stage - 1, m), False, m, stage - 1)
         return self.send(rank, key, self.costs[stage - 1].gradient_bytes)
 
     def receive_activation(self, rank: _Rank, instruction: ReceiveActivation) -> bool:
+        """Wait for a microbatch's input."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         return self.receive(rank, (self.peer(stage - 1, m), rank.number, True, m, stage))
 
     def receive_gradient(self, rank: _Rank, instruction: ReceiveGradient) -> bool:
+        """Wait for the gradient of a microbatch's output."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         return self.receive(rank, (self.peer(stage + 1, m), rank.number, False, m, stage))
 
     def peer(self, stage: int, microbatch: int) -> int:
+        """Return the rank that handles a microbatch in a stage."""
         numbers = self.numbers[stage]
         return numbers[microbatch % len(numbers)]
 
     def message(self, key: Key) -> _Message:
+        """Return the message of this key, created on first use."""
         found = self.messages.get(key)
         if found is None:
             found = self.messages[key] = _Message(key)
         return found
 
     def handle(self, rank: _Rank, num_bytes: float, done: Callable[[Any], None], argument: object) -> bool:
-        """The processor time that a message takes at either end; True where it takes none."""
-        seconds = self.cluster.message_seconds + num_bytes * self.cluster.message_seconds_per_byte
+        """Spend the processor time of a message at one end. Return True if it takes none."""
+        seconds = self.has_handling and self.cluster.handling_seconds(num_bytes)
         return self.compute(rank, seconds, done, argument) if seconds else True
 
     def send(self, rank: _Rank, key: Key, num_bytes: float) -> bool:
+        """Hand a message over, after its processor time."""
         message = self.message(key)
         message.sender, message.num_bytes = rank, num_bytes
-        return self.handle(rank, num_bytes, self.handed_over, message) and self.hand_over(message)
-
-    def handed_over(self, message: _Message) -> None:
-        if self.hand_over(message):
-            self.finish(message.sender)
-
-    def hand_over(self, message: _Message) -> bool:
-        message.offered = True
-        if not self.synchronous or message.receiver is not None:
+        if self.handle(rank, num_bytes, self.handed_over, message):
             self.transfer(message)
-        return not self.synchronous
-
-    def receive(self, rank: _Rank, key: Key) -> bool:
-        message = self.message(key)
-        message.receiver = rank
-        if message.arrived:
-            return self.take(message, rank)
-        if self.synchronous and message.offered:
-            self.transfer(message)
+            return True
         return False
 
+    def handed_over(self, message: _Message) -> None:
+        """Start the transfer of a message and continue its sender."""
+        self.transfer(message)
+        self.finish(message.sender)
+
+    def receive(self, rank: _Rank, key: Key) -> bool:
+        """Take a message that has arrived, or wait for it."""
+        message = self.message(key)
+        message.receiver = rank
+        return message.arrived and self.take(message, rank)
+
     def transfer(self, message: _Message) -> None:
+        """Start the transfer of a message over its links."""
         route = message.route = self.machines.route(message.key[0], message.key[1])
         limited = message.num_bytes - pass_at_once(route.bursts, message.num_bytes, self.engine.now)
         if limited:
@@ -430,30 +458,33 @@ class Simulation:
             self.engine.after(0.0, self.transferred, message)
 
     def at_limit(self, message: _Message) -> None:
+        """Empty the token buckets of a message that was limited by bandwidth."""
         for burst in message.route.bursts:
             burst.leave(0.0, self.engine.now)
         self.transferred(message)
 
     def transferred(self, message: _Message) -> None:
-        if self.synchronous:
-            self.finish(message.sender)
+        """Let the latency of a message pass."""
         if message.route.latency_seconds:
             self.engine.after(message.route.latency_seconds, self.arrive, message)
         else:
             self.arrive(message)
 
     def arrive(self, message: _Message) -> None:
+        """Note the arrival of a message and wake a rank that waits for it."""
         message.arrived = True
         rank = message.receiver
         if rank is not None:
             self.wake(rank, rank.processors[0].num_jobs + 1, self.taken_late, message)
 
     def taken_late(self, message: _Message) -> None:
+        """Take a message for which the receiver has waited."""
         rank = message.receiver
         assert rank is not None
         if self.take(message, rank):
             self.finish(rank)
 
     def take(self, message: _Message, rank: _Rank) -> bool:
+        """Spend the receiver's processor time of a message. Return True if it takes none."""
         del self.messages[message.key]
         return self.handle(rank, message.num_bytes, self.finish, rank)

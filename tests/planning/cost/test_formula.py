@@ -9,7 +9,6 @@ from hybridpipe.planning.cost.formula import (
     GradientBucket,
     StageCost,
     compute_share,
-    cut_figures,
     estimate,
     measured_speed,
     stage_costs,
@@ -76,32 +75,6 @@ def test_compute_share():
         relative_speed=(1.0, 1.0, 0.5, 1.0, 1.0, 1.0),
     )
     assert compute_share(cluster, (0, 1, 2, 3)) == {0: 0.5, 1: 0.5, 2: 0.25, 3: 1.0}
-
-
-@pytest.mark.parametrize(
-    "ranks, behind, expected",
-    [
-        ((0,), (1,), (0.1, 1 / 100, 5 / 100)),  # inside a node: a rank's own port, five after the first
-        ((0,), (2,), (0.5, 1 / 10, 5 / 10)),  # the shared link is as wide as it can be used
-        ((0, 1), (2, 3), (0.5, 1 / 10, 5 / 10)),  # both ranks' messages over one link; each port sees two
-        ((0, 2), (1, 3), (0.1, 1 / 100, 2 / 100)),  # spread alike: nothing crosses
-        ((0, 2), (3, 1), (0.5, 1 / 10, 2 / 10)),  # the other way round: half of it each way
-        ((0, 1, 2), (3,), (0.5, 1 / 10, 5 / 10)),  # all through one receiver, four of six over the link
-    ],
-)
-def test_cut_figures(ranks, behind, expected):
-    """Two nodes of two ranks, 100 bytes/s inside; between them 10, which both ranks of a node share."""
-    cluster = Cluster((Level("node", 2, 100.0, 0.1), Level("network", 4, 10.0, 0.5, shared_bandwidth=10.0)))
-    assert cut_figures(cluster, ranks, behind, 6) == approx(expected)
-
-
-def test_a_shared_link_carries_what_all_its_ranks_send():
-    narrow = Cluster((Level("node", 4, 100.0, 0.0), Level("network", 8, 10.0, 0.0, shared_bandwidth=2.0)))
-    figures = cut_figures(narrow, (0, 1, 2, 3), (4, 5, 6, 7), 8)
-    assert figures.busy_seconds_per_byte == 7 / 2  # its ports are busy for 1/10 only
-    assert cut_figures(narrow, (0, 1), (4,), 1, asynchronous=True).busy_seconds_per_byte == 1 / 2
-    wide = replace(narrow, levels=(narrow.levels[0], replace(narrow.levels[1], shared_bandwidth=1000.0)))
-    assert cut_figures(wide, (0, 1, 2, 3), (4, 5, 6, 7), 8).busy_seconds_per_byte == 1 / 10
 
 
 def test_estimate_by_hand():

@@ -116,7 +116,7 @@ def test_ranks_that_hold_several_stages_have_one_fusion_buffer():
     [
         ((1, 1, 1, 1), (4, 4, 4, 4)),  # without vertical sync 4, 3, 2, 1
         ((2, 2, 2), (3, 3, 3)),
-        ((2, 1), (2, 3)),  # only every other version is asked for
+        ((2, 1), (2, 3)),  # only every other version is used
         ((1, 2), (3, 2)),
     ],
 )

@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpipe.planning.schedules.generators import (
-    forward_programs,
     in_flight_per_stage,
     programs,
     version_of,
@@ -24,7 +23,7 @@ from hybridpipe.planning.schedules.instructions import (
     text,
 )
 from hybridpipe.planning.simulator.predict import predict
-from tests.planning.helpers import free, layer, model, plan
+from tests.planning.helpers import forward_programs, free, layer, model, plan
 
 PLANS = st.builds(
     plan,

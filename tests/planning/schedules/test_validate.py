@@ -15,11 +15,10 @@ from hybridpipe.planning.schedules.instructions import (
     Backward,
     BackwardWeight,
     Step,
-    parse,
 )
 from hybridpipe.planning.schedules.registry import SCHEDULES, SYNCHRONOUS, TRAITS
 from hybridpipe.planning.schedules.validate import InvalidProgram, validate, validate_plan
-from tests.planning.helpers import plan
+from tests.planning.helpers import parse, plan
 
 
 @st.composite

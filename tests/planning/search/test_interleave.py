@@ -1,21 +1,20 @@
 """The cuts of interleaved plans against all that there are, and the plans that are proposed."""
 
 import random
-from dataclasses import replace
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.formula import estimate
-from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.interleave import SLACKS, _cuts, interleaved_plans, slowest_stage
 from hybridpipe.planning.simulator.predict import predict
 from tests.planning.helpers import free, layer, model
 
-INTERLEAVED = Form(8, PlanRequest("interleaved-1f1b"))
+INTERLEAVED = 8, PlanRequest("interleaved-1f1b")
 SIXTEEN = model(*[layer(1, 2, parameters=100, output=10)] * 16)
 
 
@@ -26,11 +25,11 @@ def test_cuts_are_the_best_of_all(seed):
     n = draw.randint(2, 8)
     k = draw.randint(1, n)
     work = [draw.choice([draw.random(), 0.0, 1.0]) for _ in range(n - 1)] + [1.0]
-    moved = [float(draw.randint(0, 9)) for _ in range(n)]
+    moved = np.array([0.0, *(float(draw.randint(0, 9)) for _ in range(n))])
     every = {}  # slowest stage and traffic
     for inner in combinations(range(1, n), k - 1):
         edges = (0, *inner, n)
-        every[edges] = max(sum(work[a:b]) for a, b in pairwise(edges)), sum(moved[e - 1] for e in inner)
+        every[edges] = max(sum(work[a:b]) for a, b in pairwise(edges)), sum(moved[e] for e in inner)
     least = min(slowest for slowest, _ in every.values())
     found = list(_cuts(work, moved, [1.0] * k, SLACKS))
     for slack, edges in zip(SLACKS, found * 2, strict=False):
@@ -43,39 +42,39 @@ def test_cuts_are_the_best_of_all(seed):
 def test_slow_ranks_get_less():
     done = [float(i) for i in range(10)]
     assert slowest_stage(done, [1.0, 0.5]) == approx(6)
-    (edges, *_) = _cuts([1.0] * 9, [0.0] * 9, [1.0, 0.5, 1.0, 0.5], SLACKS)
+    (edges, *_) = _cuts([1.0] * 9, np.zeros(10), [1.0, 0.5, 1.0, 0.5], SLACKS)
     sizes = [b - a for a, b in pairwise(edges)]
     assert max(sizes[0], 2 * sizes[1], sizes[2], 2 * sizes[3]) == 4
 
 
 def test_very_many_layers_are_cut_without_a_table(monkeypatch):
     monkeypatch.setattr("hybridpipe.planning.search.interleave.MAX_CELLS", 0)
-    (edges,) = _cuts([1.0] * 12, [0.0] * 12, [1.0] * 4, [1.0])
+    (edges,) = _cuts([1.0] * 12, np.zeros(13), [1.0] * 4, [1.0])
     assert edges == [0, 3, 6, 9, 12]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_what_is_proposed(num_ranks):
     cluster = Cluster.flat(num_ranks, 1e3, 1e-3)
-    plans = interleaved_plans(SIXTEEN, cluster, INTERLEAVED, range(num_ranks))
+    plans = interleaved_plans(SIXTEEN, cluster, *INTERLEAVED, range(num_ranks))
     assert {plan.chunks for plan in plans} == {2, 3, 4}
     assert {plan.replicas[0] for plan in plans} >= {m for m in (1, 2, 4) if 2 * m <= num_ranks}
     assert len(set(plans)) == len(plans) and all(plan.schedule == "interleaved-1f1b" for plan in plans)
     seconds = [estimate(plan, SIXTEEN, cluster) for plan in plans]
     assert seconds == sorted(seconds)
-    straight = interleaved_plans(SIXTEEN, cluster, INTERLEAVED, range(num_ranks), max_replicas=1)
+    straight = interleaved_plans(SIXTEEN, cluster, *INTERLEAVED, range(num_ranks), max_replicas=1)
     assert {plan.replicas[0] for plan in straight} == {1}
 
 
 def test_nothing_where_two_groups_of_two_stages_are_too_many():
-    assert not interleaved_plans(model(*[layer()] * 3), free(4), INTERLEAVED, range(4))
-    assert not interleaved_plans(SIXTEEN, free(1), INTERLEAVED, range(1))
+    assert not interleaved_plans(model(*[layer()] * 3), free(4), *INTERLEAVED, range(4))
+    assert not interleaved_plans(SIXTEEN, free(1), *INTERLEAVED, range(1))
 
 
 def test_groups_stand_one_behind_the_other():
     """Two replicas of a group are on one node, or on two, as the line has it."""
     cluster = Cluster((Level("node", 2, 1e9, 0.0), Level("network", 4, 1e3, 0.0)))
-    plans = interleaved_plans(SIXTEEN, cluster, INTERLEAVED, range(4))
+    plans = interleaved_plans(SIXTEEN, cluster, *INTERLEAVED, range(4))
     groups = {tuple(stage.ranks for stage in plan.stages[: plan.num_groups]) for plan in plans}
     assert groups >= {((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))}
 
@@ -84,8 +83,7 @@ def test_groups_stand_one_behind_the_other():
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_equal_stages_take_the_papers_count(num_microbatches, chunks):
     """(M + (p - 1) / v) (f + b), by the formula and in the simulator."""
-    form = replace(INTERLEAVED, num_microbatches=num_microbatches)
-    plans = interleaved_plans(SIXTEEN, free(4), form, range(4), max_replicas=1)
+    plans = interleaved_plans(SIXTEEN, free(4), num_microbatches, INTERLEAVED[1], range(4), max_replicas=1)
     plan = next(plan for plan in plans if plan.chunks == chunks)
     expected = (num_microbatches + 3 / chunks) * 12
     assert estimate(plan, SIXTEEN, free(4)) == approx(expected)

@@ -11,7 +11,7 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.formula import estimate
-from hybridpipe.planning.cost.layer_costs import Form, LayerCosts
+from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.request import PlanRequest
@@ -51,8 +51,8 @@ def test_equals_brute_force(batch):
 def found_on(profile, cluster, ranks, max_replicas, options):
     """All that a search comes upon, balanced plans that it begins with left out."""
     asked = dict(options)
-    form = Form(asked.pop("num_microbatches"), PlanRequest(**asked))
-    search = _Search(profile, cluster, form, tuple(ranks), max_replicas)
+    num_microbatches = asked.pop("num_microbatches")
+    search = _Search(profile, cluster, num_microbatches, PlanRequest(**asked), tuple(ranks), max_replicas)
     search.run()
     return [found for found in search.found.values() if not math.isnan(found.program_seconds)]
 
@@ -140,8 +140,8 @@ def test_layers_may_cost_nothing():
 def test_very_unequal_layers():
     """A small layer behind a huge one is not lost, as it is in a difference of running sums."""
     profile = model(layer(1e9, 1e9), layer(1e-6, 1e-6), layer(1e-6, 1e-6))
-    costs = LayerCosts(profile, free(2), Form(1))
-    assert costs.between("work", 2)[1, 1] == 4e-6
+    costs = LayerCosts(profile, free(2), 1, PlanRequest())
+    assert costs.between("work", 2, 1)[1, 1] == 4e-6
 
 
 def test_one_layer_is_data_parallel():
@@ -245,8 +245,8 @@ def test_a_large_machine_takes_seconds(node, schedule):
 
 
 def search_over(layers, cluster, num_microbatches=8, **asked) -> _Search:
-    form = Form(num_microbatches, PlanRequest(**asked))
-    return _Search(model(*layers), cluster, form, tuple(range(cluster.num_ranks)), None)
+    ranks = tuple(range(cluster.num_ranks))
+    return _Search(model(*layers), cluster, num_microbatches, PlanRequest(**asked), ranks, None)
 
 
 def test_a_search_begins_with_stages_of_equal_work():

@@ -237,7 +237,7 @@ def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
     monkeypatch.setattr("hybridpipe.planning.search.search.MAX_ADVISED", 1)
     told = refusal(FOUR, replace(free(4), memory_bytes=299), 8, schedule="gpipe")
     assert re.search(
-        r": (\S+) comes closest of the few looked at and needs \d+ bytes on rank \d, which", told
+        r": (\S+) comes closest of the few that were tried and needs \d+ bytes on rank \d, which", told
     )
     assert told.endswith("these may help: recomputation, the schedule 1f1b, 8 ranks, 16 ranks")
     again = refusal(FOUR, replace(free(4), memory_bytes=100), 8, schedule="gpipe", recompute=True)

@@ -11,15 +11,14 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.formula import StageCost, estimate, stage_costs
-from hybridpipe.planning.schedules.generators import forward_programs, programs
+from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
     Backward,
-    parse,
     text,
 )
 from hybridpipe.planning.simulator.predict import Deadlock, predict, simulate
-from tests.planning.helpers import free, layer, model, plan, times
+from tests.planning.helpers import forward_programs, free, layer, model, parse, plan, times
 
 STRAIGHT = ("1f1b", "gpipe")
 FLUSHED = (*STRAIGHT, "zero-bubble")
@@ -154,69 +153,33 @@ def test_no_deadlock_with_buffered_sends(schedule, num_microbatches):
         } == (programs(made))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 5])
-def test_gpipe_needs_no_buffering(num_microbatches):
-    for replicas in COMBINATIONS:
-        made = plan(replicas, num_microbatches, "gpipe")
-        costs = stage_costs(model(*[layer()] * len(replicas)), made)
-        buffered = simulate(programs(made), made, costs, free(made.num_ranks))
-        synchronous = simulate(programs(made), made, costs, free(made.num_ranks), synchronous=True)
-        assert synchronous.seconds >= buffered.seconds - 1e-9
-
-
-def test_1f1b_under_synchronous_sends_finishes_or_the_report_names_what_waits():
-    finished = 0
-    for replicas in COMBINATIONS:
-        made = plan(replicas, 5, "1f1b")
-        ran, costs = programs(made), stage_costs(model(*[layer()] * len(replicas)), made)
-        try:
-            simulate(ran, made, costs, free(made.num_ranks), synchronous=True)
-            finished += 1
-        except Deadlock as report:
-            named = re.findall(r"rank (\d+) \(stage (\d+)\) waits at instruction (\d+), (\w+)", str(report))
-            assert len(named) >= 2 and str(report).count(";") == len(named) - 1
-            for rank, stage, i, word in named:
-                assert word[:2] in ("sa", "sg", "ra", "rg") and str(ran[int(rank)][int(i)]) == word
-                assert made.place(int(rank)).stage == int(stage)
-    assert 0 < finished < len(COMBINATIONS)
-
-
 PAIR = plan([1, 1], 2)
 
 
 @pytest.mark.parametrize(
-    "lines, synchronous, waiting",
+    "lines, waiting",
     [
         pytest.param(
-            [text(program) for program in programs(PAIR).values()],
-            True,
-            "rank 0 (stage 0) waits at instruction 3, sa1; rank 1 (stage 1) waits at instruction 3, sg0",
-            id="1f1b relies on buffered sends",
-        ),
-        pytest.param(
             ["F0 rg0 B0", "ra0 F0 B0 sg0"],
-            False,
             "rank 0 (stage 0) waits at instruction 1, rg0; rank 1 (stage 1) waits at instruction 0, ra0",
             id="a send is missing",
         ),
         pytest.param(
             ["F0 sa0 rg0 B0 F1 sa1 rg1 B1", "ra1 F1 B1 sg1 ra0 F0 B0 sg0"],
-            False,
             "rank 0 (stage 0) waits at instruction 2, rg0; rank 1 (stage 1) waits at instruction 0, ra1",
             id="order swapped",
         ),
         pytest.param(
             ["F0 sa0 rg1 B0 rg0 B1", "ra0 F0 B0 sg0"],
-            False,
             "rank 0 (stage 0) waits at instruction 2, rg1",
             id="only the stuck rank is named",
         ),
     ],
 )
-def test_a_bad_program_is_reported(lines, synchronous, waiting):
+def test_a_bad_program_is_reported(lines, waiting):
     costs = stage_costs(model(layer(), layer()), PAIR)
     with pytest.raises(Deadlock, match=f"^nothing can advance: {re.escape(waiting)}$"):
-        simulate(dict(enumerate(map(parse, lines))), PAIR, costs, free(2), synchronous=synchronous)
+        simulate(dict(enumerate(map(parse, lines))), PAIR, costs, free(2))
 
 
 def test_a_replica_that_skips_the_all_reduce_is_waited_for():

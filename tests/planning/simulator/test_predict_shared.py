@@ -18,10 +18,9 @@ from hybridpipe.planning.schedules.instructions import (
     BackwardWeight,
     Forward,
     Step,
-    parse,
 )
 from hybridpipe.planning.simulator.predict import Deadlock, predict, simulate
-from tests.planning.helpers import free, layer, model, plan, times
+from tests.planning.helpers import free, layer, model, parse, plan, times
 
 # Processors
 
@@ -226,13 +225,12 @@ def test_messages_between_the_stages_of_two_ranks_do_not_mix():
     assert timeline.seconds == approx(8 + (1 + 2 + 3) + (0.3 + 0.2 + 0.1))
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_a_rank_of_several_stages_is_named_with_that_of_its_instruction(synchronous):
+def test_a_rank_of_several_stages_is_named_with_that_of_its_instruction():
     made = plan([1, 1], 1, "interleaved-1f1b", chunks=2)
     bad = {0: parse("F0 sa0 ra0.1"), 1: parse("ra0 F0 rg0")}
     waiting = "rank 0 (stage 2) waits at instruction 2, ra0.1; rank 1 (stage 1) waits at instruction 2, rg0"
     with pytest.raises(Deadlock, match=f": {re.escape(waiting)}$"):
-        simulate(bad, made, [StageCost(1.0, 1.0)] * 4, free(2), synchronous=synchronous)
+        simulate(bad, made, [StageCost(1.0, 1.0)] * 4, free(2))
 
 
 # Contention

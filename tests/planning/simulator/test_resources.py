@@ -64,7 +64,7 @@ def test_a_ring_alone_takes_what_the_cluster_says(ranks, bandwidth):
     ring, engine = Machines(cluster).ring(ranks), Engine()
     engine.start(1000 * ring.work_per_byte, ring.resources, lambda _: None, None, ring.cap)
     engine.run()
-    assert engine.now + ring.latency_seconds == approx(cluster.allreduce_seconds(1000, ranks))
+    assert engine.now + ring.latency_seconds == approx(cluster.ring(ranks).seconds(1000))
 
 
 def test_a_ring_crosses_each_link_once_each_way():
