@@ -157,6 +157,8 @@ class LayerCosts:
         handling[[0, -1]] = 0.0
         sending = cluster.handling_seconds(self.returned[:-1])
         sending[0] = 0.0
+        splits, none = self.request.traits.splits_backward, np.zeros(1)
+        has_products = self.of_update("products", rounds).any()
         terms = stage_terms(
             self.request.schedule,
             cluster.overlap,
@@ -164,9 +166,9 @@ class LayerCosts:
             replicas=kind.replicas,
             speed=kind.speed,
             work=self.between("work", width, rounds) + handling[:-1] + self.ends(handling, width),
-            backward=self.between("backward", width, rounds),
-            weight=self.between("weight", width, rounds),
-            products=self.between("products", width, rounds),
+            backward=none if splits else self.between("backward", width, rounds),
+            weight=self.between("weight", width, rounds) if splits else none,
+            products=self.between("products", width, rounds) if has_products else none,
             update=self.between("update", width),
             sending=sending,
             allreduce=kind.ring.seconds(parameters),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cluster import Cluster, Ring
 from hybridpipe.planning.cost.formula import compute_share, stage_speed
 from hybridpipe.planning.cost.layer_costs import StageKind
 from hybridpipe.planning.cost.links import Floats, Ints, distinct_cut_figures
@@ -295,8 +295,8 @@ def slot_graph(
     pairs, asynchronous = np.stack(np.divmod(used, num_slots)), TRAITS[schedule].is_asynchronous
     figures, row = distinct_cut_figures(cluster, layout.ranks, pairs, num_microbatches, asynchronous)
     kinds: dict[StageKind, int] = {}
-    alone = {s: _kind_of(cluster, layout.ranks[s].tolist(), share) for s in set(slot.tolist())}
-    kind = [kinds.setdefault(alone[s.slot]._replace(in_flight=s.in_flight), len(kinds)) for s in states]
+    stands = {s: _stand(cluster, layout.ranks[s].tolist(), share) for s in set(slot.tolist())}
+    kind = [kinds.setdefault(StageKind(*stands[s.slot], s.in_flight), len(kinds)) for s in states]
     may_start = np.zeros(len(layout.ranks), dtype=bool)
     may_start[list(starts)] = True
     left = [len(layout.left[state.slot]) for state in states]
@@ -315,10 +315,10 @@ def slot_graph(
     )
 
 
-def _kind_of(cluster: Cluster, ranks: Sequence[int], share: dict[int, float]) -> StageKind:
-    """Return the kind of a stage on these ranks, without microbatches in flight."""
+def _stand(cluster: Cluster, ranks: Sequence[int], share: dict[int, float]) -> tuple[int, float, Ring, float]:
+    """Return the fields of the `StageKind` of a stage on these ranks, without microbatches in flight."""
     memory = min(map(cluster.memory, ranks))
-    return StageKind(len(ranks), stage_speed(cluster, ranks, share), cluster.ring(ranks), memory, in_flight=0)
+    return len(ranks), stage_speed(cluster, ranks, share), cluster.ring(ranks), memory
 
 
 def _counted(
