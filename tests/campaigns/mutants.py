@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -259,20 +259,28 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time; default: 1")
     parser.add_argument("--keep", type=Path, help="a file for what tests run, read if it is there")
     options = parser.parse_args()
-    reasons = {
-        (row["module"], row["was"], row["became"]): row["reason"] for row in TABLE.get("equivalent", ())
-    }
+    named = TABLE["equivalent"]
+    reasons = {squeezed(row["module"], row["was"], row["became"]): row["reason"] for row in named}
     mutants, equivalent = draw(options.count, options.seed, options.only, set(reasons))
     total, seen = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as parent:
         pool = ProcessPoolExecutor(options.jobs, FORK, make_copy, (Path(parent),))
-        if not (options.keep and options.keep.exists()):
+        seconds: dict[str, float] = {}
+        runners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        if options.keep and options.keep.exists():
+            seconds, runners = json.loads(options.keep.read_text())
+        else:
             files = sorted({file for mutant in mutants for file in files_of(mutant.module)})
-            text = pool.submit(watch, files).result()
-            if not text.startswith("["):
-                sys.exit(text)
-            (options.keep or Path(parent, "watched.json")).write_text(text)
-        seconds, runners = json.loads((options.keep or Path(parent, "watched.json")).read_text())
+            for text in pool.map(watch, [files[i :: options.jobs] for i in range(options.jobs)]):
+                if not text.startswith("["):
+                    sys.exit(text)
+                of_some, lines = json.loads(text)
+                seconds |= of_some
+                for module, of_line in lines.items():
+                    for line, tests in of_line.items():
+                        runners[module][line] += tests
+            if options.keep:
+                options.keep.write_text(json.dumps([seconds, runners]))
         jobs = []
         for mutant in mutants:
             tests = tests_of(mutant, seconds, runners)
