@@ -54,7 +54,7 @@ OPERATORS = [
     *(f"ReplaceBinaryOperator_{name}" for name in ARITHMETIC.split()),
     *("NumberReplacer", "AddNot", "ReplaceUnaryOperator_Delete_Not", "ReplaceAndWithOr", "ReplaceOrWithAnd"),
 ]
-PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line")
+PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line")
 FORK = multiprocessing.get_context("fork")
 
 
@@ -141,7 +141,7 @@ def tests_of(
         test for line in lines_of_statement(mutant.module, mutant.line) for test in of_line.get(str(line), ())
     }
     files = files_of(mutant.module)
-    near = [test for test in (seconds if tests == {""} else tests) if test.partition("::")[0] in files]
+    near = [test for test in seconds if (test in tests or tests == {""}) and test.partition("::")[0] in files]
     return sorted(near, key=lambda test: (files.index(test.partition("::")[0]) > 0, seconds[test]))
 
 
@@ -151,6 +151,7 @@ class Watcher:
     def __init__(self) -> None:
         self.coverage = coverage.Coverage(data_file=None, source=["hybridpipe"], config_file=False)
         self.seconds: Counter[str] = Counter()
+        self.failed: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -160,6 +161,10 @@ class Watcher:
         self.coverage.switch_context("")
         self.seconds[test] += time.monotonic() - started
         return result
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed.add(report.nodeid.partition("[")[0])
 
 
 def make_copy(parent: Path) -> None:
@@ -192,7 +197,7 @@ def run_pytest(tests: list[str], *plugins: object) -> int:
 
 
 def run(tests: list[str]) -> None:
-    os._exit(run_pytest(tests))
+    os._exit(run_pytest(["-x", *tests]))
 
 
 def run_watched(tests: list[str]) -> None:
@@ -202,8 +207,8 @@ def run_watched(tests: list[str]) -> None:
     watcher.coverage.stop()
     data = watcher.coverage.get_data()
     runners = {os.path.relpath(file): data.contexts_by_lineno(file) for file in data.measured_files()}
-    Path("watched.json").write_text(json.dumps([watcher.seconds, runners]))
-    os._exit(status)
+    Path("watched.json").write_text(json.dumps([watcher.seconds, runners, sorted(watcher.failed)]))
+    os._exit(0 if status == 1 else status)
 
 
 def in_process(function: Callable[[list[str]], None], tests: list[str], limit: float) -> str:
@@ -221,7 +226,7 @@ def in_process(function: Callable[[list[str]], None], tests: list[str], limit: f
 
 
 def watch(tests: list[str]) -> str:
-    """The tests' seconds and the lines that each runs, as JSON."""
+    """The tests' seconds, the tests that run each line, and those that fail without a mutant, as JSON."""
     failed = in_process(run_watched, tests, 3600)
     return f"without a mutant: {failed}" if failed else Path("watched.json").read_text()
 
@@ -274,8 +279,10 @@ def main() -> None:
             for text in pool.map(watch, [files[i :: options.jobs] for i in range(options.jobs)]):
                 if not text.startswith("["):
                     sys.exit(text)
-                of_some, lines = json.loads(text)
-                seconds |= of_some
+                of_some, lines, failed = json.loads(text)
+                for test in failed:
+                    print(f"left out, as it fails without a mutant: {test}", flush=True)
+                seconds |= {test: took for test, took in of_some.items() if test not in failed}
                 for module, of_line in lines.items():
                     for line, tests in of_line.items():
                         runners[module][line] += tests

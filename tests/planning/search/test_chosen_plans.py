@@ -1,7 +1,7 @@
 """The plans of some problems, to the letter, so that no change of what the search looks at goes unseen.
 
-`python -m tests.planning.search.test_chosen_plans` writes chosen_plans.txt anew: where a plan has become slower,
-something was lost.
+`python -m tests.planning.search.test_chosen_plans` writes chosen_plans.txt anew: where a plan has become
+slower, something was lost.
 """
 
 import random
