@@ -276,7 +276,8 @@ def main() -> None:
             seconds, runners = json.loads(options.keep.read_text())
         else:
             files = sorted({file for mutant in mutants for file in files_of(mutant.module)})
-            for text in pool.map(watch, [files[i :: options.jobs] for i in range(options.jobs)]):
+            parts = [files[i :: options.jobs] for i in range(min(options.jobs, len(files)))]
+            for text in pool.map(watch, parts):
                 if not text.startswith("["):
                     sys.exit(text)
                 of_some, lines, failed = json.loads(text)
