@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ OPERATORS = [
     *(f"ReplaceBinaryOperator_{name}" for name in ARITHMETIC.split()),
     *("NumberReplacer", "AddNot", "ReplaceUnaryOperator_Delete_Not", "ReplaceAndWithOr", "ReplaceOrWithAnd"),
 ]
-PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line")
+PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line")
 FORK = multiprocessing.get_context("fork")
 
 
@@ -103,6 +103,11 @@ def mutants_of(module: str) -> list[Mutant]:
     return found
 
 
+def squeezed(module: str, was: str, became: str) -> tuple[str, str, str]:
+    """A change as a key: cosmic-ray leaves blanks beside what it puts in."""
+    return module, was.replace(" ", ""), became.replace(" ", "")
+
+
 @functools.cache
 def files_of(module: str) -> list[str]:
     """The test files of the module's row; the file named like the module comes first."""
@@ -136,7 +141,7 @@ def tests_of(
         test for line in lines_of_statement(mutant.module, mutant.line) for test in of_line.get(str(line), ())
     }
     files = files_of(mutant.module)
-    near = [test for test in (seconds if tests == {""} else tests) if test.partition("::")[0] in files]
+    near = [test for test in seconds if (test in tests or tests == {""}) and test.partition("::")[0] in files]
     return sorted(near, key=lambda test: (files.index(test.partition("::")[0]) > 0, seconds[test]))
 
 
@@ -146,6 +151,7 @@ class Watcher:
     def __init__(self) -> None:
         self.coverage = coverage.Coverage(data_file=None, source=["hybridpipe"], config_file=False)
         self.seconds: Counter[str] = Counter()
+        self.failed: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -155,6 +161,10 @@ class Watcher:
         self.coverage.switch_context("")
         self.seconds[test] += time.monotonic() - started
         return result
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed.add(report.nodeid.partition("[")[0])
 
 
 def make_copy(parent: Path) -> None:
@@ -187,7 +197,7 @@ def run_pytest(tests: list[str], *plugins: object) -> int:
 
 
 def run(tests: list[str]) -> None:
-    os._exit(run_pytest(tests))
+    os._exit(run_pytest(["-x", *tests]))
 
 
 def run_watched(tests: list[str]) -> None:
@@ -197,8 +207,8 @@ def run_watched(tests: list[str]) -> None:
     watcher.coverage.stop()
     data = watcher.coverage.get_data()
     runners = {os.path.relpath(file): data.contexts_by_lineno(file) for file in data.measured_files()}
-    Path("watched.json").write_text(json.dumps([watcher.seconds, runners]))
-    os._exit(status)
+    Path("watched.json").write_text(json.dumps([watcher.seconds, runners, sorted(watcher.failed)]))
+    os._exit(0 if status == 1 else status)
 
 
 def in_process(function: Callable[[list[str]], None], tests: list[str], limit: float) -> str:
@@ -216,7 +226,7 @@ def in_process(function: Callable[[list[str]], None], tests: list[str], limit: f
 
 
 def watch(tests: list[str]) -> str:
-    """The tests' seconds and the lines that each runs, as JSON."""
+    """The tests' seconds, the tests that run each line, and those that fail without a mutant, as JSON."""
     failed = in_process(run_watched, tests, 3600)
     return f"without a mutant: {failed}" if failed else Path("watched.json").read_text()
 
@@ -242,7 +252,7 @@ def draw(
     equivalent: list[Mutant] = []
     for mutant in drawn:
         if len(mutants) < count and mutant.is_program:
-            (equivalent if (mutant.module, *mutant.change) in same else mutants).append(mutant)
+            (equivalent if squeezed(mutant.module, *mutant.change) in same else mutants).append(mutant)
     return mutants, equivalent
 
 
@@ -254,20 +264,31 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time; default: 1")
     parser.add_argument("--keep", type=Path, help="a file for what tests run, read if it is there")
     options = parser.parse_args()
-    reasons = {
-        (row["module"], row["was"], row["became"]): row["reason"] for row in TABLE.get("equivalent", ())
-    }
+    named = TABLE["equivalent"]
+    reasons = {squeezed(row["module"], row["was"], row["became"]): row["reason"] for row in named}
     mutants, equivalent = draw(options.count, options.seed, options.only, set(reasons))
     total, seen = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as parent:
         pool = ProcessPoolExecutor(options.jobs, FORK, make_copy, (Path(parent),))
-        if not (options.keep and options.keep.exists()):
+        seconds: dict[str, float] = {}
+        runners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        if options.keep and options.keep.exists():
+            seconds, runners = json.loads(options.keep.read_text())
+        else:
             files = sorted({file for mutant in mutants for file in files_of(mutant.module)})
-            text = pool.submit(watch, files).result()
-            if not text.startswith("["):
-                sys.exit(text)
-            (options.keep or Path(parent, "watched.json")).write_text(text)
-        seconds, runners = json.loads((options.keep or Path(parent, "watched.json")).read_text())
+            parts = [files[i :: options.jobs] for i in range(min(options.jobs, len(files)))]
+            for text in pool.map(watch, parts):
+                if not text.startswith("["):
+                    sys.exit(text)
+                of_some, lines, failed = json.loads(text)
+                for test in failed:
+                    print(f"left out, as it fails without a mutant: {test}", flush=True)
+                seconds |= {test: took for test, took in of_some.items() if test not in failed}
+                for module, of_line in lines.items():
+                    for line, tests in of_line.items():
+                        runners[module][line] += tests
+            if options.keep:
+                options.keep.write_text(json.dumps([seconds, runners]))
         jobs = []
         for mutant in mutants:
             tests = tests_of(mutant, seconds, runners)
@@ -282,14 +303,15 @@ def main() -> None:
             if not by:
                 print("        - {}\n        + {}".format(*mutant.change), flush=True)
         pool.shutdown()
-    rows = [(name, seen[name], total[name], f"{seen[name] / total[name]:.0%}") for name in sorted(total)]
-    rows.append(("all", seen.total(), total.total(), f"{seen.total() / total.total():.0%}"))
-    print(tabulate(rows, ("package", "noticed", "mutants", "")))
+    found = [(name, seen[name], total[name], f"{seen[name] / total[name]:.0%}") for name in sorted(total)]
+    found.append(("all", seen.total(), total.total(), f"{seen.total() / total.total():.0%}"))
+    print(tabulate(found, ("package", "noticed", "mutants", "")))
     for mutant in equivalent:
         was, became = mutant.change
-        print(f"the same program: {mutant.module}: {was} → {became}: {reasons[mutant.module, was, became]}")
+        print(f"the same program: {mutant.module}: {was} → {became}: ", end="")
+        print(reasons[squeezed(mutant.module, was, became)])
     for module, was, _ in reasons:
-        if was not in {" ".join(line.split()) for line in text_of(module).splitlines()}:
+        if was not in text_of(module).replace(" ", ""):
             print(f"mutants.toml names a line that is gone: {module}: {was}")
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpipe.planning.schedules import generators
+from hybridpipe.planning.schedules import validate as module
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
@@ -275,3 +276,27 @@ def test_a_plan_whose_programs_break_a_rule_is_refused(monkeypatch):
     monkeypatch.setattr(generators, "GENERATORS", generators.GENERATORS | without_step)
     with pytest.raises(InvalidProgram, match="there must be 1 updates, got 0"):
         validate_plan(plan([1, 1], 4, "gpipe"))
+
+
+@pytest.mark.parametrize(
+    "replicas, num_microbatches, schedule, checked",
+    [
+        ([1, 1], 8, "1f1b", [8]),
+        ([1, 1], 10_000, "1f1b", [2**13 // 12]),  # of each six instructions in two stages
+        ([1] * 2000, 10_000, "1f1b", [1]),
+        ([1] * 3000, 10_000, "1f1b", []),  # one alone has too many
+        ([1, 1, 1], 1, "pipedream", [2 * 3]),  # as many as fill it, twice
+        ([2, 1], 1, "pipedream", [2 * 2 * 2]),
+        ([1, 1], 3, "pipedream-2bw", [6]),  # whole minibatches
+        ([1, 1], 1300, "pipedream-2bw", [1300]),
+        ([1, 1], 1400, "pipedream-2bw", []),
+    ],
+)
+def test_a_plan_is_checked_by_a_part_of_its_minibatch(
+    replicas, num_microbatches, schedule, checked, monkeypatch
+):
+    counts = []
+    monkeypatch.setattr(module, "programs", lambda plan, count: counts.append(count))
+    monkeypatch.setattr(module, "validate", lambda *_: None)
+    validate_plan(plan(replicas, num_microbatches, schedule))
+    assert counts == checked
