@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
-from hybridpipe.planning.cost.layer_costs import Form
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
@@ -69,8 +68,8 @@ def of_a_long_line(schedule: str) -> list[str]:
 
 
 def of_groups() -> list[str]:
-    form = Form(16, PlanRequest("interleaved-1f1b"))
-    return [told(plan) for plan in interleaved_plans(network(24), ROW, form, range(16))[:12]]
+    request = PlanRequest("interleaved-1f1b")
+    return [told(plan) for plan in interleaved_plans(network(24), ROW, 16, request, range(16))[:12]]
 
 
 def of_annealing(schedule: str) -> list[str]:

@@ -94,12 +94,13 @@ def test_equal_stages_take_the_papers_count(num_microbatches, chunks):
 def test_no_cut_crosses_the_dearest_place_where_another_is_as_fast(dear):
     """Five equal layers in four stages: one holds two, those that much is sent between, there and back."""
     sends = [layer(1, 2, output=50 if i == dear else 1) for i in range(5)]
-    plans = interleaved_plans(model(*sends), Cluster.flat(2, 1e3, 0.0), INTERLEAVED, range(2), max_replicas=1)
+    cluster = Cluster.flat(2, 1e3, 0.0)
+    plans = interleaved_plans(model(*sends), cluster, *INTERLEAVED, range(2), max_replicas=1)
     edges = {tuple(stage.stop for stage in plan.stages[:-1]) for plan in plans if plan.num_stages == 4}
     assert edges == {tuple(edge for edge in range(1, 5) if edge != dear + 1)}
 
 
 def test_where_layers_times_ranks_are_many_only_two_chunks_are_tried(monkeypatch):
     monkeypatch.setattr("hybridpipe.planning.search.interleave.MANY", 16 * 4 - 1)
-    assert {plan.chunks for plan in interleaved_plans(SIXTEEN, free(4), INTERLEAVED, range(4))} == {2}
-    assert {plan.chunks for plan in interleaved_plans(SIXTEEN, free(3), INTERLEAVED, range(3))} == {2, 3, 4}
+    assert {plan.chunks for plan in interleaved_plans(SIXTEEN, free(4), *INTERLEAVED, range(4))} == {2}
+    assert {plan.chunks for plan in interleaved_plans(SIXTEEN, free(3), *INTERLEAVED, range(3))} == {2, 3, 4}
