@@ -48,7 +48,6 @@ class FitLoop:
         self._worker, self._state, self._recorder, self._keeper = worker, state, recorder, keeper
         self._minibatch_size, self._batches, self._evaluate = minibatch_size, batches, evaluate
         self._wanted, self._on_minibatch = wanted, on_minibatch
-        self.is_training = False  # within an epoch
         self.stopped = False  # by `stop_from`
 
     def run(self, epochs: int) -> None:
@@ -68,7 +67,7 @@ class FitLoop:
     def _train(self) -> None:
         batches = self._batches()
         epoch = EpochLoop(self._worker, self._recorder, self._state, self._minibatch_size, self._keeper)
-        self.is_training = True
+        self._state.in_epoch = True
         try:
             with closing(epoch.run(batches)) as records:  # closed at once after an error
                 for record in records:
@@ -78,7 +77,7 @@ class FitLoop:
             self._state.progress = None
             raise
         finally:
-            self.is_training = False
+            self._state.in_epoch = False
 
     def _end_epoch(self) -> bool:
         """Evaluate and count the epoch. Return True if training continues."""

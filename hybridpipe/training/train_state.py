@@ -5,7 +5,7 @@ Invariant: at a resume point, once the losses before it are in, the train state 
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from hybridpipe.errors import UserError, shown
 from hybridpipe.planning.plan import Plan
@@ -65,6 +65,11 @@ class EpochProgress:
         for name in _COUNTS:
             if type(values[name]) is not int or values[name] < 0:
                 raise UserError(f"{where}: so_far.{name}: must be an integer >= 0, got {shown(values[name])}")
+        for name in ("loss_sum", "seconds"):
+            if type(values[name]) not in (int, float):
+                raise UserError(f"{where}: so_far.{name}: must be a number, got {shown(values[name])}")
+        if type(values["shuffle"]) is not bool:
+            raise UserError(f"{where}: so_far.shuffle: must be true or false, got {shown(values['shuffle'])}")
         found = cls(**values)
         if not found.stream_start <= found.position == found.recorded:
             raise UserError(f"{where}: so_far: cannot be {found}")
@@ -83,6 +88,9 @@ class TrainState:
         stop_from: step from which `fit` ends at the next resume point or the epoch's end; None for no stop.
         preempted: True if `stop_from` was set because a rank was asked to stop.
         under_way: True while minibatches of an asynchronous schedule are between ranks.
+        in_epoch: True while `fit` trains.
+        accumulated: True while gradients of `no_sync` await an update.
+        closed: True after `Trainer.close`.
     """
 
     step: int = 0
@@ -92,6 +100,9 @@ class TrainState:
     stop_from: int | None = None
     preempted: bool = False
     under_way: bool = False
+    in_epoch: bool = False
+    accumulated: bool = False
+    closed: bool = False
 
     def preempt(self, step: int) -> None:
         """End at the first resume point from `step` on, or earlier, because a rank was asked to stop."""
@@ -101,12 +112,21 @@ class TrainState:
     def check_nothing_under_way(self, method: str) -> None:
         """Raise RuntimeError while minibatches of an asynchronous schedule are between ranks."""
         if self.under_way:
-            self.refuse(method)
+            raise RuntimeError(f"{method} was called while minibatches are under way; call it between epochs")
 
-    @staticmethod
-    def refuse(method: str) -> NoReturn:
-        """Raise RuntimeError for a method that was called while minibatches are under way."""
-        raise RuntimeError(f"{method} was called while minibatches are under way; call it between epochs")
+    def check_free(
+        self, method: str, instead: str = "call it before or after", may_accumulate: bool = True
+    ) -> None:
+        """Raise RuntimeError after `close`, while `fit` trains, and for gradients that await an update."""
+        when = None
+        if self.closed:
+            when = "after close; make a new Trainer"
+        elif self.in_epoch:
+            when = f"while fit trains; {instead}"
+        elif self.accumulated and not may_accumulate:
+            when = "between no_sync and the update that uses its gradients"
+        if when is not None:
+            raise RuntimeError(f"{method} was called {when}")
 
     def begin_epoch(self, dataset_samples: int, shuffle: bool) -> EpochProgress:
         """Continue an epoch interrupted by a checkpoint or a stop, else begin one.

@@ -149,6 +149,7 @@ class Trainer:
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
         sizes = {"hang_timeout": hang_timeout, "microbatch_size": microbatch_size}
         self._check_alike(given, metrics, **asdict(request), **sizes)
+        self._schedule = schedule
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         trained = model, loss, self.rule, self.world, self.device
         self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster)
@@ -166,7 +167,6 @@ class Trainer:
     def _begin_state(self) -> None:
         """Set the state of a training that has not begun."""
         self._updates = True
-        self._accumulated = False  # True while gradients of `no_sync` await an update
         self._fitting: FitLoop | None = None  # the last call of `fit`
         self.choice: Choice | None = None
         self._worker: Worker | None = None
@@ -228,20 +228,19 @@ class Trainer:
         """
         began = time.perf_counter()
         self._check_now("train_step")
+        valid.check_flushes(self._schedule)
         consistency.check_same_minibatch(self.world, (*tensors_of(inputs), *tensors_of(targets)))
         if self._worker is None:
             self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
+        valid.check_flushes(self.plan.schedule)
         self.worker.renew()
-        if not self._accumulated:
+        if not self.state.accumulated:
             self.worker.zero_grad()
-        if not self.worker.flushes:
-            what = f"{self.plan.schedule}, whose minibatches follow each other without a pause"
-            raise ValueError(f"train_step makes no sense under {what}; use fit")
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         losses, events = self.worker.train(minibatch, self.step, self._updates)
         self.state.step += 1
         self.state.progress = None
-        self._accumulated = not self._updates
+        self.state.accumulated = not self._updates
         loss, seconds = losses.total(), time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
         self.recorder.keep(events, seconds, full)
@@ -305,7 +304,7 @@ class Trainer:
                 that are no classes.
         """
         self._check_now("fit")
-        if not self._updates or self._accumulated:
+        if not self._updates or self.state.accumulated:
             raise ValueError("fit makes no sense inside no_sync, or before the update that follows it")
         epochs = valid.integer("epochs", epochs, least=0)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
@@ -348,10 +347,7 @@ class Trainer:
             RuntimeError: inside `fit`, which has `checkpoint` for that, or between `no_sync` and the update.
             UserError: the state cannot be saved.
         """
-        if self._fitting is not None and self._fitting.is_training:
-            raise RuntimeError("save was called while fit trains; use its checkpoint=Checkpointing(...)")
-        if self._accumulated:
-            raise RuntimeError("save was called between no_sync and the update that uses its gradients")
+        self.state.check_free("save", "use its checkpoint=Checkpointing(...)", may_accumulate=False)
         settings = Checkpointing(root, keep=keep)
         keeper = self._checkpoints.keeper(self.worker, settings, self.microbatch_size, anew=True)
         keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
@@ -374,11 +370,12 @@ class Trainer:
             Lines for the user.
 
         Raises:
+            RuntimeError: inside `fit`, or between `no_sync` and the update.
             UserError: the checkpoint is damaged, or of another model, optimizer class, seed or minibatch, or
                 of other settings without `allow_changed`; nothing has changed. `fit` raises it for another
                 data set.
         """
-        self.state.check_nothing_under_way("resume")
+        self.state.check_free("resume", may_accumulate=False)
         of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
         consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
         found, lines = self._checkpoints.find(Path(source), self.model, or_anew, allow_changed)
@@ -444,8 +441,9 @@ class Trainer:
 
     def _check_now(self, method: str) -> None:
         """Refuse calls at a wrong time, and changes of the model or its surroundings since the last call."""
-        if self.state.under_way:
-            self.state.refuse(method)
+        self.state.check_nothing_under_way(method)
+        if method != "evaluate" or self.state.closed:
+            self.state.check_free(method)
         structure.check_surroundings(method)
         structure.check_model_now(self.model)
         if method != "evaluate":
@@ -465,6 +463,7 @@ class Trainer:
 
     def close(self) -> None:
         """End background threads and free the communicators; the model keeps its weights."""
+        self.state.closed = True
         self._checkpoints.close()
         if self._worker is not None:
             self._worker.close()

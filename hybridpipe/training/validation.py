@@ -1,4 +1,4 @@
-"""Validation of the arguments of `Trainer`. Ranks, plans and data sets are not known here.
+"""Validation of the arguments of `Trainer`. Ranks and data sets are not known here.
 
 Invariant: every function raises TypeError or ValueError in one line that says what is accepted.
 """
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
+from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
 
 def integer(name: str, value: Any, least: int = -(2**63)) -> int:
@@ -182,6 +183,13 @@ def _overlaps(tensor: Tensor) -> bool:
             return True
         reach = stride * (size - 1) + reach
     return False
+
+
+def check_flushes(schedule: str) -> None:
+    """Raise ValueError under a schedule that cannot train on one minibatch alone."""
+    if schedule in ASYNCHRONOUS:
+        what = f"{schedule}, whose minibatches follow each other without a pause"
+        raise ValueError(f"train_step makes no sense under {what}; use fit")
 
 
 def warn_if_in_evaluation_mode(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from hybridpipe.engine.consistency import (
     check_repeatable,
     check_same_minibatch,
     facts,
-    of_user,
+    modes_and_requires_grad,
     plan_text,
     settings,
     structure,
@@ -169,7 +169,7 @@ def test_a_target_that_is_drawn_anew_is_refused_where_stages_load_apart():
     check_repeatable(PLAN, fixed)
     check_repeatable(PLAN, {"inputs of dataset[0]": DRAWN_ANEW})
     check_repeatable(Plan((StageSpec(0, 2, 2),)), drawn)  # one rank loads both
-    with pytest.raises(ValueError, match="a sample's target is another one each time it is loaded"):
+    with pytest.raises(ValueError, match="a sample's target changes each time it is loaded"):
         check_repeatable(PLAN, drawn)
 
 
@@ -206,9 +206,9 @@ def test_a_model_is_told_by_its_layers_tensors_modes_and_what_is_trained():
         "0.weight of the model": "(3, 2) float32",
         "0.bias of the model": "(3,) float32",
         "1.mask of the model": "(5, 4) float32 expanded along [0]",
-        **of_user(model),
+        **modes_and_requires_grad(model),
     }
-    assert of_user(model) == {
+    assert modes_and_requires_grad(model) == {
         "the mode of the model": "training",
         "the mode of 0": "training",
         "the mode of 1": "evaluation",

@@ -248,6 +248,50 @@ def test_what_needs_a_drained_pipeline_is_refused_while_it_is_full(make, method)
         trainer.fit(data(48), on_minibatch=interfere)
 
 
+@pytest.mark.parametrize("method", ["train_step", "fit", "save", "resume"])
+def test_what_changes_the_state_is_refused_while_fit_trains(make, tmp_path, method):
+    """A step within `fit` once ended in an assertion; what only looks is allowed."""
+    trainer, samples = make(), data(16)
+    saved = make().save(tmp_path / "before")
+    calls = {
+        "train_step": lambda: trainer.train_step(*samples[:8]),
+        "fit": lambda: trainer.fit(samples),
+        "save": lambda: trainer.save(tmp_path),
+        "resume": lambda: trainer.resume(saved),
+    }
+
+    def called(record):
+        trainer.evaluate(samples)
+        with pytest.raises(RuntimeError, match=f"^{method} was called while fit trains; "):
+            calls[method]()
+
+    trainer.fit(samples, on_minibatch=called)
+    assert trainer.epoch == 1
+
+
+def test_resume_refuses_gradients_that_await_an_update(make, tmp_path):
+    """The next step once added them to the resumed weights' own."""
+    trainer, samples = make(), data(8)
+    saved = trainer.save(tmp_path)
+    with trainer.no_sync():
+        trainer.train_step(*samples[:])
+    with pytest.raises(RuntimeError, match="^resume was called between no_sync and the update"):
+        trainer.resume(saved)
+    trainer.train_step(*samples[:])
+    trainer.resume(saved)
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("method", ["train_step", "fit", "evaluate", "resume"])
+def test_a_closed_trainer_says_so(make, tmp_path, method):
+    """One made a new plan instead, and measured for it."""
+    trainer, samples = make(), data(8)
+    given = {"train_step": samples[:], "resume": (tmp_path,)}.get(method, (samples,))
+    trainer.close()
+    with pytest.raises(RuntimeError, match=f"^{method} was called after close; make a new Trainer$"):
+        getattr(trainer, method)(*given)
+
+
 @pytest.mark.parametrize("schedule, count", [("1f1b", 4), ("pipedream", 1), ("pipedream-2bw", 4)])
 def test_fit_left_in_the_middle_can_go_on_where_nothing_is_under_way(make, schedule, count):
     """On one rank; on several an asynchronous schedule ends the job (tests/mpi)."""
