@@ -130,8 +130,9 @@ class TrainConfig:
     """The training loop. Fields that are not listed here are those of `Trainer` and `Trainer.fit`.
 
     Args:
-        minibatch: in samples.
-        microbatch: in samples; None: it follows from a plan file's number of microbatches.
+        minibatch: samples of a minibatch.
+        microbatch: samples of a microbatch; None for a plan file's, else for a rank's share of the minibatch,
+            of which the plan "auto" also tries a half and a quarter.
     """
 
     minibatch: int

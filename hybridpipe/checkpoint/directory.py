@@ -100,7 +100,7 @@ def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[s
         sync_directory(unfinished)
         with _replacing_latest(final):  # written first: if the disk is full, nothing has been renamed yet
             faults.at("save-rename", step=step)
-            _move_into_place(unfinished, final)
+            _move_into_place(unfinished, final)  # readers see the checkpoint from here on
             faults.at("save-latest", step=step)
     except BaseException:
         abandon(root, step)

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+CHECKPOINTS = "checkpoints"  # the folder in OUT
 LATEST, LOCK = "latest", ".lock"
 _NAME = re.compile(r"(\.?)step-(\d{8,18})(?:\.(tmp|replaced|deleted))?")
 

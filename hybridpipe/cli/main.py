@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hybridpipe.checkpoint.names import CHECKPOINTS
 from hybridpipe.cli.options import COMMANDS
 from hybridpipe.environment import launched_rank
 from hybridpipe.errors import REMEDIES, UserError
@@ -264,20 +265,18 @@ def _simulate(options: argparse.Namespace) -> int:
     plan, profile = read_plan(options.plan), read_profile(options.profile)
     cluster = read_cluster(options.cluster)
     profile = profile.scaled_to(plan.microbatch_samples or profile.samples)
+    before: Plan | None = None
+    source = str(options.plan)
     try:
         timeline, prediction = predict(plan, profile, cluster)
-    except ValueError as error:
-        raise UserError(f"{options.plan}: {error}") from None
-    plan = replace(plan, predicted=prediction)
-    before: Plan | None = None
-    if (options.bandwidth, options.latency, options.ranks) != (None, None, None):
-        before = plan
-        try:
-            plan, cluster = _changed(plan, profile, cluster, options)
-        except ValueError as error:
-            raise UserError(f"simulate: {error}") from None
-        timeline, prediction = predict(plan, profile, cluster)
         plan = replace(plan, predicted=prediction)
+        if (options.bandwidth, options.latency, options.ranks) != (None, None, None):
+            before, source = plan, "simulate"
+            plan, cluster = _changed(plan, profile, cluster, options)
+            timeline, prediction = predict(plan, profile, cluster)
+            plan = replace(plan, predicted=prediction)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
     if options.trace:
         events = timeline.to_chrome_trace("predicted")
         write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
@@ -385,7 +384,7 @@ def _launch(options: argparse.Namespace) -> int:
         supervisor.LaunchOptions(
             words=tuple(words),
             out=_out(training),
-            checkpoints=_out(training) / "checkpoints",
+            checkpoints=_out(training) / CHECKPOINTS,
             ranks=ranks,
             launcher=kind,
             slots=slots,
@@ -442,14 +441,12 @@ def _import(options: argparse.Namespace) -> int:
     config = _load(options)
     config.check()
     from hybridpipe.cli.import_weights import import_weights
-    from hybridpipe.cli.train import CHECKPOINTS
 
-    out = options.out or Path("runs") / Path(options.config).stem
-    print(f"written to {import_weights(config, options.file, out / CHECKPOINTS)}")
+    print(f"written to {import_weights(config, options.file, _out(options) / CHECKPOINTS)}")
     return 0
 
 
-def _load(options: argparse.Namespace):  # type: ignore[no-untyped-def]  # Config, which is imported here
+def _load(options: argparse.Namespace) -> "Config":
     from hybridpipe.config import load_config
 
     return load_config(options.config, options.set)

@@ -17,7 +17,7 @@ from torch import nn
 
 from hybridpipe import environment
 from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
-from hybridpipe.checkpoint.names import step_of
+from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
@@ -36,7 +36,6 @@ from hybridpipe.training.metrics import MinibatchRecord
 from hybridpipe.training.trainer import Trainer
 from hybridpipe.types import Loss
 
-CHECKPOINTS = "checkpoints"  # in DIR
 SUMMARY_FORMAT = "hybridpipe-summary/1"
 
 

@@ -92,7 +92,6 @@ class Worker:
         progress_thread: bool,
     ) -> None:
         self.model, self.plan, self.device = model, plan, device
-        self.flushes = not plan.is_asynchronous  # the pipeline drains after each minibatch
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
@@ -217,16 +216,13 @@ class Worker:
         """
         losses: dict[int, float] = {}
         events: list[Event] = []
-        try:
+        with failure.guard():
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
                 losses, events = done.losses, done.events
             numbers = np.zeros(len(minibatch.sizes))
             numbers[list(losses)] = list(losses.values())
             return self.share(numbers), events
-        except BaseException as error:  # a caller might catch it while other ranks wait for messages
-            failure.end_job_for(error)
-            raise
 
     def stream(
         self, minibatches: Sequence[Minibatch], step: int, done: int = 0
@@ -261,7 +257,7 @@ class Worker:
             begin: the first minibatch that was not trained on before.
             stream_start: the first minibatch of the stream, under an asynchronous schedule.
         """
-        if self.flushes:
+        if not self.plan.is_asynchronous:
             whole = enumerate(sizes[begin:], begin)
             return [(i, m) for i, size in whole for m in self._loaded(self._program(size))]
         point = ResumePoint(begin - stream_start, len(sizes) - stream_start)
@@ -288,7 +284,7 @@ class Worker:
 
     @contextmanager
     def _refusing_early_end(self) -> Iterator[None]:
-        """Refuse that a stream ends early inside this context: each rank would stop at another minibatch.
+        """Refuse to let a stream end early inside this context: each rank would stop at another minibatch.
 
         Raises:
             RuntimeError: the caller left the stream's generator early without `leave_stream`.
@@ -404,6 +400,8 @@ class Worker:
         state = {}
         for key, tensor in self.model.state_dict().items():
             rank = self.plan.stages[stage_of[key]].ranks[0]
+            if self.control.rank not in (0, rank):
+                continue
             values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             if rank != 0 and self.control.rank == rank:
                 for part in _parts(values):

@@ -82,7 +82,8 @@ step() {  # step WORDS COMMAND...: runs the command quietly; when it fails, show
   say "$1 ..."; shift
   local before; before=$(wc -l <"$log")
   "$@" >>"$log" 2>&1 && return
-  tail -n +$((before + 1)) "$log" | grep -m 5 -A 2 -E 'rror(:| at )' >&3 || tail -n 20 "$log" >&3
+  local errors; errors=$(tail -n +$((before + 1)) "$log" | grep -A 2 -E 'rror(:| at )' | head -n 15 || true)
+  if [ "$errors" ]; then echo "$errors" >&3; else tail -n 20 "$log" >&3; fi
   say "that failed; the whole story is in $log"; exit 1
 }
 pip() { "$python" -m pip --disable-pip-version-check install --progress-bar off "$@"; }

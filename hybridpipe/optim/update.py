@@ -213,10 +213,14 @@ class Update:
             factor = self.learning_rate.factor(self.num_minibatches)
             with _multiplied(self.optimizer, factor), fused(self.optimizer):
                 self.optimizer.step()
-        self.skip(num_minibatches)
+        self._count(num_minibatches)
 
     def skip(self, num_minibatches: int) -> None:
         """Drop the gradients without an update; the scheduler still counts these minibatches."""
+        self._count(num_minibatches)
+
+    def _count(self, num_minibatches: int) -> None:
+        """End a step, made or skipped: drop its gradients, and step the learning-rate scheduler."""
         self.zero_grad()
         self.num_minibatches += num_minibatches
         if self.scheduler is not None:
@@ -232,7 +236,7 @@ class Update:
         """Step a new scheduler to where it would stand after `num_minibatches` minibatches."""
         with warnings.catch_warnings():  # torch warns, since this optimizer has made no step yet
             warnings.simplefilter("ignore", UserWarning)
-            self.skip(num_minibatches)
+            self._count(num_minibatches)
 
     def _clip(self, max_norm: float) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the whole model. Collective."""

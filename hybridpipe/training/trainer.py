@@ -406,7 +406,7 @@ class Trainer:
         return evaluate(self.worker, batches, self._metrics, len(dataset), self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
-        """Modules whose backward the schedule splits, but they cannot; None on other ranks than 0."""
+        """Trained modules whose backward a splitting schedule cannot split; on rank 0, else None."""
         return self.worker.not_split()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:

@@ -275,7 +275,7 @@ def test_resume_refuses_gradients_that_await_an_update(make, tmp_path):
     saved = trainer.save(tmp_path)
     with trainer.no_sync():
         trainer.train_step(*samples[:])
-    with pytest.raises(RuntimeError, match="^resume was called between no_sync and the update"):
+    with pytest.raises(RuntimeError, match=r"^resume was called between no_sync and the update"):
         trainer.resume(saved)
     trainer.train_step(*samples[:])
     trainer.resume(saved)

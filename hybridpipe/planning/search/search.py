@@ -2,8 +2,8 @@
 
 `partition` is exact for a closed formula. The simulator also sees queues at links, shared processors and the
 work that hides an all-reduce. Candidates are the few best of `partition`, the best straight pipeline, plain
-data parallelism on all ranks and, where ranks share processors, on fewer. Under interleaved-1f1b the few best
-of `interleave` compete. Invariant: only plans that fit into memory are returned. Where none does,
+data parallelism on all ranks and, where machines have several, on fewer of each. Under interleaved-1f1b the
+few best of `interleave` compete. Invariant: only plans that fit into memory are returned. Where none does,
 `NoPlanFits` says by how much and names a remedy.
 
 The schedule "auto" stands for all synchronous ones and, where the request allows them, for the asynchronous
@@ -338,7 +338,7 @@ def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = 
     """Return the best plans that fit, or all where none does."""
     if not problem.is_alternative and (problem.num_ranks < 2 or problem.profile.num_layers < 4):
         raise ValueError(
-            "schedule interleaved-1f1b needs at least 2 ranks and 4 layers, "
+            f"schedule {problem.request.schedule} needs at least 2 ranks and 4 layers, "
             f"got {problem.num_ranks} and {problem.profile.num_layers}"
         )
     ranks, request = range(problem.num_ranks), problem.recomputing(recompute)
@@ -365,7 +365,7 @@ def _straight(problem: _Problem, recompute: bool) -> list[Plan]:
 
 
 def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
-    """Yield data parallelism on all ranks and, where ranks share processors, on the best number a machine."""
+    """Yield data parallelism on all ranks and, where machines have several, on the best number of each."""
     a_machine = min(problem.cluster.node_ranks or 1, problem.num_ranks)
     yield _data_parallel(problem, range(problem.num_ranks))
     fewer = [
