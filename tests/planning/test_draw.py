@@ -255,3 +255,10 @@ def test_a_number_stands_in_a_bar_that_has_room_for_it(pixels, shown):
     one = Event(parse("F0")[0], 0.0, pixels)
     picture = svg(Timeline({0: (one, Event(Step(), pixels, SPAN))}))
     assert ('class="number' in picture) == shown
+
+
+@pytest.mark.parametrize(
+    "seconds, told", [(1.0, "1 s"), (0.999, "999 ms"), (1e-3, "1 ms"), (9.9e-4, "990 µs")]
+)
+def test_text_tells_the_time_in_the_unit_that_fits(seconds, told):
+    assert f"0 to {told};" in text(Timeline({0: (Event(Step(), 0.0, seconds),)}))
