@@ -71,7 +71,7 @@ def test_what_is_asked_of_a_given_plan_must_be_what_it_says():
     given = plan([1, 1], 4, "gpipe", recompute=True)
     PlanRequest().check_given(given)
     PlanRequest("gpipe", recompute=True).check_given(given)
-    with pytest.raises(ValueError, match="schedule = 'zero-bubble' disagrees .* which says 'gpipe'"):
+    with pytest.raises(ValueError, match=r"schedule = 'zero-bubble' disagrees .* which says 'gpipe'"):
         PlanRequest("zero-bubble").check_given(given)
     with pytest.raises(ValueError, match="max_in_flight = 2 disagrees with the plan, which says None"):
         PlanRequest(max_in_flight=2).check_given(plan([1, 1], 4))
