@@ -222,7 +222,7 @@ def in_process(function: Callable[[list[str]], None], tests: list[str], limit: f
         return f"no end within {limit:.0f} s"
     lines = Path("output.txt").read_text(errors="replace").splitlines()
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    return "" if process.exitcode == 0 else failed[-1] if failed else f"exit {process.exitcode}"
+    return "" if process.exitcode == 0 else failed[0] if failed else f"exit {process.exitcode}"
 
 
 def watch(tests: list[str]) -> str:

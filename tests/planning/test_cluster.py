@@ -136,3 +136,9 @@ def test_compression_shortens_an_all_reduce_but_not_its_latency():
         whole, halved = (Cluster((level,)).compressing(c, "float32").ring((0, 1)) for c in ("none", "fp16"))
         assert whole == Cluster((level,)).compressing("fp16", "float64").ring((0, 1))
         assert halved == Ring(whole.latency_seconds, whole.seconds_per_byte / 2)
+
+
+def test_a_machine_is_busy_once_another_rank_adds_less_than_half():
+    """Together 1, 1.8, 2.16 and 2.4 times one alone."""
+    machine = replace(Cluster.flat(4, 1.0, 0.0), node_ranks=4, compute_speeds=(1.0, 0.9, 0.72, 0.6))
+    assert [machine.is_busy(n) for n in range(4)] == [False, False, True, True]

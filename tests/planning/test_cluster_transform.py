@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 from pytest import approx
@@ -109,3 +110,12 @@ def test_figures_stand_side_by_side():
         ["bubble", "25%", "0%"],
         ["most memory", "2 MB", "3 MB"],
     ]
+
+
+def test_one_machine_grows_no_second_one():
+    machine = replace(Cluster.flat(4, 1.0, 0.0), node_ranks=4, compute_speeds=(1.0, 0.9))
+    assert with_ranks(machine, 4) == machine and with_ranks(machine, 3).num_ranks == 3
+    with pytest.raises(ValueError, match="ranks must be at most 4, got 5: the cluster is one machine"):
+        with_ranks(machine, 5)
+    two = replace(machine, node_ranks=2)
+    assert with_ranks(two, 6).num_ranks == 6

@@ -11,7 +11,7 @@ from hybridpipe.planning.cost.memory import curves
 from hybridpipe.planning.draw import BAR, COLOURS, LEFT, MAX_RANKS, MEMORY_COLOUR, SPAN, _shade, svg, text
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.schedules.generators import programs
-from hybridpipe.planning.schedules.instructions import Step
+from hybridpipe.planning.schedules.instructions import Step, parse
 from hybridpipe.planning.simulator.predict import predict, simulate
 from hybridpipe.planning.timeline import Event, Timeline
 from tests.planning.helpers import free, layer, model, plan
@@ -247,3 +247,18 @@ def test_a_picture_of_very_many_events_stays_light_and_keeps_their_outline():
     ]
     assert min(starts) < LEFT + 2 and max(starts) > LEFT + SPAN - 2
     assert len(starts) == approx(20_000 / 2.618, rel=0.05)  # in proportion to their time
+
+
+@pytest.mark.parametrize("pixels, shown", [(10.4, False), (10.6, True)])
+def test_a_number_stands_in_a_bar_that_has_room_for_it(pixels, shown):
+    """A digit and a pixel on either side."""
+    one = Event(parse("F0")[0], 0.0, pixels)
+    picture = svg(Timeline({0: (one, Event(Step(), pixels, SPAN))}))
+    assert ('class="number' in picture) == shown
+
+
+@pytest.mark.parametrize(
+    "seconds, told", [(1.0, "1 s"), (0.999, "999 ms"), (1e-3, "1 ms"), (9.9e-4, "990 µs")]
+)
+def test_text_tells_the_time_in_the_unit_that_fits(seconds, told):
+    assert f"0 to {told};" in text(Timeline({0: (Event(Step(), 0.0, seconds),)}))

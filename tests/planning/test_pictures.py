@@ -44,13 +44,14 @@ def halves() -> str:
 
 
 def thinned() -> str:
-    """Too many ranks and bars: some of them."""
+    """Too many ranks, bars and steps of memory: some of them."""
     made = plan([1] * 7, 12)
-    timeline, _ = predict(made, model(*[layer(1e-5, 2e-5)] * 7), free(7))
+    profile = model(*[layer(1e-5, 2e-5, output=1000, activation=3000)] * 7)
+    timeline, _ = predict(made, profile, free(7))
     before = draw.MAX_RANKS, draw.MAX_MARKS
-    draw.MAX_RANKS, draw.MAX_MARKS = 4, 160
+    draw.MAX_RANKS, draw.MAX_MARKS = 4, 60
     try:
-        return svg(timeline, made, "thinned") + text(timeline, 60) + "\n"
+        return svg(timeline, made, "thinned", curves(profile, made, timeline)) + text(timeline, 60) + "\n"
     finally:
         draw.MAX_RANKS, draw.MAX_MARKS = before
 

@@ -149,3 +149,18 @@ def test_a_plan_of_a_million_ranks_is_checked_at_once():
     began = time.perf_counter()
     assert Plan((StageSpec(0, 1, MAX_RANKS),)).num_ranks == MAX_RANKS
     assert time.perf_counter() - began < 20  # generous: a limit against hanging
+
+
+def test_products_wait_where_a_stage_before_waits_and_no_all_reduce_does():
+    made = plan([1, 1, 2, 1], 4)
+    assert [made.defers_wgrad(s) for s in range(4)] == [False, True, False, True]
+
+
+def test_a_world_as_large_as_the_plan_is_enough():
+    plan([2, 1], 4).check_world(3)
+    with pytest.raises(ValueError, match=r"plan needs 2 \+ 1 = 3 ranks, got 2"):
+        plan([2, 1], 4).check_world(2)
+    named = Plan((StageSpec(0, 1, 1, (0,)), StageSpec(1, 2, 1, (3,))))
+    named.check_world(4)
+    with pytest.raises(ValueError, match="plan names rank 3, the world has ranks 0 to 2"):
+        named.check_world(3)

@@ -176,3 +176,14 @@ def test_joined_products_lie_on_the_line_too_where_all_sizes_have_them():
     assert profile.scaled_to(16).layers[0].joined is None, "one microbatch fills a product"
     without = ModelProfile((small,), 1, others=(Measurement(4, (replace(large, joined=None),)),))
     assert without.scaled_to(2).layers[0].joined is None
+
+
+def test_both_halves_make_the_whole_where_one_was_measured():
+    whole = layer(1.0, 5.0, parameters=8)
+    assert (whole.input_backward_seconds, whole.weight_backward_seconds) == (2.5, 2.5)
+    measured = replace(whole, weight_seconds=2.0)
+    assert (measured.input_backward_seconds, measured.weight_backward_seconds) == (3.0, 2.0)
+    both = replace(measured, input_seconds=4.0)
+    assert (both.input_backward_seconds, both.weight_backward_seconds) == (4.0, 2.0)
+    without = layer(1.0, 5.0)
+    assert (without.input_backward_seconds, without.weight_backward_seconds) == (5.0, 0.0)

@@ -153,3 +153,14 @@ def test_loading_is_no_computing():
     assert seen.spent(plan([1], 1))[0].loading_seconds == 3
     assert seen.busy_seconds(0) == 1
     assert seen.parts(plan([1], 1)).idle_seconds == 3
+
+
+def test_computing_is_forwards_backwards_and_updates():
+    seen = timeline(r0="F0:0-1 B0:1-3 step:3-7 sa0:7-20")
+    assert seen.spent(plan([1], 1))[0].compute_seconds == 7
+    assert seen.parts(plan([1], 1)).compute_seconds == 7
+
+
+def test_where_nothing_happened_no_time_goes_anywhere():
+    assert sum(astuple(Timeline({}).parts(plan([1, 1], 1)))) == 0
+    assert Timeline({}).bubble_fraction == Timeline({0: ()}).seconds == 0

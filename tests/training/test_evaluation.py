@@ -1,5 +1,6 @@
 """What outputs are worth, and when that is enough."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.training.evaluation import Accuracy, MicrobatchMetrics, reached, targets_wanted
+from hybridpipe.training.evaluation import Accuracy, MicrobatchMetrics, evaluate, reached, targets_wanted
 
 cross_entropy, mse = nn.functional.cross_entropy, nn.functional.mse_loss
 
@@ -155,3 +156,76 @@ def test_targets_need_a_validation_set_and_no_target_needs_none():
 def test_without_samples_there_is_a_loss_of_nothing():
     metrics = MicrobatchMetrics(mse, {})
     assert metrics.metrics(np.zeros(metrics.width), 0) == {"loss": 0.0}
+
+
+class Evaluating:
+    """A worker of two microbatches a minibatch, each of one sample and a loss of 0.5 times its number."""
+
+    def __init__(self, asked_at=()):
+        self.said, self.asked_at = [], asked_at
+
+    def average_statistics(self):
+        self.said.append("average")
+
+    @contextmanager
+    def evaluating(self):
+        self.said.append("begin")
+        yield
+        self.said.append("end")
+
+    def infer(self, minibatch, metrics, width, number):
+        self.said.append(f"infer {number}")
+        worker = self
+
+        class Pending:
+            def wait(self):
+                worker.said.append(f"wait {number}")
+                return np.array([[0.5 * m, *[0.0] * (width - 1)] for m in minibatch])
+
+            def ask_to_stop(self):
+                return number in worker.asked_at
+
+        return Pending()
+
+
+def test_an_evaluation_waits_one_minibatch_late():
+    worker = Evaluating(asked_at=[0])
+    found = evaluate(worker, [(1, 2), (3, 4), (5, 6)], MicrobatchMetrics(mse, {}), num_samples=6, step=9)
+    assert found == {"loss": 0.5 * 21 / 6}
+    order = "average, begin, infer 0, infer 1, wait 0, infer 2, wait 1, end, wait 2"
+    assert worker.said == order.split(", ")
+    assert evaluate(Evaluating(), [], MicrobatchMetrics(mse, {}), num_samples=0, step=9) == {"loss": 0.0}
+
+
+def test_an_evaluation_is_left_when_a_rank_was_asked_to_stop():
+    metrics, data = MicrobatchMetrics(mse, {}), [(1, 2), (3, 4), (5, 6)]
+    worker = Evaluating(asked_at=[1])
+    assert evaluate(worker, data, metrics, num_samples=6, step=9, may_stop=True) is None
+    assert worker.said[-3:] == ["infer 2", "wait 1", "end"]
+    assert evaluate(Evaluating(), data, metrics, num_samples=6, step=9, may_stop=True) is not None
+
+
+@pytest.mark.parametrize("num_metrics, own, width", [(0, False, 4), (2, False, 8), (1, True, 3)])
+def test_a_microbatch_has_as_many_numbers_as_are_said(num_metrics, own, width):
+    named = {f"m{i}": lambda o, t: (1, 2) for i in range(num_metrics - own)}
+    metrics = MicrobatchMetrics(cross_entropy, named | ({"accuracy": lambda o, t: (1, 2)} if own else {}))
+    assert metrics.width == width == len(metrics(torch.randn(3, 4), torch.tensor([0, 1, 2])))
+
+
+@pytest.mark.parametrize(
+    "shape, targets, dim",
+    [
+        ((6, 2), (6,), 1),  # two classes
+        ((6, 1), (6,), None),
+        ((6, 4, 4), (6, 4), 2),  # the last one
+        ((6,), (6,), None),
+        ((6, 4), (6, 4), None),
+        ((6, 4, 5), (6, 5), 1),
+    ],
+)
+def test_where_the_classes_are(shape, targets, dim):
+    accuracy = Accuracy(lambda o, t: o.sum())
+    found = accuracy._class_dimension(torch.randn(shape), torch.zeros(targets, dtype=torch.long))
+    assert found == dim
+    second = Accuracy(cross_entropy)._class_dimension(torch.randn(6, 4, 4), torch.zeros(6, 4).long())
+    assert second == 1

@@ -203,3 +203,13 @@ def test_a_run_that_goes_on_adds_to_the_past():
     assert again.past() == past and again.has_reached_target
     assert again.note(epoch=1, loss=3.0, num_samples=8, seconds=1.0, full=True).step == 2
     assert again.past() == Past(3, 5.0, 3.0, 8, 5.0, {"accuracy": 0.25}, (2, 5.0))
+
+
+def test_where_the_system_does_not_tell_memory_counts_from_nothing(monkeypatch):
+    def missing(path, *_):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("pathlib.Path.read_text", missing)
+    recorder = Recorder()
+    recorder.begin()
+    assert recorder.summary(worker())["memory_before_bytes"] == [0]

@@ -312,3 +312,18 @@ def test_no_piece_of_a_front_is_skipped_while_it_is_short(monkeypatch):
             plans = partition(profile, cluster, ranks=ranks, max_replicas=max_replicas, **options)
             found.append(plans[:1])
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("max_replicas, replicated", [(1, False), (2, True), (3, True)])
+def test_ranks_are_dealt_over_nodes_where_stages_may_have_replicas(max_replicas, replicated, monkeypatch):
+    asked = []
+
+    def recorded(cluster, ranks, replicated=True):
+        asked.append(replicated)
+        return placement.lines(cluster, ranks, replicated)
+
+    monkeypatch.setattr(module, "lines", recorded)
+    monkeypatch.setattr(module, "every_placement", lambda *_: None)
+    cluster = Cluster((Level("node", 2, 1e3, 0.1), Level("network", 4, 1e2, 0.1)))
+    partition(model(*[layer(1, 2, 100, 10)] * 4), cluster, num_microbatches=4, max_replicas=max_replicas)
+    assert set(asked) == {replicated} and len(asked) == 2  # to begin with, and to search on

@@ -1,0 +1,77 @@
+"""What is asked of a plan: which schedules that leaves, and which plans it fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.request import AUTO, PlanRequest
+from hybridpipe.planning.schedules.registry import SCHEDULES, SYNCHRONOUS, TRAITS
+from tests.planning.helpers import plan
+
+LIMITED = [name for name, traits in TRAITS.items() if traits.takes_max_in_flight]
+
+
+def test_auto_is_any_schedule_that_can_do_what_is_asked():
+    assert PlanRequest("gpipe").schedules == ["gpipe"]
+    assert PlanRequest(AUTO).schedules == list(SYNCHRONOUS)
+    assert PlanRequest(AUTO, asynchronous=True).schedules == list(SCHEDULES)
+    assert PlanRequest(AUTO, max_in_flight=2).schedules == [name for name in LIMITED if name in SYNCHRONOUS]
+    assert PlanRequest(AUTO, asynchronous=True, max_in_flight=2).schedules == LIMITED
+    assert 0 < len(LIMITED) < len(SCHEDULES)
+
+
+def test_under_a_schedule_what_that_cannot_do_is_left_out():
+    asked = PlanRequest(AUTO, asynchronous=True, vertical_sync=True, recompute=True)
+    assert asked.under("pipedream") == PlanRequest("pipedream", vertical_sync=True, recompute=True)
+    assert asked.under("pipedream-2bw") == PlanRequest("pipedream-2bw", recompute=True)
+
+
+def test_a_plan_is_made_as_asked():
+    made = PlanRequest("pipedream", False, True, True, 3).plan([StageSpec(0, 2)], 1)
+    options = {"vertical_sync": True, "max_in_flight": 3, "recompute": True}
+    assert made == Plan((StageSpec(0, 2),), "pipedream", 1, **options)
+
+
+@pytest.mark.parametrize(
+    "asked, found, told",
+    [
+        (PlanRequest("1f1b"), plan([1, 1], 4), None),
+        (PlanRequest(AUTO), plan([1, 1], 4, "gpipe"), None),
+        (PlanRequest(AUTO), plan([1, 1], 1, "pipedream"), "schedule = auto is asked for"),
+        (PlanRequest("1f1b"), plan([1, 1], 4, max_in_flight=2), "max_in_flight = None is asked for"),
+        (PlanRequest("1f1b", max_in_flight=2), plan([1, 1], 4), "max_in_flight = 2 is asked for"),
+        (PlanRequest("pipedream"), plan([1, 1], 1, "pipedream", vertical_sync=True), "vertical_sync = False"),
+        (PlanRequest("1f1b"), plan([1, 1], 4, recompute=True), "recompute = False is asked for"),
+        (PlanRequest("1f1b", recompute=True), plan([1, 1], 4), None),
+    ],
+)
+def test_a_search_comes_to_what_was_asked_for_only(asked, found, told):
+    if told is None:
+        asked.check_found(found)
+    else:
+        with pytest.raises(ValueError, match=told):
+            asked.check_found(found)
+
+
+def test_options_are_applied_where_the_schedule_takes_them():
+    made = plan([1, 1], 1, "pipedream")
+    synced = PlanRequest(AUTO, asynchronous=True, vertical_sync=True).applied_to(made)
+    assert synced == replace(made, vertical_sync=True)
+    assert PlanRequest().applied_to(synced) == synced
+    other = plan([1], 4, "pipedream-2bw")
+    assert PlanRequest(AUTO, asynchronous=True, vertical_sync=True).applied_to(other) == other
+    assert PlanRequest(max_in_flight=2).applied_to(plan([1, 1], 4)).max_in_flight == 2
+    assert PlanRequest().applied_to(plan([1, 1], 4, max_in_flight=3)).max_in_flight == 3
+    assert PlanRequest(recompute=True).applied_to(plan([1, 1], 4)).recompute
+    assert PlanRequest().applied_to(plan([1, 1], 4, recompute=True)).recompute
+
+
+def test_what_is_asked_of_a_given_plan_must_be_what_it_says():
+    given = plan([1, 1], 4, "gpipe", recompute=True)
+    PlanRequest().check_given(given)
+    PlanRequest("gpipe", recompute=True).check_given(given)
+    with pytest.raises(ValueError, match=r"schedule = 'zero-bubble' disagrees .* which says 'gpipe'"):
+        PlanRequest("zero-bubble").check_given(given)
+    with pytest.raises(ValueError, match="max_in_flight = 2 disagrees with the plan, which says None"):
+        PlanRequest(max_in_flight=2).check_given(plan([1, 1], 4))
