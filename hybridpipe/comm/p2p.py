@@ -1,7 +1,7 @@
 """PointToPoint: one rank's exchange of activations and gradients with the stages before and after its own.
 
 Stands between the transport, which moves bytes, and the executor, which knows values.
-Invariant: for each pair of ranks and microbatch size, shapes and types are those of the first message.
+Invariant: shapes and types of a message are those of the first with the same `_SpecKey`.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,10 @@ from hybridpipe.comm.messages import (
     views,
 )
 from hybridpipe.comm.transport import Pending, Transport
-from hybridpipe.model.tensors import TensorTree, tensors_of
+from hybridpipe.model.tensors import TensorTree, received, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
-from hybridpipe.stage.stage import received
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
 LARGEST_TAG = 2**15 - 1  # every MPI library allows it
@@ -38,7 +37,7 @@ ACTIVATION, GRADIENT, SPEC = range(KINDS)
 HEADER_NAMES = ("kind", "step", "microbatch", "stage")
 
 
-class _Size(NamedTuple):
+class _SpecKey(NamedTuple):
     """The key of a spec: shapes depend on the cut, the peer, the number of samples, and training."""
 
     cut: int
@@ -79,7 +78,7 @@ class PointToPoint:
         self._num_stages = plan.num_stages
         self._num_tags = LARGEST_TAG // (KINDS * plan.num_stages)
         self._rank_of = lru_cache(maxsize=1024)(plan.rank_of)
-        self._specs: dict[_Size, Spec] = {}
+        self._specs: dict[_SpecKey, Spec] = {}
         self.bytes_sent = 0
 
     def forget_specs(self) -> None:
@@ -110,17 +109,17 @@ class PointToPoint:
         """
         tensors = tensors_of(value)
         spec = spec_of(tensors, single=isinstance(value, Tensor))
-        size = self._size(microbatch, self._stage + 1)
-        known = self._specs.setdefault(size, spec)
+        key = self._key(microbatch, self._stage + 1)
+        known = self._specs.setdefault(key, spec)
         if known is spec:
-            self._transport.send(encode_spec(spec), size.peer, self._tag(SPEC, microbatch, self._stage))
+            self._transport.send(encode_spec(spec), key.peer, self._tag(SPEC, microbatch, self._stage))
         elif known != spec:
             raise ProtocolError(
-                f"the output of stage {self._stage} changed for microbatches of {size.samples} samples: "
+                f"the output of stage {self._stage} changed for microbatches of {key.samples} samples: "
                 f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes and types that "
                 "depend on the number of samples only"
             )
-        self._send(ACTIVATION, microbatch, self._stage, size.peer, spec, tensors)
+        self._send(ACTIVATION, microbatch, self._stage, key.peer, spec, tensors)
 
     def send_gradient(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Start sending the gradients of a stage's input to the stage before.
@@ -128,12 +127,12 @@ class PointToPoint:
         Args:
             gradients: one for each tensor of the input; None if it requires none or was not used.
         """
-        size = self._size(microbatch, self._stage - 1)
-        spec = self._specs[size]
+        key = self._key(microbatch, self._stage - 1)
+        spec = self._specs[key]
         wanted = [g for g, tensor in zip(gradients, spec.tensors, strict=True) if tensor.requires_grad]
         present = torch.tensor([gradient is not None for gradient in wanted], dtype=torch.uint8)
         tensors = [present, *wanted]
-        self._send(GRADIENT, microbatch, self._stage - 1, size.peer, spec.gradients, tensors)
+        self._send(GRADIENT, microbatch, self._stage - 1, key.peer, spec.gradients, tensors)
 
     def receive_activation(self, microbatch: int) -> TensorTree:
         """Wait for a stage's input and return it as leaves of this stage's graph.
@@ -141,13 +140,13 @@ class PointToPoint:
         Raises:
             ProtocolError: the message is not the one that the plan expects.
         """
-        size = self._size(microbatch, self._stage - 1)
-        if size not in self._specs:
+        key = self._key(microbatch, self._stage - 1)
+        if key not in self._specs:
             buffer = torch.empty(SPEC_BYTES, dtype=torch.uint8)
             tag = self._tag(SPEC, microbatch, self._stage - 1)
-            self._transport.receive(buffer, size.peer, tag).wait(partial(self._check_peer, size.peer))
-            self._specs[size] = decode_spec(buffer)
-        spec = self._specs[size]
+            self._transport.receive(buffer, key.peer, tag).wait(partial(self._check_peer, key.peer))
+            self._specs[key] = decode_spec(buffer)
+        spec = self._specs[key]
         tensors = self._receive(ReceiveActivation(microbatch, self._chunk))
         return received(tensors[0] if spec.single else tensors, [t.requires_grad for t in spec.tensors])
 
@@ -159,7 +158,7 @@ class PointToPoint:
         Raises:
             ProtocolError: the message is not the one that the plan expects.
         """
-        spec = self._specs[self._size(microbatch, self._stage + 1)]
+        spec = self._specs[self._key(microbatch, self._stage + 1)]
         present, *sent = self._receive(ReceiveGradient(microbatch, self._chunk))
         gradients = iter([g if there else None for g, there in zip(sent, present.tolist(), strict=True)])
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
@@ -191,17 +190,17 @@ class PointToPoint:
             instruction = self._receives[self._num_posted]
             forward = isinstance(instruction, ReceiveActivation)
             m = instruction.microbatch
-            size = self._size(m, self._stage - 1 if forward else self._stage + 1)
-            known = self._specs.get(size)
+            key = self._key(m, self._stage - 1 if forward else self._stage + 1)
+            known = self._specs.get(key)
             if known is None:
                 return
             spec = known if forward else known.gradients
             kind, cut = (ACTIVATION, self._stage - 1) if forward else (GRADIENT, self._stage)
             buffer = self._transport.buffer(spec.num_bytes)
             tag = self._tag(kind, m, cut)
-            pending = self._transport.receive(buffer, size.peer, tag)
+            pending = self._transport.receive(buffer, key.peer, tag)
             header = (kind, self._step, m, cut)
-            self._posted[instruction] = _Posted(pending, buffer, spec, header, size.peer, tag)
+            self._posted[instruction] = _Posted(pending, buffer, spec, header, key.peer, tag)
             self._num_posted += 1
 
     def _check_peer(self, peer: int) -> None:
@@ -224,9 +223,9 @@ class PointToPoint:
                     f"{', '.join(f'{name} {value}' for name, value in found.items())}"
                 )
 
-    def _size(self, microbatch: int, stage: int) -> _Size:
+    def _key(self, microbatch: int, stage: int) -> _SpecKey:
         cut, peer = min(stage, self._stage), self._rank_of(stage, microbatch)
-        return _Size(cut, peer, self._sizes[microbatch], self._training)
+        return _SpecKey(cut, peer, self._sizes[microbatch], self._training)
 
     def _tag(self, kind: int, microbatch: int, cut: int) -> int:
         """Return a message's tag. Tags repeat; messages with one tag arrive in the order of sending."""

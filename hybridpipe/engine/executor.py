@@ -126,7 +126,7 @@ class Executor:
         """
         for each in self.p2p:
             each.begin(program.instructions, stream.sizes, stream.step, training=True)
-        run = self.begin(stream, done)
+        run = self.new_run(stream, done)
         for part in program.parts:
             self._execute(run, program, part)
             if part.num_minibatches:
@@ -138,7 +138,7 @@ class Executor:
         if run.events:
             yield run.take_result()
 
-    def begin(self, stream: Stream, done: int) -> "ProgramRun":
+    def new_run(self, stream: Stream, done: int) -> "ProgramRun":
         """Return a new run of a program over a stream."""
         kind = ProgramRun if self.stashed is None else StashedRun
         return kind(self, stream, done)
@@ -263,8 +263,9 @@ class ProgramRun:
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, self.weights, slot=m)
         else:
-            share = at.share, at.step, self.weights
-            loss = stage.forward_loss(at.microbatch, inputs, targets, *share, slot=m)
+            loss = stage.forward_loss(
+                at.microbatch, inputs, targets, at.share, at.step, weights=self.weights, slot=m
+            )
             if not loss.requires_grad:
                 raise ValueError(
                     "the loss depends on nothing that is trained: the outputs were detached or made under "

@@ -81,9 +81,9 @@ class FaultyExecutor(Executor):
         self._transport, self._spoils_inputs = transport, False
         transport.next_tag = KINDS * num_stages
 
-    def begin(self, stream: Stream, done: int) -> ProgramRun:
+    def new_run(self, stream: Stream, done: int) -> ProgramRun:
         """Start the run of a program over a stream."""
-        run = super().begin(stream, done)
+        run = super().new_run(stream, done)
         vars(run)["handle"] = partial(self._pass, run, run.handle)
         return run
 

@@ -249,25 +249,26 @@ class Worker:
             while ahead:
                 yield [self.share(ahead.popleft())], []
 
-    def loads(self, sizes: Sequence[int], begin: int = 0, stream_start: int = 0) -> list[tuple[int, int]]:
+    def loads(self, counts: Sequence[int], begin: int = 0, stream_start: int = 0) -> list[tuple[int, int]]:
         """Return the (minibatch, microbatch) pairs that this rank loads in a training epoch, in order.
 
         Args:
-            sizes: number of microbatches of each minibatch.
+            counts: number of microbatches of each minibatch.
             begin: the first minibatch that was not trained on before.
             stream_start: the first minibatch of the stream, under an asynchronous schedule.
         """
         if not self.plan.is_asynchronous:
-            whole = enumerate(sizes[begin:], begin)
-            return [(i, m) for i, size in whole for m in self._loaded(self._program(size))]
-        point = ResumePoint(begin - stream_start, len(sizes) - stream_start)
-        rest = self._resumed_program(sum(sizes[stream_start:]), point)
-        places = [(i, m) for i, size in enumerate(sizes[stream_start:], stream_start) for m in range(size)]
+            whole = enumerate(counts[begin:], begin)
+            return [(i, m) for i, count in whole for m in self._loaded(self._program(count))]
+        point = ResumePoint(begin - stream_start, len(counts) - stream_start)
+        rest = self._resumed_program(sum(counts[stream_start:]), point)
+        of_stream = enumerate(counts[stream_start:], stream_start)
+        places = [(i, m) for i, count in of_stream for m in range(count)]
         return [places[m] for m in self._loaded(rest)]
 
-    def loads_to_infer(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    def loads_to_infer(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Return the (minibatch, microbatch) pairs that this rank loads in an evaluation, in order."""
-        return [(i, m) for i, size in enumerate(sizes) for m in self._loaded(self._forward_program(size))]
+        return [(i, m) for i, count in enumerate(counts) for m in self._loaded(self._forward_program(count))]
 
     def _loaded(self, program: RankProgram) -> list[int]:
         """Return the microbatches whose inputs or targets a program loads."""

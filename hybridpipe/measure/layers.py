@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.sequential import copied, num_layers, stage_module
-from hybridpipe.model.tensors import TensorTree, map_tensors, norms, tensors_of
+from hybridpipe.model.tensors import TensorTree, map_tensors, norms, received, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
-from hybridpipe.stage.stage import Stage, received
+from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Agree, Loss, OptimizerFactory
 
 _Key = TypeVar("_Key", bound=Hashable)

@@ -38,6 +38,18 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: TensorTree) -> Tens
     return rebuild(tuple(map(function, tensors_of(value))), value)
 
 
+def received(value: TensorTree, requires_grad: Sequence[bool]) -> TensorTree:
+    """Return a received value as leaves of this stage's graph.
+
+    Args:
+        requires_grad: one flag for each tensor of the value.
+    """
+    tensors = tensors_of(value)
+    for tensor, needs in zip(tensors, requires_grad, strict=True):
+        tensor.requires_grad_(needs)
+    return rebuild(tensors, value)
+
+
 def dense(gradient: Tensor) -> Tensor:
     """Return a gradient's numbers as a dense tensor; of a sparse gradient, the numbers that it stores."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

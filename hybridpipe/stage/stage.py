@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
 from hybridpipe.model.sequential import StageModule
-from hybridpipe.model.tensors import TensorTree, map_tensors, rebuild, tensors_of
+from hybridpipe.model.tensors import TensorTree, map_tensors, tensors_of
 from hybridpipe.stage.deferred import Deferring
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
@@ -315,18 +315,6 @@ class Stage:
 
 def _slot(slot: int | None, microbatch: int) -> int:
     return microbatch if slot is None else slot
-
-
-def received(value: TensorTree, requires_grad: Sequence[bool]) -> TensorTree:
-    """Return a received value as leaves of this stage's graph.
-
-    Args:
-        requires_grad: one flag for each tensor of the value.
-    """
-    tensors = tensors_of(value)
-    for tensor, needs in zip(tensors, requires_grad, strict=True):
-        tensor.requires_grad_(needs)
-    return rebuild(tensors, value)
 
 
 class _Enter(torch.autograd.Function):

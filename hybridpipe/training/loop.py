@@ -60,10 +60,14 @@ class EpochLoop:
         before, start = progress.seconds, time.perf_counter()
         began = start
         for together, events in trained:
-            began, seconds = (now := time.perf_counter()), now - began
+            now = time.perf_counter()
+            began, seconds = now, now - began
             progress.position += len(together)
-            may_stop = self._at_resume_point() and not self._is_done
-            self._keep([minibatch for minibatch, _ in together], events, seconds)
+            at_resume_point = is_resume_point(self._worker.plan, self._point)
+            if at_resume_point and self._keeper is not None:
+                self._keeper.at_resume_point(self._state.step, self._point)
+            may_stop = at_resume_point and not self._is_done
+            self._record_update([minibatch for minibatch, _ in together], events, seconds)
             pending += [(*each, seconds / len(together)) for each in together]
             while len(pending) > late:
                 yield self._record(*pending.popleft())
@@ -108,13 +112,6 @@ class EpochLoop:
     def _is_done(self) -> bool:
         return self._point.done == self._point.total
 
-    def _at_resume_point(self) -> bool:
-        if not is_resume_point(self._worker.plan, self._point):
-            return False
-        if self._keeper is not None:
-            self._keeper.at_resume_point(self._state.step, self._point)
-        return True
-
     def _stops(self) -> bool:
         """Return True from `stop_from` on. All ranks know that step by now, as losses bring it in time."""
         return self._state.stop_from is not None and self._state.step >= self._state.stop_from
@@ -124,7 +121,7 @@ class EpochLoop:
             self._keeper.take(self._state.step, self._point)
             self._keeper.losses_in(self._progress.losses_in)
 
-    def _keep(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
+    def _record_update(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
         full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
         self._recorder.keep(events, seconds, full, len(trained))
 
@@ -133,9 +130,9 @@ class EpochLoop:
         loss = sums.total()
         record = self._recorder.note(self._state.epoch, loss, minibatch.num_samples, seconds, full)
         self._progress.note(loss, minibatch.num_samples)
-        if sums.ask_to_stop():  # every rank sees it with this record, and none has trained further than:
-            behind = self._state.step - self._progress.position + self._progress.recorded
-            self._state.preempt(behind + losses_late(self._worker.plan))
+        if sums.ask_to_stop():  # every rank learns it with this record; none has trained beyond this step
+            recorded_step = self._state.step - self._progress.position + self._progress.recorded
+            self._state.preempt(recorded_step + losses_late(self._worker.plan))
         if self._keeper is not None:
             self._keeper.losses_in(self._progress.losses_in)
         return record

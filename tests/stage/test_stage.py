@@ -12,8 +12,8 @@ from torch import nn
 
 from hybridpipe.model.rng import random_key
 from hybridpipe.model.sequential import StageModule
-from hybridpipe.model.tensors import map_tensors, tensors_of
-from hybridpipe.stage.stage import Stage, received
+from hybridpipe.model.tensors import map_tensors, received, tensors_of
+from hybridpipe.stage.stage import Stage
 from tests.stage.helpers import Call, OnFirst, batch, double, fork, join
 
 CPU = torch.device("cpu")
