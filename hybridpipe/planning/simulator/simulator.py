@@ -96,7 +96,7 @@ class _Replicas:
         self.ring = machines.ring(ranks) if self.buckets else None
         self.ranks: list[_Rank] = []
         self.filled: Counter[int] = Counter()  # by bucket, counted over all rounds: replicas that filled it
-        self.full_at: dict[int, list[Sequence[float]]] = {}  # by chunk: times noted by `fill_at`
+        self.ready_times: dict[int, list[Sequence[float]]] = {}  # by chunk: times noted by `fill_when_ready`
         self.num_reduced = 0
         self.num_parts = 0  # unfinished jobs of the bucket being reduced
         self.waiting: list[_Rank] = []
@@ -254,7 +254,8 @@ class Simulation:
     def backward_alone(self, rank: _Rank, chunk: int, seconds: float) -> bool:
         """Start the last backward on a private processor, where all buckets' times are known at once."""
         now, taken = self.engine.now, seconds / rank.speed
-        self.fill_at(rank, chunk, [now + bucket.fraction * taken for bucket in rank.costs[chunk].buckets])
+        times = [now + bucket.fraction * taken for bucket in rank.costs[chunk].buckets]
+        self.fill_when_ready(rank, chunk, times)
         return self.compute(rank, seconds, self.finish, rank)
 
     def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:
@@ -272,7 +273,7 @@ class Simulation:
         self.backward_piece(piece)
 
     def wake(self, rank: _Rank, num_computing: int, done: Callable[[Any], None], argument: object) -> None:
-        """Continue a rank after a wait, so that `num_computing` ranks of its machine compute."""
+        """Continue a rank after a wait, after which `num_computing` ranks of its machine compute."""
         by_computing = self.cluster.wakeup_seconds
         seconds = by_computing[min(num_computing, len(by_computing)) - 1] if rank.is_crowded else 0.0
         if seconds:
@@ -296,7 +297,7 @@ class Simulation:
         for chunk in reversed(range(len(rank.costs) if replicas.buckets else 0)):
             missing = len(rank.costs[chunk].buckets) - rank.num_filled[chunk]
             if missing and self.are_private:
-                self.fill_at(rank, chunk, [self.engine.now] * missing)
+                self.fill_when_ready(rank, chunk, [self.engine.now] * missing)
             elif missing:  # a replica without a microbatch contributes zeros
                 self.fill(rank, chunk, missing)
             rank.num_filled[chunk] = 0
@@ -314,20 +315,20 @@ class Simulation:
             rank.num_filled[chunk] += 1
             self.reduce_next(replicas)
 
-    def fill_at(self, rank: _Rank, chunk: int, times: Sequence[float]) -> None:
+    def fill_when_ready(self, rank: _Rank, chunk: int, times: Sequence[float]) -> None:
         """Note when a rank's buckets are ready; once every replica has, an event fills each bucket."""
         replicas, first = rank.replicas, rank.bucket(chunk)
         rank.num_filled[chunk] = len(times)
-        each = replicas.full_at.setdefault(chunk, [])
+        each = replicas.ready_times.setdefault(chunk, [])
         each.append(times)
         if len(each) == len(replicas.ranks):
-            del replicas.full_at[chunk]
+            del replicas.ready_times[chunk]
             for bucket, at in enumerate(map(max, *each), first):
-                self.engine.after(at - self.engine.now, self.full, (replicas, bucket))
+                self.engine.after(at - self.engine.now, self.all_filled, (replicas, bucket))
 
-    def full(self, filled: tuple[_Replicas, int]) -> None:
+    def all_filled(self, which: tuple[_Replicas, int]) -> None:
         """Note a bucket that all replicas have filled."""
-        replicas, bucket = filled
+        replicas, bucket = which
         replicas.filled[bucket] = len(replicas.ranks)
         self.reduce_next(replicas)
 
@@ -354,20 +355,20 @@ class Simulation:
         work = num_bytes * ring.work_per_byte
         limited = work - pass_at_once(ring.bursts, work, self.engine.now)
         if limited:
-            self.engine.start(limited, ring.resources, self.ring_at_limit, replicas, ring.cap)
+            self.engine.start(limited, ring.resources, self.ring_sent, replicas, ring.cap)
         else:
             self.engine.after(ring.latency_seconds, self.part_done, replicas)
         if self.cluster.overlap < 1:
             # The share was measured while every rank of the machine computed.
             speed = self.cluster.shared_speed(self.cluster.node_ranks or 1)
-            seconds = limited / ring.cap + ring.latency_seconds  # alone
+            seconds = limited / ring.cap + ring.latency_seconds  # with the link to itself
             for rank in replicas.ranks:
                 replicas.num_parts += 1
                 handling = (1 - self.cluster.overlap) * seconds * speed
                 self.engine.start(handling, rank.processors, self.part_done, replicas)
 
-    def ring_at_limit(self, replicas: _Replicas) -> None:
-        """Empty the token buckets; the latency of the ring follows."""
+    def ring_sent(self, replicas: _Replicas) -> None:
+        """Empty the bursts of a ring whose transfer was limited by bandwidth; its latency follows."""
         assert replicas.ring is not None
         for burst in replicas.ring.bursts:
             burst.leave(0.0, self.engine.now)
@@ -451,15 +452,16 @@ class Simulation:
 
     def transfer(self, message: _Message) -> None:
         """Start the transfer of a message over its links."""
-        route = message.route = self.machines.route(message.key[0], message.key[1])
+        sender, receiver = message.key[:2]
+        route = message.route = self.machines.route(sender, receiver)
         limited = message.num_bytes - pass_at_once(route.bursts, message.num_bytes, self.engine.now)
         if limited:
-            self.engine.start(limited, route.resources, self.at_limit, message)
+            self.engine.start(limited, route.resources, self.sent, message)
         else:
             self.engine.after(0.0, self.transferred, message)
 
-    def at_limit(self, message: _Message) -> None:
-        """Empty the token buckets of a message that was limited by bandwidth."""
+    def sent(self, message: _Message) -> None:
+        """Empty the bursts of a route whose transfer was limited by bandwidth."""
         for burst in message.route.bursts:
             burst.leave(0.0, self.engine.now)
         self.transferred(message)
