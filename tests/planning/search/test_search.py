@@ -415,3 +415,12 @@ def test_a_stage_that_just_fits_does_not_recompute():
     assert first > second
     best = search(profile, replace(free(2), memory_bytes=second), 16, recompute=True)[0].plan
     assert [best.recomputes(s) for s in range(best.num_stages)] == [True, False]
+
+
+@pytest.mark.timeout(10)
+def test_plans_that_take_no_time_are_ranked_too():
+    def candidate(*replicas):
+        stages = tuple(StageSpec(i, i + 1, m) for i, m in enumerate(replicas))
+        return Candidate("exact", Plan(stages, predicted=Prediction(0.0, 0.0, 0.0, ())), 1)
+
+    assert ranked([candidate(1, 1), candidate(1)]) == [candidate(1), candidate(1, 1)]
