@@ -34,7 +34,7 @@ def test_a_minibatch_is_loaded_once_in_front_and_once_behind(begin):
     assert of_all_replicas(of, 1, sizes, begin) == []
 
 
-@pytest.mark.parametrize("begin, stream_start", [(0, 0), (2, 0), (4, 4), (6, 4)])
+@pytest.mark.parametrize("begin, stream_start", [(0, 0), (2, 0), (4, 4), (6, 4), (9, 4)])
 def test_the_rest_of_a_stream_is_loaded_from_where_it_was_left(begin, stream_start):
     of, sizes = plan([2, 1], 1, "pipedream"), [1] * 9
     expected = [(i, 0) for i in range(begin, 9)]
