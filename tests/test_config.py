@@ -148,6 +148,8 @@ BAD = [
     ("plan.schedule=1b1f", f"plan.schedule: must be one of auto, {', '.join(SCHEDULES)}, got '1b1f'"),
     ("plan.vertical_sync=true", "plan.vertical_sync: must be false under 1f1b, got true"),
     ("plan.max_in_flight=0", "plan.max_in_flight: must be an integer >= 1, got 0"),
+    ("checkpoint.every=0", "checkpoint.every: must be an integer >= 1, got 0"),
+    ("checkpoint.keep=0", "checkpoint.keep: must be an integer >= 1, got 0"),
     ("plan.source=atuo", "plan.source: must be auto, dp, straight or a .json file, got 'atuo'"),
     ("plan.source=2", "plan.source: must be a valid string, got 2"),
     ("model.factory=net", "model.factory: must be 'module:callable', got 'net'"),

@@ -117,16 +117,18 @@ def files_of(module: str) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files]
 
 
-def lines_of_statement(module: str, line: int) -> range:
-    """The lines of the innermost statement around a line; the head only of one that holds others."""
-    around = [
-        node
-        for node in ast.walk(ast.parse(text_of(module)))
-        if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno
-    ]
-    innermost = max(around, key=lambda node: node.lineno)
-    body = getattr(innermost, "body", None)
-    return range(innermost.lineno, max(line, body[0].lineno - 1 if body else innermost.end_lineno) + 1)
+def lines_in_function(module: str, line: int) -> range | None:
+    """The lines of the innermost statement around a line; the head only of one that holds others.
+
+    None outside of functions, where imports run it.
+    """
+    statements = (node for node in ast.walk(ast.parse(text_of(module))) if isinstance(node, ast.stmt))
+    around = sorted((n for n in statements if n.lineno <= line <= n.end_lineno), key=lambda n: n.lineno)
+    if not any(isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line for node in around):
+        return None
+    body = getattr(around[-1], "body", None)
+    end = body[0].lineno - 1 if body else around[-1].end_lineno
+    return range(around[-1].lineno, max(line, end) + 1)
 
 
 def tests_of(
@@ -134,14 +136,12 @@ def tests_of(
 ) -> list[str]:
     """The tests that run the mutant's statement, nearest first and the quickest of those.
 
-    A statement that only imports run, a constant's, can matter to every test of the module's row.
+    A statement that imports run, a constant's, can matter to every test of the module's row.
     """
+    files, lines = files_of(mutant.module), lines_in_function(mutant.module, mutant.line)
     of_line = runners.get(mutant.module, {})
-    tests = {
-        test for line in lines_of_statement(mutant.module, mutant.line) for test in of_line.get(str(line), ())
-    }
-    files = files_of(mutant.module)
-    near = [test for test in seconds if (test in tests or tests == {""}) and test.partition("::")[0] in files]
+    running = None if lines is None else {test for i in lines for test in of_line.get(str(i), ())}
+    near = [test for test in seconds if test.partition("::")[0] in files and (not lines or test in running)]
     return sorted(near, key=lambda test: (files.index(test.partition("::")[0]) > 0, seconds[test]))
 
 

@@ -91,6 +91,7 @@ def test_without_horovod_the_remedy_is_named(monkeypatch):
         ((25,), [[25]]),
         ((1, 25), [[25], [1]]),  # 100 bytes are a bucket
         ((1, 24), [[24, 1]]),
+        ((1, 25, 25), [[25], [25], [1]]),  # as is the next one
         ((1, 24, 1), [[1, 24], [1]]),
         ((1000, 1, 1000), [[1000], [1, 1000]]),
     ],

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hybridpipe.planning.checks import MAX_RANKS
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level, Ring
 
 NODE, RACK, ALL = Level("node", 2, 100.0, 1.0), Level("rack", 4, 10.0, 2.0), Level("all", 8, 1.0, 3.0)
@@ -142,3 +143,9 @@ def test_a_machine_is_busy_once_another_rank_adds_less_than_half():
     """Together 1, 1.8, 2.16 and 2.4 times one alone."""
     machine = replace(Cluster.flat(4, 1.0, 0.0), node_ranks=4, compute_speeds=(1.0, 0.9, 0.72, 0.6))
     assert [machine.is_busy(n) for n in range(4)] == [False, False, True, True]
+
+
+def test_a_cluster_has_as_many_ranks_as_a_plan_may_have():
+    assert Cluster.flat(MAX_RANKS, 1.0, 0.0).num_ranks == MAX_RANKS
+    with pytest.raises(ValueError, match=f"ranks must be an integer <= {MAX_RANKS}, got"):
+        Cluster.flat(MAX_RANKS + 1, 1.0, 0.0)

@@ -119,3 +119,4 @@ def test_one_machine_grows_no_second_one():
         with_ranks(machine, 5)
     two = replace(machine, node_ranks=2)
     assert with_ranks(two, 6).num_ranks == 6
+    assert with_ranks(Cluster.flat(1, 1.0, 0.0), 2).num_ranks == 2  # on no one knows what machine

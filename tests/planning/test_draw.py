@@ -262,3 +262,8 @@ def test_a_number_stands_in_a_bar_that_has_room_for_it(pixels, shown):
 )
 def test_text_tells_the_time_in_the_unit_that_fits(seconds, told):
     assert f"0 to {told};" in text(Timeline({0: (Event(Step(), 0.0, seconds),)}))
+
+
+def test_text_of_no_time_and_of_next_to_none():
+    assert "0 to 0 s;" in text(EMPTY)
+    assert "0 to 0.1 µs;" in text(Timeline({0: (Event(Step(), 0.0, 1e-7),)}))

@@ -1,10 +1,11 @@
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
 from hybridpipe.planning.checks import MAX_RANKS
-from hybridpipe.planning.plan import Place, Plan, StageSpec
+from hybridpipe.planning.plan import Place, Plan, Prediction, StageSpec
 from tests.planning.helpers import plan
 
 
@@ -164,3 +165,11 @@ def test_a_world_as_large_as_the_plan_is_enough():
     named.check_world(4)
     with pytest.raises(ValueError, match="plan names rank 3, the world has ranks 0 to 2"):
         named.check_world(3)
+
+
+def test_samples_of_a_microbatch_are_known_from_the_prediction():
+    made = plan([1, 1], 4)
+    assert made.microbatch_samples is None
+    assert replace(made, predicted=Prediction(0.5, 64.0, 0.0, (1, 1))).microbatch_samples == 8
+    assert replace(made, predicted=Prediction(0.0, 0.0, 0.0, (1, 1))).microbatch_samples is None
+    assert replace(made, predicted=Prediction(0.5, 1.0, 0.0, (1, 1))).microbatch_samples is None

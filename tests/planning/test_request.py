@@ -38,15 +38,15 @@ def test_a_plan_is_made_as_asked():
     [
         (PlanRequest("1f1b"), plan([1, 1], 4), None),
         (PlanRequest(AUTO), plan([1, 1], 4, "gpipe"), None),
-        (PlanRequest(AUTO), plan([1, 1], 1, "pipedream"), "schedule = auto is asked for"),
-        (PlanRequest("1f1b"), plan([1, 1], 4, max_in_flight=2), "max_in_flight = None is asked for"),
-        (PlanRequest("1f1b", max_in_flight=2), plan([1, 1], 4), "max_in_flight = 2 is asked for"),
+        (PlanRequest(AUTO), plan([1, 1], 1, "pipedream"), "schedule = auto is requested"),
+        (PlanRequest("1f1b"), plan([1, 1], 4, max_in_flight=2), "max_in_flight = None is requested"),
+        (PlanRequest("1f1b", max_in_flight=2), plan([1, 1], 4), "max_in_flight = 2 is requested"),
         (PlanRequest("pipedream"), plan([1, 1], 1, "pipedream", vertical_sync=True), "vertical_sync = False"),
-        (PlanRequest("1f1b"), plan([1, 1], 4, recompute=True), "recompute = False is asked for"),
+        (PlanRequest("1f1b"), plan([1, 1], 4, recompute=True), "recompute = False is requested"),
         (PlanRequest("1f1b", recompute=True), plan([1, 1], 4), None),
     ],
 )
-def test_a_search_comes_to_what_was_asked_for_only(asked, found, told):
+def test_a_search_comes_to_what_was_requested_only(asked, found, told):
     if told is None:
         asked.check_found(found)
     else:

@@ -281,6 +281,9 @@ def test_options_that_differ_are_told_but_for_how_a_step_is_computed():
     now = {"lr": 0.1, "betas": (0.9, 0.99), "fused": True, "new": 1, "rate": torch.tensor(0.1)}
     then = {"lr": 0.2, "betas": (0.9, 0.99), "fused": None, "old": 1, "rate": torch.tensor(0.1)}
     assert differences(now, then) == [("lr", 0.1, 0.2)]
+    both = torch.tensor([0.1, 0.2])
+    assert differences({"rates": both}, {"rates": both.clone()}) == []
+    assert [name for name, *_ in differences({"a": 0.1, "b": both}, {"a": both, "b": 0.1})] == ["a", "b"]
     assert differences({"rate": torch.tensor(0.1), "n": 1}, {"rate": 0.1, "n": True}) == [
         ("rate", torch.tensor(0.1), 0.1),
         ("n", 1, True),

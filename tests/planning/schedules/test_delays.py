@@ -89,3 +89,9 @@ def test_an_update_is_of_a_replicas_part_of_a_minibatch_or_of_one():
 
 def test_unlimited_is_more_than_any_pipeline_holds():
     assert in_flight_per_stage(plan([1] * 130, 200), UNLIMITED)[0] == 130
+
+
+def test_under_a_limit_a_stage_holds_no_more_than_the_rounds_before_it_let_pass():
+    """The first stage's one round has to come back before a second minibatch gets to the next stage."""
+    limited = plan([4, 1, 3], 1, "pipedream", max_in_flight=2)
+    assert until_backward(limited, UNLIMITED) == (1, 1, 1)

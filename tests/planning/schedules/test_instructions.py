@@ -9,6 +9,7 @@ from hybridpipe.planning.schedules.instructions import (
     Backward,
     BackwardWeight,
     Forward,
+    RankProgram,
     Step,
     add_communication,
     final_backwards,
@@ -70,3 +71,11 @@ def test_communication_goes_where_there_is_a_neighbour(stages, num_stages, progr
 )
 def test_gradients_are_final_in_the_last_backward_of_each_stage(program, expected):
     assert final_backwards(parse(program)) == expected
+
+
+def test_a_program_is_in_parts_that_end_with_updates():
+    stream = RankProgram(parse("F0 B0 all-reduce step F1 B1 all-reduce step F2 B2"))
+    assert [part.range for part in stream.parts] == [range(4), range(4, 8), range(8, 10)]
+    assert [part.num_minibatches for part in stream.parts] == [1, 1, 0]
+    whole = RankProgram(parse("F0 B0 all-reduce step"))
+    assert [part.range for part in whole.parts] == [range(4)] and RankProgram(()).parts == ()

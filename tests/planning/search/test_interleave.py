@@ -104,3 +104,10 @@ def test_where_layers_times_ranks_are_many_only_two_chunks_are_tried(monkeypatch
     monkeypatch.setattr("hybridpipe.planning.search.interleave.MANY", 16 * 4 - 1)
     assert {plan.chunks for plan in interleaved_plans(SIXTEEN, free(4), *INTERLEAVED, range(4))} == {2}
     assert {plan.chunks for plan in interleaved_plans(SIXTEEN, free(3), *INTERLEAVED, range(3))} == {2, 3, 4}
+
+
+def test_groups_of_three_are_tried_as_well_as_powers_of_two():
+    plans = interleaved_plans(SIXTEEN, Cluster.flat(6, 1e3, 1e-3), *INTERLEAVED, range(6))
+    assert {plan.replicas[0] for plan in plans} == {1, 2, 3}
+    twelve = interleaved_plans(SIXTEEN, Cluster.flat(12, 1e3, 1e-3), *INTERLEAVED, range(12))
+    assert {plan.replicas[0] for plan in twelve} == {1, 2, 3, 4, 6}

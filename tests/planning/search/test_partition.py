@@ -327,3 +327,10 @@ def test_ranks_are_dealt_over_nodes_where_stages_may_have_replicas(max_replicas,
     cluster = Cluster((Level("node", 2, 1e3, 0.1), Level("network", 4, 1e2, 0.1)))
     partition(model(*[layer(1, 2, 100, 10)] * 4), cluster, num_microbatches=4, max_replicas=max_replicas)
     assert set(asked) == {replicated} and len(asked) == 2  # to begin with, and to search on
+
+
+def test_edges_near_a_cut_at_the_front_stay_in_the_model():
+    search = search_over([layer(300, 600), *[layer(1, 2)] * 99], free(2))
+    search.add([0, 1, 100], [(0,), (1,)], math.nan)
+    edges = search.cheap_edges(20).tolist()
+    assert edges[:4] == [0, 1, 2, 3] and edges == sorted(set(edges)) and edges[-1] == 100

@@ -8,6 +8,7 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import Measurement, ModelProfile
 from hybridpipe.planning.search.search import (
@@ -405,3 +406,21 @@ def test_the_baselines_of_schedules_that_have_none():
     names = ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")
     seconds = [straight(EQUAL, free(4), 4, 8, name).predicted.minibatch_seconds for name in names]
     assert straight(EQUAL, free(4), 4, 8, "auto").predicted.minibatch_seconds == approx(min(seconds))
+
+
+def test_a_stage_that_just_fits_does_not_recompute():
+    profile = model(*[layer(1, 2, parameters=1, output=1, activation=100)] * 2)
+    two = Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=16)
+    first, second = peak_memory_bytes(profile, two)
+    assert first > second
+    best = search(profile, replace(free(2), memory_bytes=second), 16, recompute=True)[0].plan
+    assert [best.recomputes(s) for s in range(best.num_stages)] == [True, False]
+
+
+@pytest.mark.timeout(10)
+def test_plans_that_take_no_time_are_ranked_too():
+    def candidate(*replicas):
+        stages = tuple(StageSpec(i, i + 1, m) for i, m in enumerate(replicas))
+        return Candidate("exact", Plan(stages, predicted=Prediction(0.0, 0.0, 0.0, ())), 1)
+
+    assert ranked([candidate(1, 1), candidate(1)]) == [candidate(1), candidate(1, 1)]

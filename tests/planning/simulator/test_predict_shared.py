@@ -351,3 +351,13 @@ def test_simulating_again_gives_the_same():
     profile = model(*[layer(1, 2, parameters=50, output=9)] * 3)
     runs = [predict(plan([3, 4, 1], 12), profile, cluster)[0] for _ in range(2)]
     assert runs[0] == runs[1]
+
+
+def test_a_slow_replica_fills_its_buckets_late():
+    """At half the speed both buckets are full at 4 and at 16 instead of 2 and 8, and each takes a second."""
+    layers = layer(0, 4, parameters=BUCKET_BYTES), layer(0, 2, parameters=BUCKET_BYTES)
+    figures = AllReduceFigures(BUCKET_BYTES, latency_seconds=0.0)
+    slow = Cluster((Level("network", 2, 1e300, 0.0, allreduce=figures),), relative_speed=(1.0, 0.5))
+    timeline, _ = predict(Plan.data_parallel(2, 2, 2), model(*layers), slow)
+    assert times(timeline, 0, AllReduce) == [(6, 13)]
+    assert times(timeline, 1, AllReduce) == [(12, 13)]

@@ -1,0 +1,55 @@
+"""Which microbatches a rank loads, of a training that begins and of one that goes on."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from hybridpipe.engine.worker import Worker
+from hybridpipe.planning.plan import Place, Plan
+from tests.planning.helpers import plan
+
+
+def worker(of: Plan, place: Place) -> SimpleNamespace:
+    """As much of one as knows what is loaded."""
+    made = SimpleNamespace(plan=of, place=place, flushes=not of.is_asynchronous)
+    made.executor = SimpleNamespace(held=of.held_stages(place))
+    made._loaded = partial(Worker._loaded, made)
+    made._rest_of_stream = partial(Worker._rest_of_stream, made)
+    made._program = partial(Worker._make_program, made)
+    made._forward_program = partial(Worker._make_forward_program, made)
+    return made
+
+
+def of_all_replicas(of: Plan, stage: int, *arguments) -> list[tuple[int, int]]:
+    places = [Place(stage, replica) for replica in range(of.replicas[stage])]
+    return sorted(each for place in places for each in Worker.loads(worker(of, place), *arguments))
+
+
+@pytest.mark.parametrize("begin", [0, 1, 2])
+def test_a_minibatch_is_loaded_once_in_front_and_once_behind(begin):
+    of, sizes = plan([2, 1, 3], 4), [4, 4, 2]
+    expected = [(i, m) for i in range(begin, 3) for m in range(sizes[i])]
+    assert of_all_replicas(of, 0, sizes, begin) == of_all_replicas(of, 2, sizes, begin) == expected
+    assert of_all_replicas(of, 1, sizes, begin) == []
+
+
+@pytest.mark.parametrize("begin, stream_start", [(0, 0), (2, 0), (4, 4), (6, 4), (9, 4)])
+def test_the_rest_of_a_stream_is_loaded_from_where_it_was_left(begin, stream_start):
+    of, sizes = plan([2, 1], 1, "pipedream"), [1] * 9
+    expected = [(i, 0) for i in range(begin, 9)]
+    assert of_all_replicas(of, 0, sizes, begin, stream_start) == expected
+    assert of_all_replicas(of, 1, sizes, begin, stream_start) == expected
+
+
+def test_of_a_stream_of_minibatches_each_microbatch_is_loaded():
+    of, sizes = plan([1, 1], 3, "pipedream-2bw"), [3, 3, 3, 2]
+    expected = [(i, m) for i in range(1, 4) for m in range(sizes[i])]
+    assert of_all_replicas(of, 0, sizes, 1, 0) == expected
+    assert of_all_replicas(of, 1, sizes, 2, 1) == expected[3:]
+
+
+def test_an_evaluation_is_loaded_by_the_same_ranks():
+    of = plan([2, 1], 4)
+    assert Worker.loads_to_infer(worker(of, Place(0, 1)), [4, 2]) == [(0, 1), (0, 3), (1, 1)]
+    assert Worker.loads_to_infer(worker(of, Place(1, 0)), [4, 1]) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
