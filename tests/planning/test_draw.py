@@ -11,10 +11,10 @@ from hybridpipe.planning.cost.memory import curves
 from hybridpipe.planning.draw import BAR, COLOURS, LEFT, MAX_RANKS, MEMORY_COLOUR, SPAN, _shade, svg, text
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.schedules.generators import programs
-from hybridpipe.planning.schedules.instructions import Step, parse
+from hybridpipe.planning.schedules.instructions import Step
 from hybridpipe.planning.simulator.predict import predict, simulate
 from hybridpipe.planning.timeline import Event, Timeline
-from tests.planning.helpers import free, layer, model, plan
+from tests.planning.helpers import free, layer, model, parse, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLAN = plan([2, 1], 4)
