@@ -8,9 +8,9 @@ from torch import nn
 
 from hybridpipe.data.stream import slice_minibatch
 from hybridpipe.optim.update import UpdateRule
-from hybridpipe.planning.schedules.generators import forward_programs
 from hybridpipe.planning.schedules.instructions import RankProgram
 from tests.engine.helpers import each_in_a_thread, make_executors, make_plan
+from tests.planning.helpers import forward_programs
 
 RULE = UpdateRule(partial(torch.optim.SGD, lr=0.1))
 
