@@ -12,10 +12,10 @@ from tests.planning.helpers import plan
 
 def worker(of: Plan, place: Place) -> SimpleNamespace:
     """As much of one as knows what is loaded."""
-    made = SimpleNamespace(plan=of, place=place, flushes=not of.is_asynchronous)
+    made = SimpleNamespace(plan=of, place=place)
     made.executor = SimpleNamespace(held=of.held_stages(place))
     made._loaded = partial(Worker._loaded, made)
-    made._rest_of_stream = partial(Worker._rest_of_stream, made)
+    made._resumed_program = partial(Worker._resumed_program, made)
     made._program = partial(Worker._make_program, made)
     made._forward_program = partial(Worker._make_forward_program, made)
     return made
