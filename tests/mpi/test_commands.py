@@ -102,7 +102,7 @@ simulate --plan six.json --profile p.json --cluster c.json
 probe --flat 4 --bandwidth -1
     --bandwidth: must be such as 100Gbit, 12.5GB or 1.25e10 bytes per second, got '-1'
 compare small.toml --ranks 2 --baselines nccl
-    baseline_nccl.py must be there
+    baseline_nccl.py must exist, but is missing
 compare small.toml
     --ranks
 """.strip().splitlines()
