@@ -81,19 +81,19 @@ def _is_unread() -> bool:
 
 
 def _print_mistake(mistake: str) -> None:
-    """Print a mistake that every rank finds, in one line and on rank 0 only.
+    """Print a mistake in one line.
 
-    The other ranks wait: mpirun ends all ranks once one has ended, perhaps before rank 0 has printed.
+    Rank 0 prints at once, and mpirun ends the other ranks once it has ended. A rank that still runs after
+    RANK0_SECONDS prints as well, since the mistake may be of its host alone.
     """
-    if launched_rank() == 0:
-        print(" ".join(mistake.splitlines()), file=sys.stderr, flush=True)
-    else:
+    if launched_rank() > 0:
         time.sleep(RANK0_SECONDS)
+    print(" ".join(mistake.splitlines()), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Import torch with the garbage collector disabled.
+    """Disable the garbage collector while torch is imported.
 
     Nearly all objects that the import makes are permanent. Collections among them took a quarter of its time
     (docs/log), so the objects are frozen: later collections leave them out, too.

@@ -1,4 +1,6 @@
-"""Training of a config: the run, its printed report and its files. Only rank 0 prints and writes them.
+"""Training of a config: the run, its printed report and its files.
+
+Only rank 0 prints, and writes all files but the checkpoints.
 
 DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
 DIR/profile.json  cluster.json

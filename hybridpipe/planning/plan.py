@@ -1,8 +1,8 @@
 """Plan: the stages of the model, their replicas and ranks, and the routing of microbatches.
 
-Pure data. Instructions know stages and microbatches; only a plan turns them into ranks. Invariant: replica `b
-mod m_s` of stage s handles microbatch b, PipeDream's deterministic round robin (1F1B-RR, SOSP 2019, section
-3.3).
+Pure data. Instructions know stages and microbatches; only a plan turns them into ranks. Invariant: microbatch
+b is handled in stage s by replica `b mod m_s`, PipeDream's deterministic round robin (1F1B-RR, SOSP 2019,
+section 3.3).
 """
 
 from collections import Counter

@@ -19,7 +19,7 @@ PROFILE_FORMAT = "hybridpipe-profile/1"
 class JoinedProducts:
     """A layer whose weight gradients are computed for several microbatches at once (batched wgrad).
 
-    Schedules with a flush do so.
+    Schedules with `ScheduleTraits.batches_wgrad` do so.
 
     Args:
         backward_seconds: of a microbatch, without the deferred products.

@@ -23,8 +23,8 @@ class PlanRequest:
         asynchronous: asynchronous schedules compete under AUTO, too.
         recompute: stages may recompute activations where memory is short.
         vertical_sync: under pipedream every stage uses the weights that the input stage used.
-        max_in_flight: the most microbatches that a replica may stash. AUTO then considers only schedules with
-            a limit.
+        max_in_flight: the most microbatches that a replica may stash. AUTO then considers only schedules that
+            can limit them.
 
     Raises:
         ValueError: the schedule does not exist, or cannot take the options.

@@ -44,7 +44,7 @@ TRACED = {  # parts of a rank's minibatch: field -> heading
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """Costs of a stage to each of its ranks, and of the cut behind it, by the terms of `cost.estimate`.
+    """Costs of a stage to each of its ranks, and of the cut behind it, by the terms of `formula.estimate`.
 
     Args:
         work_seconds: forward, backward and message handling of a microbatch.
@@ -70,8 +70,8 @@ def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[
     none = StageCost(0.0, 0.0)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     over_cuts = [none, *costs[:-1], none]
-    # As if asynchronous: all messages of the minibatch count, not only those after the first.
     terms = plan_terms(plan, costs, cluster)
+    # As if asynchronous: all messages of the minibatch count, not only those after the first.
     busy_per_byte = [*plan_cut_figures(plan, cluster, asynchronous=True)[2].tolist(), 0.0]
     return tuple(
         _figures(plan, s, terms.of_stage(s), over_cuts[s], over_cuts[s + 1], busy_per_byte[s])
@@ -305,7 +305,7 @@ def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> Iter
     yield ""
     who = f"{len(unused)} rank(s) stay unused ({_ranges(unused)})"
     larger = [candidate for candidate in candidates if candidate.plan.num_ranks > plan.num_ranks]
-    if plan != candidates[0].plan:  # the plan was given
+    if plan != candidates[0].plan:  # the plan was asked for by name: dp or straight
         yield who
     elif larger:
         best = larger[0].plan

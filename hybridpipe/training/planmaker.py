@@ -110,6 +110,11 @@ class PlanMaker:
         """The given plan; None for a name."""
         return self._given if isinstance(self._given, Plan) else None
 
+    @property
+    def schedule(self) -> str:
+        """The requested schedule; that of a given plan."""
+        return self._request.schedule
+
     @cached_property
     def progress_thread(self) -> bool:
         """True if the transport has a progress thread. Collective.

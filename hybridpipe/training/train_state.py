@@ -12,6 +12,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import ceil_div, resume_points_every
 from hybridpipe.planning.schedules.resume_point import ResumePoint
 
+_INSIDE_FIT = {"save": "use its checkpoint=Checkpointing(...)"}
 _COUNTS = ("dataset_samples", "position", "recorded", "stream_start", "num_samples")
 
 
@@ -109,21 +110,21 @@ class TrainState:
         self.preempted = True
         self.stop_from = step if self.stop_from is None else min(step, self.stop_from)
 
-    def check_nothing_under_way(self, method: str) -> None:
-        """Raise RuntimeError while minibatches of an asynchronous schedule are between ranks."""
-        if self.under_way:
-            raise RuntimeError(f"{method} was called while minibatches are under way; call it between epochs")
+    def check_call(self, method: str, in_fit: bool = False, with_gradients: bool = True) -> None:
+        """Raise RuntimeError for a call at a wrong time: after `close`, or while minibatches are under way.
 
-    def check_free(
-        self, method: str, instead: str = "call it before or after", may_accumulate: bool = True
-    ) -> None:
-        """Raise RuntimeError after `close`, while `fit` trains, and for gradients that await an update."""
+        Args:
+            in_fit: True allows the call while `fit` trains.
+            with_gradients: False refuses the call while gradients of `no_sync` await an update.
+        """
         when = None
         if self.closed:
             when = "after close; make a new Trainer"
-        elif self.in_epoch:
-            when = f"while fit trains; {instead}"
-        elif self.accumulated and not may_accumulate:
+        elif self.under_way:
+            when = "while minibatches are under way; call it between epochs"
+        elif self.in_epoch and not in_fit:
+            when = f"while fit trains; {_INSIDE_FIT.get(method, 'call it before or after')}"
+        elif self.accumulated and not with_gradients:
             when = "between no_sync and the update that uses its gradients"
         if when is not None:
             raise RuntimeError(f"{method} was called {when}")

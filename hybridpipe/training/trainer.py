@@ -54,6 +54,8 @@ _FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
 class Trainer:
     """Trains `model` in place: each rank trains the layers of its own stage. Every method is collective.
 
+    Methods raise RuntimeError after `close`, and inside `fit` if they would change the training's state.
+
     Args:
         model: an `nn.Sequential`, the same on every rank; rank 0's weights are used.
         loss: a function `loss(outputs, targets)` that returns the mean over the samples.
@@ -149,7 +151,6 @@ class Trainer:
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
         sizes = {"hang_timeout": hang_timeout, "microbatch_size": microbatch_size}
         self._check_alike(given, metrics, **asdict(request), **sizes)
-        self._schedule = schedule
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         trained = model, loss, self.rule, self.world, self.device
         self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster)
@@ -212,9 +213,10 @@ class Trainer:
 
     @property
     def worker(self) -> Worker:
-        """Engine of this rank; RuntimeError before the plan is made."""
+        """Engine of this rank; RuntimeError before the plan is made and after `close`."""
         if self._worker is None:
-            raise RuntimeError("model and machines are measured with the first minibatch; train one first")
+            why = "model and machines are measured with the first minibatch; train one first"
+            raise RuntimeError("the Trainer is closed; make a new one" if self.state.closed else why)
         return self._worker
 
     def train_step(self, inputs: TensorTree, targets: TensorTree) -> float:
@@ -228,7 +230,7 @@ class Trainer:
         """
         began = time.perf_counter()
         self._check_now("train_step")
-        valid.check_flushes(self._schedule)
+        valid.check_flushes(self._maker.schedule)
         consistency.check_same_minibatch(self.world, (*tensors_of(inputs), *tensors_of(targets)))
         if self._worker is None:
             self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
@@ -347,7 +349,7 @@ class Trainer:
             RuntimeError: inside `fit`, which has `checkpoint` for that, or between `no_sync` and the update.
             UserError: the state cannot be saved.
         """
-        self.state.check_free("save", "use its checkpoint=Checkpointing(...)", may_accumulate=False)
+        self.state.check_call("save", with_gradients=False)
         settings = Checkpointing(root, keep=keep)
         keeper = self._checkpoints.keeper(self.worker, settings, self.microbatch_size, anew=True)
         keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
@@ -375,7 +377,7 @@ class Trainer:
                 of other settings without `allow_changed`; nothing has changed. `fit` raises it for another
                 data set.
         """
-        self.state.check_free("resume", may_accumulate=False)
+        self.state.check_call("resume", with_gradients=False)
         of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
         consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
         found, lines = self._checkpoints.find(Path(source), self.model, or_anew, allow_changed)
@@ -415,7 +417,7 @@ class Trainer:
         Raises:
             RuntimeError: minibatches of an asynchronous schedule are under way.
         """
-        self.state.check_nothing_under_way("full_state_dict")
+        self.state.check_call("full_state_dict", in_fit=True)
         return self.worker.full_state_dict()
 
     def prepare(self, dataset: Any, validation: Any = None) -> None:
@@ -441,9 +443,7 @@ class Trainer:
 
     def _check_now(self, method: str) -> None:
         """Refuse calls at a wrong time, and changes of the model or its surroundings since the last call."""
-        self.state.check_nothing_under_way(method)
-        if method != "evaluate" or self.state.closed:
-            self.state.check_free(method)
+        self.state.check_call(method, in_fit=method == "evaluate")
         structure.check_surroundings(method)
         structure.check_model_now(self.model)
         if method != "evaluate":

@@ -1,4 +1,4 @@
-"""Brute force: the formula of `cost`, written anew, for all cuts and placements of small instances."""
+"""Brute force: the formula of `cost.formula` anew, for all cuts and placements of small instances."""
 
 import itertools
 import math

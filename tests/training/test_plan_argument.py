@@ -11,18 +11,9 @@ from torch import nn
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
-from tests.training.helpers import cross_entropy, data, mlp, momentum, plain_loop, whole
+from tests.training.helpers import data, mlp, plain_loop, whole
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture
-def make(make_trainer):
-    def trainer(model=None, **options) -> Trainer:
-        given = {"loss": cross_entropy, "optimizer": momentum, "plan": whole(), "minibatch_size": 8}
-        return make_trainer(mlp() if model is None else model, **(given | options))
-
-    return trainer
 
 
 @pytest.mark.parametrize(

@@ -11,21 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from hybridpipe import Trainer
 from hybridpipe.optim.nonfinite import NotFinite
 from tests.training.helpers import assert_same_weights, cross_entropy, data, mlp, momentum, plain_loop, whole
 
 mse = nn.functional.mse_loss
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture
-def make(make_trainer):
-    def trainer(model=None, **options) -> Trainer:
-        given = {"loss": cross_entropy, "optimizer": momentum, "plan": whole(), "minibatch_size": 8}
-        return make_trainer(mlp() if model is None else model, **(given | options))
-
-    return trainer
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -171,7 +171,7 @@ def stage_speed(cluster: Cluster, ranks: Sequence[int], share: Mapping[int, floa
 
 @dataclass(frozen=True, slots=True)
 class StageTerms(Generic[Seconds]):
-    """Seconds of many stages, each at the speed of its slowest rank; arrays of one shape.
+    """Seconds of many stages, each at the speed of its slowest rank; arrays that broadcast.
 
     Args:
         work: a microbatch's forward, backward and handling of messages.

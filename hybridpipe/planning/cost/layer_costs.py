@@ -1,4 +1,4 @@
-"""Layer costs: the formula of `cost` in tables over first layers and lengths of stages.
+"""Layer costs: the formula of `cost.formula` in tables over first layers and lengths of stages.
 
 Not known here: ranks, beyond the kinds of stages that `placement` makes of them.
 """
@@ -68,13 +68,13 @@ class LayerCosts:
         """True if the plans have no sum, only a maximum."""
         return self.request.traits.is_asynchronous
 
-    def rounds(self, replicas: int) -> int:
-        """Return `per_update` of a stage with `replicas` replicas."""
+    def per_update(self, replicas: int) -> int:
+        """Return the most microbatches that one of `replicas` replicas has of an update."""
         return per_update(self.request.schedule, self.num_microbatches, replicas)
 
     def mean_work(self, replicas: int = 1) -> Floats:
         """Return each layer's seconds of a microbatch, the mean over those of an update."""
-        rounds = self.rounds(replicas)
+        rounds = self.per_update(replicas)
         work: Floats = self.of_update("work", rounds) + self.of_update("products", rounds) / rounds
         return work
 
@@ -127,7 +127,7 @@ class LayerCosts:
         n = self.num_layers
         if rounds == 0 or math.isinf(bound):
             return n
-        work = self.of_update("work", self.rounds(kind.replicas))
+        work = self.of_update("work", self.per_update(kind.replicas))
         done = np.concatenate([[0.0], np.cumsum(work)])
         room = max(bound, 0.0) * kind.speed / rounds * (1 + 1e-9) + done[-1] * 1e-9
         stops = np.searchsorted(done, done + room, side="right") - 1
@@ -145,13 +145,12 @@ class LayerCosts:
         return [(summed[:width], slowest[:width]) for (summed, slowest), width in each]
 
     def stages(self, kind: StageKind, width: int) -> tuple[Floats, Floats]:
-        """Return the seconds in the sum and in the maximum of the stage of the d+1 layers from i on, at `[d,
-        i]`.
+        """Return the seconds in the sum and in the maximum of stages: of the d+1 layers from i on, at `[d, i]`.
 
         The maximum is infinite where the stage does not fit into memory. Entries of stages that would end
         behind the last layer have no meaning.
         """
-        cluster, rounds = self.cluster, self.rounds(kind.replicas)
+        cluster, rounds = self.cluster, self.per_update(kind.replicas)
         parameters = self.between("parameters", width)
         handling = cluster.handling_seconds(self.moved, 2)
         handling[[0, -1]] = 0.0
@@ -187,7 +186,7 @@ class LayerCosts:
             inside=self.between("activations", width) + self.ends(self.output, width),
             received=self.output[:-1],
             sent=self.ends(np.append(self.output[:-1], 0.0), width),
-            kept=self.between("kept", width, self.rounds(kind.replicas)),
+            kept=self.between("kept", width, self.per_update(kind.replicas)),
             state_factor=self.state_factor,
             recompute=self.request.recompute,
         )

@@ -262,9 +262,8 @@ def _steps(
 ) -> Iterator[tuple[float, int]]:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
     resident = int(_resident(stages, plan.replicas[group]))
-    parameters, (stash_of, working_of) = int(stages.parameters[0]), (
-        list(map(int, each)) for each in (stages.stash, stages.working)
-    )
+    parameters = int(stages.parameters[0])
+    stash_of, working_of = (each.astype(int).tolist() for each in (stages.stash, stages.working))
     kept: Versions | None = None
     if plan.is_asynchronous:
         forwards = [event.instruction for event in events if isinstance(event.instruction, Forward)]

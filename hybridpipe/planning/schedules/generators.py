@@ -351,7 +351,7 @@ def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction
 
 
 def version_of(plan: Plan, stage: int, microbatch: int) -> int:
-    """Return the number of updates in the weights that a microbatch's forward and backward use.
+    """Return the version of the weights that a microbatch's forward and backward use.
 
     PipeDream uses the newest weights, which contain the rounds that came back before. Vertical sync uses the
     newest without a minibatch that the input stage's weights lack. 2BW is one update behind the newest.
@@ -374,7 +374,7 @@ def versions(plan: Plan, stage: int) -> Callable[[int], int]:
 
 
 def delay_of(plan: Plan, stage: int) -> int:
-    """Return the delay of a stage's gradients in updates, once the pipeline is full; 0 under a flush."""
+    """Return the least delay of a stage's gradients in updates, in a full pipeline; 0 under a flush."""
     if not plan.is_asynchronous:
         return 0
     per_update = plan.replicas[stage] if plan.traits.whole_minibatch else plan.num_microbatches

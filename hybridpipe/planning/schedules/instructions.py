@@ -147,6 +147,7 @@ Instruction = (
 )
 Program = tuple[Instruction, ...]
 
+
 def text(program: Iterable[Instruction]) -> str:
     """Return one line, for golden tests, logs and bug reports, such as "F0 F1 B0 B1 all-reduce step"."""
     return " ".join(map(str, program))

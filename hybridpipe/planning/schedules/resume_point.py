@@ -1,4 +1,4 @@
-"""Resume points: places in a stream of minibatches where a later run can continue.
+"""Resume points: positions in a stream of minibatches where a later run can continue.
 
 Pure, as schedules are. Nothing is drained for a resume point: after `done` minibatches, a multiple of
 `resume_points_every`, each rank has updated with all of them and with no later one, and later ones are in

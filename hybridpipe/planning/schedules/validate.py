@@ -1,6 +1,6 @@
 """Validate: checks that programs obey the rules of their plan's schedule, whatever their origin.
 
-Pure. Known here are the rules and `in_flight_per_stage` and `versions`, not the generators. The rules:
+Pure. Known here are the rules; of the generators only `in_flight_per_stage` and `versions`. The rules:
 
 - each microbatch once a stage, on the plan's rank, forward before backward; a backward whole or split
 - a receive before its use, a send after its source, and an order without deadlock

@@ -1,6 +1,6 @@
 """Bound: lower bounds of a plan's simulated seconds, by which a search skips plans that cannot be the best.
 
-`cost.estimate` lets every rank and link work without a pause. Under pipedream the replicas of a first stage
+`formula.estimate` lets every rank and link work without a pause. Under pipedream the replicas of a first stage
 pause, and the least length of the pause is known as well. An update ends in all of them at once, so all start
 a round at one instant, and send their activations at one instant. Those for one receiver share its port
 evenly, and none of them arrives before all could have. These steps therefore take at least
@@ -15,8 +15,8 @@ evenly, and none of them arrives before all could have. These steps therefore ta
     h h' m k    minibatches that a replica of the first (second) stage holds (`in_flight`); replicas
 
 The first sum is forward, all-reduce of a round before, and update. A starts with the round's activations at
-best, and has half of its ranks' ports while messages are on them. Where h = 2 the gradients that answer them
-count, too, and only F and u keep clear of A. Its share is never less than a half, so starting later spares no
+best, and has half of its ranks' ports while messages are on them. Where h = 2 the gradients that answer the
+activations are such messages, too, beyond those that pass during F and u. Its share is never less than a half, so starting later spares no
 more than it costs.
 
 The second sum is the way of a round's last minibatch, after which its replica forwards the one h rounds
@@ -53,9 +53,9 @@ def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterat
     """Yield lower bounds of a plan's simulated seconds of a minibatch, which hardly any simulation undercuts.
 
     The first is `estimate`, which overstates a cut with fast and slow routes, as it takes all for slow: of
-    461 problems a search lost one plan to that, by 1.2 %. Of 19,000 random plans none was faster than the
-    others over 240 rounds. `predict`, which simulates fewer rounds, was faster for one plan in a hundred
-    where latencies are long.
+    461 problems a search lost one plan to that, by 1.2 %. The further bounds: of 19,000 random plans
+    none was faster over 240 rounds. `predict`, which simulates fewer rounds, was faster for one plan in a
+    hundred where latencies are long.
     """
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     seconds = estimate_from_costs(plan, costs, cluster)
@@ -124,7 +124,7 @@ class _Rounds:
         return rest + float(np.mean(np.minimum(alone / share, alone + in_the_way * (1 - share))))
 
     def way_of_last(self) -> float:
-        """Return the seconds of a round's last minibatch on its way, by the rounds that it may take."""
+        """Return the mean seconds of a round's last minibatch on its way, divided by the rounds it may take."""
         ahead = self.k * (self.held_behind - 1)  # minibatches forwarded before its backward
         last = (ahead - 1) % self.m  # the replica of the last of them
         first, count = last % self.k, last // self.k + 1  # up to it, with the same receiver

@@ -1,4 +1,4 @@
-"""Partition: the cuts, replica counts and ranks that minimise `cost.estimate`.
+"""Partition: the cuts, replica counts and ranks that minimise `formula.estimate`.
 
 The formula is a sum over stages and cuts plus a maximum over them. A dynamic program (`stage_program`)
 minimises the sum under an upper bound on the maximum; lowering the bound walks along the front of (sum,
@@ -273,11 +273,14 @@ class _Search:
 
     def first_bound(self, graph: SlotGraph) -> float:
         """Return the first bound on maxima: the best total with a margin, less the least possible sum."""
-        fastest = max(kind.speed for kind in graph.kinds)
-        work, weight = self.costs.of_update("work", 1), self.costs.of_update("weight", self.costs.rounds(1))
-        schedule, sums = self.request.schedule, (float(work.sum()), float(weight.sum()))
-        least, _ = stage_parts(schedule, self.num_microbatches, 1, *sums, 0.0)
-        least *= (not self.request.traits.is_asynchronous) / fastest
+        least = 0.0
+        if not self.request.traits.is_asynchronous:
+            work = self.costs.of_update("work", 1).sum()
+            weight = self.costs.of_update("weight", self.costs.per_update(1)).sum()
+            least, _ = stage_parts(
+                self.request.schedule, self.num_microbatches, 1, float(work), float(weight), 0.0
+            )
+            least /= max(kind.speed for kind in graph.kinds)
         return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
 
     def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
@@ -334,7 +337,7 @@ class _Search:
                 return
 
     def cheap_edges(self, count: int) -> Ints:
-        """Return about `count` places to cut: even in work, with little sent, and near the best cuts."""
+        """Return about `count` edges to cut at: even in work, with little sent, and near the best cuts."""
         n, work = self.profile.num_layers, self.costs.mean_work()
         done = np.concatenate([[0.0], np.cumsum(work)])
         cuts = [stage.stop for stage in self.best.plan.stages[:-1]] if self.best else []

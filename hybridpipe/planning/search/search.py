@@ -203,7 +203,7 @@ def data_parallel(
     """Return the plan with one stage on all ranks, with its prediction, even where it does not fit into
     memory.
 
-    Its schedule is 1f1b where the given one needs several stages.
+    Its schedule is 1f1b where the given one is AUTO or needs several stages.
     """
     if schedule == AUTO or TRAITS[schedule].interleaves:
         schedule = DEFAULT

@@ -1,7 +1,7 @@
 """Predict: a timeline and its figures, from programs or from a plan; no torch, no MPI.
 
 Sends are buffered, as the engine's `Isend`. A synchronous minibatch is simulated from its start to its flush;
-an asynchronous pipeline is simulated until its pace no longer changes.
+an asynchronous pipeline until its pace repeats, or over the minibatches of `_window`.
 """
 
 import math
@@ -60,7 +60,7 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
 
     A synchronous minibatch of more than MAX_INSTRUCTIONS is extrapolated from two shorter ones, because a
     full pipeline repeats itself; the timeline is then that of the longer one. An asynchronous pipeline that
-    takes more instructions to fill has the pace of `cost.estimate`.
+    takes more instructions to fill has the pace of `formula.estimate`.
 
     Raises:
         ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or has

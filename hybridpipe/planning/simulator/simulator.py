@@ -132,6 +132,7 @@ class Simulation:
         self.machines = Machines(cluster)
         self.are_private = cluster.are_processors_private
         self.handling_seconds = cluster.handling_seconds
+        # Spares a call for each message where messages take no processor time.
         self.has_handling = cluster.message_seconds > 0 or cluster.message_seconds_per_byte > 0
         self.messages: dict[Key, _Message] = {}  # without those that both sides are done with
         self.costs, self.numbers = costs, [stage.ranks for stage in plan.stages]
@@ -427,7 +428,7 @@ class Simulation:
 
     def handle(self, rank: _Rank, num_bytes: float, done: Callable[[Any], None], argument: object) -> bool:
         """Spend the processor time of a message at one end. Return True if it takes none."""
-        seconds = self.has_handling and self.handling_seconds(num_bytes)
+        seconds = self.handling_seconds(num_bytes) if self.has_handling else 0.0
         return self.compute(rank, seconds, done, argument) if seconds else True
 
     def send(self, rank: _Rank, key: Key, num_bytes: float) -> bool:

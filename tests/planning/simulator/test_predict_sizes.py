@@ -61,7 +61,7 @@ def test_two_short_minibatches_deal_out_as_the_long_one_does(schedule, chunks, t
     replicas = [2, 2] if chunks > 1 else [2, 3]
     of = plan(replicas, total, schedule, chunks=chunks)
     monkeypatch.setattr(module, "MAX_INSTRUCTIONS", 100)
-    assert not is_simulated(of) or total == 121
+    assert not is_simulated(of)
     short, long = module._representative(of)
     round_length = math.lcm(*replicas) * (2 if chunks > 1 else 1)
     assert short % round_length == long % round_length == total % round_length
