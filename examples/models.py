@@ -99,7 +99,8 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Causal self-attention and a dense layer with pre-norm: float (B, T, width) → the same shape.
 
-    Each is added to its input, which is normalised first. The dense layer is four times as wide.
+    Each gets its input normalised, and its result is added to the input as it was. The dense layer is four
+    times as wide.
     """
 
     def __init__(self, num_heads: int, width: int, dropout: float) -> None:

@@ -12,11 +12,11 @@ import torch
 
 
 def device_of_rank(local_rank: int, device: torch.device | str | None) -> torch.device:
-    """Choose a rank's device: a GPU of its own where the host has GPUs, else the CPU.
+    """Choose a rank's device: the GPU of its index on the host, modulo their number, or else the CPU.
 
     Args:
         local_rank: index of the rank on its host.
-        device: the user's choice; None chooses, and "cuda" without an index is the rank's own GPU.
+        device: the user's choice; None chooses, and "cuda" without an index is that GPU.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:

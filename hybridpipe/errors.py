@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-TRAINING = "pip install 'hybridpipe[mpi]' && hybridpipe setup"
+TRAINING = "pip install hybridpipe && hybridpipe setup"
 REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs the package
     **dict.fromkeys(("torch", "mpi4py", "safetensors", "tqdm"), TRAINING),
     **dict.fromkeys(("pydantic", "tabulate"), "pip install numpy pydantic tabulate"),

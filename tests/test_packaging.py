@@ -13,7 +13,7 @@ import hybridpipe
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "examples/digits.toml"
-TRAINING = "pip install 'hybridpipe[mpi]' && hybridpipe setup"
+TRAINING = "pip install hybridpipe && hybridpipe setup"
 PIPEDREAM = """\
 node1 -- Input -- forward_compute_time=0, backward_compute_time=0, activation_size=0, parameter_size=0
 node2 -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8

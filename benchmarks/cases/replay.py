@@ -10,8 +10,8 @@ $HYBRIDPIPE_MPIRUN_FLAGS names must have links of that reduced bandwidth.
 
 Data parallelism is replayed three times. In "dp-paper" the all-reduce begins after the whole backward, and
 the four ranks of a host all send to another host, so that each has a quarter of the link. In "dp-after" it
-begins there, too, but its ring enters and leaves each host once. In "dp-ours" that ring overlaps with the
-backward. The plans run without a flush, as in PipeDream. Seconds are those of one rank's minibatch, the
+begins at the same time, but its ring enters and leaves each host once. In "dp-ours" that ring overlaps with
+the backward. The plans run without a flush, as in PipeDream. Seconds are those of one rank's minibatch, the
 samples of the profile, at full speed.
 """
 

@@ -191,9 +191,8 @@ def _candidates(root: Path) -> tuple[list[Path], list[str]]:
     Newer ones exist if the training has gone back to an earlier checkpoint.
     """
     found = checkpoints(root)
-    for each in _in_state(
-        root, "replaced"
-    ):  # killed between two renames: complete, and the only one of its step
+    # Killed between two renames: complete, and the only one of its step.
+    for each in _in_state(root, "replaced"):
         if not _in_place(each).exists():
             found.append(each)
     with reading(root / LATEST):

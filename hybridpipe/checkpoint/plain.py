@@ -95,7 +95,7 @@ def read_weights(source: Path, model: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that equals for tensors on the same memory."""
+    """Return a key that is equal for tensors that are the same view of the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

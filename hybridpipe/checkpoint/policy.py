@@ -76,7 +76,7 @@ class Keeper:
     Args:
         settings: folder, interval and number of checkpoints.
         saver: writes snapshots.
-        worker: the engine whose state is saved.
+        worker: the worker whose state is saved.
         step: the current step.
         saved: the step of the checkpoint in the folder that was just resumed; None if none was.
         describe: returns the manifest's description of the training; called once the losses are in.

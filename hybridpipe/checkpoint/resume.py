@@ -186,7 +186,8 @@ class _Reading:
             raise UserError(f"{self.found.path / name}: is missing")
         state = State(*read_shard(self.found.path / name, entry))
         if not isinstance(state.meta, dict):
-            raise UserError(f"{self.found.path / name}: must describe an object, got {shown(state.meta)}")
+            where = self.found.path / name
+            raise UserError(f"{where}: its metadata must be a JSON object, got {shown(state.meta)}")
         return state
 
     def of_stage(self, s: int) -> None:

@@ -151,7 +151,7 @@ class Saver:
     def start(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON] | None, keep: int) -> None:
         """Write and publish a checkpoint in the background, after the one before is published.
 
-        Every rank must call it, at any time.
+        Collective, but ranks need not call it at the same time.
 
         Args:
             manifest: the manifest's contents besides step and files, on rank 0.

@@ -1,7 +1,7 @@
 """Groups: the communicators of a plan, each a private duplicate, so that no traffic mixes.
 
 Every function takes its communicator as an argument; none uses MPI.COMM_WORLD.
-Invariant: a blocking call is entered in `status`, where the watchdog finds it.
+Invariant: a blocking call of a `WatchedComm` is entered in `status`, where the watchdog finds it.
 """
 
 import os
@@ -45,7 +45,8 @@ class WatchedComm(MPI.Intracomm):
     ranks: tuple[int, ...]  # its members' ranks in the world
 
     def __new__(cls, communicator: MPI.Comm, world: MPI.Comm) -> "WatchedComm":
-        made = super().__new__(cls, communicator)  # another handle of the same communicator
+        """Make another handle of a communicator."""
+        made = super().__new__(cls, communicator)
         mine, everybody = communicator.Get_group(), world.Get_group()
         made.ranks = tuple(MPI.Group.Translate_ranks(mine, None, everybody))
         mine.Free()

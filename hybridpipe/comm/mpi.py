@@ -10,7 +10,9 @@ mpi4py.rc.thread_level = "multiple"
 
 try:
     from mpi4py import MPI
-except RuntimeError as error:  # mpi4py is there, and the library that it loads is not
+except RuntimeError as error:
+    if not str(error).startswith("cannot load MPI library"):
+        raise
     raise ModuleNotFoundError(f"mpi4py finds no MPI library: {error}", name="an MPI library") from None
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

@@ -82,7 +82,7 @@ class PointToPoint:
         self.bytes_sent = 0
 
     def forget_specs(self) -> None:
-        """Forget the specs. Call it on both sides of a cut while no message is in flight."""
+        """Forget the specs. Call it on both sides of a cut while no message is under way."""
         self._specs.clear()
 
     def begin(self, program: Program, sizes: Sequence[int], step: int, training: bool) -> None:

@@ -21,7 +21,7 @@ class Wait(NamedTuple):
 
     Args:
         what: "receive", "send", or a collective in words.
-        peers: the other ranks that take part; for a message its sender or receiver.
+        peers: the ranks that take part, this one included; for a message its sender or receiver.
         tag, num_bytes: of a message; None for a collective.
     """
 

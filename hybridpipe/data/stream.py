@@ -53,7 +53,7 @@ def slice_minibatch(inputs: TensorTree, targets: TensorTree, microbatch_size: in
 
 
 class StreamedMicrobatch(NamedTuple):
-    """A microbatch of the stream, and its place in its minibatch."""
+    """A microbatch of the stream, and its index in its minibatch."""
 
     minibatch: Minibatch
     step: int  # minibatches trained on before this one

@@ -311,7 +311,7 @@ class ProgramRun:
         if check is None or check.allows(losses, self.stream, step):
             self.executor.update.step(count)
         else:  # counts as an update, so that versions keep the plan's numbers
-            self.executor.update.skip(count)
+            self.executor.update.end_step(count)
         self.applied += count
         self.covered += count
 

@@ -95,7 +95,7 @@ class StashedWeights:
         self.versions.collect(self._of.pop(microbatch), factor)
 
     def update(self) -> AbstractContextManager[None]:
-        """Make a new version of the update inside this context."""
+        """Return a context for an update, which makes a new version of the weights."""
         return self.versions.update()
 
     def end(self) -> None:

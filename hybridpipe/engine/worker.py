@@ -45,7 +45,7 @@ PART_BYTES = 2**30  # larger tensors move in parts, since MPI counts in 32 bits
 
 
 class PendingLosses:
-    """One number a microbatch, being summed over all ranks in the background.
+    """Numbers of microbatches, being summed over all ranks in the background.
 
     Each number comes from one rank and the others add zero, so the sum is exact and the same on all ranks.
     The last element counts the ranks that were asked to stop.
@@ -182,7 +182,8 @@ class Worker:
     def _max_over_updating_ranks(self, number: int) -> int:
         """Return the largest number of the ranks that update together. Collective over them.
 
-        Those are all ranks under a synchronous schedule, and the stage's replicas under an asynchronous one.
+        Those are all ranks that the plan uses under a synchronous schedule, and the stage's replicas under an
+        asynchronous one.
         """
         together = self.communicators.replicas if self.plan.is_asynchronous else self.communicators.used
         assert together is not None
@@ -279,7 +280,7 @@ class Worker:
     def leave_stream(self) -> None:
         """Allow all ranks to close the generator of `stream` early, at a resume point.
 
-        Messages between ranks stay in flight, so the worker's state can be read afterwards, and no more.
+        Messages between ranks stay under way, so the worker's state can still be read, and nothing else.
         """
         self._left = True
 
@@ -296,13 +297,13 @@ class Worker:
             if self._left:
                 return  # the generator ends behind the context
             cause = left.__context__  # the exception that the caller did not catch
-            if self.control.size == 1:  # no minibatch is in flight between two updates
+            if self.control.size == 1:  # no minibatch is under way between two updates
                 raise
             if isinstance(cause, SystemExit):
                 raise cause from None
             raise RuntimeError(
                 f"training was left in the middle of an epoch, which several ranks cannot do under "
-                f"{self.plan.schedule}: minibatches are in flight between them"
+                f"{self.plan.schedule}: minibatches are under way between them"
             ) from cause
 
     @contextmanager
@@ -416,7 +417,7 @@ class Worker:
     def close(self) -> None:
         """End background communication and free the communicators. Collective.
 
-        Does nothing after `leave_stream` on several ranks: messages in flight would never complete, and the
+        Does nothing after `leave_stream` on several ranks: messages under way would never complete, and the
         process is about to end.
         """
         if self._left and self.control.size > 1:

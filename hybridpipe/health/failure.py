@@ -59,7 +59,7 @@ def install() -> None:
     """Install the hooks that let any error on this rank end the job; repeated calls do nothing.
 
     The hooks see uncaught exceptions of all threads, and `sys.exit` with an error. In a world of one rank
-    they only write the exit report, if there is a supervisor.
+    they see those of the main thread, and only write the exit report; without a supervisor none is installed.
     """
     alone = MPI.COMM_WORLD.size == 1
     if sys.excepthook is _excepthook or (alone and not exit_report.has_supervisor()):

@@ -17,8 +17,9 @@ from typing import NoReturn
 from hybridpipe.environment import launched_rank
 from hybridpipe.health import exit_report
 
-# No thread blocks these: numpy's OpenBLAS starts threads on import, and one of them would die of the signal.
-# Python runs the handler once the main thread is in Python again. That is early enough, as the request counts
+# A thread that waits in MPI does not block these. Blocking would have to precede the import of numpy, whose
+# OpenBLAS starts threads: one that does not block the signal would get it. So any thread may get it, and
+# Python runs the handler once the main thread is in Python again. That is early enough: the request counts
 # from the next `share` on. One after the last `share`, while the end is saved, is kept for the next training.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 # The first rank that exits makes mpirun end the others, so all exit together, if the others arrive in time.

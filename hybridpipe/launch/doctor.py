@@ -77,7 +77,7 @@ def check(name: str, advice: str, needed: bool = True) -> Callable[[Callable[[],
 # ---- Alone ---------------------------------------------------------------------------------------------
 
 
-@check("Python", "PYTHON=/path/to/python3.11 launch/setup")
+@check("Python", "install hybridpipe into an environment of Python 3.11 or 3.12")
 def python_version() -> str:
     """Check that Python is 3.11 or 3.12."""
     if not (3, 11) <= sys.version_info[:2] < (3, 13):

@@ -9,7 +9,8 @@
 #   HOROVOD_GPU_OPERATIONS=NCCL hybridpipe setup                          Horovod's build flags are respected
 #
 # `hybridpipe setup` runs this file as `bash setup.sh PYTHON`. launch/setup reads it for the functions, which
-# expect these variables: python (the environment's), env (its folder), and here, empty in a clone's .venv.
+# expect these variables: python (the environment's), env (its folder), here (empty in a clone's .venv), and
+# another_python and another_disk, the remedies where these do not do.
 # Progress goes to stderr.
 set -euo pipefail
 HOROVOD=0.28.1
@@ -62,18 +63,18 @@ usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (
 version() { "$1" -V 2>&1 | tail -n 1 || true; }
 
 check_machine() {  # check_machine PYTHON: the one that runs, or makes, the environment
-  usable "$1" || die "needs Python 3.11 or 3.12, and $1 is '$(version "$1")': set PYTHON=/path/to/python3.11"
+  usable "$1" || die "needs Python 3.11 or 3.12, and $1 is '$(version "$1")': $another_python"
   "$1" -c 'import venv, ensurepip' 2>/dev/null ||
-    die "$1 has no venv module: sudo apt install python3-venv (without root: PYTHON=a conda or pyenv python)"
+    die "$1 has no venv module: sudo apt install python3-venv (without root: a conda or pyenv python)"
   "$1" -c 'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null ||
-    die "$1 has no C headers: sudo apt install python3-dev (without root: PYTHON=a conda or pyenv python)"
+    die "$1 has no C headers: sudo apt install python3-dev (without root: a conda or pyenv python)"
   type -P ${cxx%% *} >/dev/null ||
     die "no C++ compiler (${cxx%% *}): sudo apt install g++ make (without root: conda install gxx make, or module load gcc)"
   echo '#include <concepts>' | $cxx -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
     die "$($cxx --version | head -n 1) knows no C++20: set CXX to g++ 10 or newer (module load gcc)"
   type -P make >/dev/null || die "no make: sudo apt install make (without root: conda install make)"
   [ "$(df -Pm "$([ "$here" ] && echo "$env" || echo .)" | awk 'NR == 2 {print $4}')" -ge 3000 ] ||
-    die "less than 3 GB free in ${env%/*}: make room, or clone to another disk"
+    die "less than 3 GB free in ${env%/*}: make room, or $another_disk"
 }
 
 # ---- Do it ----------------------------------------------------------------------------------------
@@ -144,6 +145,8 @@ if [ "${BASH_SOURCE[0]}" != "$0" ]; then return; fi
 # ---- hybridpipe setup -------------------------------------------------------------------------------
 
 python=$1 here=yes
+another_python='install hybridpipe into an environment of Python 3.11 or 3.12 (conda, pyenv)'
+another_disk='use an environment on another disk'
 env=$("$python" -c 'import sys; print(sys.prefix)')
 cd "$env"                       # nothing in the caller's folder is taken for a package
 take_turns

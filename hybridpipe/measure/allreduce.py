@@ -56,8 +56,8 @@ def measure_allreduce(
 
     Args:
         link: the level's link, already measured.
-        gradient_bytes: size of the model's gradients, and of the largest all-reduce. Sizes up to the last of
-            SIZES_BYTES are timed, and those of LARGE_BYTES while they take little. Where a link lets bursts
+        gradient_bytes: size of the model's gradients. Sizes up to it, or to the last of SIZES_BYTES, are
+            timed; then those of LARGE_BYTES below twice it, until one takes long. Where a link lets bursts
             pass, the largest is at least two bursts, because time is no line in the bytes then: over
             100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
         computing: the speed of a machine's ranks.

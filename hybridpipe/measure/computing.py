@@ -115,7 +115,7 @@ def _rate_of_first(
     """Return this rank's units of work per second while the first `count` ranks compute; 0: it waited.
 
     Args:
-        group: this rank's half of the machine: the ranks that compute, or those that wait.
+        group: this rank's part of the machine: the ranks that compute, or those that wait.
     """
     end = torch.zeros(1, dtype=torch.uint8)
     if machine.rank >= count:

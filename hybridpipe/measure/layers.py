@@ -1,4 +1,4 @@
-"""Profile of a model's layers, measured on one microbatch with stock PyTorch, a single-layer stage each.
+"""Profile of a model's layers, measured on one microbatch. Each runs as a stage of its own.
 
 Not known here: ranks and MPI. Ranks that measure at once agree on equal repetitions through `agree`.
 Invariant: the model, its gradients and the data are as they were before.
@@ -34,7 +34,7 @@ WARM_UP = 2
 REPETITION_SECONDS = 0.04
 MIN_REPEATS, MAX_REPEATS = 3, 16
 BUDGET_SECONDS = 4.0
-NUM_JOINED = 4  # microbatches in the largest product that is measured
+NUM_BATCHED = 4  # microbatches in the largest product that is measured
 
 
 def measure(
@@ -155,7 +155,7 @@ class Rehearsal:
             Measurement(
                 len(tensors_of(microbatch.inputs)[0]),
                 tuple(
-                    _layer_profile(name, i, took, microbatch.joining[i], parameter_bytes[i], layer_bytes)
+                    _layer_profile(name, i, took, microbatch.batching[i], parameter_bytes[i], layer_bytes)
                     for i, (name, layer_bytes) in enumerate(zip(self.names, of_layers, strict=True))
                 ),
             )
@@ -182,7 +182,7 @@ class _LayerBytes(NamedTuple):
     gradient: int  # received from it
 
 
-class _Joining(NamedTuple):
+class _Batching(NamedTuple):
     """Batched weight gradients of one layer, as observed."""
 
     microbatches: int  # in one product at most; 0: the layer's are not batched
@@ -191,7 +191,7 @@ class _Joining(NamedTuple):
     @property
     def num_measured(self) -> int:
         """Number of microbatches in the product that is measured."""
-        return min(self.microbatches, NUM_JOINED)
+        return min(self.microbatches, NUM_BATCHED)
 
 
 @dataclass
@@ -200,14 +200,14 @@ class _Microbatch:
 
     inputs: TensorTree
     targets: TensorTree
-    joining: list[_Joining] = field(default_factory=list)
+    batching: list[_Batching] = field(default_factory=list)
 
 
 def _layer_profile(
     name: str,
     i: int,
     seconds: Mapping[tuple[str, int], float],
-    joining: _Joining,
+    batching: _Batching,
     parameter_bytes: int,
     num_bytes: _LayerBytes,
 ) -> LayerProfile:
@@ -227,7 +227,7 @@ def _layer_profile(
         weight_seconds=seconds["weight backward", i] if parameter_bytes else 0.0,
         input_seconds=input_seconds,
         accumulate_seconds=_accumulate_seconds(seconds, i) if parameter_bytes else 0.0,
-        joined=_joined_products(joining, seconds, i),
+        joined=_batched_products(batching, seconds, i),
     )
 
 
@@ -235,7 +235,7 @@ def _typical(samplers: Sequence[Callable[[], Mapping[_Key, Took]]], agree: Agree
     """Return the typical seconds of each figure, for each sampler.
 
     The samplers take turns, repetition by repetition. The speed of a machine may change within seconds, by a
-    factor of 1.6 on one: one microbatch size would else look cheaper than another.
+    factor of 1.6 on one: otherwise one microbatch size would look cheaper than another.
     """
     lengths, counts = [], []
     for sample in samplers:
@@ -277,7 +277,7 @@ def _passes(
     - One forward and one backward.
     - The first backward of an update, whose gradients are added to none.
     - A split backward, by `split_stages`.
-    - For layers with batched wgrad: up to NUM_JOINED backwards, and one product of their microbatches.
+    - For layers with batched wgrad: up to NUM_BATCHED backwards, and one product of their microbatches.
 
     The kinds take turns, so that other load on the machine counts for all of them; the weight gradients' time
     is a difference between them. The batched products are noted in the microbatch.
@@ -302,17 +302,17 @@ def _passes(
     if batching:
         _clear_gradients(stages)
         with _batched_wgrad(stages):
-            for n in range(1, NUM_JOINED + 1):
+            for n in range(1, NUM_BATCHED + 1):
                 of_pass = backwards()
                 for i, stage in batching:
-                    took[f"joined backward {n}", i] = of_pass[i]
-                    if n == min(stage.max_batched, NUM_JOINED):
+                    took[f"batched backward {n}", i] = of_pass[i]
+                    if n == min(stage.max_batched, NUM_BATCHED):
                         began = watch.now()
                         stage.complete_gradients()
                         took["product", i] = watch.since(began)
         for _, stage in batching:
             stage.complete_gradients()
-    microbatch.joining = [_Joining(stage.max_batched, stage.max_deferred_bytes) for stage in stages]
+    microbatch.batching = [_Batching(stage.max_batched, stage.max_deferred_bytes) for stage in stages]
     return took
 
 
@@ -321,14 +321,14 @@ def _accumulate_seconds(seconds: Mapping[tuple[str, int], float], layer: int) ->
     return max(0.0, seconds["backward", layer] - seconds["first backward", layer])
 
 
-def _joined_products(
-    joining: _Joining, seconds: Mapping[tuple[str, int], float], layer: int
+def _batched_products(
+    batching: _Batching, seconds: Mapping[tuple[str, int], float], layer: int
 ) -> JoinedProducts | None:
     """Fit a line through the products of one microbatch and of the most measured; None: there are none."""
-    count = joining.num_measured
+    count = batching.num_measured
     if not count:
         return None
-    backwards = [seconds[f"joined backward {n}", layer] for n in range(1, count + 1)]
+    backwards = [seconds[f"batched backward {n}", layer] for n in range(1, count + 1)]
     of_several = seconds["product", layer]
     of_one = max(0.0, seconds["weight backward", layer] - _accumulate_seconds(seconds, layer))
     per_microbatch = max(0.0, of_several - of_one) / (count - 1) if count > 1 else 0.0
@@ -336,8 +336,8 @@ def _joined_products(
         backward_seconds=statistics.mean(backwards),
         product_seconds=max(0.0, of_several - count * per_microbatch),
         microbatch_seconds=per_microbatch,
-        microbatches=joining.microbatches,
-        kept_bytes=math.ceil(joining.kept_bytes / count),
+        microbatches=batching.microbatches,
+        kept_bytes=math.ceil(batching.kept_bytes / count),
     )
 
 

@@ -159,10 +159,10 @@ def _there_and_back(
 def _stream(
     group: "MPI.Comm", num_pairs: int, seconds_per_byte: float, open_transport: OpenTransport
 ) -> float:
-    """Return the bytes per second that the first `num_pairs` ranks send to the other half of the group.
+    """Return the bytes per second that the first `num_pairs` ranks together send to the group's other half.
 
     Args:
-        seconds_per_byte: approximate time of each pair; it determines the bytes that are sent.
+        seconds_per_byte: approximate seconds of a byte of each pair; it determines the bytes that are sent.
     """
     half = group.size // 2
     num_bytes = STREAM_SECONDS / seconds_per_byte

@@ -21,9 +21,9 @@ DTYPES = (torch.float32, torch.float64)  # in half precision the plain loop roun
 def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Run the step inside this context with fused kernels, in each group that allows it.
 
-    Torch chooses a fast form by itself on a GPU; on a CPU it runs the plain loop, and each of the loop's
-    operations reads and writes all memory. A fused step reads and writes it once. It has the same formula
-    with another rounding, so the last bits of a float32 may differ.
+    Torch chooses a fast form by itself on a GPU; on a CPU it runs the plain loop, each operation of which
+    reads and writes all parameters. A fused step reads and writes them once. It has the same formula with
+    another rounding, so the last bits of a float32 may differ.
     """
     if type(optimizer) not in FUSIBLE:
         yield

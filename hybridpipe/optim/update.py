@@ -136,7 +136,10 @@ class UpdateRule:
         )
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-        """Make the optimizer; None if the rank has no parameters or the factory accepts none of them."""
+        """Make the optimizer.
+
+        It is None without parameters, or if all are frozen and the factory takes only trained ones.
+        """
         if not parameters:
             return None
         try:
@@ -213,13 +216,9 @@ class Update:
             factor = self.learning_rate.factor(self.num_minibatches)
             with _multiplied(self.optimizer, factor), fused(self.optimizer):
                 self.optimizer.step()
-        self._count(num_minibatches)
+        self.end_step(num_minibatches)
 
-    def skip(self, num_minibatches: int) -> None:
-        """Drop the gradients without an update; the scheduler still counts these minibatches."""
-        self._count(num_minibatches)
-
-    def _count(self, num_minibatches: int) -> None:
+    def end_step(self, num_minibatches: int) -> None:
         """End a step, made or skipped: drop its gradients, and step the learning-rate scheduler."""
         self.zero_grad()
         self.num_minibatches += num_minibatches
@@ -236,7 +235,7 @@ class Update:
         """Step a new scheduler to where it would stand after `num_minibatches` minibatches."""
         with warnings.catch_warnings():  # torch warns, since this optimizer has made no step yet
             warnings.simplefilter("ignore", UserWarning)
-            self._count(num_minibatches)
+            self.end_step(num_minibatches)
 
     def _clip(self, max_norm: float) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the whole model. Collective."""

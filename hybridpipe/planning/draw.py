@@ -60,7 +60,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
     unit, scale = _unit(timeline.seconds)
     kinds = _kinds(timeline, ranks)
     parts = ", I and W its halves" if "backward-weight" in kinds else ""
-    parts += ", + joined products" if "products" in kinds else ""
+    parts += ", + batched wgrad" if "products" in kinds else ""
     key = f"F forward, B backward{parts}, ~ all-reduce, * step, . waiting"
     left_out = f"; {len(ranks)} of {len(timeline.events)} ranks" if len(ranks) < len(timeline.events) else ""
     return "\n".join([*rows, f"0 to {timeline.seconds / scale:.3g} {unit}; {key}{left_out}"])

@@ -130,7 +130,7 @@ class LayerProfile:
         return max(0.0, self.weight_backward_seconds - self.accumulate_seconds / num_microbatches)
 
     def kept(self, schedule: str, num_microbatches: int) -> int:
-        """Return the most bytes that the schedule keeps for joined products."""
+        """Return the most bytes that the schedule keeps for batched products."""
         if self.joined is None or not TRAITS[schedule].batches_wgrad:
             return 0
         return self.joined.kept_bytes * min(num_microbatches, self.joined.microbatches)

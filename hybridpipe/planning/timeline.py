@@ -134,8 +134,8 @@ class Timeline:
         """The idle share of all ranks' time, in [0, 1]; waiting for messages and all-reduces counts as idle.
 
         With p equal stages, m microbatches and free communication, GPipe and 1F1B both give
-        (p - 1) / (m + p - 1) (GPipe, Huang et al. 2019, section 2.3). With v stages on each of p ranks interleaved 1F1B idles
-        (p - 1) / (m v) of its work (Narayanan et al., SC 2021, section 2.2.2).
+        (p - 1) / (m + p - 1) (GPipe, Huang et al. 2019, section 2.3). With v stages on each of p ranks
+        interleaved 1F1B idles (p - 1) / (m v) of its work (Narayanan et al., SC 2021, section 2.2.2).
         """
         available = self.seconds * len(self.events)
         return 1.0 - sum(map(self.busy_seconds, self.events)) / available if available else 0.0

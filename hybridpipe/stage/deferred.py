@@ -172,7 +172,11 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _defers(module: nn.Module) -> bool:
-    """Return True unless the module is parametrised (its weight is no parameter then) or has hooks."""
+    """Return True if the module can defer.
+
+    Its weight is a trained parameter of its own, no backward hook or replaced forward watches it, and its
+    options are supported.
+    """
     weight = module._parameters.get("weight")
     watched = module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
     if weight is None or not weight.requires_grad or watched:

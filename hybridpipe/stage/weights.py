@@ -242,7 +242,7 @@ class WeightVersions:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Make a new version of the optimizer's step inside this context."""
+        """Count the optimizer's step inside this context as a new version of the weights."""
         number = self._newest
         if self._oldest is not None and self._oldest <= number:
             self.version(number)  # made now, if not held already, while the Parameters still have its weights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hybridpipe.stage.deferred import Deferring, Use
 
 # A product over n rows takes 2 n operations an element of the weight and moves 20 bytes. A core does the
-# operations of 50 rows while it moves these bytes, so a few times as many rows save nothing more.
+# operations of 50 rows while it moves these bytes, so beyond a few times 50 rows nothing more is saved.
 ENOUGH_ROWS = 256
 LEAST_ELEMENTS = 2**18  # a smaller weight stays in the cache, and calls cost more than the product
 LEAST_SIDE = 256  # with a shorter side the rows take more memory than the weight
@@ -30,7 +30,7 @@ class WeightGradients:
     one product adds to `.grad` in place. At most ENOUGH_ROWS and one microbatch's rows are kept, which is no
     more than twice the weight.
 
-    Autograd keeps a weight that two modules share, and one whose gradient has hooks.
+    A weight that two modules share, or whose gradient has hooks, is left to autograd.
     """
 
     def __init__(self, layers: nn.Sequential) -> None:
@@ -129,7 +129,7 @@ class MicrobatchRows:
 
     @contextmanager
     def collected(self, is_final: bool) -> Iterator[None]:
-        """Run the backward inside this context; after a final one all gradients are complete."""
+        """Run the backward inside this context; after a final one `finish` completes all gradients."""
         self.collecting, self._is_final = True, is_final
         try:
             yield

@@ -110,9 +110,9 @@ def choose(
 ) -> Choice:
     """Choose a plan by name.
 
-    "auto" chooses among the profile's microbatch sizes, for as many samples, and with `request.recompute`
-    recomputes only where memory requires it. "dp" and "straight" recompute in every stage. "dp" is returned
-    even if it does not fit into memory.
+    "auto" chooses among the profile's microbatch sizes, for as many samples. With `request.recompute`, "auto"
+    recomputes only where memory requires it, "dp" and "straight" in every stage. "dp" is returned even if it
+    does not fit into memory, if another plan does.
 
     Args:
         num_microbatches: microbatches of a minibatch, at the profile's microbatch size.

@@ -22,7 +22,7 @@ class FitLoop:
     """One call of `fit`.
 
     Args:
-        worker: the engine.
+        worker: this rank's worker.
         state: the train state, kept up to date.
         recorder: takes records and the entries of the history.
         keeper: saves checkpoints; None for none.

@@ -26,7 +26,7 @@ class EpochLoop:
     """The rest of one epoch.
 
     Args:
-        worker: the engine.
+        worker: this rank's worker.
         recorder: takes the records.
         state: the train state, kept up to date; its `progress` must not be None.
         minibatch_size: samples of a full minibatch.
@@ -113,7 +113,10 @@ class EpochLoop:
         return self._point.done == self._point.total
 
     def _stops(self) -> bool:
-        """Return True from `stop_from` on. All ranks know that step by now, as losses bring it in time."""
+        """Return True once `stop_from` is reached.
+
+        A request to stop travels with the losses, so all ranks know the step before they reach it.
+        """
         return self._state.stop_from is not None and self._state.step >= self._state.stop_from
 
     def _save(self) -> None:

@@ -111,7 +111,7 @@ class TrainState:
         self.stop_from = step if self.stop_from is None else min(step, self.stop_from)
 
     def check_call(self, method: str, in_fit: bool = False, with_gradients: bool = True) -> None:
-        """Raise RuntimeError for a call at a wrong time: after `close`, or while minibatches are under way.
+        """Raise RuntimeError for a call at a wrong time: after `close`, inside `fit`, or in mid-stream.
 
         Args:
             in_fit: True allows the call while `fit` trains.
@@ -120,10 +120,10 @@ class TrainState:
         when = None
         if self.closed:
             when = "after close; make a new Trainer"
-        elif self.under_way:
-            when = "while minibatches are under way; call it between epochs"
         elif self.in_epoch and not in_fit:
             when = f"while fit trains; {_INSIDE_FIT.get(method, 'call it before or after')}"
+        elif self.under_way:
+            when = "while minibatches are under way; call it between epochs"
         elif self.accumulated and not with_gradients:
             when = "between no_sync and the update that uses its gradients"
         if when is not None:

@@ -76,8 +76,8 @@ class Trainer:
         scale_learning_rate: under pipedream, multiply a stage's learning rate by its replicas over the first
             stage's, because it updates more seldom by that factor (PipeDream's code).
         delay_warm_up: under asynchronous schedules, number of minibatches in which a stage whose gradients
-            are d updates late takes smaller steps, at first by the factor d (PipeMare, MLSys 2021, section
-            3.1). Not under pipedream-2bw, where d is 1 in every stage.
+            are d updates late takes smaller steps: d times smaller at first, then less and less so (PipeMare,
+            MLSys 2021, section 3.1). Not under pipedream-2bw, where d is 1 in every stage.
         compression: "fp16" sends float32 gradients between replicas as float16, in half the bytes. Sums then
             have three digits, and those beyond 65504 are infinite.
         predict: also measure model and machines for a given plan, to have its prediction in the summary. It
@@ -213,7 +213,7 @@ class Trainer:
 
     @property
     def worker(self) -> Worker:
-        """Engine of this rank; RuntimeError before the plan is made and after `close`."""
+        """Worker of this rank; RuntimeError before the plan is made and after `close`."""
         if self._worker is None:
             why = "model and machines are measured with the first minibatch; train one first"
             raise RuntimeError("the Trainer is closed; make a new one" if self.state.closed else why)
@@ -425,8 +425,11 @@ class Trainer:
 
         Raises:
             TypeError: the data set or its samples have another type.
-            ValueError: the data set differs between ranks or is empty, or the model has changed too much.
+            ValueError: the data set differs between ranks or is empty, a module or parameter was replaced, or
+                no plan fits.
+            UserError: the checkpoint was trained on another data set.
         """
+        self.state.check_call("prepare")
         if validation is not None:
             consistency.check_data_alike(self.world, "validation", validation, self.seed)
         self._checkpoints.check_data(self._make_ready(dataset))

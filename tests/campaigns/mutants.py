@@ -2,7 +2,7 @@
 
     pip install cosmic-ray coverage
     python -m tests.campaigns.mutants --count 300 --seed 0
-    python -m tests.campaigns.mutants --count 60 --only 'hybridpipe/stage/*' --keep /tmp/stage.json
+    python -m tests.campaigns.mutants --count 60 --only 'hybridpipe/stage/*'
 
 A seed draws the mutants from all that the operators below can make in the modules of mutants.toml, which
 also names each module's tests and the mutants known to be the same program. Tests run on a copy of the tree,
@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import py_compile
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -105,7 +106,12 @@ def mutants_of(module: str) -> list[Mutant]:
 
 def squeezed(module: str, was: str, became: str) -> tuple[str, str, str]:
     """A change as a key: cosmic-ray leaves blanks beside what it puts in."""
-    return module, was.replace(" ", ""), became.replace(" ", "")
+    return module, bare(was), bare(became)
+
+
+def bare(line: str) -> str:
+    """A line without blanks and comment."""
+    return re.sub(r"\s+#.*", "", line).replace(" ", "")
 
 
 @functools.cache
@@ -256,13 +262,32 @@ def draw(
     return mutants, equivalent
 
 
+def watch_all(
+    pool: ProcessPoolExecutor, mutants: list[Mutant], jobs: int
+) -> tuple[dict[str, float], dict[str, dict[str, list[str]]]]:
+    """The seconds of each test near the mutants, and the tests that run each line of each module."""
+    seconds: dict[str, float] = {}
+    runners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    files = sorted({file for mutant in mutants for file in files_of(mutant.module)})
+    for text in pool.map(watch, [files[i::jobs] for i in range(min(jobs, len(files)))]):
+        if not text.startswith("["):
+            sys.exit(text)
+        of_some, lines, failed = json.loads(text)
+        for test in failed:
+            print(f"left out, as it fails without a mutant: {test}", flush=True)
+        seconds |= {test: took for test, took in of_some.items() if test not in failed}
+        for module, of_line in lines.items():
+            for line, tests in of_line.items():
+                runners[module][line] += tests
+    return seconds, runners
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.mutants")
     parser.add_argument("--count", type=int, default=300, help="mutants; default: 300")
     parser.add_argument("--seed", type=int, default=0, help="which; default: 0")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="modules, as hybridpipe/stage/*")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time; default: 1")
-    parser.add_argument("--keep", type=Path, help="a file for what tests run, read if it is there")
     options = parser.parse_args()
     named = TABLE["equivalent"]
     reasons = {squeezed(row["module"], row["was"], row["became"]): row["reason"] for row in named}
@@ -270,25 +295,7 @@ def main() -> None:
     total, seen = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as parent:
         pool = ProcessPoolExecutor(options.jobs, FORK, make_copy, (Path(parent),))
-        seconds: dict[str, float] = {}
-        runners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        if options.keep and options.keep.exists():
-            seconds, runners = json.loads(options.keep.read_text())
-        else:
-            files = sorted({file for mutant in mutants for file in files_of(mutant.module)})
-            parts = [files[i :: options.jobs] for i in range(min(options.jobs, len(files)))]
-            for text in pool.map(watch, parts):
-                if not text.startswith("["):
-                    sys.exit(text)
-                of_some, lines, failed = json.loads(text)
-                for test in failed:
-                    print(f"left out, as it fails without a mutant: {test}", flush=True)
-                seconds |= {test: took for test, took in of_some.items() if test not in failed}
-                for module, of_line in lines.items():
-                    for line, tests in of_line.items():
-                        runners[module][line] += tests
-            if options.keep:
-                options.keep.write_text(json.dumps([seconds, runners]))
+        seconds, runners = watch_all(pool, mutants, options.jobs)
         jobs = []
         for mutant in mutants:
             tests = tests_of(mutant, seconds, runners)
@@ -311,7 +318,7 @@ def main() -> None:
         print(f"the same program: {mutant.module}: {was} → {became}: ", end="")
         print(reasons[squeezed(mutant.module, was, became)])
     for module, was, _ in reasons:
-        if was not in text_of(module).replace(" ", ""):
+        if was not in "\n".join(map(bare, text_of(module).splitlines())):
             print(f"mutants.toml names a line that is gone: {module}: {was}")
 
 

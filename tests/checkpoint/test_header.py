@@ -64,25 +64,6 @@ def test_shapes_that_overflow_are_refused_though_they_hold_nothing(shape):
         decode(said(a=("F32", shape, 0, 0)), 0, "file")
 
 
-@pytest.mark.parametrize(
-    "tensors, told",
-    [
-        ({"a": ("F32", [2], 0, 8), "b": ("F32", [1], 9, 13)}, "'b': data_offsets: must begin at 8, got 9"),
-        ({"a": ("F32", [2], 1, 9)}, "'a': data_offsets: must begin at 0, got 1"),
-        ({"a": ("F32", [2], 0, 9)}, "'a': data_offsets: must be 8 bytes for F32 of shape "),
-        ({"a": ("F32", [2], 0, 8), "b": ("F32", [1], 4, 8)}, "'b': data_offsets: must begin at 8, got 4"),
-        ({"a": ("F32", [-1], 0, 8)}, "'a': shape: must be integers >= 0"),
-        ({"a": ("F32", [2**63], 0, 8)}, "'a': shape: must be integers >= 0"),
-        ({"a": ("F32", [True], 0, 4)}, "'a': shape: must be integers >= 0"),
-        ({"a": ("F31", [2], 0, 8)}, "'a': dtype: unknown 'F31' "),
-        ({"a": ("F32", [3], 0, 12)}, "12 bytes of tensors, and the file holds 8"),
-    ],
-)
-def test_bytes_that_no_tensor_or_two_account_for_are_refused(tensors, told):
-    with pytest.raises(UserError, match=told):
-        decode(said(**tensors), 8, "file")
-
-
 def test_tensors_are_in_the_order_of_their_bytes():
     slots, _ = decode(said(b=("F32", [1], 4, 8), none=("F32", [0], 4, 4), a=("U8", [4], 0, 4)), 8, "file")
     assert [slot.name for slot in slots] == ["a", "none", "b"]

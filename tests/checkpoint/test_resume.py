@@ -120,7 +120,7 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["1-1-1-1", "1-2-1", "2-2-3"])
-def test_a_cut_changes_nothing(name, kind):
+def test_resuming_changes_nothing(name, kind):
     """The second part begins with new executors, and nothing but what the first ones had at the point."""
     plan = make_plan(name, 6, **KINDS[kind])
     every = resume_points_every(plan)

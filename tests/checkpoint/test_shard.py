@@ -138,6 +138,11 @@ TERABYTE = 1 << 40
         (file_of(tensor(), bytes(3)), "declares 4 bytes of tensors, and the file holds 3"),
         (file_of(tensor(), bytes(5)), "declares 4 bytes of tensors, and the file holds 5"),
         (file_of({"y": tensor()["x"], **tensor()}, bytes(4)), "data_offsets: must begin at 4, got 0"),
+        (
+            file_of({**tensor(), "y": tensor(offsets=(5, 9))["x"]}, bytes(9)),
+            "data_offsets: must begin at 4, got 5",
+        ),
+        (file_of(tensor(shape=(2**63, 0), offsets=(0, 0))), "shape: must be integers >= 0"),
         (file_of(tensor(dtype="F128"), bytes(4)), "dtype: unknown 'F128'"),
         (file_of(tensor(dtype=["F32"]), bytes(4)), "dtype: unknown ['F32']"),
         (file_of(tensor(code="print()"), bytes(4)), "must have dtype, shape and data_offsets"),

@@ -47,7 +47,7 @@ def test_a_wait_within_a_wait_ends_in_the_outer_one():
     assert status.wait is None
 
 
-def test_whoever_begins_something_else_has_moved():
+def test_a_rank_that_begins_something_else_has_moved():
     status = RankStatus()
     doing, wait = status.doing, status.wait
     assert not status.has_moved_since(doing, wait)

@@ -102,7 +102,7 @@ def test_predictions_do_not_count_and_addresses_are_not_seen():
 
 
 class Many(World):
-    """What rank 1 of five sees: ranks 3 and 4 have the same as it, rank 2 has something else."""
+    """A world of five as rank 1 sees it: ranks 3 and 4 have its facts, rank 2 has others."""
 
     size = 5
 

@@ -1,4 +1,4 @@
-"""Where an executor looks for a fault: at a microbatch of a minibatch, or at the update that comes next."""
+"""Points where an executor looks for a fault: a microbatch of a minibatch, or the next update."""
 
 from types import SimpleNamespace
 

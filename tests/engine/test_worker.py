@@ -1,6 +1,5 @@
-"""Which microbatches a rank loads, of a training that begins and of one that goes on."""
+"""Microbatches that a rank loads, from the start of a training and after a resume."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,20 +9,18 @@ from hybridpipe.planning.plan import Place, Plan
 from tests.planning.helpers import plan
 
 
-def worker(of: Plan, place: Place) -> SimpleNamespace:
-    """As much of one as knows what is loaded."""
-    made = SimpleNamespace(plan=of, place=place)
+def worker(of: Plan, place: Place) -> Worker:
+    """Make a worker without communicators, which knows only what it loads."""
+    made = Worker.__new__(Worker)
+    made.plan, made.place = of, place
     made.executor = SimpleNamespace(held=of.held_stages(place))
-    made._loaded = partial(Worker._loaded, made)
-    made._resumed_program = partial(Worker._resumed_program, made)
-    made._program = partial(Worker._make_program, made)
-    made._forward_program = partial(Worker._make_forward_program, made)
+    made._program, made._forward_program = made._make_program, made._make_forward_program
     return made
 
 
 def of_all_replicas(of: Plan, stage: int, *arguments) -> list[tuple[int, int]]:
     places = [Place(stage, replica) for replica in range(of.replicas[stage])]
-    return sorted(each for place in places for each in Worker.loads(worker(of, place), *arguments))
+    return sorted(each for place in places for each in worker(of, place).loads(*arguments))
 
 
 @pytest.mark.parametrize("begin", [0, 1, 2])
@@ -51,5 +48,5 @@ def test_of_a_stream_of_minibatches_each_microbatch_is_loaded():
 
 def test_an_evaluation_is_loaded_by_the_same_ranks():
     of = plan([2, 1], 4)
-    assert Worker.loads_to_infer(worker(of, Place(0, 1)), [4, 2]) == [(0, 1), (0, 3), (1, 1)]
-    assert Worker.loads_to_infer(worker(of, Place(1, 0)), [4, 1]) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
+    assert worker(of, Place(0, 1)).loads_to_infer([4, 2]) == [(0, 1), (0, 3), (1, 1)]
+    assert worker(of, Place(1, 0)).loads_to_infer([4, 1]) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]

@@ -58,7 +58,7 @@ def launched(tmp_path, *words: str, restarts: int = 0, fault: str = "") -> "subp
 
 
 def test_a_single_rank_tells_why_it_has_failed(tmp_path):
-    """In a world of one rank, exit reports were not read: every restart failed in the same way."""
+    """In a world of one rank, exit reports were once not read: every restart failed in the same way."""
     fault = "rank=0,step=3,point=forward,kind=raise"
     done = launched(tmp_path, "--plan", "dp", restarts=3, fault=f"{fault};{fault},attempt=1")
     assert done.returncode == 1

@@ -67,7 +67,6 @@ def test_asynchronous_from_a_published_graph(job, folder):
         2 * HEADER + 64 + 2 * 1024 // SCALE
     )  # gradients say which there are
     assert told["bytes_allreduced"] == 8 // 2 * 2 * 2048 // SCALE  # once in a round of two minibatches
-    assert told["minibatch_seconds_median"] > 0
     assert told["predicted_minibatch_seconds"] is None
 
 

@@ -128,7 +128,7 @@ def test_a_rank_far_from_the_end_lets_others_report_first(plan, place, seconds):
 
 
 def test_who_tells_is_known_by_stage_and_then_by_rank():
-    """Of a loss and of gradients of stages 0 and 1, and of two replicas, another number each."""
+    """Each rank passes another number for a loss and for a gradient; later stages pass larger ones."""
     plan, numbers = make_plan("2-2", 4, 2), []
 
     def agree(number):

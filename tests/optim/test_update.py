@@ -54,6 +54,7 @@ def test_without_a_delay_the_rate_is_the_users():
     assert LearningRate(scale=2.0).factor(7) == 2 and not LearningRate(scale=2.0).always_one
     assert LearningRate(delay=1, warm_up=10).factor(0) == 1 and LearningRate(delay=1, warm_up=10).always_one
     assert LearningRate(delay=2, warm_up=0).always_one and not LearningRate(delay=2, warm_up=1).always_one
+    assert LearningRate(delay=2).factor(0) == 1  # nor without a warm-up
 
 
 @pytest.mark.parametrize("delay", [2, 3, 7])
@@ -353,11 +354,3 @@ def test_a_new_scheduler_catches_up_without_a_step_of_the_optimizer():
     assert update.num_minibatches == 5
     assert update.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
     assert weight.eq(1).all() and weight.grad is None
-
-
-def test_a_step_is_of_one_minibatch_unless_it_is_of_more():
-    update = Update(sgd(parameters(1.0)), step_lr)
-    update.step()
-    assert update.num_minibatches == 1 and update.scheduler.last_epoch == 1
-    update.step(3)
-    assert update.num_minibatches == 4 and update.scheduler.last_epoch == 4

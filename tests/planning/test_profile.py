@@ -136,7 +136,7 @@ def test_two_halves_take_longer_than_a_whole_under_zero_bubble_alone():
         replace(halved, input_seconds=-1)
 
 
-def test_only_schedules_that_flush_and_do_not_halve_their_backwards_join_products():
+def test_only_flushing_schedules_with_whole_backwards_batch_wgrad():
     joining = replace(layer(1, 4), joined=JoinedProducts(3.0, 0.5, 0.25, 2, kept_bytes=7))
     for schedule in ("1f1b", "gpipe", "interleaved-1f1b"):
         assert (joining.backward(schedule, 1), joining.products(schedule, 1)) == (3, 0.75)

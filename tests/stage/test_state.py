@@ -330,7 +330,7 @@ def test_a_copy_does_not_follow_training():
 
 
 def test_groups_are_told_with_the_options_that_they_were_made_with():
-    """Of three groups the stage has parameters of the last two."""
+    """The stage has parameters of the last two of three groups."""
     layers = make_layers()
     groups = [{"params": [*layers[i].parameters()], "lr": 0.1 * i} for i in range(3)]
     optimizer, state = optim.SGD(groups), State()

@@ -20,13 +20,26 @@ def data(num_samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(num_samples, 4).double(), torch.randint(0, 3, (num_samples,)))
 
 
+def seeded(num_samples: int, seed: int = 2) -> TensorDataset:
+    """Make `data` that is the same each time."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_samples, 4, dtype=torch.float64, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (num_samples,), generator=generator))
+
+
+def seeded_mlp() -> nn.Sequential:
+    """Make an `mlp` that is the same each time."""
+    torch.manual_seed(1)
+    return mlp()
+
+
 def whole(num_microbatches: int = 4, **options) -> Plan:
-    """Everything on the one rank."""
+    """Make a plan with all layers on one rank."""
     return Plan((StageSpec(0, 3),), num_microbatches=num_microbatches, **options)
 
 
 def plain_loop(model: nn.Module, batches, optimizer=momentum, loss=cross_entropy) -> list[float]:
-    """What a user would write without us."""
+    """Train in plain PyTorch and return the losses."""
     update, losses = optimizer(model.parameters()), []
     for inputs, targets in batches:
         update.zero_grad()

@@ -79,8 +79,13 @@ def test_ignored_targets_are_not_judged(loss, ignored):
         (nn.MSELoss(), torch.randn(6, 4), CLASSES),
         (mse, torch.randn(6, 4).double(), torch.randn(6, 4).double()),
         (lambda o, t: o.double().sum(), torch.zeros(6, 4, dtype=torch.long), CLASSES),
+        (lambda o, t: o.sum(), torch.randn(6), CLASSES),
+        (lambda o, t: o.sum(), torch.randn(6, 4), torch.zeros(6, 4).long()),
     ],
-    ids=["one logit", "counts", "-1", "poisson", "huber", "mse", "floats", "integers come out"],
+    ids=[
+        *("one logit", "counts", "-1", "poisson", "huber", "mse", "floats", "integers come out"),
+        *("no classes", "as many targets as outputs"),
+    ],
 )
 def test_what_is_no_classification_has_no_accuracy(loss, outputs, targets):
     """A single logit's argmax was taken; a regression on counts had an accuracy."""
@@ -100,6 +105,9 @@ def test_the_loss_tells_where_the_classes_are():
     labels = torch.randint(0, 4, (6, 4))
     assert accuracy(cross_entropy, one_hot(labels).transpose(1, 2), labels) == 1.0
     assert accuracy(PerToken(), one_hot(labels), labels) == 1.0
+    wide, two = torch.randint(0, 4, (6, 5)), CLASSES % 2
+    assert accuracy(lambda o, t: o.sum(), one_hot(wide).transpose(1, 2), wide) == 1.0
+    assert accuracy(lambda o, t: o.sum(), one_hot(two, 2), two) == 1.0
 
 
 def test_metrics_of_the_users_are_sums_over_counts():
@@ -210,22 +218,3 @@ def test_a_microbatch_has_as_many_numbers_as_are_said(num_metrics, own, width):
     named = {f"m{i}": lambda o, t: (1, 2) for i in range(num_metrics - own)}
     metrics = MicrobatchMetrics(cross_entropy, named | ({"accuracy": lambda o, t: (1, 2)} if own else {}))
     assert metrics.width == width == len(metrics(torch.randn(3, 4), torch.tensor([0, 1, 2])))
-
-
-@pytest.mark.parametrize(
-    "shape, targets, dim",
-    [
-        ((6, 2), (6,), 1),  # two classes
-        ((6, 1), (6,), None),
-        ((6, 4, 4), (6, 4), 2),  # the last one
-        ((6,), (6,), None),
-        ((6, 4), (6, 4), None),
-        ((6, 4, 5), (6, 5), 1),
-    ],
-)
-def test_where_the_classes_are(shape, targets, dim):
-    accuracy = Accuracy(lambda o, t: o.sum())
-    found = accuracy._class_dimension(torch.randn(shape), torch.zeros(targets, dtype=torch.long))
-    assert found == dim
-    second = Accuracy(cross_entropy)._class_dimension(torch.randn(6, 4, 4), torch.zeros(6, 4).long())
-    assert second == 1

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec
+from tests.training.helpers import seeded, seeded_mlp
 
 cross_entropy = nn.functional.cross_entropy
 decaying = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -21,15 +22,8 @@ decaying = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def mlp() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
 def data(num_samples: int = 19) -> TensorDataset:
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(num_samples, 4, dtype=torch.float64, generator=generator)
-    return TensorDataset(inputs, torch.randint(0, 3, (num_samples,), generator=generator))
+    return seeded(num_samples)
 
 
 @pytest.fixture
@@ -68,7 +62,7 @@ def leave_gradients(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_gradients_that_were_left_in_the_model_count_for_nothing(make, schedule):
-    model = mlp()
+    model = seeded_mlp()
     leave_gradients(model)
     loop, trainer = Loop(copy.deepcopy(model)), make(model, schedule)
     for _ in range(2):
@@ -85,7 +79,7 @@ def test_gradients_that_were_left_in_the_model_count_for_nothing(make, schedule)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "pipedream"])
 def test_what_is_trained_may_change_between_two_fits(make, schedule):
     """A layer that was unfrozen was not trained; one that was frozen kept what autograd left it."""
-    model = mlp()
+    model = seeded_mlp()
     model[0].requires_grad_(False)
     loop, trainer = Loop(copy.deepcopy(model)), make(model, schedule)
     for layer, is_trained in [(0, False), (0, True), (2, False), (2, True)]:
@@ -99,7 +93,7 @@ def test_what_is_trained_may_change_between_two_fits(make, schedule):
 
 
 def test_train_step_sees_what_is_trained_now(make):
-    model = mlp()
+    model = seeded_mlp()
     trainer = make(model)
     trainer.train_step(*data()[:8])
     model[0].requires_grad_(False)
@@ -149,7 +143,7 @@ def test_a_model_that_is_all_in_evaluation_mode_is_told(make, capsys):
 
 
 def test_hooks_on_the_model_itself_are_refused(make):
-    trainer = make(model := mlp())
+    trainer = make(model := seeded_mlp())
     trainer.fit(data())
     hook = model.register_forward_hook(lambda *_: None)
     for work in (lambda: trainer.fit(data()), lambda: trainer.train_step(*data()[:8])):
@@ -161,7 +155,7 @@ def test_hooks_on_the_model_itself_are_refused(make):
 
 def test_hooks_on_layers_are_called(make):
     calls = []
-    trainer = make(model := mlp())
+    trainer = make(model := seeded_mlp())
     trainer.train_step(*data()[:8])
     model[1].register_forward_hook(lambda *_: calls.append(1))
     trainer.train_step(*data()[:8])
@@ -169,7 +163,7 @@ def test_hooks_on_layers_are_called(make):
 
 
 def test_a_model_with_nothing_to_train_is_refused(make):
-    trainer = make(mlp().requires_grad_(False))
+    trainer = make(seeded_mlp().requires_grad_(False))
     trainer.evaluate(data())
     with pytest.raises(ValueError, match="nothing to train: no parameter has requires_grad"):
         trainer.fit(data())
@@ -190,7 +184,7 @@ def replace_parameter(model):
 )
 def test_other_layers_parameters_or_dtypes_are_refused(make, change):
     """The trainer went on with those that it had."""
-    trainer = make(model := mlp())
+    trainer = make(model := seeded_mlp())
     trainer.fit(data())
     change(model)
     for work in (lambda: trainer.fit(data()), lambda: trainer.evaluate(data())):
@@ -201,12 +195,12 @@ def test_other_layers_parameters_or_dtypes_are_refused(make, change):
 @pytest.mark.parametrize("name", ["model", "loss", "seed", "minibatch_size", "device", "rule"])
 def test_what_a_trainer_was_made_with_cannot_be_assigned(make, name):
     with pytest.raises(AttributeError, match=f"{name} of a Trainer cannot be changed"):
-        setattr(make(mlp()), name, 3)
+        setattr(make(seeded_mlp()), name, 3)
 
 
 def test_autocast_around_the_trainer_is_refused(make):
     """The weights that it casts are kept until it ends, so that updates were not seen."""
-    trainer = make(mlp())
+    trainer = make(seeded_mlp())
     for work in (trainer.fit, trainer.evaluate, lambda samples: trainer.train_step(*samples[:8])):
         with (
             torch.autocast("cpu", torch.bfloat16),
@@ -216,7 +210,7 @@ def test_autocast_around_the_trainer_is_refused(make):
 
 
 def test_training_under_no_grad_is_refused(make):
-    trainer = make(mlp())
+    trainer = make(seeded_mlp())
     with torch.no_grad():
         with pytest.raises(RuntimeError, match=r"fit must not be called under torch.no_grad"):
             trainer.fit(data())
@@ -224,7 +218,7 @@ def test_training_under_no_grad_is_refused(make):
 
 
 def test_fit_between_no_sync_and_its_update_is_refused(make):
-    trainer = make(mlp())
+    trainer = make(seeded_mlp())
     with trainer.no_sync():
         trainer.train_step(*data()[:8])
     with pytest.raises(ValueError, match="before the update that follows"):

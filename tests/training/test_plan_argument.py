@@ -100,7 +100,7 @@ def test_giving_the_microbatch_size_of_the_plan_is_no_error(make):
 
 
 def test_an_error_of_the_model_is_no_mistake_about_the_plan():
-    """`train` tells a ValueError about plan or sizes in one line; the model's own lost its traceback so."""
+    """`train` reports a ValueError about plan or sizes in one line; a model's error keeps its traceback."""
 
     class Broken(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from hybridpipe.checkpoint.directory import read_manifest
 from hybridpipe.checkpoint.manifest import MANIFEST, to_text
 from hybridpipe.errors import UserError
 from hybridpipe.optim import update
+from tests.training.helpers import seeded, seeded_mlp
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -34,15 +35,8 @@ def step_lr(step_size: int, gamma: float = 0.5):
     return partial(StepLR, step_size=step_size, gamma=gamma)
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
 def data(num_samples: int = 40, seed: int = 2) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(num_samples, 4, dtype=torch.float64, generator=generator)
-    return TensorDataset(inputs, torch.randint(0, 3, (num_samples,), generator=generator))
+    return seeded(num_samples, seed)
 
 
 @pytest.fixture
@@ -51,7 +45,7 @@ def make(make_trainer):
         count = 1 if schedule == "pipedream" else 4
         plan = Plan((StageSpec(0, 3),), schedule, num_microbatches=count)
         given = {"loss": cross_entropy, "optimizer": optimizer or sgd(), "plan": plan, "minibatch_size": 8}
-        return make_trainer(net(), **(given | options))
+        return make_trainer(seeded_mlp(), **(given | options))
 
     return trainer
 
@@ -65,7 +59,7 @@ def saved(make, folder: Path, **options) -> Path:
 
 def in_plain_pytorch(first, then, schedulers) -> nn.Sequential:
     """One epoch with each optimizer: the second has the state of the first, and a schedule of its own."""
-    model, state, num_steps = net(), {}, 0
+    model, state, num_steps = seeded_mlp(), {}, 0
     for make, schedule in zip((first, then), schedulers, strict=True):
         optimizer = make(model.parameters())
         optimizer.state.update(state)

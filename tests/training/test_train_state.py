@@ -85,14 +85,6 @@ def test_a_request_to_stop_does_not_put_off_another():
     assert fresh.stop_from == 9
 
 
-def test_nothing_is_called_while_minibatches_are_under_way():
-    state = TrainState()
-    state.check_call("evaluate")
-    state.under_way = True
-    with pytest.raises(RuntimeError, match="evaluate was called while minibatches are under way"):
-        state.check_call("evaluate")
-
-
 def test_a_checkpoint_says_no_more_than_the_losses_that_are_in():
     state = TrainState(progress=begun(position=6))
     assert state.state_dict()["so_far"] == asdict(begun())

@@ -272,14 +272,16 @@ def test_resume_refuses_gradients_that_await_an_update(make, tmp_path):
     assert trainer.step == 0
 
 
-@pytest.mark.parametrize("method", ["train_step", "fit", "evaluate", "resume"])
+@pytest.mark.parametrize(
+    "method", ["train_step", "fit", "evaluate", "prepare", "save", "resume", "full_state_dict"]
+)
 def test_a_closed_trainer_says_so(make, tmp_path, method):
-    """One made a new plan instead, and measured for it."""
+    """A closed trainer once made a new plan and measured the model for it."""
     trainer, samples = make(), data(8)
-    given = {"train_step": samples[:], "resume": (tmp_path,)}.get(method, (samples,))
+    given = {"train_step": samples[:], "save": (tmp_path,), "resume": (tmp_path,), "full_state_dict": ()}
     trainer.close()
     with pytest.raises(RuntimeError, match=f"^{method} was called after close; make a new Trainer$"):
-        getattr(trainer, method)(*given)
+        getattr(trainer, method)(*given.get(method, (samples,)))
 
 
 @pytest.mark.parametrize("schedule, count", [("1f1b", 4), ("pipedream", 1), ("pipedream-2bw", 4)])

@@ -145,7 +145,7 @@ class LayerCosts:
         return [(summed[:width], slowest[:width]) for (summed, slowest), width in each]
 
     def stages(self, kind: StageKind, width: int) -> tuple[Floats, Floats]:
-        """Return the seconds in the sum and in the maximum of stages: of the d+1 layers from i on, at `[d, i]`.
+        """Return the seconds of stages in the sum and in the maximum: of the d+1 layers from i, at `[d, i]`.
 
         The maximum is infinite where the stage does not fit into memory. Entries of stages that would end
         behind the last layer have no meaning.

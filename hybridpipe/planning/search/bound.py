@@ -1,8 +1,8 @@
 """Bound: lower bounds of a plan's simulated seconds, by which a search skips plans that cannot be the best.
 
-`formula.estimate` lets every rank and link work without a pause. Under pipedream the replicas of a first stage
-pause, and the least length of the pause is known as well. An update ends in all of them at once, so all start
-a round at one instant, and send their activations at one instant. Those for one receiver share its port
+`formula.estimate` lets every rank and link work without a pause. Under pipedream the replicas of a first
+stage pause, and the least length of the pause is known as well. An update ends in all of them at once, so all
+start a round at one instant, and send their activations at one instant. Those for one receiver share its port
 evenly, and none of them arrives before all could have. These steps therefore take at least
 
     F + A + u                                     one round
@@ -16,8 +16,8 @@ evenly, and none of them arrives before all could have. These steps therefore ta
 
 The first sum is forward, all-reduce of a round before, and update. A starts with the round's activations at
 best, and has half of its ranks' ports while messages are on them. Where h = 2 the gradients that answer the
-activations are such messages, too, beyond those that pass during F and u. Its share is never less than a half, so starting later spares no
-more than it costs.
+activations are such messages, too, beyond those that pass during F and u. Its share is never less than a
+half, so starting later spares no more than it costs.
 
 The second sum is the way of a round's last minibatch, after which its replica forwards the one h rounds
 later. The receiver goes through q minibatches of a round in between, in the order of 1F1B: its last backward
@@ -124,7 +124,7 @@ class _Rounds:
         return rest + float(np.mean(np.minimum(alone / share, alone + in_the_way * (1 - share))))
 
     def way_of_last(self) -> float:
-        """Return the mean seconds of a round's last minibatch on its way, divided by the rounds it may take."""
+        """Return the mean seconds of a round's last minibatch on its way, divided by its number of rounds."""
         ahead = self.k * (self.held_behind - 1)  # minibatches forwarded before its backward
         last = (ahead - 1) % self.m  # the replica of the last of them
         first, count = last % self.k, last // self.k + 1  # up to it, with the same receiver

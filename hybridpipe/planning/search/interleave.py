@@ -5,8 +5,8 @@ is cut into p v stages that go round the groups v times.
 
 The cuts are exact for given groups of ranks of one speed, and given v: no cuts have a faster slowest stage.
 For each factor of `SLACKS`, no cuts whose slowest stage takes at most that factor longer send less. Where
-speeds differ, stages greedily take as many layers as the bound allows. Values of p and v and numbers of replicas are tried:
-`estimate` ranks the results, and the simulator decides.
+speeds differ, stages greedily take as many layers as the bound allows. Values of p and v and numbers of
+replicas are tried: `estimate` ranks the results, and the simulator decides.
 """
 
 from bisect import bisect_right

@@ -19,7 +19,7 @@ from hybridpipe.model.rng import random_key
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 from hybridpipe.stage import wgrad
 
-# The layer in the middle is to be large enough for its products to be joined, of three microbatches at most.
+# Make the middle layer large enough for batched weight gradients, of three microbatches at most.
 wgrad.LEAST_ELEMENTS, wgrad.LEAST_SIDE, wgrad.ENOUGH_ROWS = 9 * 9, 9, 5
 MINIBATCH, MICROBATCH, SEED = 12, 2, 7
 SAMPLES = 41  # the last minibatch has 5 samples, its last microbatch 1

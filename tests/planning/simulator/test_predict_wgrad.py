@@ -73,6 +73,6 @@ def test_a_second_minibatch_takes_as_long_as_the_first():
 def test_the_drawing_names_them():
     _, timeline = run([1, 1], 2, [COST, COST])
     drawn = text(timeline, width=70)
-    assert "+++" in drawn.splitlines()[1] and ", + joined products" in drawn
+    assert "+++" in drawn.splitlines()[1] and ", + batched wgrad" in drawn
     (cost,) = [StageCost(1.0, 2.0)]
     assert "joined" not in text(run([1, 1], 2, [cost, cost])[1])
