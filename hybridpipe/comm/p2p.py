@@ -4,7 +4,7 @@ Stands between the transport, which moves bytes, and the executor, which knows v
 Invariant: shapes and types of a message are those of the first with the same `_SpecKey`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -34,15 +34,15 @@ LARGEST_TAG = 2**15 - 1  # every MPI library allows it
 
 KINDS = 3
 ACTIVATION, GRADIENT, SPEC = range(KINDS)
-HEADER_NAMES = ("kind", "step", "microbatch", "stage")
+HEADER_NAMES = ("kind", "step", "microbatch", "stage", "form")
 
 
 class _SpecKey(NamedTuple):
-    """The key of a spec: shapes depend on the cut, the peer, the number of samples, and training."""
+    """The key of a spec: shapes depend on the cut, the peer, the microbatch's form, and training."""
 
     cut: int
     peer: int
-    samples: int
+    form: int
     training: bool
 
 
@@ -67,8 +67,8 @@ class _Posted(NamedTuple):
 class PointToPoint:
     """The messages of one rank at `stage`. Call `begin` before each program.
 
-    Before a pair of ranks exchanges its first microbatch of some size, the sender sends a `Spec`. Later
-    receives of that size are posted ahead into reused buffers. A rank that holds several stages has one
+    Before a pair of ranks exchanges its first microbatch of some form, the sender sends a `Spec`. Later
+    receives of that form are posted ahead into reused buffers. A rank that holds several stages has one
     object a stage, over one transport.
     """
 
@@ -85,14 +85,15 @@ class PointToPoint:
         """Forget the specs. Call it on both sides of a cut while no message is under way."""
         self._specs.clear()
 
-    def begin(self, program: Program, sizes: Sequence[int], step: int, training: bool) -> None:
+    def begin(self, program: Program, form: Callable[[int], int], step: int, training: bool) -> None:
         """Prepare for a program.
 
         Args:
-            sizes: number of samples of each microbatch.
+            form: maps a microbatch to a number; microbatches of one form have messages of the same shapes and
+                types. It is sent in every header, so that ranks that disagree notice.
             step: number of minibatches before the program's first one; sent in every header.
         """
-        self._sizes, self._step, self._training = sizes, step, training
+        self._form, self._step, self._training = form, step, training
         self._receives = [
             i
             for i in program
@@ -105,7 +106,7 @@ class PointToPoint:
         """Start sending a stage's output to the next stage.
 
         Raises:
-            ProtocolError: shapes or types differ from those of earlier microbatches of the same size.
+            ProtocolError: shapes or types differ from those of earlier microbatches of the same form.
         """
         tensors = tensors_of(value)
         spec = spec_of(tensors, single=isinstance(value, Tensor))
@@ -115,7 +116,7 @@ class PointToPoint:
             self._transport.send(encode_spec(spec), key.peer, self._tag(SPEC, microbatch, self._stage))
         elif known != spec:
             raise ProtocolError(
-                f"the output of stage {self._stage} changed for microbatches of {key.samples} samples: "
+                f"the output of stage {self._stage} changed for microbatches of {key.form} samples: "
                 f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes and types that "
                 "depend on the number of samples only"
             )
@@ -172,7 +173,7 @@ class PointToPoint:
                 f"{LARGEST_MESSAGE_BYTES}; use smaller microbatches"
             )
         buffer = self._transport.buffer(spec.num_bytes)
-        pack(buffer, spec, tensors, (kind, self._step, microbatch, cut))
+        pack(buffer, spec, tensors, (kind, self._step, microbatch, cut, self._form(microbatch)))
         self.bytes_sent += spec.num_bytes
         self._transport.send(buffer, peer, self._tag(kind, microbatch, cut))
 
@@ -199,7 +200,7 @@ class PointToPoint:
             buffer = self._transport.buffer(spec.num_bytes)
             tag = self._tag(kind, m, cut)
             pending = self._transport.receive(buffer, key.peer, tag)
-            header = (kind, self._step, m, cut)
+            header = (kind, self._step, m, cut, key.form)
             self._posted[instruction] = _Posted(pending, buffer, spec, header, key.peer, tag)
             self._num_posted += 1
 
@@ -217,15 +218,17 @@ class PointToPoint:
                 continue
             found = dict(zip(HEADER_NAMES, header_of(message, len(HEADER_NAMES)), strict=True))
             expected = self._tag(found["kind"], found["microbatch"], found["stage"])
+            told = ", ".join(f"{name} {value}" for name, value in found.items())
             if tag != expected:
                 raise ProtocolError(
-                    f"rank {peer} sent a message with tag {tag} where the plan expects {expected}: "
-                    f"{', '.join(f'{name} {value}' for name, value in found.items())}"
+                    f"rank {peer} sent a message with tag {tag} where the plan expects {expected}: {told}"
                 )
+            if found["form"] != (form := self._form(found["microbatch"])):  # the ranks' models took two paths
+                raise ProtocolError(f"rank {peer} sent a microbatch of another form than {form}: {told}")
 
     def _key(self, microbatch: int, stage: int) -> _SpecKey:
         cut, peer = min(stage, self._stage), self._rank_of(stage, microbatch)
-        return _SpecKey(cut, peer, self._sizes[microbatch], self._training)
+        return _SpecKey(cut, peer, self._form(microbatch), self._training)
 
     def _tag(self, kind: int, microbatch: int, cut: int) -> int:
         """Return a message's tag. Tags repeat; messages with one tag arrive in the order of sending."""

@@ -5,6 +5,7 @@ Invariant: the executor decides nothing; no other module turns a schedule's data
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -124,8 +125,7 @@ class Executor:
             done: number of the stream's first minibatches that earlier updates cover; `program` leaves
                 them out.
         """
-        for each in self.p2p:
-            each.begin(program.instructions, stream.sizes, stream.step, training=True)
+        self._begin(program, stream, stream.step, training=True)
         run = self.new_run(stream, done)
         for part in program.parts:
             self._execute(run, program, part)
@@ -149,11 +149,15 @@ class Executor:
         Args:
             number: index of the minibatch in the evaluation; a part of the random key.
         """
-        for each in self.p2p:
-            each.begin(program.instructions, minibatch.sizes, step=0, training=False)
-        run = InferenceRun(self, minibatch, on_outputs, number)
+        stream = Stream([minibatch], -1 - number)
+        self._begin(program, stream, step=0, training=False)
+        run = InferenceRun(self, stream, on_outputs)
         for part in program.parts:
             self._execute(run, program, part)
+
+    def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
+        for stage, p2p in zip(self.stages, self.p2p, strict=True):
+            p2p.begin(program.instructions, partial(_form, stage, stream, training), step, training)
 
     def _execute(self, run: "ProgramRun", program: RankProgram, part: Part) -> None:
         """Run the instructions of one part, and preserve the random state, since layers seed generators."""
@@ -167,6 +171,11 @@ class Executor:
     def to_device(self, value: TensorTree) -> TensorTree:
         """Move a value to this rank's device."""
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
+
+
+def _form(stage: Stage, stream: Stream, training: bool, microbatch: int) -> int:
+    at = stream[microbatch]
+    return stage.layers.form(stream.sizes[microbatch], lambda: at.inputs, training)
 
 
 class ProgramRun:
@@ -255,17 +264,15 @@ class ProgramRun:
         m, c = instruction.microbatch, instruction.chunk
         stage, at = self.executor.stages[c], self.stream[m]
         self.step = at.step
-        held = self.executor.held[c]
-        inputs = self.values.pop((m, c)) if held else self.executor.to_device(at.inputs)
+        received, inputs = self.values.pop((m, c), None), self.inputs_of(instruction)
         targets = None if stage.loss is None else self.executor.to_device(at.targets)
-        if not held or targets is not None:
+        if inputs is not None or targets is not None:
             self.note(Load(m, c))
+        given = self.weights, m, inputs
         if targets is None:
-            self.values[m, c] = stage.forward(at.microbatch, inputs, at.step, self.weights, slot=m)
+            self.values[m, c] = stage.forward(at.microbatch, received, at.step, *given)
         else:
-            loss = stage.forward_loss(
-                at.microbatch, inputs, targets, at.share, at.step, weights=self.weights, slot=m
-            )
+            loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *given)
             if not loss.requires_grad:
                 raise ValueError(
                     "the loss depends on nothing that is trained: the outputs were detached or made under "
@@ -274,6 +281,12 @@ class ProgramRun:
             self.losses[m] = self.unchecked[m] = loss.detach()
         if not c:  # each of a rank's stages sees the same samples
             self.executor.statistics.num_samples += self.stream.sizes[m]
+
+    def inputs_of(self, instruction: Forward) -> TensorTree | None:
+        """Load the model's inputs for one microbatch; None where the stage needs none."""
+        if not self.executor.stages[instruction.chunk].layers.needs_inputs:
+            return None
+        return self.executor.to_device(self.stream[instruction.microbatch].inputs)
 
     def backward(self, instruction: Backward) -> None:
         """Run a microbatch's whole backward and hold the gradients of its input."""
@@ -370,8 +383,8 @@ class StashedRun(ProgramRun):
 class InferenceRun(ProgramRun):
     """A run of forwards without a graph."""
 
-    def __init__(self, executor: Executor, minibatch: Minibatch, on_outputs: OnOutputs, number: int) -> None:
-        super().__init__(executor, Stream([minibatch], -1 - number))
+    def __init__(self, executor: Executor, stream: Stream, on_outputs: OnOutputs) -> None:
+        super().__init__(executor, stream)
         self.on_outputs, self.step = on_outputs, None
 
     def note(self, instruction: Instruction | Load | Products) -> None:
@@ -381,8 +394,7 @@ class InferenceRun(ProgramRun):
         """Run the layers without a graph; the last stage hands its outputs to `on_outputs`."""
         m, c = instruction.microbatch, instruction.chunk
         stage, at = self.executor.stages[c], self.stream[m]
-        inputs = self.values.pop((m, c)) if self.executor.held[c] else self.executor.to_device(at.inputs)
-        outputs = stage.infer(m, inputs, at.step)
+        outputs = stage.infer(m, self.values.pop((m, c), None), at.step, self.inputs_of(instruction))
         if stage.loss is None:
             self.values[m, c] = outputs
         else:

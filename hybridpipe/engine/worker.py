@@ -273,9 +273,9 @@ class Worker:
 
     def _loaded(self, program: RankProgram) -> list[int]:
         """Return the microbatches whose inputs or targets a program loads."""
-        held, ends = self.executor.held, (0, self.plan.num_stages - 1)
+        loads = [stage.loads for stage in self.executor.stages]
         forwards = (each for each in program.instructions if isinstance(each, Forward))
-        return [each.microbatch for each in forwards if held[each.chunk] in ends]
+        return [each.microbatch for each in forwards if loads[each.chunk]]
 
     def leave_stream(self) -> None:
         """Allow all ranks to close the generator of `stream` early, at a resume point.

@@ -380,14 +380,15 @@ def _pass(
         crossing: for each layer, the outputs that get a gradient; missing layers are filled in.
     """
     took = {}
-    value = microbatch.inputs
+    value: TensorTree | None = None
     for i, stage in enumerate(stages):
+        inputs = microbatch.inputs if stage.layers.needs_inputs else None
         began = watch.now()
         if stage.loss is None:
-            outputs = stage.forward(0, value, step=0)
+            outputs = stage.forward(0, value, step=0, inputs=inputs)
             value = _leaves(outputs, crossing.setdefault(i, _require_grad(outputs)))
         else:
-            stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0)
+            stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0, inputs=inputs)
         took["forward", i] = watch.since(began)
     gradients: tuple[Tensor | None, ...] = ()
     for i, stage in reversed(list(enumerate(stages))):
@@ -418,17 +419,18 @@ def _measure_bytes(stages: list[Stage], microbatch: _Microbatch) -> list[_LayerB
         return tensor
 
     found = []
-    value = microbatch.inputs
+    value: TensorTree | None = None
     for stage in stages:
+        inputs = microbatch.inputs if stage.layers.needs_inputs else None
         counting.append(0)
         crossing: tuple[Tensor, ...] = ()  # no layer follows the loss
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             if stage.loss is None:
-                outputs = stage.forward(0, value, step=0)
+                outputs = stage.forward(0, value, step=0, inputs=inputs)
                 value = _leaves(outputs, _require_grad(outputs))
                 crossing = tensors_of(outputs)
             else:
-                stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0)
+                stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0, inputs=inputs)
         returned = _bytes(tensor for tensor in crossing if tensor.requires_grad)
         found.append(_LayerBytes(counting[-1], _bytes(crossing), returned))
     gradients: tuple[Tensor | None, ...] = ()

@@ -237,8 +237,7 @@ def _exchange_and_compute(p2p: PointToPoint | None, stage: int, num_bytes: int, 
     activation = torch.zeros(num_bytes // 4, requires_grad=True)
     if p2p is not None:
         program: Program = tuple(kind(m) for m in range(HANDLED) for kind in EXCHANGES[stage])
-        sizes = [num_bytes] * HANDLED  # in place of samples; shapes are remembered by them
-        p2p.begin(program, sizes, step=0, training=True)
+        p2p.begin(program, lambda _: num_bytes, step=0, training=True)
     for turn in range(HANDLED + 2):
         for _ in range(UNITS if turn < HANDLED else 0):
             work()

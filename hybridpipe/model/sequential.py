@@ -5,12 +5,17 @@ Invariant: a stage's modules are the model's own, not copies.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
+from hybridpipe.model.rng import may_draw_from_python
 from hybridpipe.planning.plan import Plan
+
+# Seeds the generators with a key; the flag tells whether to seed Python's and NumPy's, too.
+Seed = Callable[[int, bool], None]
 
 
 class StageModule:
@@ -29,6 +34,53 @@ class StageModule:
     ) -> None:
         self.module, self.first_layer = nn.Sequential(*layers), first_layer
         self.names = names or [str(first_layer + i) for i in range(len(layers))]
+        self.renew()
+
+    def renew(self) -> None:
+        """Adopt the layers' present hooks; call it between two runs."""
+        self._draws_from_python = list(map(may_draw_from_python, self.module))
+
+    @property
+    def needs_inputs(self) -> bool:
+        """True if `run` uses the model's inputs."""
+        return self.first_layer == 0
+
+    @property
+    def draws_from_python(self) -> bool:
+        """True if a layer may draw from Python's or NumPy's generators."""
+        return any(self._draws_from_python)
+
+    @property
+    def loss_key(self) -> int:
+        """The loss's place in random keys, behind the last layer's."""
+        return self.first_layer + len(self.module)
+
+    def form(self, num_samples: int, inputs: Callable[[], Any], training: bool) -> int:
+        """Return the form of a microbatch: equal for microbatches whose values have equal shapes and types.
+
+        Args:
+            num_samples: samples in the microbatch.
+            inputs: returns the model's inputs; not called unless `needs_inputs`.
+        """
+        return num_samples
+
+    def run(self, received: Any, inputs: Any, seed: Seed, training: bool) -> Any:
+        """Run the layers on one microbatch.
+
+        Args:
+            received: what the stage before has sent; None in the first stage.
+            inputs: the model's inputs; None unless `needs_inputs`.
+            seed: called before each layer, with the layer's place in random keys.
+            training: False in an evaluation.
+
+        Returns:
+            what the next stage receives; the last stage's is the model's output.
+        """
+        value = inputs if received is None else received
+        for i, (layer, python_too) in enumerate(zip(self.module, self._draws_from_python, strict=True)):
+            seed(self.first_layer + i, python_too)
+            value = layer(value)
+        return value
 
     def key(self, path: str) -> str:
         """Return the key in the whole model of the tensor at a path."""

@@ -6,6 +6,7 @@ Invariant: the stash holds a microbatch's graph, or its inputs, from its forward
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,7 +37,8 @@ class _Call(NamedTuple):
     slot: int  # its key in the stash
     microbatch: int
     step: int
-    inputs: TensorTree
+    received: TensorTree | None  # None in the model's first stage
+    inputs: TensorTree | None  # the model's; None where the stage needs none
     weights: Weights | None
     targets: Any = None
     share: float | None = None  # None if no loss follows
@@ -98,13 +100,18 @@ class Stage:
     def renew(self) -> None:
         """Adopt the layers' present modes, hooks and requires_grad flags; call it between two runs."""
         self._buffers = ChangingBuffers(self.module)
-        of_loss = self.loss is not None and may_draw_from_python(self.loss)
-        self._draws_from_python = [*map(may_draw_from_python, self.module), of_loss]
+        self._loss_draws_from_python = self.loss is not None and may_draw_from_python(self.loss)
+        self.layers.renew()
 
     @property
     def draws_from_python(self) -> bool:
         """True if a layer or the loss may draw from Python's or NumPy's generators."""
-        return any(self._draws_from_python)
+        return self.layers.draws_from_python or self._loss_draws_from_python
+
+    @property
+    def loads(self) -> bool:
+        """True if the stage takes the model's inputs or the loss's targets from the data set."""
+        return self.layers.needs_inputs or self.loss is not None
 
     @property
     def num_stashed(self) -> int:
@@ -123,42 +130,45 @@ class Stage:
     def forward(
         self,
         microbatch: int,
-        inputs: TensorTree,
+        received: TensorTree | None,
         step: int,
         weights: Weights | None = None,
         slot: int | None = None,
+        inputs: TensorTree | None = None,
     ) -> TensorTree:
         """Run the layers and stash the graph.
 
         Args:
             microbatch: index in its minibatch; a part of the random key.
-            inputs: leaf tensors, samples in the first dimension; those that require grad get a gradient in
-                `backward`.
+            received: what the stage before has sent, as leaves; those that require grad get a gradient in
+                `backward`. None in the first stage.
             step: number of minibatches before this one; a part of the random key.
             weights: leaves that replace the parameters that require grad, and that receive the gradients.
             slot: key of the microbatch for `backward`, needed if several minibatches are in flight;
                 `microbatch` by default.
+            inputs: the model's inputs, samples in the first dimension; needed if `layers.needs_inputs`.
 
         Raises:
             ValueError: a layer uses its own parameters instead of `weights`.
         """
-        return self._forward(_Call(_slot(slot, microbatch), microbatch, step, inputs, weights))
+        return self._forward(_Call(_slot(slot, microbatch), microbatch, step, received, inputs, weights))
 
     def forward_loss(
         self,
         microbatch: int,
-        inputs: TensorTree,
+        received: TensorTree | None,
         targets: TensorTree,
         share: float,
         step: int,
         weights: Weights | None = None,
         slot: int | None = None,
+        inputs: TensorTree | None = None,
     ) -> Tensor:
         """Run the layers and the loss, and stash the loss times `share`.
 
         Args:
             share: this microbatch's fraction of the minibatch's samples.
-            microbatch, inputs, step, weights, slot: as in `forward`.
+            microbatch, received, step, weights, slot, inputs: as in `forward`.
 
         Returns:
             the loss times `share`, a detached tensor of one number; it requires grad if the loss does.
@@ -166,15 +176,20 @@ class Stage:
         Raises:
             ValueError: the loss is not a tensor of one number, or uses parameters from outside the stage.
         """
-        call = _Call(_slot(slot, microbatch), microbatch, step, inputs, weights, targets, share)
+        key = _slot(slot, microbatch)
+        call = _Call(key, microbatch, step, received, inputs, weights, targets, share)
         loss = self._forward(call)
         assert isinstance(loss, Tensor)
         return loss.detach().requires_grad_(loss.requires_grad)
 
-    def infer(self, microbatch: int, inputs: TensorTree, step: int) -> TensorTree:
+    def infer(
+        self, microbatch: int, received: TensorTree | None, step: int, inputs: TensorTree | None = None
+    ) -> TensorTree:
         """Run the layers without a graph; nothing is stashed."""
         with torch.no_grad():
-            return self._layers(inputs, step, microbatch)
+            seed = partial(self._seed, step, microbatch)
+            outputs: TensorTree = self.layers.run(received, inputs, seed, training=False)
+            return outputs
 
     def backward(
         self, slot: int, gradients: Sequence[Tensor | None] = (), is_final: bool = False
@@ -237,7 +252,8 @@ class Stage:
         before = self._buffers.before()
         targets = None if call.share is None else copied(call.targets)
         # with a graph, since kernels may differ without one; the graph is freed at once
-        outputs = self._graph(call._replace(inputs=copied(call.inputs), targets=targets)).outputs
+        received, inputs = (None if each is None else copied(each) for each in (call.received, call.inputs))
+        outputs = self._graph(call._replace(received=received, inputs=inputs, targets=targets)).outputs
         self._stash[call.slot] = _Stashed(call, None, self._buffers.after(before))
         return without_graph(outputs)
 
@@ -257,7 +273,8 @@ class Stage:
             if roots:
                 ends, of_ends = zip(*roots, strict=True)
                 self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
-        return tuple(tensor.grad for tensor in tensors_of(call.inputs)), later
+        leaves = () if call.received is None else tensors_of(call.received)
+        return tuple(leaf.grad for leaf in leaves), later
 
     def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
         later: _Later | None = None
@@ -288,11 +305,13 @@ class Stage:
             return self._substitution.run(function, later.weights, buffers)
 
     def _run(self, call: _Call) -> TensorTree:
-        value = self._layers(map_tensors(_enter, call.inputs), call.step, call.microbatch)
+        seed = partial(self._seed, call.step, call.microbatch)
+        received = None if call.received is None else map_tensors(_enter, call.received)
+        value: TensorTree = self.layers.run(received, call.inputs, seed, training=True)
         if call.share is None:
             return value
         assert self.loss is not None
-        self._seed(call.step, call.microbatch, len(self.module))
+        seed(self.layers.loss_key, self._loss_draws_from_python)
         mean = self.loss(value, call.targets)
         if not isinstance(mean, Tensor) or mean.numel() != 1:
             got = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
@@ -302,15 +321,8 @@ class Stage:
             self._loss_checked = True
         return mean * call.share
 
-    def _layers(self, value: TensorTree, step: int, microbatch: int) -> TensorTree:
-        for i, layer in enumerate(self.module):
-            self._seed(step, microbatch, i)
-            value = layer(value)
-        return value
-
-    def _seed(self, step: int, microbatch: int, layer: int) -> None:
-        key = random_key(self.seed, step, microbatch, self.layers.first_layer + layer)
-        seed_generators(key, self.device, self._draws_from_python[layer])
+    def _seed(self, step: int, microbatch: int, place: int, python_too: bool) -> None:
+        seed_generators(random_key(self.seed, step, microbatch, place), self.device, python_too)
 
 
 def _slot(slot: int | None, microbatch: int) -> int:

@@ -67,7 +67,7 @@ class Pair:
     def begin(self, *sizes, step=0, training=True):
         make = programs if training else forward_programs
         for rank, side in enumerate((self.before, self.behind)):
-            side.begin(make(STRAIGHT, len(sizes))[rank], sizes, step, training)
+            side.begin(make(STRAIGHT, len(sizes))[rank], sizes.__getitem__, step, training)
 
     def forward(self, microbatch, value):
         self.before.send_activation(microbatch, value)
@@ -169,7 +169,7 @@ def test_a_message_of_another_step_is_refused():
     pair.begin(2)
     pair.forward(0, torch.randn(2, 3))
     for side, step in ((pair.before, 3), (pair.behind, 4)):
-        side.begin(programs(STRAIGHT, 1)[1 if step == 4 else 0], (2,), step, training=True)
+        side.begin(programs(STRAIGHT, 1)[1 if step == 4 else 0], (2,).__getitem__, step, training=True)
     with pytest.raises(ProtocolError, match="step 3 instead of 4"):
         pair.forward(0, torch.randn(2, 3))
 

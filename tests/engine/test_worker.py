@@ -13,7 +13,8 @@ def worker(of: Plan, place: Place) -> Worker:
     """Make a worker without communicators, which knows only what it loads."""
     made = Worker.__new__(Worker)
     made.plan, made.place = of, place
-    made.executor = SimpleNamespace(held=of.held_stages(place))
+    stages = [SimpleNamespace(loads=s in (0, of.num_stages - 1)) for s in of.held_stages(place)]
+    made.executor = SimpleNamespace(stages=stages)
     made._program, made._forward_program = made._make_program, made._make_forward_program
     return made
 

@@ -100,8 +100,7 @@ def anneal_candidates(
     *,
     on_progress: Progress | None = None,
 ) -> list[Candidate]:
-    """Return the candidates, best first, with the best plan found around the first one, of origin "search".
-    """
+    """Return the candidates, best first, with the best found around the first one, of origin "search"."""
     best = candidates[0]
     found = anneal(
         best.plan,
