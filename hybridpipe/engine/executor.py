@@ -181,6 +181,7 @@ def _form(stage: Stage, stream: Stream, training: bool, microbatch: int) -> int:
 class ProgramRun:
     """A running program; it holds values and gradients between instructions, by (microbatch, chunk)."""
 
+    training = True
     weights: Weights | None = None  # the layers are called with these; None: with their own parameters
 
     def __init__(self, executor: Executor, stream: Stream, done: int = 0) -> None:
@@ -284,7 +285,7 @@ class ProgramRun:
 
     def inputs_of(self, instruction: Forward) -> TensorTree | None:
         """Load the model's inputs for one microbatch; None where the stage needs none."""
-        if not self.executor.stages[instruction.chunk].layers.needs_inputs:
+        if not self.executor.stages[instruction.chunk].layers.needs_inputs(self.training):
             return None
         return self.executor.to_device(self.stream[instruction.microbatch].inputs)
 
@@ -382,6 +383,8 @@ class StashedRun(ProgramRun):
 
 class InferenceRun(ProgramRun):
     """A run of forwards without a graph."""
+
+    training = False
 
     def __init__(self, executor: Executor, stream: Stream, on_outputs: OnOutputs) -> None:
         super().__init__(executor, stream)

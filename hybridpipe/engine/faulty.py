@@ -97,7 +97,7 @@ class FaultyExecutor(Executor):
             m, chunk = -1, 0
         else:
             m, chunk = instruction.microbatch, instruction.chunk
-        if isinstance(instruction, Forward) and self.stages[chunk].loads:
+        if isinstance(instruction, Forward) and self.stages[chunk].loads(training=True):
             self._fault(run, "load", m)
         fault = self._fault(run, _POINTS[type(instruction)], m)
         if fault == "nan" and isinstance(instruction, Step):

@@ -260,20 +260,21 @@ class Worker:
         """
         if not self.plan.is_asynchronous:
             whole = enumerate(counts[begin:], begin)
-            return [(i, m) for i, count in whole for m in self._loaded(self._program(count))]
+            return [(i, m) for i, count in whole for m in self._loaded(self._program(count), training=True)]
         point = ResumePoint(begin - stream_start, len(counts) - stream_start)
         rest = self._resumed_program(sum(counts[stream_start:]), point)
         of_stream = enumerate(counts[stream_start:], stream_start)
         places = [(i, m) for i, count in of_stream for m in range(count)]
-        return [places[m] for m in self._loaded(rest)]
+        return [places[m] for m in self._loaded(rest, training=True)]
 
     def loads_to_infer(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Return the (minibatch, microbatch) pairs that this rank loads in an evaluation, in order."""
-        return [(i, m) for i, count in enumerate(counts) for m in self._loaded(self._forward_program(count))]
+        programs = enumerate(map(self._forward_program, counts))
+        return [(i, m) for i, program in programs for m in self._loaded(program, training=False)]
 
-    def _loaded(self, program: RankProgram) -> list[int]:
+    def _loaded(self, program: RankProgram, training: bool) -> list[int]:
         """Return the microbatches whose inputs or targets a program loads."""
-        loads = [stage.loads for stage in self.executor.stages]
+        loads = [stage.loads(training) for stage in self.executor.stages]
         forwards = (each for each in program.instructions if isinstance(each, Forward))
         return [each.microbatch for each in forwards if loads[each.chunk]]
 

@@ -382,7 +382,7 @@ def _pass(
     took = {}
     value: TensorTree | None = None
     for i, stage in enumerate(stages):
-        inputs = microbatch.inputs if stage.layers.needs_inputs else None
+        inputs = microbatch.inputs if stage.layers.needs_inputs(training=True) else None
         began = watch.now()
         if stage.loss is None:
             outputs = stage.forward(0, value, step=0, inputs=inputs)
@@ -421,7 +421,7 @@ def _measure_bytes(stages: list[Stage], microbatch: _Microbatch) -> list[_LayerB
     found = []
     value: TensorTree | None = None
     for stage in stages:
-        inputs = microbatch.inputs if stage.layers.needs_inputs else None
+        inputs = microbatch.inputs if stage.layers.needs_inputs(training=True) else None
         counting.append(0)
         crossing: tuple[Tensor, ...] = ()  # no layer follows the loss
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -40,9 +40,12 @@ class StageModule:
         """Adopt the layers' present hooks; call it between two runs."""
         self._draws_from_python = list(map(may_draw_from_python, self.module))
 
-    @property
-    def needs_inputs(self) -> bool:
-        """True if `run` uses the model's inputs."""
+    def needs_inputs(self, training: bool) -> bool:
+        """Return True if `run` uses the model's inputs.
+
+        Args:
+            training: False in an evaluation, where a forward may do something else.
+        """
         return self.first_layer == 0
 
     @property
@@ -60,7 +63,7 @@ class StageModule:
 
         Args:
             num_samples: samples in the microbatch.
-            inputs: returns the model's inputs; not called unless `needs_inputs`.
+            inputs: returns the model's inputs; not called unless `needs_inputs(training)`.
         """
         return num_samples
 
@@ -69,7 +72,7 @@ class StageModule:
 
         Args:
             received: what the stage before has sent; None in the first stage.
-            inputs: the model's inputs; None unless `needs_inputs`.
+            inputs: the model's inputs; None unless `needs_inputs(training)`.
             seed: called before each layer, with the layer's place in random keys.
             training: False in an evaluation.
 

@@ -108,10 +108,9 @@ class Stage:
         """True if a layer or the loss may draw from Python's or NumPy's generators."""
         return self.layers.draws_from_python or self._loss_draws_from_python
 
-    @property
-    def loads(self) -> bool:
-        """True if the stage takes the model's inputs or the loss's targets from the data set."""
-        return self.layers.needs_inputs or self.loss is not None
+    def loads(self, training: bool) -> bool:
+        """Return True if the stage takes the model's inputs or the loss's targets from the data set."""
+        return self.loss is not None or self.layers.needs_inputs(training)
 
     @property
     def num_stashed(self) -> int:

@@ -1,5 +1,6 @@
 """Microbatches that a rank loads, from the start of a training and after a resume."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,15 @@ from hybridpipe.planning.plan import Place, Plan
 from tests.planning.helpers import plan
 
 
+def _loads(of: Plan, stage: int, training: bool) -> bool:
+    return stage in (0, of.num_stages - 1)
+
+
 def worker(of: Plan, place: Place) -> Worker:
     """Make a worker without communicators, which knows only what it loads."""
     made = Worker.__new__(Worker)
     made.plan, made.place = of, place
-    stages = [SimpleNamespace(loads=s in (0, of.num_stages - 1)) for s in of.held_stages(place)]
+    stages = [SimpleNamespace(loads=partial(_loads, of, s)) for s in of.held_stages(place)]
     made.executor = SimpleNamespace(stages=stages)
     made._program, made._forward_program = made._make_program, made._make_forward_program
     return made
