@@ -15,7 +15,7 @@ from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import clock_of
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.tensors import TensorTree, map_tensors
+from hybridpipe.model.tensors import TensorTree, Tree, map_tensors
 from hybridpipe.optim.gradient_sync import GradientSync
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import Update
@@ -44,7 +44,7 @@ from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.weights import Weights
 
 Gradient = Sequence[torch.Tensor | None]
-OnOutputs = Callable[[int, TensorTree, TensorTree], None]
+OnOutputs = Callable[[int, Tree, Tree], None]  # microbatch, outputs, targets
 
 
 class UpdateResult(NamedTuple):
@@ -164,9 +164,9 @@ class Executor:
                 run.do(program.instructions[i], i in program.finals)
         rank_status.doing = rank_status.doing._replace(instruction=None)
 
-    def to_device(self, value: TensorTree) -> TensorTree:
-        """Move a value to this rank's device."""
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
+    def to_device(self, tree: Tree) -> Tree:
+        """Move a tree's tensors to this rank's device."""
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), tree)
 
 
 class ProgramRun:

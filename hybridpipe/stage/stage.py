@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
 from hybridpipe.model.sequential import StageModule
-from hybridpipe.model.tensors import TensorTree, map_tensors, tensors_of
+from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, tensors_in, tensors_of
 from hybridpipe.stage.deferred import Deferring
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
@@ -36,9 +36,9 @@ class _Call(NamedTuple):
     slot: int  # its key in the stash
     microbatch: int
     step: int
-    inputs: TensorTree
+    inputs: Tree
     weights: Weights | None
-    targets: Any = None
+    targets: Tree = None
     share: float | None = None  # None if no loss follows
 
 
@@ -123,7 +123,7 @@ class Stage:
     def forward(
         self,
         microbatch: int,
-        inputs: TensorTree,
+        inputs: Tree,
         step: int,
         weights: Weights | None = None,
         slot: int | None = None,
@@ -132,8 +132,8 @@ class Stage:
 
         Args:
             microbatch: index in its minibatch; a part of the random key.
-            inputs: leaf tensors, samples in the first dimension; those that require grad get a gradient in
-                `backward`.
+            inputs: a tree of leaf tensors, samples in the first dimension; those that require grad get a
+                gradient in `backward`.
             step: number of minibatches before this one; a part of the random key.
             weights: leaves that replace the parameters that require grad, and that receive the gradients.
             slot: key of the microbatch for `backward`, needed if several minibatches are in flight;
@@ -147,8 +147,8 @@ class Stage:
     def forward_loss(
         self,
         microbatch: int,
-        inputs: TensorTree,
-        targets: TensorTree,
+        inputs: Tree,
+        targets: Tree,
         share: float,
         step: int,
         weights: Weights | None = None,
@@ -171,7 +171,7 @@ class Stage:
         assert isinstance(loss, Tensor)
         return loss.detach().requires_grad_(loss.requires_grad)
 
-    def infer(self, microbatch: int, inputs: TensorTree, step: int) -> TensorTree:
+    def infer(self, microbatch: int, inputs: Tree, step: int) -> Tree:
         """Run the layers without a graph; nothing is stashed."""
         with torch.no_grad():
             return self._layers(inputs, step, microbatch)
@@ -239,7 +239,8 @@ class Stage:
         # with a graph, since kernels may differ without one; the graph is freed at once
         outputs = self._graph(call._replace(inputs=copied(call.inputs), targets=targets)).outputs
         self._stash[call.slot] = _Stashed(call, None, self._buffers.after(before))
-        return without_graph(outputs)
+        passed_on: TensorTree = without_graph(outputs)
+        return passed_on
 
     def _backward(
         self, slot: int, gradients: Sequence[Tensor | None], is_final: bool = False
@@ -257,7 +258,7 @@ class Stage:
             if roots:
                 ends, of_ends = zip(*roots, strict=True)
                 self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
-        return tuple(tensor.grad for tensor in tensors_of(call.inputs)), later
+        return tuple(tensor.grad for tensor in tensors_in(call.inputs)), later
 
     def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
         later: _Later | None = None
@@ -266,7 +267,6 @@ class Stage:
         elif self.batches_wgrad and self.can_batch_wgrad:
             later = MicrobatchRows(self._wgrad)
         outputs = self._holding(call.weights, later, lambda: self._run(call), buffers)
-        tensors_of(outputs)  # raises TypeError for anything but tensors
         if call.weights is not None and not self._weights_checked:
             check_no_other_weights(outputs, self.module)
             self._weights_checked = True
@@ -290,7 +290,7 @@ class Stage:
     def _run(self, call: _Call) -> TensorTree:
         value = self._layers(map_tensors(_enter, call.inputs), call.step, call.microbatch)
         if call.share is None:
-            return value
+            return _passed_on(value)
         assert self.loss is not None
         self._seed(call.step, call.microbatch, len(self.module))
         mean = self.loss(value, call.targets)
@@ -302,7 +302,7 @@ class Stage:
             self._loss_checked = True
         return mean * call.share
 
-    def _layers(self, value: TensorTree, step: int, microbatch: int) -> TensorTree:
+    def _layers(self, value: Tree, step: int, microbatch: int) -> Tree:
         for i, layer in enumerate(self.module):
             self._seed(step, microbatch, i)
             value = layer(value)
@@ -311,6 +311,12 @@ class Stage:
     def _seed(self, step: int, microbatch: int, layer: int) -> None:
         key = random_key(self.seed, step, microbatch, self.layers.first_layer + layer)
         seed_generators(key, self.device, self._draws_from_python[layer])
+
+
+def _passed_on(value: Tree) -> TensorTree:
+    tensors_of(value)  # raises TypeError for anything but tensors
+    passed_on: TensorTree = value
+    return passed_on
 
 
 def _slot(slot: int | None, microbatch: int) -> int:

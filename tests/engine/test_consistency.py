@@ -123,7 +123,7 @@ def test_a_rank_alone_asks_no_one():
     alone = World(None)
     alone.size = 1
     check_alike(alone, described())
-    check_same_minibatch(alone, torch.ones(3))
+    check_same_minibatch(alone, torch.ones(3), None)
 
 
 class Minibatches:
@@ -150,16 +150,17 @@ class Minibatches:
         (lambda x: x.double(), False),
         (lambda x: x[[0, 1, 3]], False),
         (lambda x: (x, x), False),
+        (lambda x: {"x": x}, False),
     ],
 )
 def test_minibatches_are_compared_by_their_shapes_and_ends(other, same):
     world, mine = Minibatches(), torch.arange(12.0).reshape(4, 3)
-    check_same_minibatch(world, mine)
+    check_same_minibatch(world, mine, torch.ones(4))
     if same:
-        check_same_minibatch(world, other(mine))
+        check_same_minibatch(world, other(mine), torch.ones(4))
     else:
         with pytest.raises(ValueError, match="train_step: inputs and targets must be the same on all ranks"):
-            check_same_minibatch(world, other(mine))
+            check_same_minibatch(world, other(mine), torch.ones(4))
     assert rank_status.wait is None
 
 
@@ -239,7 +240,7 @@ def test_a_callable_is_told_by_its_code_and_what_it_closes_over():
     assert text(weighted(2.0)) == text(weighted(2.0)) != text(weighted(3.0))
     assert text(weighted(2.0, torch.ones(2))) == text(weighted(2.0, torch.zeros(2)))  # may be a rank's own
     assert text(lambda o, t: o - t) != text(lambda o, t: o + t)
-    assert text(lambda o, t: (lambda: o - t)) != text(lambda o, t: (lambda: o + t))
+    assert text(lambda o, t: lambda: o - t) != text(lambda o, t: lambda: o + t)
     assert callable_text(weighted(2.0)) == callable_text(weighted(3.0)).split(" (")[0]
     assert text(nn.functional.mse_loss) == "mse_loss"
 
