@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 from hybridpipe.data.samples import check_dataset, drawn, stacked
 from hybridpipe.data.stream import Minibatch, microbatch_sizes
 from hybridpipe.model.rng import random_key
-from hybridpipe.model.tensors import TensorTree
+from hybridpipe.model.tensors import Tree
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import ceil_div
 
-Loaded = tuple[TensorTree, TensorTree]  # inputs and targets of a microbatch
+Loaded = tuple[Tree, Tree]  # inputs and targets of a microbatch
 
 
 class Microbatches:
@@ -93,7 +93,7 @@ def minibatches(
             last = (i, b), microbatches[i, b] if load is None else load(i, b)
         return last[1]
 
-    def part(which: int, i: int, b: int) -> TensorTree:
+    def part(which: int, i: int, b: int) -> Tree:
         return loaded(i, b)[which]
 
     for i in range(len(microbatches)):

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
-from hybridpipe.model.tensors import TensorTree, raw_bytes
+from hybridpipe.model.tensors import Tree, named_leaves, raw_bytes
 
 A_SAMPLE = -1  # stands in a random key where a layer has its index
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def drawn(dataset: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[A
     return samples
 
 
-def stacked(samples: list[Any], indices: Sequence[int]) -> tuple[TensorTree, TensorTree]:
+def stacked(samples: list[Any], indices: Sequence[int]) -> tuple[Tree, Tree]:
     """Stack samples into the inputs and targets of a microbatch, samples in the first dimension.
 
     Args:
@@ -122,43 +123,46 @@ def _check_sample(where: str, sample: Any) -> None:
         raise TypeError(f"{pair} a {type(sample).__name__}")
     if len(sample) != len(_PARTS):
         raise TypeError(f"{pair} {len(sample)} parts; several inputs go into one tuple: ((a, b), target)")
-    for part, value in zip(_PARTS, sample, strict=True):
-        for leaf in _leaves(value):
-            if not isinstance(leaf, Tensor | np.ndarray | np.number | np.bool_ | int | float):
-                raise TypeError(f"{pair} {part} of type {type(leaf).__name__}")
+    for key, leaf in _leaves(sample):
+        if not isinstance(leaf, Tensor | np.ndarray | np.number | np.bool_ | int | float):
+            raise TypeError(f"{pair} {key} of type {type(leaf).__name__}")
 
 
 def _check_alike(samples: Sequence[Any], indices: Sequence[int]) -> None:
     """Raise ValueError unless the samples can be stacked."""
-    first = list(_shapes(samples[0]))
+    first = _shapes(samples[0])
     for index, sample in zip(indices, samples, strict=True):
-        for (part, here), (_, there) in zip(first, _shapes(sample)):
-            if here != there:
+        shapes = _shapes(sample)
+        if shapes.keys() != first.keys():
+            odd = min(first.keys() ^ shapes.keys())
+            raise ValueError(
+                f"samples must have the same parts, got {odd} in one only of samples {indices[0]} and {index}"
+            )
+        for key, here in first.items():
+            if here != shapes[key]:
                 raise ValueError(
-                    f"samples of a microbatch are stacked and must have one shape, got {part} of shape "
-                    f"{here} in sample {indices[0]} and {there} in sample {index}; pad them"
+                    f"samples of a microbatch are stacked and must have one shape, got {key} of shape "
+                    f"{here} in sample {indices[0]} and {shapes[key]} in sample {index}; pad them"
                 )
 
 
-def _shapes(sample: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for part, value in zip(_PARTS, sample):
-        for leaf in _leaves(value):
-            yield part, tuple(np.shape(leaf))
+def _shapes(sample: Any) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(np.shape(leaf)) for key, leaf in _leaves(sample)}
 
 
-def _leaves(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else [value]
+def _leaves(sample: Any) -> Iterator[tuple[str, Any]]:
+    return named_leaves(**dict(zip(_PARTS, sample, strict=True)))
 
 
 def _digest(value: Any) -> str:
     """Return a short hash of types, shapes and bytes."""
     hashed = hashlib.blake2b(digest_size=4)
-    for leaf in _leaves(value):
+    for leaf in pytree.tree_leaves(value):
         hashed.update(f"{type(leaf).__name__} {np.shape(leaf)} {getattr(leaf, 'dtype', '')}".encode())
         hashed.update(raw_bytes(leaf) if isinstance(leaf, Tensor) else np.asarray(leaf).tobytes())
     return hashed.hexdigest()
 
 
-def _as_tree(collated: Tensor | Sequence[Tensor]) -> TensorTree:
-    """Turn the lists that `default_collate` makes into tuples."""
-    return collated if isinstance(collated, Tensor) else tuple(collated)
+def _as_tree(collated: Tree) -> Tree:
+    """Turn a list that `default_collate` makes of a tuple into a tuple."""
+    return tuple(collated) if isinstance(collated, list) else collated

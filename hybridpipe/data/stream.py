@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.model.tensors import TensorTree, map_tensors, tensors_of
+from hybridpipe.model.tensors import Tree, map_tensors, num_samples
 
 
 class Minibatch(NamedTuple):
     """One minibatch's microbatches: their sizes, and functions from a microbatch's index to its tensors."""
 
     sizes: Sequence[int]  # in samples
-    inputs: Callable[[int], TensorTree]
-    targets: Callable[[int], TensorTree]
+    inputs: Callable[[int], Tree]
+    targets: Callable[[int], Tree]
 
     @property
     def num_samples(self) -> int:
@@ -31,23 +31,17 @@ def microbatch_sizes(num_samples: int, microbatch_size: int) -> list[int]:
     return [microbatch_size] * full + [rest] * (rest > 0)
 
 
-def slice_minibatch(inputs: TensorTree, targets: TensorTree, microbatch_size: int) -> Minibatch:
+def slice_minibatch(inputs: Tree, targets: Tree, microbatch_size: int) -> Minibatch:
     """Slice a minibatch that is in memory, samples in the first dimension, into microbatches.
 
     Raises:
-        ValueError: the tensors hold no samples, or not equally many.
+        TypeError, ValueError: as `num_samples`.
     """
-    counts = {len(tensor) for value in (inputs, targets) for tensor in tensors_of(value)}
-    if len(counts) != 1:
-        raise ValueError(f"inputs and targets must hold equally many samples, got {sorted(counts)}")
-    count = counts.pop()
-    if not count:
-        raise ValueError("inputs and targets must hold at least one sample, got none")
-    sizes = microbatch_sizes(count, microbatch_size)
+    sizes = microbatch_sizes(num_samples(inputs=inputs, targets=targets), microbatch_size)
 
-    def part(value: TensorTree, microbatch: int) -> TensorTree:
+    def part(tree: Tree, microbatch: int) -> Tree:
         start = microbatch * microbatch_size
-        return map_tensors(lambda tensor: tensor[start : start + microbatch_size], value)
+        return map_tensors(lambda tensor: tensor[start : start + microbatch_size], tree)
 
     return Minibatch(sizes, lambda m: part(inputs, m), lambda m: part(targets, m))
 
@@ -60,12 +54,12 @@ class StreamedMicrobatch(NamedTuple):
     microbatch: int
 
     @property
-    def inputs(self) -> TensorTree:
+    def inputs(self) -> Tree:
         """The first stage's inputs."""
         return self.minibatch.inputs(self.microbatch)
 
     @property
-    def targets(self) -> TensorTree:
+    def targets(self) -> Tree:
         """The loss's targets."""
         return self.minibatch.targets(self.microbatch)
 

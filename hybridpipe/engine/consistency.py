@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
 from hybridpipe.data.samples import check_dataset, comparable, drawn_anew, fingerprint
-from hybridpipe.model.tensors import TensorTree, expanded_dimensions, raw_bytes, tensors_of
+from hybridpipe.model.tensors import Tree, expanded_dimensions, named_leaves, raw_bytes
 from hybridpipe.optim.gradient_sync import CYCLE_TIME
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan
@@ -89,7 +89,7 @@ def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str]) -> None:
         )
 
 
-def check_same_minibatch(world: MPI.Comm, value: TensorTree) -> None:
+def check_same_minibatch(world: MPI.Comm, inputs: Tree, targets: Tree) -> None:
     """Compare the shapes and the first and last sample of an in-memory minibatch. Collective.
 
     Raises:
@@ -98,9 +98,12 @@ def check_same_minibatch(world: MPI.Comm, value: TensorTree) -> None:
     if world.size == 1:
         return
     digest = 0
-    for tensor in tensors_of(value):
-        digest = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest)
-        for sample in (tensor[:1], tensor[-1:]):
+    for key, leaf in named_leaves(inputs=inputs, targets=targets):
+        if not isinstance(leaf, Tensor):
+            digest = zlib.crc32(f"{key} {leaf!r}".encode(), digest)
+            continue
+        digest = zlib.crc32(f"{key} {leaf.dtype} {tuple(leaf.shape)}".encode(), digest)
+        for sample in (leaf[:1], leaf[-1:]) if leaf.ndim else (leaf,):
             digest = zlib.crc32(raw_bytes(sample), digest)
     extremes = np.array([digest, -digest])
     rank_status.wait = Wait(COMPARED, tuple(range(world.size)))

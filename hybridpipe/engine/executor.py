@@ -16,7 +16,7 @@ from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import clock_of
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.tensors import TensorTree, map_tensors
+from hybridpipe.model.tensors import TensorTree, Tree, map_tensors
 from hybridpipe.optim.gradient_sync import GradientSync
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import Update
@@ -45,7 +45,7 @@ from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.weights import Weights
 
 Gradient = Sequence[torch.Tensor | None]
-OnOutputs = Callable[[int, TensorTree, TensorTree], None]
+OnOutputs = Callable[[int, Tree, Tree], None]  # microbatch, outputs, targets
 
 
 class UpdateResult(NamedTuple):
@@ -168,9 +168,9 @@ class Executor:
                 run.do(program.instructions[i], i in program.finals)
         rank_status.doing = rank_status.doing._replace(instruction=None)
 
-    def to_device(self, value: TensorTree) -> TensorTree:
-        """Move a value to this rank's device."""
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
+    def to_device(self, tree: Tree) -> Tree:
+        """Move a tree's tensors to this rank's device."""
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), tree)
 
 
 def _form(stage: Stage, stream: Stream, training: bool, microbatch: int) -> int:
@@ -283,7 +283,7 @@ class ProgramRun:
         if not c:  # each of a rank's stages sees the same samples
             self.executor.statistics.num_samples += self.stream.sizes[m]
 
-    def inputs_of(self, instruction: Forward) -> TensorTree | None:
+    def inputs_of(self, instruction: Forward) -> Tree:
         """Load the model's inputs for one microbatch; None where the stage needs none."""
         if not self.executor.stages[instruction.chunk].layers.needs_inputs(self.training):
             return None

@@ -17,7 +17,7 @@ from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Stream
 from hybridpipe.engine.executor import Executor, ProgramRun
 from hybridpipe.health import faults
-from hybridpipe.model.tensors import TensorTree, map_tensors
+from hybridpipe.model.tensors import Tree, map_tensors
 from hybridpipe.optim.update import gradients_of
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
@@ -87,9 +87,9 @@ class FaultyExecutor(Executor):
         vars(run)["handle"] = partial(self._pass, run, run.handle)
         return run
 
-    def to_device(self, value: TensorTree) -> TensorTree:
-        """Move a value to this rank's device, as NaN where a fault says so."""
-        moved = super().to_device(value)
+    def to_device(self, tree: Tree) -> Tree:
+        """Move a tree's tensors to this rank's device, as NaN where a fault says so."""
+        moved = super().to_device(tree)
         return map_tensors(_not_numbers, moved) if self._spoils_inputs else moved
 
     def _pass(self, run: ProgramRun, handle: Callable[[Instruction], None], instruction: Instruction) -> None:

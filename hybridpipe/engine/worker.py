@@ -27,7 +27,7 @@ from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.sequential import stage_module, stage_of_keys
 from hybridpipe.model.structure import Structure
-from hybridpipe.model.tensors import TensorTree, overwrite
+from hybridpipe.model.tensors import Tree, overwrite
 from hybridpipe.optim.gradient_sync import HorovodSync
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import Update, UpdateRule
@@ -323,14 +323,14 @@ class Worker:
     def infer(
         self,
         minibatch: Minibatch,
-        microbatch_metrics: Callable[[TensorTree, TensorTree], list[float]],
+        microbatch_metrics: Callable[[Tree, Tree, int], list[float]],
         width: int,
         number: int,
     ) -> PendingLosses:
         """Run the forwards of one minibatch without a graph. Collective.
 
         Args:
-            microbatch_metrics: maps (outputs, targets) of a microbatch to `width` numbers.
+            microbatch_metrics: maps (outputs, targets, samples) of a microbatch to `width` numbers.
             number: index of the minibatch in the evaluation.
 
         Returns:
@@ -338,8 +338,8 @@ class Worker:
         """
         numbers = np.zeros((len(minibatch.sizes), width))
 
-        def note(microbatch: int, outputs: TensorTree, targets: TensorTree) -> None:
-            numbers[microbatch] = microbatch_metrics(outputs, targets)
+        def note(microbatch: int, outputs: Tree, targets: Tree) -> None:
+            numbers[microbatch] = microbatch_metrics(outputs, targets, minibatch.sizes[microbatch])
 
         with failure.guard():
             self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)

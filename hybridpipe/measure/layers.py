@@ -12,15 +12,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hybridpipe.measure.stopwatch import Stopwatch, Took
+from hybridpipe.model import tensors
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.sequential import copied, num_layers, stage_module
-from hybridpipe.model.tensors import TensorTree, map_tensors, norms, received, tensors_of
+from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, norms, received, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.stage import Stage
@@ -39,8 +41,8 @@ NUM_BATCHED = 4  # microbatches in the largest product that is measured
 
 def measure(
     model: nn.Module,
-    inputs: TensorTree,
-    targets: TensorTree,
+    inputs: Tree,
+    targets: Tree,
     loss: Loss,
     optimizer: OptimizerFactory | None = None,
     device: torch.device | None = None,
@@ -76,8 +78,8 @@ class Rehearsal:
     def __init__(
         self,
         model: nn.Module,
-        inputs: TensorTree,
-        targets: TensorTree,
+        inputs: Tree,
+        targets: Tree,
         loss: Loss,
         device: torch.device | None = None,
     ) -> None:
@@ -153,7 +155,7 @@ class Rehearsal:
         ]
         first, *others = (
             Measurement(
-                len(tensors_of(microbatch.inputs)[0]),
+                tensors.num_samples(inputs=microbatch.inputs, targets=microbatch.targets),
                 tuple(
                     _layer_profile(name, i, took, microbatch.batching[i], parameter_bytes[i], layer_bytes)
                     for i, (name, layer_bytes) in enumerate(zip(self.names, of_layers, strict=True))
@@ -198,8 +200,8 @@ class _Batching(NamedTuple):
 class _Microbatch:
     """A microbatch that the layers are measured on, and each layer's batched products once they have run."""
 
-    inputs: TensorTree
-    targets: TensorTree
+    inputs: Tree
+    targets: Tree
     batching: list[_Batching] = field(default_factory=list)
 
 
@@ -495,7 +497,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _dtype(stages: list[Stage], inputs: TensorTree) -> str:
+def _dtype(stages: list[Stage], inputs: Tree) -> str:
     parameters = (parameter for stage in stages for parameter in stage.module.parameters())
-    tensor = next(parameters, tensors_of(inputs)[0])
-    return str(tensor.dtype).removeprefix("torch.")
+    return str(next(chain(parameters, tensors.tensors_in(inputs))).dtype).removeprefix("torch.")

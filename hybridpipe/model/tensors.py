@@ -1,19 +1,65 @@
-"""Tensors: trees of tensors that layers pass on, their bytes, norms and numbers that are not finite.
+"""Tensors: trees of tensors, their bytes, norms and numbers that are not finite.
 
-Knows torch only. A tree is a tensor or a tuple of tensors, as `nn.Sequential` passes it from layer to layer.
+Knows torch only. Two kinds of trees: `Tree` is what a model takes and returns, `TensorTree` what stages send.
+Invariant: a function that maps a tree keeps its containers and everything in it that is no tensor.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-TensorTree = Tensor | tuple[Tensor, ...]
+TensorTree = Tensor | tuple[Tensor, ...]  # crosses a boundary between stages
+Tree = Any  # inputs, targets and outputs of a model: dicts, tuples, lists of tensors, numbers and None
+
+_Tree = TypeVar("_Tree")
+
+
+def tensors_in(tree: Tree) -> list[Tensor]:
+    """Return the tensors in any tree, in its order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def named_leaves(**trees: Tree) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of the trees with its key, such as "inputs['mask']"."""
+    for name, tree in trees.items():
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            yield f"{name}{pytree.keystr(path)}", leaf
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
+    """Return the tree with `function` applied to each of its tensors."""
+    mapped: _Tree = pytree.tree_map_only(Tensor, function, tree)
+    return mapped
+
+
+def num_samples(**trees: Tree) -> int:
+    """Return the number of samples, which each tensor of the trees holds in its first dimension.
+
+    Raises:
+        TypeError: a leaf is neither tensor, number nor None.
+        ValueError: two tensors disagree, or there are no samples.
+    """
+    names, counts = " and ".join(trees), dict[int, str]()
+    for key, leaf in named_leaves(**trees):
+        if isinstance(leaf, Tensor):
+            counts.setdefault(len(leaf) if leaf.ndim else 0, key)
+        elif not isinstance(leaf, int | float | None):
+            kind = type(leaf).__name__
+            raise TypeError(f"{names} must hold tensors, numbers and None, got {kind} as {key}")
+    if len(counts) > 1:
+        found = " and ".join(f"{count} in {key}" for count, key in list(counts.items())[:2])
+        raise ValueError(f"{names} must hold equally many samples, in the first dimension, got {found}")
+    if not any(counts):
+        raise ValueError(f"{names} must hold at least one sample, got none")
+    return next(iter(counts))
 
 
 def tensors_of(value: TensorTree) -> tuple[Tensor, ...]:
-    """Return the tensors of a tree.
+    """Return the tensors that cross a boundary between stages.
 
     Raises:
         TypeError: the value is neither a tensor nor a tuple of tensors.
@@ -28,26 +74,15 @@ def tensors_of(value: TensorTree) -> tuple[Tensor, ...]:
     return tensors
 
 
-def rebuild(tensors: tuple[Tensor, ...], like: TensorTree) -> TensorTree:
-    """Return a tree of these tensors, a tuple if `like` is one; the inverse of `tensors_of`."""
-    return tensors if isinstance(like, tuple) else tensors[0]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: TensorTree) -> TensorTree:
-    """Return the tree with `function` applied to each of its tensors."""
-    return rebuild(tuple(map(function, tensors_of(value))), value)
-
-
 def received(value: TensorTree, requires_grad: Sequence[bool]) -> TensorTree:
     """Return a received value as leaves of this stage's graph.
 
     Args:
         requires_grad: one flag for each tensor of the value.
     """
-    tensors = tensors_of(value)
-    for tensor, needs in zip(tensors, requires_grad, strict=True):
+    for tensor, needs in zip(tensors_of(value), requires_grad, strict=True):
         tensor.requires_grad_(needs)
-    return rebuild(tensors, value)
+    return value
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.model.tensors import TensorTree, map_tensors, rebuild, tensors_of
+from hybridpipe.model.tensors import Tree, map_tensors
 from hybridpipe.stage.weights import named_tensors
 
 
@@ -61,20 +61,11 @@ def _same(now: Tensor | None, before: Tensor) -> bool:
     return now is not None and now.dtype == before.dtype and torch.equal(now, before)
 
 
-def copied(value: TensorTree) -> TensorTree:
-    """Return a copy of a value as leaves, since a layer may change its inputs in place."""
-    return like(map_tensors(lambda tensor: tensor.detach().clone(), value), value)
+def copied(tree: Tree) -> Tree:
+    """Return a copy of a tree with its tensors as leaves, since a layer may change its inputs in place."""
+    return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), tree)
 
 
-def without_graph(value: TensorTree) -> TensorTree:
-    """Return a value without its graph; its tensors require grad as before."""
-    return like(map_tensors(Tensor.detach, value), value)
-
-
-def like(value: TensorTree, other: TensorTree) -> TensorTree:
-    """Return the value's tensors as leaves that require grad where the other's do."""
-    tensors = tuple(
-        tensor.requires_grad_(needs.requires_grad)
-        for tensor, needs in zip(tensors_of(value), tensors_of(other), strict=True)
-    )
-    return rebuild(tensors, value)
+def without_graph(tree: Tree) -> Tree:
+    """Return a tree without its graph; its tensors require grad as before."""
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), tree)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
 from hybridpipe.model.sequential import StageModule
-from hybridpipe.model.tensors import TensorTree, map_tensors, tensors_of
+from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, tensors_in, tensors_of
 from hybridpipe.stage.deferred import Deferring
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
@@ -38,9 +38,9 @@ class _Call(NamedTuple):
     microbatch: int
     step: int
     received: TensorTree | None  # None in the model's first stage
-    inputs: TensorTree | None  # the model's; None where the stage needs none
+    inputs: Tree  # the model's; None where the stage needs none
     weights: Weights | None
-    targets: Any = None
+    targets: Tree = None
     share: float | None = None  # None if no loss follows
 
 
@@ -133,7 +133,7 @@ class Stage:
         step: int,
         weights: Weights | None = None,
         slot: int | None = None,
-        inputs: TensorTree | None = None,
+        inputs: Tree = None,
     ) -> TensorTree:
         """Run the layers and stash the graph.
 
@@ -156,12 +156,12 @@ class Stage:
         self,
         microbatch: int,
         received: TensorTree | None,
-        targets: TensorTree,
+        targets: Tree,
         share: float,
         step: int,
         weights: Weights | None = None,
         slot: int | None = None,
-        inputs: TensorTree | None = None,
+        inputs: Tree = None,
     ) -> Tensor:
         """Run the layers and the loss, and stash the loss times `share`.
 
@@ -181,14 +181,11 @@ class Stage:
         assert isinstance(loss, Tensor)
         return loss.detach().requires_grad_(loss.requires_grad)
 
-    def infer(
-        self, microbatch: int, received: TensorTree | None, step: int, inputs: TensorTree | None = None
-    ) -> TensorTree:
+    def infer(self, microbatch: int, received: TensorTree | None, step: int, inputs: Tree = None) -> Tree:
         """Run the layers without a graph; nothing is stashed."""
         with torch.no_grad():
             seed = partial(self._seed, step, microbatch)
-            outputs: TensorTree = self.layers.run(received, inputs, seed, training=False)
-            return outputs
+            return self.layers.run(received, inputs, seed, training=False)
 
     def backward(
         self, slot: int, gradients: Sequence[Tensor | None] = (), is_final: bool = False
@@ -251,10 +248,11 @@ class Stage:
         before = self._buffers.before()
         targets = None if call.share is None else copied(call.targets)
         # with a graph, since kernels may differ without one; the graph is freed at once
-        received, inputs = (None if each is None else copied(each) for each in (call.received, call.inputs))
-        outputs = self._graph(call._replace(received=received, inputs=inputs, targets=targets)).outputs
+        given = {"received": copied(call.received), "inputs": copied(call.inputs), "targets": targets}
+        outputs = self._graph(call._replace(**given)).outputs
         self._stash[call.slot] = _Stashed(call, None, self._buffers.after(before))
-        return without_graph(outputs)
+        passed_on: TensorTree = without_graph(outputs)
+        return passed_on
 
     def _backward(
         self, slot: int, gradients: Sequence[Tensor | None], is_final: bool = False
@@ -272,8 +270,7 @@ class Stage:
             if roots:
                 ends, of_ends = zip(*roots, strict=True)
                 self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
-        leaves = () if call.received is None else tensors_of(call.received)
-        return tuple(leaf.grad for leaf in leaves), later
+        return tuple(tensor.grad for tensor in tensors_in(call.received)), later
 
     def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
         later: _Later | None = None
@@ -282,7 +279,6 @@ class Stage:
         elif self.batches_wgrad and self.can_batch_wgrad:
             later = MicrobatchRows(self._wgrad)
         outputs = self._holding(call.weights, later, lambda: self._run(call), buffers)
-        tensors_of(outputs)  # raises TypeError for anything but tensors
         if call.weights is not None and not self._weights_checked:
             check_no_other_weights(outputs, self.module)
             self._weights_checked = True
@@ -305,10 +301,9 @@ class Stage:
 
     def _run(self, call: _Call) -> TensorTree:
         seed = partial(self._seed, call.step, call.microbatch)
-        received = None if call.received is None else map_tensors(_enter, call.received)
-        value: TensorTree = self.layers.run(received, call.inputs, seed, training=True)
+        value = self.layers.run(map_tensors(_enter, call.received), call.inputs, seed, training=True)
         if call.share is None:
-            return value
+            return _passed_on(value)
         assert self.loss is not None
         seed(self.layers.loss_key, self._loss_draws_from_python)
         mean = self.loss(value, call.targets)
@@ -322,6 +317,12 @@ class Stage:
 
     def _seed(self, step: int, microbatch: int, place: int, python_too: bool) -> None:
         seed_generators(random_key(self.seed, step, microbatch, place), self.device, python_too)
+
+
+def _passed_on(value: Tree) -> TensorTree:
+    tensors_of(value)  # raises TypeError for anything but tensors
+    passed_on: TensorTree = value
+    return passed_on
 
 
 def _slot(slot: int | None, microbatch: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.model.tensors import TensorTree, tensors_of
+from hybridpipe.model.tensors import TensorTree, Tree, tensors_in, tensors_of
 
 # One mapping a layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied
 # parameter is listed under each of its names. Frozen parameters may be missing.
@@ -143,7 +143,7 @@ def check_no_other_weights(outputs: TensorTree, layers: nn.Sequential) -> None:
             )
 
 
-def check_no_foreign_weights(loss: Tensor, outputs: TensorTree, layers: nn.Sequential) -> None:
+def check_no_foreign_weights(loss: Tensor, outputs: Tree, layers: nn.Sequential) -> None:
     """Check that a loss uses no parameter from outside its stage, which would get no gradient.
 
     Args:
@@ -153,7 +153,7 @@ def check_no_foreign_weights(loss: Tensor, outputs: TensorTree, layers: nn.Seque
         ValueError: the loss uses a parameter that is not in `layers`.
     """
     own = set(layers.parameters())
-    for leaf in _leaves([loss], behind=tensors_of(outputs)):
+    for leaf in _leaves([loss], behind=tensors_in(outputs)):
         if isinstance(leaf, nn.Parameter) and leaf not in own:
             raise ValueError(
                 f"the loss uses a parameter of shape {tuple(leaf.shape)} that is not in the last stage and "

@@ -18,7 +18,7 @@ from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine.worker import PendingLosses, Worker
 from hybridpipe.errors import shown
 from hybridpipe.health import faults
-from hybridpipe.model.tensors import TensorTree, tensors_of
+from hybridpipe.model.tensors import Tree
 from hybridpipe.types import Loss
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (outputs, targets) of a microbatch → (sum, count)
@@ -111,9 +111,9 @@ class MicrobatchMetrics:
         return 1 + 2 * len(self._metrics) + (0 if self._accuracy is None else Accuracy.width)
 
     @torch.no_grad()
-    def __call__(self, outputs: TensorTree, targets: TensorTree) -> list[float]:
+    def __call__(self, outputs: Tree, targets: Tree, num_samples: int) -> list[float]:
         """Return the numbers of one microbatch."""
-        numbers = [float(self._loss(outputs, targets)) * len(tensors_of(targets)[0])]
+        numbers = [float(self._loss(outputs, targets)) * num_samples]
         for name, metric in self._metrics.items():
             numbers += _sum_and_count(name, metric(outputs, targets))
         return numbers if self._accuracy is None else [*numbers, *self._accuracy(outputs, targets)]
@@ -165,7 +165,7 @@ class Accuracy:
         self._has_classes = function not in _WITHOUT_CLASSES and not isinstance(function, _MODULES_WITHOUT)
         self._second = function in _SECOND or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
 
-    def __call__(self, outputs: TensorTree, targets: TensorTree) -> list[float]:
+    def __call__(self, outputs: Tree, targets: Tree) -> list[float]:
         """Return the three counts of one microbatch."""
         dim = self._class_dimension(outputs, targets)
         if dim is None:
@@ -177,7 +177,7 @@ class Accuracy:
         right = outputs.argmax(dim).eq(classes) & judged
         return [float(right.sum()), float(judged.sum()), float((judged & ~in_range).sum())]
 
-    def _class_dimension(self, outputs: TensorTree, targets: TensorTree) -> int | None:
+    def _class_dimension(self, outputs: Tree, targets: Tree) -> int | None:
         if not (self._has_classes and isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
             return None
         if targets.is_floating_point() or targets.is_complex() or not outputs.is_floating_point():

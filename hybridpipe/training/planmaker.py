@@ -26,7 +26,6 @@ from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.health import failure
 from hybridpipe.measure.layers import Rehearsal
 from hybridpipe.model.sequential import check_plan, copied
-from hybridpipe.model.tensors import tensors_of
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
@@ -195,7 +194,7 @@ class PlanMaker:
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         try:
             rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device)
-            samples = len(tensors_of(inputs)[0])  # perhaps fewer than microbatch_size
+            samples = minibatch.sizes[0]  # perhaps fewer than microbatch_size
             sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
             measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
             return measure_together(self._world, measure), rehearsal.run

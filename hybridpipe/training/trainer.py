@@ -29,7 +29,7 @@ from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
 from hybridpipe.model.sequential import check_plan
-from hybridpipe.model.tensors import TensorTree, tensors_of
+from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative
 from hybridpipe.planning.cluster import NO_COMPRESSION
@@ -219,8 +219,11 @@ class Trainer:
             raise RuntimeError("the Trainer is closed; make a new one" if self.state.closed else why)
         return self._worker
 
-    def train_step(self, inputs: TensorTree, targets: TensorTree) -> float:
-        """Train on one minibatch, with samples in the first dimension; every rank passes the same one.
+    def train_step(self, inputs: Tree, targets: Tree) -> float:
+        """Train on one minibatch; every rank passes the same one.
+
+        Args:
+            inputs, targets: trees of tensors, with samples in the first dimension of each.
 
         Returns:
             The mean loss over the minibatch, the same float on every rank.
@@ -231,7 +234,7 @@ class Trainer:
         began = time.perf_counter()
         self._check_now("train_step")
         valid.check_flushes(self._maker.schedule)
-        consistency.check_same_minibatch(self.world, (*tensors_of(inputs), *tensors_of(targets)))
+        consistency.check_same_minibatch(self.world, inputs, targets)
         if self._worker is None:
             self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
         valid.check_flushes(self.plan.schedule)

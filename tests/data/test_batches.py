@@ -175,11 +175,28 @@ def test_slices_of_a_minibatch_in_memory():
     assert batch.targets(1).tolist() == [2, 3]
 
 
+def test_a_minibatch_in_memory_may_be_any_tree():
+    inputs = {"ids": torch.arange(10).view(5, 2), "options": [None, 0.5, True]}
+    batch = slice_minibatch(inputs, {"labels": torch.arange(5)}, 3)
+    assert batch.sizes == [3, 2]
+    assert batch.inputs(1)["ids"].tolist() == [[6, 7], [8, 9]]
+    assert batch.inputs(1)["options"] == [None, 0.5, True]
+    assert batch.targets(0)["labels"].tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match=r"must hold tensors, .* got str as inputs\['names'\]\[0\]"):
+        slice_minibatch({"ids": torch.ones(1), "names": ["a"]}, torch.ones(1), 1)
+
+
 @pytest.mark.parametrize(
     "inputs, targets, told",
     [
-        (torch.ones(5, 2), torch.ones(4), r"equally many samples, got \[4, 5\]"),
-        ((torch.ones(5), torch.ones(3)), torch.ones(5), r"equally many samples, got \[3, 5\]"),
+        (torch.ones(5, 2), torch.ones(4), r"equally many samples, .* got 5 in inputs and 4 in targets"),
+        (
+            (torch.ones(5), torch.ones(3)),
+            torch.ones(5),
+            r"equally .* 5 in inputs\[0\] and 3 in inputs\[1\]",
+        ),
+        ({"ids": torch.ones(5)}, {"mask": torch.ones(3, 5)}, r"equally .* 5 in inputs\['ids'\] and 3 in"),
+        (torch.ones(5), {"weight": torch.ones(())}, r"equally .* and 0 in targets\['weight'\]"),
         (torch.ones(0, 2), torch.ones(0), "at least one sample, got none"),
     ],
 )

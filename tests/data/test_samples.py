@@ -43,7 +43,7 @@ def test_what_has_no_samples_by_number_is_refused(dataset, told):
         ),
         ((torch.ones(2), "cat"), "target of type str"),
         (("a text", 1), "inputs of type str"),
-        (({"ids": torch.ones(2)}, 1), "inputs of type dict"),
+        (({"ids": "a text"}, 1), r"inputs\['ids'\] of type str"),
         ((torch.ones(2), None), "target of type NoneType"),
         (torch.ones(2), "a Tensor"),
     ],
@@ -71,6 +71,7 @@ def test_ragged_samples_are_told_with_their_shapes():
         (np.ones(2), np.int64(3)),
         ((torch.ones(2, dtype=torch.bfloat16), np.ones(1)), (0.5, True)),
         [torch.ones(2), torch.eye(2)],
+        ({"ids": torch.arange(3), "more": (1, [2.0])}, {"label": 1}),
     ],
 )
 def test_pairs_of_tensors_arrays_and_numbers_are_accepted(sample):

@@ -123,7 +123,7 @@ def test_a_rank_alone_asks_no_one():
     alone = World(None)
     alone.size = 1
     check_alike(alone, described())
-    check_same_minibatch(alone, torch.ones(3))
+    check_same_minibatch(alone, torch.ones(3), None)
 
 
 class Minibatches:
@@ -150,16 +150,17 @@ class Minibatches:
         (lambda x: x.double(), False),
         (lambda x: x[[0, 1, 3]], False),
         (lambda x: (x, x), False),
+        (lambda x: {"x": x}, False),
     ],
 )
 def test_minibatches_are_compared_by_their_shapes_and_ends(other, same):
     world, mine = Minibatches(), torch.arange(12.0).reshape(4, 3)
-    check_same_minibatch(world, mine)
+    check_same_minibatch(world, mine, torch.ones(4))
     if same:
-        check_same_minibatch(world, other(mine))
+        check_same_minibatch(world, other(mine), torch.ones(4))
     else:
         with pytest.raises(ValueError, match="train_step: inputs and targets must be the same on all ranks"):
-            check_same_minibatch(world, other(mine))
+            check_same_minibatch(world, other(mine), torch.ones(4))
     assert rank_status.wait is None
 
 

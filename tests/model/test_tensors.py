@@ -1,17 +1,28 @@
 import pytest
 import torch
 
-from hybridpipe.model.tensors import map_tensors, not_finite, rebuild, tensors_of
+from hybridpipe.model.tensors import map_tensors, named_leaves, not_finite, tensors_in, tensors_of
 
 A, B = torch.ones(2), torch.arange(3)
 
 
 @pytest.mark.parametrize("value, count", [(A, 1), ((A,), 1), ((A, B), 2), ((), 0)])
-def test_rebuild_is_the_inverse_of_tensors_of(value, count):
+def test_a_boundary_is_crossed_by_a_tensor_or_a_tuple(value, count):
     tensors = tensors_of(value)
-    assert len(tensors) == count
-    back = rebuild(tensors, like=value)
-    assert type(back) is type(value) and tensors_of(back) == tensors
+    assert len(tensors) == count and list(tensors) == tensors_in(value)
+
+
+def test_any_tree_keeps_its_containers_and_what_is_no_tensor():
+    tree = {"ids": A, "more": [(B, None), 0.5, "a text"]}
+    assert tensors_in(tree) == [A, B]
+    assert [key for key, _ in named_leaves(tree=tree)][:3] == [
+        "tree['ids']",
+        "tree['more'][0][0]",
+        "tree['more'][0][1]",
+    ]
+    doubled = map_tensors(lambda t: 2 * t, tree)
+    assert doubled["ids"].tolist() == [2, 2] and doubled["more"][1:] == [0.5, "a text"]
+    assert doubled["more"][0][0].tolist() == [0, 2, 4] and doubled["more"][0][1] is None
 
 
 def test_a_function_meets_every_tensor_and_the_kind_of_value_stays():

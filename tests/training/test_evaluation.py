@@ -31,7 +31,7 @@ class PerToken(nn.Module):
 )
 def test_losses_and_right_answers_add_up(shape, targets, loss, classes):
     outputs, labels = torch.randn(shape).double(), torch.randint(0, 4, targets)
-    total, right, judged, others = MicrobatchMetrics(loss, {})(outputs, labels)
+    total, right, judged, others = MicrobatchMetrics(loss, {})(outputs, labels, 6)
     assert total == pytest.approx(6 * loss(outputs, labels).item())
     assert (right, judged, others) == ((outputs.argmax(classes) == labels).sum(), labels.numel(), 0)
 
@@ -40,7 +40,8 @@ def accuracy(loss, outputs, targets) -> float | None:
     """Of microbatches of three samples."""
     microbatch_metrics = MicrobatchMetrics(loss, {})
     slices = [slice(i, i + 3) for i in range(0, len(targets), 3)]
-    totals = np.sum([microbatch_metrics(outputs[each], targets[each]) for each in slices], axis=0)
+    numbers = [microbatch_metrics(outputs[each], targets[each], len(targets[each])) for each in slices]
+    totals = np.sum(numbers, axis=0)
     return microbatch_metrics.metrics(totals, len(targets)).get("accuracy")
 
 
@@ -118,7 +119,8 @@ def test_metrics_of_the_users_are_sums_over_counts():
     microbatch_metrics = MicrobatchMetrics(
         mse, {"mae": absolute, "accuracy": lambda o, t: (1, 4), "none": lambda o, t: (0, 0)}
     )
-    totals = np.sum([microbatch_metrics(outputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 7))], axis=0)
+    numbers = [microbatch_metrics(outputs[a:b], targets[a:b], b - a) for a, b in ((0, 5), (5, 7))]
+    totals = np.sum(numbers, axis=0)
     found = microbatch_metrics.metrics(totals, 7)
     assert found.keys() == {"loss", "mae", "accuracy"}
     assert found["loss"] == pytest.approx(mse(outputs, targets).item())
@@ -143,7 +145,7 @@ def test_a_mistake_in_metrics_is_told(metrics, error, told):
 def test_a_metric_that_returns_anything_else_is_told(result):
     microbatch_metrics = MicrobatchMetrics(mse, {"odd": lambda outputs, targets: result})
     with pytest.raises(ValueError, match=r"metric odd must return \(sum, count\)"):
-        microbatch_metrics(torch.ones(2, 2), torch.ones(2, 2))
+        microbatch_metrics(torch.ones(2, 2), torch.ones(2, 2), 2)
 
 
 def test_a_target_is_reached_where_all_that_is_wanted_is():
@@ -217,4 +219,4 @@ def test_an_evaluation_is_left_when_a_rank_was_asked_to_stop():
 def test_a_microbatch_has_as_many_numbers_as_are_said(num_metrics, own, width):
     named = {f"m{i}": lambda o, t: (1, 2) for i in range(num_metrics - own)}
     metrics = MicrobatchMetrics(cross_entropy, named | ({"accuracy": lambda o, t: (1, 2)} if own else {}))
-    assert metrics.width == width == len(metrics(torch.randn(3, 4), torch.tensor([0, 1, 2])))
+    assert metrics.width == width == len(metrics(torch.randn(3, 4), torch.tensor([0, 1, 2]), 3))
