@@ -1,0 +1,34 @@
+"""Recording: a user's forward as a straight list of events, and the running of its slices."""
+
+from hybridpipe.model.recording.events import (
+    Constant,
+    Diverged,
+    Event,
+    Unsplittable,
+    Value,
+    ValueInfo,
+    Weight,
+    call_arguments,
+)
+from hybridpipe.model.recording.forward import record
+from hybridpipe.model.recording.record import Record, RecordedLayer
+from hybridpipe.model.recording.records import Records
+from hybridpipe.model.recording.slices import Lookup, ModelLookup, Slice
+
+__all__ = [
+    "Constant",
+    "Diverged",
+    "Event",
+    "Lookup",
+    "ModelLookup",
+    "Record",
+    "RecordedLayer",
+    "Records",
+    "Slice",
+    "Unsplittable",
+    "Value",
+    "ValueInfo",
+    "Weight",
+    "call_arguments",
+    "record",
+]

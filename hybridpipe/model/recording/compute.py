@@ -1,0 +1,82 @@
+"""Compute: what a call gives during a recording: real tensors, or fake ones that have shapes only.
+
+Knows one event and torch's fake tensors, and no model.
+Invariant: free glue is computed for real, since guards read it; a unit only on random numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+
+from hybridpipe.model.recording.events import Event, Unsplittable, fact
+from hybridpipe.model.recording.watch import Watch, tensors_in
+
+
+def compute(
+    event: Event,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    fake: FakeTensorMode | None,
+    watch: Watch,
+) -> Any:
+    """Return the result of an event's call.
+
+    Raises:
+        Unsplittable: glue reads data that only one stage has.
+    """
+    if fake is None:
+        return call(*args, **kwargs)
+    if event.free and not any(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
+        with watch:
+            return call(*args, **kwargs)
+    try:
+        with fake, watch:
+            return call(*args, **kwargs)
+    except Exception as error:  # routing by data, or an operator that does not know its shapes
+        if event.is_unit:
+            return _on_random_numbers(event, call, args, kwargs, fake, watch)
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            raise Unsplittable(f"{event.where}: {event.name} reads data that only one stage has") from None
+        raise
+
+
+def _on_random_numbers(
+    event: Event, call: Callable[..., Any], args: Any, kwargs: Any, fake: FakeTensorMode, watch: Watch
+) -> Any:
+    """Run a unit for real, twice, on numbers of which no result may depend that Python learns."""
+    with watch:
+        first = call(*random_like(args), **random_like(kwargs))
+        second = call(*random_like(args), **random_like(kwargs))
+    if list(map(fact, pytree.tree_leaves(first))) != list(map(fact, pytree.tree_leaves(second))):
+        raise Unsplittable(f"{event.where}: {event.name} returns a shape or a number that follows from data")
+    return pytree.tree_map_only(Tensor, lambda tensor: as_fake(tensor, fake), second)
+
+
+def as_fake(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    """Return a fake tensor of the same shape, which requires a gradient if the tensor does."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return fake.from_tensor(tensor)
+
+
+def random_like(tree: Any) -> Any:
+    """Return a tree with fresh leaves in place of its tensors: normal numbers, and zeros for integers."""
+
+    def fresh(tensor: Tensor) -> Tensor:
+        shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        numbers = torch.randn(shape, dtype=dtype, device=device)
+        return numbers.requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(Tensor, fresh, tree)

@@ -1,0 +1,181 @@
+"""Forward: records a user's forward until two recordings agree, and leaves the model as it was.
+
+Knows the model and the recorder; a record that it returns knows neither.
+Invariant: attributes, buffers, hooks, modes, gradient flags, random states are as before, also if it fails.
+"""
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from hybridpipe.model.recording.compute import random_like
+from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments
+from hybridpipe.model.recording.reads import LossReads
+from hybridpipe.model.recording.record import Record
+from hybridpipe.model.recording.recorder import Recorder
+from hybridpipe.model.recording.slices import ModelLookup, Slice
+from hybridpipe.model.recording.units import units_of
+from hybridpipe.model.recording.watch import Watch
+
+MOST_RECORDINGS = 16  # each opens units, or is compared with the one before
+MOST_THAT_DIFFER = 4  # lazily made attributes let the second differ from the first
+DRAWS_TRIED = 64  # of guards that follow from random numbers
+ANOTHER_DRAW = 0x9E3779B97F4A7C15
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class _Recorded(NamedTuple):
+    record: Record
+    recorder: Recorder
+
+
+def record(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    training: bool,
+    loss: Loss | None = None,
+    targets: Any = None,
+    share: float = 1.0,
+) -> Record:
+    """Record a model's forward.
+
+    Units compute shapes only, glue that follows from the inputs alone computes for real. A unit without
+    known shapes runs on random numbers. A forward whose glue fake tensors cannot run is recorded for real.
+
+    Args:
+        inputs: a dict goes by keyword, a tuple or list by position, anything else alone.
+        training: record with gradients and in the modules' own modes; otherwise under `eval()` and `no_grad`.
+        loss: takes what the model returns, and `targets`; it is checked to read nothing else of the forward.
+        share: modules with more than this part of the parameters are opened, in (0, 1].
+
+    Raises:
+        Unsplittable: the forward, or the loss, cannot be run in slices.
+    """
+    args, kwargs = call_arguments(inputs)
+    watch = Watch(itertools.chain(model.parameters(), model.buffers()))
+    with _untouched(model), torch.set_grad_enabled(training):
+        if not training:
+            model.eval()
+        try:
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            try:
+                found = _agreeing(model, args, kwargs, watch, fake, share)
+            except Unsplittable:
+                raise
+            except Exception:  # glue that does not know its shapes
+                fake = None  # type: ignore[assignment]
+                found = _agreeing(model, args, kwargs, watch, None, share)
+            if loss is not None:
+                _check_loss(found.recorder, loss, targets)
+            _refuse_random_path(found.record, model, pytree.tree_leaves((args, kwargs)))
+            return found.record
+        except Unsplittable:
+            raise
+        except Exception as error:
+            raise Unsplittable(f"recording the forward fails: {type(error).__name__}: {error}") from error
+        finally:
+            watch.restore()
+
+
+def _agreeing(
+    model: nn.Module, args: Any, kwargs: Any, watch: Watch, fake: FakeTensorMode | None, share: float
+) -> _Recorded:
+    """Record until no tensor escapes from a unit, and two recordings agree."""
+    opened: dict[str, str] = {}
+    before: list[Any] = []
+    differing = 0
+    for _ in range(MOST_RECORDINGS):
+        recorder = Recorder(model, units_of(model, opened, share), watch, fake)
+        found = recorder.run(args, kwargs)
+        watch.restore()
+        if recorder.escapes:
+            opened, before = opened | recorder.escapes, []
+            continue
+        found.opened = opened
+        signature = found.signature()
+        if signature == before:
+            return _Recorded(found, recorder)
+        differing += bool(before)
+        if differing == MOST_THAT_DIFFER:
+            raise Unsplittable(_difference(found, before, signature))
+        before = signature
+    unit, line = next(reversed(opened.items()))
+    raise Unsplittable(f"{line}: tensors made inside {unit} are used outside without being returned")
+
+
+def _difference(found: Record, before: list[Any], after: list[Any]) -> str:
+    """Return one line about the first event that differs."""
+    pairs = enumerate(itertools.zip_longest(before[:-1], after[:-1]))
+    i = next((i for i, (a, b) in pairs if a != b), len(found.events))
+    line = found.events[i].where if i < len(found.events) else "the end of the forward"
+    name = found.events[i].name if i < len(found.events) else "the result"
+    return f"{line}: {name} is not the same in two calls; does the forward carry state from call to call?"
+
+
+def _check_loss(recorder: Recorder, loss: Loss, targets: Any) -> None:
+    """Refuse a loss that reads what the forward made but did not return, such as `model.auxiliary`."""
+    outputs = random_like(recorder.outputs)  # not fake: a loss may pick tokens by a mask
+    with LossReads(recorder.made, outputs):
+        loss(outputs, targets)
+
+
+def _refuse_random_path(record: Record, model: nn.Module, leaves: list[Any]) -> None:
+    """Refuse a guard that depends on random numbers: a path would change with the step and the microbatch."""
+    guards = Slice(record, 0, 0, ModelLookup(model))
+    for n in range(DRAWS_TRIED if guards.draws else 0):
+
+        def seed(event: Event, n: int = n) -> None:
+            torch.default_generator.manual_seed(event.key ^ (n * ANOTHER_DRAW & (2**63 - 1)))
+
+        try:
+            guards.run((), leaves, seed)
+        except Diverged as error:
+            raise Unsplittable(f"{error}: random numbers decide which way the forward takes") from None
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Restore a model's attributes, modes, hooks and gradient flags, and the process's random states."""
+    attributes = [(module.__dict__, _copied(module.__dict__)) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        for now, (before, contents) in attributes:
+            now.clear()
+            now.update(before)
+            for name, content in contents.items():
+                _refill(before[name], content)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        for i, state in enumerate(on_devices):
+            torch.cuda.set_rng_state(state, i)
+
+
+def _copied(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes and copies of those that can be filled, such as lists and tables of hooks."""
+    fillable = {
+        name: copy.copy(each) for name, each in attributes.items() if isinstance(each, dict | list | set)
+    }
+    return dict(attributes), fillable
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(content, list) else container.update)(content)

@@ -1,0 +1,383 @@
+"""Recorder: runs a user's forward once and writes down its events.
+
+Knows the model while it records; the record that it gives back does not.
+Invariant: a tensor in an event is a value, a weight or a constant, or the forward is refused with its line.
+"""
+
+import itertools
+import pickle
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hybridpipe.model.recording.compute import compute
+from hybridpipe.model.recording.events import (
+    PLAIN,
+    PLAIN_OF_TORCH,
+    Ambient,
+    Constant,
+    Event,
+    Part,
+    Unsplittable,
+    Value,
+    ValueInfo,
+    Weight,
+    fact,
+    line_of_forward,
+)
+from hybridpipe.model.recording.record import Record
+from hybridpipe.model.recording.watch import Watch, storage_of, tensors_in
+from hybridpipe.model.rng import seed_generators
+
+UNRECORDED = ("_set_grad_enabled", "__repr__", "__format__", "__hash__")
+READERS = ("tolist", "numpy", "__array__")  # which the dispatcher does not see
+CHANGERS = ("set requires_grad", "set data", "requires_grad_")  # likewise
+CPU = torch.device("cpu")
+
+
+class Recorder(TorchFunctionMode):
+    """Records one forward.
+
+    Attributes:
+        escapes: of each unit to open: the line which says why.
+        outputs: what the forward returned.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, nn.Module], watch: Watch, fake: FakeTensorMode | None
+    ) -> None:
+        """Prepare a recording.
+
+        Args:
+            units: modules to call whole, by path.
+            watch: what operators do.
+            fake: computes the shapes of all that is not free; None: everything is computed.
+        """
+        super().__init__()
+        self.escapes: dict[str, str] = {}
+        self.outputs: Any = None
+        self._model, self._units, self._watch, self._fake = model, units, watch, fake
+        self._paths = {id(module): path for path, module in units.items()}
+        self._parts = {id(module): Part(path) for path, module in model.named_modules()}
+        self._parameters = {id(tensor): Weight(name) for name, tensor in model.named_parameters()}
+        self._names = self._parameters | {id(tensor): Weight(name) for name, tensor in model.named_buffers()}
+        self._buffers = {Weight(name) for name, _ in model.named_buffers()}
+        self._own = {path: self._weights_of(module) for path, module in model.named_modules()}
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        self._stored = {storage_of(tensor): self._names[id(tensor)] for tensor in tensors}
+        self._events: list[Event] = []
+        self._values: list[ValueInfo] = []
+        self._known: dict[int, Value] = {}  # by id; `_sharing` keeps the tensors alive
+        self._sharing: dict[int, list[Tensor]] = defaultdict(list)  # by storage
+        self._born: Any = WeakTensorKeyDictionary()  # of a tensor that is made inside an event: its name
+        self._inside: str | None = None
+        self._touched: set[Weight] = set()  # weights used inside the present event
+        self._calls: Counter[str] = Counter()
+        self._regions: list[Any] = []  # the hooks of each checkpoint region
+        self._python_state = _python_state()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+        """Run the forward on copies of its arguments.
+
+        Raises:
+            Unsplittable: no list of events does the same.
+        """
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # it may write to them
+        leaves, _ = pytree.tree_flatten((args, kwargs))
+        inputs = [self._new(leaf, -1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        buffers = {path: dict(module._buffers) for path, module in self._model.named_modules()}
+        with self._intercepted(), nullcontext() if self._fake else self._watch, self:
+            self.outputs = self._model(*args, **kwargs)
+        self._refuse_python_draws("the end of the forward")
+        leaves, spec = pytree.tree_flatten(self.outputs)
+        self._refuse_hidden(leaves, "the model's output")
+        return Record(
+            events=self._events,
+            values=self._values,
+            inputs=inputs,
+            outputs=[self._reference(leaf) for leaf in leaves],
+            output_spec=spec,
+            assigned=self._assigned(buffers),
+            parameters=frozenset(self._parameters.values()),
+        )
+
+    def made(self, tensor: Tensor) -> bool:
+        """Return True for a tensor that the forward has made."""
+        value = self._known.get(id(tensor))
+        return tensor in self._born or (value is not None and self._values[value].maker >= 0)
+
+    # --- calls ---
+
+    @contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        """See calls of units and of custom autograd functions, which a function mode does not see as such."""
+        classes = {type(module): type(module).__dict__.get("__call__") for module in self._units.values()}
+        apply = torch.autograd.Function.__dict__["apply"]
+
+        def function_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = apply.__get__(None, cls)
+            return self._whole(f"{cls.__name__}.apply", bound, bound, args, kwargs)
+
+        for cls in classes:
+            cls.__call__ = self._unit_call(cls.__call__)  # type: ignore[method-assign]
+        torch.autograd.Function.apply = classmethod(function_call)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            for cls, own in classes.items():
+                if own is None:
+                    del cls.__call__
+                else:
+                    cls.__call__ = own  # type: ignore[method-assign]
+
+    def _unit_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self._paths.get(id(module))
+            if path is None:
+                return original(module, *args, **kwargs)
+            return self._whole(path, None, lambda *a, **k: original(module, *a, **k), args, kwargs)
+
+        return call
+
+    def _whole(self, name: str, function: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Record a call as one event, and see what is made inside."""
+        if self._inside is not None:
+            return original(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._EnableTorchFunction():
+                return original(*args, **kwargs)
+
+        with torch._C.DisableTorchFunction():
+            return self._event(name, function, call, args, kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a function between units; inside an event, note what it makes and which weights it uses."""
+        kwargs = kwargs or {}
+        if self._inside is None:
+            return self._event(_name_of(func), func, func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._touched |= {self._names[id(t)] for t in tensors_in((args, kwargs)) if id(t) in self._names}
+        for tensor in tensors_in(out):
+            self._born[tensor] = self._inside
+        return out
+
+    # --- an event ---
+
+    def _event(self, name: str, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if name in UNRECORDED:
+            return call(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        line = line_of_forward()
+        self._refuse_python_draws(line)
+        event = Event(name, function, spec, self._ambient(), line, self._calls[name])
+        event.arguments = [self._reference(leaf) for leaf in leaves]
+        event.weights = {argument for argument in event.arguments if argument.__class__ is Weight}
+        if event.is_unit:
+            event.weights |= self._own[name]
+        event.free = self._may_be_free(event)
+        out = self._run(event, call, args, kwargs)
+        results = pytree.tree_leaves(out)
+        self._learn(event, results)
+        if not (tensors_in(results) or event.changes or event.checked):
+            return out  # a shape or a type: a constant of this record
+        if event.checked and not event.free and not event.is_unit:
+            raise Unsplittable(f"{line}: {name} reads data that only one stage has")
+        self._refuse_hidden(leaves, f"{line}: an argument of {name}", name if event.is_unit else None)
+        if not event.is_unit:
+            self._refuse_hidden(results, f"{line}: the result of {name}")
+        self._write_down(event, results)
+        return out
+
+    def _run(self, event: Event, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make the call; it draws its own random numbers, and none that follow."""
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        seed_generators(event.key, CPU, python_too=True)
+        seeded = _python_state()
+        self._inside, self._touched = event.name, set()
+        self._watch.reset()
+        try:
+            return compute(event, call, args, kwargs, self._fake, self._watch)
+        finally:
+            event.draws_python = _python_state() != seeded
+            self._inside = None
+            torch.set_rng_state(before[0])
+            random.setstate(before[1])
+            np.random.set_state(before[2])
+
+    def _learn(self, event: Event, results: list[Any]) -> None:
+        """Note what the call did."""
+        watch = self._watch
+        event.changes |= {self._known[id(t)] for s in watch.written for t in self._sharing.get(s, ())}
+        event.changes |= {self._stored[s] for s in watch.written if s in self._stored}
+        if event.name in CHANGERS:
+            if event.arguments[0].__class__ is not Value:
+                raise Unsplittable(f"{event.where}: {event.name} on a parameter or buffer")
+            event.changes.add(event.arguments[0])
+        event.weights |= {weight for weight in event.changes if weight.__class__ is Weight}
+        self._place_touched(event)
+        event.draws = watch.draws
+        event.free = self._may_be_free(event)
+        numbers = any(isinstance(result, int | float) for result in results)
+        event.checked = watch.reads or event.name in READERS or (event.is_unit and numbers)
+
+    def _place_touched(self, event: Event) -> None:
+        """Open a unit, and refuse a function, that uses weights which are not its own."""
+        for part in (argument for argument in event.arguments if argument.__class__ is Part):
+            event.weights |= self._own[part]
+        foreign = self._touched - event.weights
+        if foreign and event.is_unit:
+            self.escapes[event.name] = event.where
+        elif foreign:
+            hint = " (use_reentrant=False)" if event.name == "CheckpointFunction.apply" else ""
+            raise Unsplittable(f"{event.where}: {event.name} uses {min(foreign)} out of sight{hint}")
+
+    def _write_down(self, event: Event, results: list[Any]) -> None:
+        index, old = len(self._events), self._known.keys() | self._names.keys()
+        tensors = [r if isinstance(r, Tensor) and id(r) not in old else None for r in results]
+        event.results = [None if tensor is None else self._new(tensor, index) for tensor in tensors]
+        event.facts = list(map(fact, results))
+        made = tensors_in(results)
+        if not event.is_unit and len(set(event.uses)) == 1 and made and not (event.weights or event.changes):
+            base = event.uses[0]
+            event.view = base if {*map(storage_of, made)} == {self._values[base].storage} else None
+        for changed in (value for value in event.changes if value.__class__ is Value):
+            for tensor in self._sharing[self._values[int(changed)].storage]:
+                info = self._values[self._known[id(tensor)]]
+                if tensor.requires_grad and info.gradient_from is None:
+                    info.gradient_from = index  # it begins to with this write
+        self._calls[event.name] += 1
+        self._events.append(event)
+
+    def _may_be_free(self, event: Event) -> bool:
+        makers = (self._values[value].maker for value in event.uses)
+        return (
+            not event.is_unit
+            and event.weights <= self._buffers
+            and not event.changes & self._buffers
+            and all(maker < 0 or self._events[maker].free for maker in makers)
+        )
+
+    def _weights_of(self, module: nn.Module) -> set[Weight]:
+        own = itertools.chain(module.parameters(), module.buffers())
+        return {self._names[id(tensor)] for tensor in own if id(tensor) in self._names}
+
+    def _ambient(self) -> Ambient:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None:
+            return Ambient.now()
+        if "checkpoint" not in hooks[0].__qualname__:
+            raise Unsplittable(f"{line_of_forward()}: saved_tensors_hooks outside the units")
+        if hooks[0] not in self._regions:
+            self._regions.append(hooks[0])
+        return Ambient.now(1 + self._regions.index(hooks[0]))
+
+    # --- leaves ---
+
+    def _new(self, tensor: Tensor, maker: int) -> Value:
+        value = self._known[id(tensor)] = Value(len(self._values))
+        begins = maker if tensor.requires_grad else None
+        self._values.append(ValueInfo(tensor.shape, tensor.dtype, storage_of(tensor), maker, begins))
+        self._sharing[storage_of(tensor)].append(tensor)
+        return value
+
+    def _reference(self, leaf: Any) -> Any:
+        """Return an argument as an event holds it."""
+        if isinstance(leaf, nn.Module):
+            if id(leaf) not in self._parts:
+                raise Unsplittable(
+                    f"{line_of_forward()}: a {type(leaf).__name__} that is no part of the model"
+                )
+            return self._parts[id(leaf)]
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in self._known:
+            return self._flowing(leaf)
+        if id(leaf) in self._names:
+            return self._names[id(leaf)]
+        return self._found(leaf)
+
+    def _flowing(self, tensor: Tensor) -> Value:
+        value = self._known[id(tensor)]
+        if tensor.requires_grad != (self._values[value].gradient_from is not None):
+            raise Unsplittable(
+                f"{line_of_forward()}: a tensor got its gradient out of sight, such as from the `apply` of a "
+                "custom autograd function that was bound before"
+            )
+        return value
+
+    def _found(self, tensor: Tensor) -> Constant:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise Unsplittable(f"{line_of_forward()}: vmap or grad outside the units")
+        maker = self._born.get(tensor)
+        if maker in self._units:
+            self.escapes[maker] = line_of_forward()
+        elif maker is not None or isinstance(tensor, FakeTensor) or tensor.grad_fn is not None:
+            raise Unsplittable(
+                f"{line_of_forward()}: a tensor that was made out of sight (by TorchScript, an extension, or "
+                "an earlier call)"
+            )
+        return Constant(tensor)
+
+    def _refuse_hidden(self, leaves: list[Any], what: str, unit: str | None = None) -> None:
+        """Refuse tensors in objects that are no pytrees; a unit that takes some is opened."""
+        for leaf in filter(_hides, leaves):
+            if unit is None:
+                kind = type(leaf).__name__
+                hint = "; pass use_cache=False" if kind.endswith("Cache") else ""
+                raise Unsplittable(f"{what} holds tensors in a {kind}, which is no pytree{hint}")
+            self.escapes[unit] = line_of_forward()
+
+    def _refuse_python_draws(self, line: str) -> None:
+        if _python_state() != self._python_state:
+            raise Unsplittable(
+                f"{line}: before it the forward draws Python's or NumPy's random numbers outside its units"
+            )
+
+    def _assigned(self, before: Mapping[str, Mapping[str, Tensor | None]]) -> list[tuple[Weight, Value]]:
+        """Buffers that glue has replaced, such as `self.mean = ...`."""
+        assigned = []
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer is before[path].get(name):
+                    continue
+                weight, maker = Weight(f"{path}.{name}".lstrip(".")), self._born.get(buffer)
+                if id(buffer) in self._known:
+                    assigned.append((weight, self._known[id(buffer)]))
+                elif maker not in self._units:
+                    raise Unsplittable(f"the forward sets {weight} to a tensor that it does not compute")
+                elif not f"{path}.".startswith(f"{maker}."):  # else the unit does so in every run
+                    self.escapes[maker] = f"the assignment of {weight}"
+        return assigned
+
+
+def _name_of(function: Any) -> str:
+    """Return a function's name; of a property's getter or setter, the property's."""
+    name: str = function.__name__
+    owner = getattr(function, "__self__", None)
+    if name in ("__get__", "__set__") and owner is not None:
+        name = owner.__name__ if name == "__get__" else f"set {owner.__name__}"
+    return name
+
+
+def _hides(leaf: Any, depth: int = 4) -> bool:
+    """Return True for an object, no pytree, with tensors inside."""
+    if isinstance(leaf, (*PLAIN, *PLAIN_OF_TORCH, torch.Generator, Tensor, nn.Module)) or depth == 0:
+        return False
+    inside = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+    return any(isinstance(each, Tensor) or _hides(each, depth - 1) for each in inside if each is not leaf)
+
+
+def _python_state() -> tuple[Any, bytes]:
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))

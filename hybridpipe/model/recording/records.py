@@ -1,0 +1,71 @@
+"""Records: all records of one model, found by the inputs' structure and shapes, the mode and the path.
+
+Knows the whole model, on which it records what it has not met.
+Invariant: a record that it returns is that of the path which these inputs take.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments, content
+from hybridpipe.model.recording.forward import record
+from hybridpipe.model.recording.record import Record
+from hybridpipe.model.recording.slices import ModelLookup, Slice
+from hybridpipe.model.rng import preserved_state
+
+CPU = torch.device("cpu")
+
+
+class _Path(NamedTuple):
+    record: Record
+    guards: Slice
+
+
+class Records:
+    """Records of one model."""
+
+    def __init__(self, model: nn.Module, *, share: float = 1.0, most: int = 8) -> None:
+        """Begin without records.
+
+        Args:
+            share: modules with more than this part of the parameters are opened, in (0, 1].
+            most: paths that are recorded for one structure and shape of inputs.
+        """
+        self._model, self._share, self._most = model, share, most
+        self._lookup = ModelLookup(model)
+        self._paths: dict[Hashable, list[_Path]] = defaultdict(list)
+
+    def find(self, inputs: Any, training: bool) -> Record:
+        """Return the record of these inputs' path; it is made at the first such call.
+
+        Raises:
+            Unsplittable: the forward cannot be run in slices, or takes too many paths.
+        """
+        leaves, spec = pytree.tree_flatten(call_arguments(inputs))
+        paths = self._paths[str(spec), tuple(map(_described, leaves)), training]
+        reason = ""
+        for path in paths:
+            try:
+                with preserved_state(CPU, python_too=False):
+                    path.guards.run((), leaves, _seed)
+                return path.record
+            except Diverged as error:
+                reason = str(error)
+        if len(paths) >= self._most:
+            raise Unsplittable(f"more than {self._most} paths for inputs of one shape: {reason}")
+        found = record(self._model, inputs, training=training, share=self._share)
+        paths.append(_Path(found, Slice(found, 0, 0, self._lookup)))
+        return found
+
+
+def _described(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else content(leaf)
+
+
+def _seed(event: Event) -> None:
+    torch.default_generator.manual_seed(event.key)  # a guard that depends on it is not recorded

@@ -1,0 +1,59 @@
+"""Units: the modules of a model that are called whole.
+
+Knows the module tree, nothing of a forward.
+Invariant: no unit holds another, and the choice depends on the model alone, never on a plan.
+"""
+
+from collections.abc import Collection
+
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+RANDOM_OR_COUNTING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
+
+
+def units_of(model: nn.Module, opened: Collection[str] = (), share: float = 1.0) -> dict[str, nn.Module]:
+    """Return the units of a model by path, in order.
+
+    A module is opened, so that its children become units, if it is a container, if most of its parameters
+    stand in lists of several children, if it has more than `share` of the model's parameters, or if
+    `opened` names it. An opened module without children becomes glue, as do modules without parameters
+    that neither draw random numbers nor keep statistics.
+
+    Args:
+        opened: paths of further modules to open.
+        share: part of the model's parameters, in (0, 1].
+    """
+    sizes = {id(module): _size(module) for module in model.modules()}
+    units: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        size = sizes[id(module)]
+        large = size > share * sizes[id(model)] or 2 * _listed(module, sizes) > size
+        has_children = any(True for _ in module.children())
+        if path in opened or (has_children and (path == "" or type(module) in CONTAINERS or large)):
+            for name, child in module.named_children():
+                visit(f"{path}.{name}".lstrip("."), child)
+        elif id(module) not in seen and _matters(module):
+            seen.add(id(module))
+            units[path] = module
+
+    visit("", model)
+    return units
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _listed(module: nn.Module, sizes: dict[int, int]) -> int:
+    """Parameters that stand in lists of several children."""
+    return sum(
+        sizes[id(child)] if isinstance(child, CONTAINERS) and len(child) > 1 else _listed(child, sizes)
+        for child in module.children()
+    )
+
+
+def _matters(module: nn.Module) -> bool:
+    return any(part._parameters or isinstance(part, RANDOM_OR_COUNTING) for part in module.modules())

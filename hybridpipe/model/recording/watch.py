@@ -1,0 +1,103 @@
+"""Watch: what the operators of an event do, seen at torch's dispatcher, below views and inside units.
+
+Knows operators by their schemas and tags, and no events.
+Invariant: the numbers of a model's tensor are copied before the first operator writes to them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HIDDEN_WRITES = slice(3, 5)  # running mean and variance among the arguments of batch_norm
+TRAINS = 5  # of its arguments: the statistics are updated
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that tensors have in common which share memory, while they live."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what the operators of one event do.
+
+    Attributes:
+        draws: random numbers were drawn.
+        reads: Python, or a shape, learnt something from data.
+        written: storages that were written to.
+    """
+
+    def __init__(self, kept: Iterable[Tensor]) -> None:
+        """Watch operators.
+
+        Args:
+            kept: the model's tensors, whose numbers `restore` brings back.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept: dict[int, list[Tensor]] = defaultdict(list)
+        for tensor in kept:
+            self._kept[storage_of(tensor)].append(tensor)
+        self._copies: dict[int, list[Tensor]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another event."""
+        self.draws, self.reads = False, False
+        self.written: set[int] = set()
+
+    def restore(self) -> None:
+        """Bring back the numbers of the model's tensors."""
+        with torch.no_grad():
+            for storage, copies in self._copies.items():
+                for tensor, copy in zip(self._kept[storage], copies):
+                    if not torch.equal(tensor, copy):
+                        tensor.copy_(copy)
+        self._copies.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what an operator does, and run it."""
+        kwargs = kwargs or {}
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.reads |= _reads(func, args)
+        for storage in map(storage_of, tensors_in(_written(func, args, kwargs))):
+            self._keep(storage)
+            self.written.add(storage)
+        return func(*args, **kwargs)
+
+    def _keep(self, storage: int) -> None:
+        if storage in self._kept and storage not in self._copies:
+            real = [tensor for tensor in self._kept[storage] if not isinstance(tensor, FakeTensor)]
+            self._copies[storage] = [tensor.detach().clone() for tensor in real]
+
+
+def _reads(func: Any, args: Any) -> bool:
+    """Return True if an operator's result tells Python about data; an index of integers does not."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    by_integers = func._schema.name == "aten::index" and not any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
+    return torch.Tag.dynamic_output_shape in func.tags and not by_integers
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    schema = func._schema
+    if schema.is_mutable:
+        return [
+            args[i] if i < len(args) else kwargs.get(argument.name)
+            for i, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    if schema.name.endswith("_batch_norm") and len(args) > TRAINS and args[TRAINS] is True:
+        return list(args[HIDDEN_WRITES])  # the schema does not say so
+    return []
