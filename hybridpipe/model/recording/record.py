@@ -128,8 +128,9 @@ class Record:
         """Return what two records of the same forward in one process have in common."""
         return [event.signature(identity) for event in self.events] + [self._ends(identity)]
 
+    @cached_property
     def digest(self) -> int:
-        """Return a hash of 31 bits, equal on ranks that hold the same model and take the same path."""
+        """Hash of 31 bits, equal on ranks that hold the same model and take the same path."""
         values = [(tuple(info.shape), str(info.dtype), info.gradient_from) for info in self.values]
         return digest([*(event.signature(content) for event in self.events), self._ends(content), values])
 

@@ -40,6 +40,10 @@ class Records:
         self._lookup = ModelLookup(model)
         self._paths: dict[Hashable, list[_Path]] = defaultdict(list)
 
+    def clear(self) -> None:
+        """Forget all records, since modes, hooks or flags have changed."""
+        self._paths.clear()
+
     def find(self, inputs: Any, training: bool) -> Record:
         """Return the record of these inputs' path; it is made at the first such call.
 

@@ -1,0 +1,257 @@
+"""Recorded: a model of any class as layers by the record of its forward, and the stages of a plan.
+
+Knows the record and the model's modules; nothing of ranks and messages.
+Invariant: a stage holds the model's own modules and parameters, under the model's own names.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hybridpipe.model.recording.events import Event, Unsplittable, call_arguments
+from hybridpipe.model.recording.record import Record
+from hybridpipe.model.recording.records import Records
+from hybridpipe.model.recording.slices import ModelLookup, Slice
+from hybridpipe.model.sequential import Seed, StageModule
+from hybridpipe.model.tensors import map_tensors, tensors_in, tensors_of
+
+
+class RecordedModel:
+    """A model as the layers of its first record.
+
+    Args:
+        records: of the model's forward.
+        inputs: the model's inputs for one microbatch, samples in the first dimension; a dict goes by
+            keyword, a tuple by position.
+        varies: microbatches of as many samples may differ in shape, so that every stage needs the inputs.
+
+    Raises:
+        Unsplittable: the forward cannot be recorded.
+    """
+
+    def __init__(self, model: nn.Module, records: Records, inputs: Any, varies: bool = False) -> None:
+        self.model, self.records, self.varies, self._inputs = model, records, varies, inputs
+        self.record = self.typical(training=True)
+        self.names = [layer.name for layer in self.record.layers]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that a plan cuts."""
+        return len(self.names)
+
+    def stage(self, start: int, stop: int) -> "RecordedStage":
+        """Return the layers from `start` up to, not including, `stop`."""
+        return RecordedStage(self, start, stop)
+
+    def typical(self, training: bool) -> Record:
+        """Return the record of the first inputs."""
+        return self.records.find(self._inputs, training)
+
+    def of_size(self, num_samples: int, training: bool) -> Record:
+        """Return the record of inputs like the first ones, with another number of samples.
+
+        It is for stages that need no inputs: nothing that inputs hold decides over their path.
+        """
+        first = tensors_in(self._inputs)
+        if not first or len(first[0]) == num_samples:
+            return self.typical(training)
+        inputs = map_tensors(lambda t: t[:1].expand(num_samples, *t.shape[1:]).clone(), self._inputs)
+        return self.records.find(inputs, training)
+
+    @cached_property
+    def held(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Each layer's paths of units and names of weights; the first layer has the unused ones, too."""
+        lookup = ModelLookup(self.model)
+        slices = [Slice(self.record, layer.start, layer.stop, lookup) for layer in self.record.layers]
+        used = {id(t) for each in slices for path in each.units for t in _tensors(lookup.unit(path))}
+        used |= {id(lookup.weight(name)) for each in slices for name in each.weights}
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        unused = tuple(name for name, tensor in named if id(tensor) not in used)
+        held = [(each.units, each.weights) for each in slices]
+        return [(held[0][0], (*held[0][1], *unused)), *held[1:]]
+
+    @cached_property
+    def keys(self) -> dict[int, list[str]]:
+        """Keys in the model's `state_dict()` of each of its tensors, by id; a tied one has several."""
+        keys: dict[int, list[str]] = {}
+        for key, tensor in self.model.state_dict(keep_vars=True).items():
+            keys.setdefault(id(tensor), []).append(key)
+        return keys
+
+
+class RecordedStage(StageModule):
+    """Some layers of a recorded model.
+
+    The module of each layer is a tree of plain modules, with the layer's units and weights at their paths.
+    """
+
+    def __init__(self, recorded: RecordedModel, start: int, stop: int) -> None:
+        self._recorded, names = recorded, recorded.names
+        self._begin = None if start == 0 else names[start]
+        self._end = None if stop == len(names) else names[stop]
+        trees = [_tree(recorded.model, *held) for held in recorded.held[start:stop]]
+        super().__init__(trees, start, names[start:stop])
+
+    def renew(self) -> None:
+        """Forget the records; call it between two runs, if modes, hooks or flags have changed."""
+        self._slices: dict[int, Slice] = {}
+        self._told: dict[tuple[Any, ...], Record] = {}  # by the shapes of what a stage receives
+        self._lookup = _StageLookup(self._recorded.model, self.module)
+
+    def needs_inputs(self, training: bool) -> bool:
+        """Return True if `run` uses the model's inputs."""
+        typical = self._slice(self._recorded.typical(training))
+        return self._begin is None or self._recorded.varies or bool(typical.needs)
+
+    @property
+    def draws_from_python(self) -> bool:
+        """True: a unit may draw from Python's or NumPy's generators."""
+        return True
+
+    @property
+    def loss_key(self) -> int:
+        """The loss's place in random keys, which no event has."""
+        return -1
+
+    def form(self, num_samples: int, inputs: Callable[[], Any], training: bool) -> int:
+        """Return the form of a microbatch: the digest of its record."""
+        if self.needs_inputs(training):
+            return self._recorded.records.find(inputs(), training).digest
+        record = self._recorded.of_size(num_samples, training)
+        takes = tuple(record.values[value].shape for value in self._slice(record).takes)
+        self._told[takes, training] = record
+        return record.digest
+
+    def run(self, received: Any, inputs: Any, seed: Seed, training: bool) -> Any:
+        """Run the layers on one microbatch, as `StageModule.run` does."""
+        taken = () if received is None else tensors_of(received)
+        if inputs is None:
+            record = self._told[tuple(tensor.shape for tensor in taken), training]
+            leaves = None
+        else:
+            record = self._recorded.records.find(inputs, training)
+            leaves = pytree.tree_leaves(call_arguments(inputs))
+
+        def seed_event(event: Event) -> None:
+            seed(event.key, event.draws_python)
+
+        return self._slice(record).run(taken, leaves, seed_event)
+
+    def key(self, path: str) -> str:
+        """Return the key in the whole model of the tensor at a path."""
+        return path.partition(".")[2]
+
+    def numbered(self, path: str) -> str:
+        """Return the path in the whole model."""
+        return self.key(path)
+
+    def described(self, path: str) -> str:
+        """Return a description of a path for messages."""
+        return self.key(path)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the stage's `state_dict()`, not detached, by each of their keys."""
+        held, keys = super().tensors(), self._recorded.keys
+        return {key: tensor for own, tensor in held.items() for key in keys.get(id(tensor), [own])}
+
+    def parameters(self) -> dict[Tensor, str]:
+        """Return the key of each parameter; a tied one has its first key in the model."""
+        return {p: self._recorded.keys[id(p)][0] for p in self.module.parameters()}
+
+    def _slice(self, record: Record) -> Slice:
+        if id(record) not in self._slices:
+            start = 0 if self._begin is None else record.cut(self._begin)
+            stop = len(record.events) if self._end is None else record.cut(self._end)
+            self._slices[id(record)] = Slice(record, start, stop, self._lookup)
+        return self._slices[id(record)]
+
+
+class _StageLookup:
+    """Finds units and weights among a stage's layers."""
+
+    def __init__(self, model: nn.Module, layers: nn.Sequential) -> None:
+        self._model, self._layers = model, layers
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+
+    def unit(self, path: str) -> nn.Module:
+        """Return a module."""
+        for layer in self._layers:
+            if (found := _at(layer, path)) is not None:
+                return found
+        raise self._missing(path)
+
+    def weight(self, name: str) -> Tensor:
+        """Return a parameter or buffer as it is now."""
+        module, attribute = self._owner(name)
+        held: Tensor = getattr(module, attribute)
+        return held
+
+    def assign(self, name: str, tensor: Tensor) -> None:
+        """Replace a buffer, in the model, too, unless other values stand in its place for a while."""
+        path, _, attribute = name.rpartition(".")
+        of_model = self._model.get_submodule(path)._buffers
+        for layer in self._layers:
+            module = _at(layer, path)
+            if module is None or attribute not in module._buffers:
+                continue
+            if module._buffers[attribute] is of_model[attribute]:
+                of_model[attribute] = tensor
+            module._buffers[attribute] = tensor
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        if name not in self._owners:
+            path, _, attribute = name.rpartition(".")
+            modules = (_at(layer, path) for layer in self._layers)
+            owner = next((m for m in modules if m is not None and hasattr(m, attribute)), None)
+            if owner is None:
+                raise self._missing(name)
+            self._owners[name] = owner, attribute
+        return self._owners[name]
+
+    def _missing(self, name: str) -> Unsplittable:
+        return Unsplittable(
+            f"the forward of these inputs uses {name} in a stage that did not use it with the first inputs: "
+            "begin with inputs that use it there, or use plan='dp'"
+        )
+
+
+def _tree(model: nn.Module, units: Iterable[str], weights: Iterable[str]) -> nn.Module:
+    """Return plain modules with some units and weights of a model at their paths."""
+    root = nn.Module()
+    for path in sorted(units, key=lambda path: path.count(".")):
+        if _at(root, path) is None:
+            parent, _, name = path.rpartition(".")
+            _made(root, parent).add_module(name, model.get_submodule(path))
+    for weight in weights:
+        path, _, name = weight.rpartition(".")
+        owner, held = model.get_submodule(path), _made(root, path)
+        if name in owner._parameters:
+            held._parameters[name] = owner._parameters[name]
+        elif held is not owner:
+            held.register_buffer(name, owner._buffers[name], name not in owner._non_persistent_buffers_set)
+    return root
+
+
+def _made(root: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path; make plain ones where there are none."""
+    module = root
+    for name in path.split(".") if path else ():
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module._modules[name]  # type: ignore[assignment]  # none is None
+    return module
+
+
+def _at(root: nn.Module, path: str) -> nn.Module | None:
+    module: nn.Module | None = root
+    for name in path.split(".") if path else ():
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def _tensors(module: nn.Module) -> Iterable[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
