@@ -25,7 +25,7 @@ from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.health import failure, faults, preemption
-from hybridpipe.model.sequential import stage_module, stage_of_keys
+from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import Tree, overwrite
 from hybridpipe.optim.gradient_sync import HorovodSync
@@ -82,7 +82,7 @@ class Worker:
 
     def __init__(
         self,
-        model: nn.Module,
+        layers: Layers,
         plan: Plan,
         loss: Loss,
         rule: UpdateRule,
@@ -91,7 +91,7 @@ class Worker:
         seed: int,
         progress_thread: bool,
     ) -> None:
-        self.model, self.plan, self.device = model, plan, device
+        self.layers, self.model, self.plan, self.device = layers, layers.model, plan, device
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
@@ -99,9 +99,9 @@ class Worker:
         peers, to_spare = self.communicators.peers, cores_to_spare(world)
         self.transport = transport(peers, to_spare, progress_thread, device)
         self._left = False
-        _broadcast_state(model, self.control)
+        _broadcast_state(self.model, self.control)
         self.executor = self._build_executor(loss, rule, seed)
-        self._structure = Structure(model)
+        self._structure = Structure(self.model)
         self._settings = self._structure.settings()
         self._program = lru_cache(maxsize=8)(self._make_program)
         self._forward_program = lru_cache(maxsize=8)(self._make_forward_program)
@@ -135,7 +135,7 @@ class Worker:
     def _build_stage(self, s: int, loss: Loss, seed: int) -> Stage:
         plan = self.plan
         return Stage(
-            stage_module(self.model, plan.stages[s].start, plan.stages[s].stop),
+            self.layers.stage(plan.stages[s].start, plan.stages[s].stop),
             self.device,
             seed,
             loss if s == plan.num_stages - 1 else None,
@@ -156,6 +156,7 @@ class Worker:
         settings, before = self._structure.settings(), self._settings
         self._settings = settings
         if settings != before:
+            self.layers.renew()
             self.executor.renew()
 
     def _make_program(self, num_microbatches: int, update: bool = True) -> RankProgram:
@@ -399,7 +400,7 @@ class Worker:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's present state on rank 0, on the CPU; None elsewhere. Collective."""
         self.average_statistics()
-        stage_of = stage_of_keys(self.model, self.plan)
+        stage_of = self.layers.stage_of_keys(self.plan)
         state = {}
         for key, tensor in self.model.state_dict().items():
             rank = self.plan.stages[stage_of[key]].ranks[0]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model import tensors
+from hybridpipe.model.layers import Layers, layers_of
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.sequential import copied, num_layers, stage_module
 from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, norms, received, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
@@ -52,15 +52,13 @@ def measure(
     """Measure every layer of a copy of the model on one microbatch.
 
     Args:
-        model: an `nn.Sequential`; each child is a layer.
+        model: any module; the children of an `nn.Sequential` are its layers, others are recorded.
         inputs, targets, loss: as for `Rehearsal`.
         optimizer, agree, sizes: as for `Rehearsal.measure`.
         device: where the layers run; by default the CPU.
-
-    Raises:
-        TypeError: the model is not an `nn.Sequential`.
     """
-    return Rehearsal(copied(model), inputs, targets, loss, device).measure(optimizer, agree, sizes)
+    layers = layers_of(model, inputs).copied()
+    return Rehearsal(layers, inputs, targets, loss, device).measure(optimizer, agree, sizes)
 
 
 class Rehearsal:
@@ -69,7 +67,7 @@ class Rehearsal:
     The overhead of running a layer by itself, Python included, is part of each figure, as it is in training.
 
     Args:
-        model: a copy (`copied`), because running it changes its buffers.
+        layers: of a copy of the model (`copied`), because running it changes its buffers.
         inputs, targets: one microbatch; tensors have the samples in the first dimension.
         loss: counted with the last layer.
         device: where the layers run; by default the CPU.
@@ -77,18 +75,18 @@ class Rehearsal:
 
     def __init__(
         self,
-        model: nn.Module,
+        layers: Layers,
         inputs: Tree,
         targets: Tree,
         loss: Loss,
         device: torch.device | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        count = num_layers(model)
+        count = layers.num_layers
         self.stages, self.split_stages = (
             [
                 Stage(
-                    stage_module(model, i, i + 1),
+                    layers.stage(i, i + 1),
                     self.device,
                     loss=loss if i + 1 == count else None,
                     split_backward=split_backward,

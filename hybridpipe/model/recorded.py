@@ -15,8 +15,9 @@ from hybridpipe.model.recording.events import Event, Unsplittable, call_argument
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import Records
 from hybridpipe.model.recording.slices import ModelLookup, Slice
-from hybridpipe.model.sequential import Seed, StageModule
+from hybridpipe.model.sequential import Seed, StageModule, copied
 from hybridpipe.model.tensors import map_tensors, tensors_in, tensors_of
+from hybridpipe.planning.plan import Plan
 
 
 class RecordedModel:
@@ -61,6 +62,31 @@ class RecordedModel:
         inputs = map_tensors(lambda t: t[:1].expand(num_samples, *t.shape[1:]).clone(), self._inputs)
         return self.records.find(inputs, training)
 
+    def stage_of_keys(self, plan: Plan) -> dict[str, int]:
+        """Return the first stage that holds each tensor of the model, by its key."""
+        stages = [self.stage(stage.start, stage.stop) for stage in plan.stages]
+        return {key: s for s, stage in reversed([*enumerate(stages)]) for key in stage.tensors()}
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise ValueError unless the plan cuts as many layers."""
+        if plan.num_layers != self.num_layers:
+            raise ValueError(
+                f"the plan cuts num_layers = {plan.num_layers}, the model has {self.num_layers} layers"
+            )
+
+    def renew(self) -> None:
+        """Forget the records, since modes, hooks or requires_grad flags have changed."""
+        self.records.clear()
+
+    def copied(self) -> "RecordedModel":
+        """Return the layers of a copy of the model, for measurements.
+
+        Raises:
+            UserError: a part of the model cannot be copied.
+        """
+        model = copied(self.model)
+        return RecordedModel(model, self.records.on(model), self._inputs, self.varies)
+
     @cached_property
     def held(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Each layer's paths of units and names of weights; the first layer has the unused ones, too."""
@@ -96,7 +122,7 @@ class RecordedStage(StageModule):
         super().__init__(trees, start, names[start:stop])
 
     def renew(self) -> None:
-        """Forget the records; call it between two runs, if modes, hooks or flags have changed."""
+        """Forget the slices of records; call it between two runs."""
         self._slices: dict[int, Slice] = {}
         self._told: dict[tuple[Any, ...], Record] = {}  # by the shapes of what a stage receives
         self._lookup = _StageLookup(self._recorded.model, self.module)

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
@@ -25,7 +24,7 @@ from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.health import failure
 from hybridpipe.measure.layers import Rehearsal
-from hybridpipe.model.sequential import check_plan, copied
+from hybridpipe.model.layers import Layers
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
@@ -66,10 +65,12 @@ class PlanMaker:
     Args:
         given: a plan, or a name of SOURCES.
         request: requirements for a plan by name.
+        layers: the model's layers; None: they are known with the first minibatch.
         rule: optimizer and settings of updates.
         minibatch_size: samples of a minibatch.
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
         cluster: an earlier measurement of the machines.
+        predicts: predict a given plan, too.
 
     Raises:
         ValueError: a given plan does not fit model, world or minibatch; the message shows the arithmetic.
@@ -79,7 +80,7 @@ class PlanMaker:
         self,
         given: Plan | str,
         request: PlanRequest,
-        model: nn.Module,
+        layers: Layers | None,
         loss: Loss,
         rule: UpdateRule,
         world: MPI.Comm,
@@ -87,8 +88,10 @@ class PlanMaker:
         minibatch_size: int,
         microbatch_size: int | None,
         cluster: ClusterLike | None = None,
+        predicts: bool = False,
     ) -> None:
-        self._request, self._model, self._loss, self._rule = request, model, loss, rule
+        self._request, self._layers, self._loss, self._rule = request, layers, loss, rule
+        self._predicts = predicts
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # microbatch sizes that "auto" may also choose
         self._given, self._wanted_size = given, microbatch_size
@@ -146,16 +149,23 @@ class PlanMaker:
         self._given, self._smaller_sizes = plan, []
         return f"with {what}"
 
-    def make(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
+    def make(self, layers: Layers, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
         """Make the plan; also return the choice behind it, or None for a given plan without prediction.
 
         Collective.
 
         Args:
             minibatch: the first one, whose first microbatch is measured.
+
+        Raises:
+            ValueError: the given plan does not fit the layers, or no plan is found.
         """
-        self._rule.try_out([p for p in self._model.parameters() if p.requires_grad][:1])
-        copy = copied(self._model)
+        if isinstance(self._given, Plan):
+            layers.check_plan(self._given)
+            if not self._predicts:
+                return self._given, None
+        self._rule.try_out([p for p in layers.model.parameters() if p.requires_grad][:1])
+        copy = layers.copied()
         with failure.guard():  # else the other ranks would wait for a failed one
             profile, work = self._measured(copy, minibatch)
         count = ceil_div(self._minibatch_size, self.microbatch_size)
@@ -185,11 +195,12 @@ class PlanMaker:
         """Return the plan's microbatch size; ValueError if the plan does not fit."""
         size = microbatch_size_of(plan, self._minibatch_size, microbatch_size)
         self._rule.check(plan)
-        check_plan(self._model, plan)
+        if self._layers is not None:
+            self._layers.check_plan(plan)
         plan.check_world(self._world.size)
         return size
 
-    def _measured(self, copy: nn.Module, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
+    def _measured(self, copy: Layers, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
         """Return the model's profile for all microbatch sizes, and a function that runs it once more."""
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         try:

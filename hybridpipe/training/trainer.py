@@ -28,7 +28,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
-from hybridpipe.model.sequential import check_plan
+from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative
@@ -152,11 +152,12 @@ class Trainer:
         sizes = {"hang_timeout": hang_timeout, "microbatch_size": microbatch_size}
         self._check_alike(given, metrics, **asdict(request), **sizes)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
-        trained = model, loss, self.rule, self.world, self.device
-        self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster)
+        self._layers: Layers | None = known_layers(model)  # None until the forward is recorded
+        trained = self._layers, loss, self.rule, self.world, self.device
+        self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster, predict)
         self._begin_state()
-        if self._maker.plan is not None and not predict:
-            self._start(self._maker.plan)
+        if self._maker.plan is not None and self._layers is not None and not predict:
+            self._start(self._maker.plan, self._layers)
 
     def _check_alike(self, given: Plan | str, metrics: Mapping[str, Metric], **options: Any) -> None:
         """Check that every rank was given the same arguments. Collective."""
@@ -488,12 +489,14 @@ class Trainer:
         return Microbatches(dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, **which)
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        plan, self.choice = self._maker.make(minibatch)
-        self._start(plan)
+        if self._layers is None:
+            self._layers = layers_of(self.model, minibatch.inputs(0))
+        plan, self.choice = self._maker.make(self._layers, minibatch)
+        self._start(plan, self._layers)
 
-    def _start(self, plan: Plan) -> None:
-        check_plan(self.model, plan)
+    def _start(self, plan: Plan, layers: Layers) -> None:
+        layers.check_plan(plan)
         self.recorder.begin()
-        trained = self.model, plan, self.loss, self.rule
+        trained = layers, plan, self.loss, self.rule
         self._worker = Worker(*trained, self.world, self.device, self.seed, self._maker.progress_thread)
         self._checkpoints.load(self._worker)

@@ -40,6 +40,13 @@ class Records:
         self._lookup = ModelLookup(model)
         self._paths: dict[Hashable, list[_Path]] = defaultdict(list)
 
+    def on(self, model: nn.Module) -> "Records":
+        """Return these records for a copy of the model."""
+        copies = Records(model, share=self._share, most=self._most)
+        for key, paths in self._paths.items():
+            copies._paths[key] = [copies._path(path.record) for path in paths]
+        return copies
+
     def clear(self) -> None:
         """Forget all records, since modes, hooks or flags have changed."""
         self._paths.clear()
@@ -63,8 +70,11 @@ class Records:
         if len(paths) >= self._most:
             raise Unsplittable(f"more than {self._most} paths for inputs of one shape: {reason}")
         found = record(self._model, inputs, training=training, share=self._share)
-        paths.append(_Path(found, Slice(found, 0, 0, self._lookup)))
+        paths.append(self._path(found))
         return found
+
+    def _path(self, found: Record) -> _Path:
+        return _Path(found, Slice(found, 0, 0, self._lookup))
 
 
 def _described(leaf: Any) -> Any:

@@ -1,0 +1,94 @@
+"""Layers: what the rest of the house knows of a model: layers that a plan cuts, and the stages made of them.
+
+Knows the kinds of models: an `nn.Sequential`, whose children are its layers, and others, which are recorded.
+Invariant: stages hold the model's own modules and parameters, under the keys of the model's `state_dict()`.
+"""
+
+from typing import Any, Protocol
+
+from torch import nn
+
+from hybridpipe.model import sequential
+from hybridpipe.model.recorded import RecordedModel
+from hybridpipe.model.recording import Records
+from hybridpipe.model.sequential import StageModule
+from hybridpipe.planning.plan import Plan
+
+
+class Layers(Protocol):
+    """A model as layers."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that a plan cuts."""
+
+    def stage(self, start: int, stop: int) -> StageModule:
+        """Return the layers from `start` up to, not including, `stop`."""
+
+    def stage_of_keys(self, plan: Plan) -> dict[str, int]:
+        """Return the stage that holds each tensor of the model, by its key."""
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise ValueError unless the plan fits the model."""
+
+    def renew(self) -> None:
+        """Adopt the model's present modes, hooks and requires_grad flags."""
+
+    def copied(self) -> "Layers":
+        """Return the layers of a copy of the model, for measurements.
+
+        Raises:
+            UserError: a part of the model cannot be copied.
+        """
+
+
+class SequentialLayers:
+    """The children of an `nn.Sequential`.
+
+    Raises:
+        TypeError, ValueError: the model has no layers that can be called one after the other.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.num_layers = model, sequential.num_layers(model)
+
+    def stage(self, start: int, stop: int) -> StageModule:
+        """Return the layers from `start` up to, not including, `stop`."""
+        return sequential.stage_module(self.model, start, stop)
+
+    def stage_of_keys(self, plan: Plan) -> dict[str, int]:
+        """Return the stage that holds each tensor of the model, by its key."""
+        return sequential.stage_of_keys(self.model, plan)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise ValueError unless the plan fits the model."""
+        sequential.check_plan(self.model, plan)
+
+    def renew(self) -> None:
+        """Do nothing: stages call the modules as they are."""
+
+    def copied(self) -> "SequentialLayers":
+        """Return the layers of a copy of the model, for measurements."""
+        return SequentialLayers(sequential.copied(self.model))
+
+
+def known_layers(model: nn.Module) -> SequentialLayers | None:
+    """Return the layers of a model that shows them; None if its forward must be recorded first."""
+    plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return SequentialLayers(model) if plain and not (model._parameters or model._buffers) else None
+
+
+def layers_of(model: nn.Module, inputs: Any, varies: bool = False) -> Layers:
+    """Return the layers of any model.
+
+    Args:
+        inputs, varies: as for `RecordedModel`.
+
+    Raises:
+        Unsplittable: the forward cannot be recorded.
+    """
+    return known_layers(model) or RecordedModel(model, Records(model), inputs, varies)
