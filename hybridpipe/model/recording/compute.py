@@ -34,9 +34,8 @@ def compute(
     Raises:
         Unsplittable: glue reads data that only one stage has.
     """
-    if fake is None:
-        return call(*args, **kwargs)
-    if event.free and not any(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
+    is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs)))
+    if fake is None or (event.free and not is_fake):
         with watch:
             return call(*args, **kwargs)
     try:

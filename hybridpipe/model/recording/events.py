@@ -8,9 +8,11 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -232,10 +234,20 @@ def digest(parts: Sequence[Any]) -> int:
 
 def line_of_forward() -> str:
     """Return the innermost line outside torch and this package: "model.py:123"."""
-    frame = sys._getframe(1)
-    while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USERS):
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
+    return _innermost(walk_stack(sys._getframe(1)))
+
+
+def line_of(error: Exception) -> str:
+    """Return the innermost line outside torch and this package at which an exception was raised."""
+    return _innermost(reversed([*walk_tb(error.__traceback__)]))
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
+    for frame, line in frames:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in _NOT_THE_USERS):
+            return f"{os.path.basename(path)}:{line}"
+    return "?"
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

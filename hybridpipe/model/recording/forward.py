@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.compute import random_like
-from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments
+from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments, line_of
 from hybridpipe.model.recording.reads import LossReads
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.recorder import Recorder
@@ -83,7 +83,8 @@ def record(
         except Unsplittable:
             raise
         except Exception as error:
-            raise Unsplittable(f"recording the forward fails: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise Unsplittable(f"{line_of(error)}: recording the forward fails: {what}") from error
         finally:
             watch.restore()
 

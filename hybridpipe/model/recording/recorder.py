@@ -9,7 +9,7 @@ import pickle
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,7 @@ class Recorder(TorchFunctionMode):
         leaves, _ = pytree.tree_flatten((args, kwargs))
         inputs = [self._new(leaf, -1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         buffers = {path: dict(module._buffers) for path, module in self._model.named_modules()}
-        with self._intercepted(), nullcontext() if self._fake else self._watch, self:
+        with self._intercepted(), self:
             self.outputs = self._model(*args, **kwargs)
         self._refuse_python_draws("the end of the forward")
         leaves, spec = pytree.tree_flatten(self.outputs)

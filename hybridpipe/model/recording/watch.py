@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 HIDDEN_WRITES = slice(3, 5)  # running mean and variance among the arguments of batch_norm
 TRAINS = 5  # of its arguments: the statistics are updated
@@ -59,7 +58,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bring back the numbers of the model's tensors."""
         with torch.no_grad():
             for storage, copies in self._copies.items():
-                for tensor, copy in zip(self._kept[storage], copies):
+                for tensor, copy in zip(self._kept[storage], copies, strict=True):
                     if not torch.equal(tensor, copy):
                         tensor.copy_(copy)
         self._copies.clear()
@@ -76,8 +75,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, storage: int) -> None:
         if storage in self._kept and storage not in self._copies:
-            real = [tensor for tensor in self._kept[storage] if not isinstance(tensor, FakeTensor)]
-            self._copies[storage] = [tensor.detach().clone() for tensor in real]
+            with _disable_current_modes():  # one of them may make fake tensors
+                self._copies[storage] = [tensor.detach().clone() for tensor in self._kept[storage]]
 
 
 def _reads(func: Any, args: Any) -> bool:

@@ -60,7 +60,9 @@ def in_slices(
     return outcome(model, value)
 
 
-def own_forward(record: Record, model: nn.Module, inputs: Any, loss: Loss, share: float = 1.0) -> Outcome:
+def own_forward(
+    record: Record, model: nn.Module, inputs: Any, loss: Loss, share: float = 1.0, backward: bool = True
+) -> Outcome:
     """The user's own Python, uncut, which draws the random numbers that the record's events draw."""
     model = copy.deepcopy(model)
     args, kwargs = call_arguments(inputs)
@@ -68,7 +70,8 @@ def own_forward(record: Record, model: nn.Module, inputs: Any, loss: Loss, share
     recorder = Recorder(model, units_of(model, record.opened, share), Watch(tensors), fake=None)
     recorder.run(args, kwargs)
     value = loss(recorder.outputs)
-    value.backward()
+    if backward:
+        value.backward()
     return outcome(model, value)
 
 

@@ -1,0 +1,136 @@
+"""Recording: what is refused, and that the model is left as it was."""
+
+import copy
+import inspect
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.model.recording import Unsplittable, record
+
+from . import models
+
+INPUTS = torch.randn(8, 20, dtype=torch.float64)
+REFUSED = [
+    (models.ReadsActivation, "item reads data that only one stage has"),
+    (models.RaisesOnNan, "__bool__ reads data that only one stage has"),
+    (models.CountsRows, "__getitem__ reads data that only one stage has"),
+    (models.LayerDrop, "random numbers decide which way the forward takes"),
+    (models.DrawsPython, "draws Python's or NumPy's random numbers outside its units"),
+    (models.DrawsNumpy, "draws Python's or NumPy's random numbers outside its units"),
+    (models.CarriesState, "a tensor that was made out of sight"),
+    (models.CountsIn, "is not the same in two calls"),
+    (models.Maps, "vmap or grad outside the units"),
+    (models.BoundBefore, "a tensor got its gradient out of sight"),
+    (models.Scripted, "a tensor that was made out of sight"),
+    (models.SetsData, "set data on a parameter or buffer"),
+    (models.HidesWeightInCheckpoint, "uses blocks.0.0.weight out of sight (use_reentrant=False)"),
+    (models.NumberFromUnit, "returns a shape or a number that follows from data"),
+]
+
+
+def marked_line(kind) -> str:
+    lines, first = inspect.getsourcelines(kind)
+    return f"models.py:{first + next(i for i, line in enumerate(lines) if '# HERE' in line)}"
+
+
+@pytest.mark.parametrize("kind, reason", REFUSED, ids=lambda each: getattr(each, "__name__", ""))
+def test_refused_with_the_line(kind, reason):
+    model = kind().double()
+    with pytest.raises(Unsplittable) as refusal:
+        record(model, INPUTS, training=True)
+    assert reason in str(refusal.value)
+    assert str(refusal.value).startswith(marked_line(kind))
+    assert "\n" not in str(refusal.value)
+
+
+def test_outputs_that_are_no_trees_are_refused_with_a_hint():
+    with pytest.raises(Unsplittable, match=r"the model's output holds tensors in a Box, which is no pytree$"):
+        record(models.BoxOut().double(), INPUTS, training=True)
+    with pytest.raises(Unsplittable, match=r"a DynamicCache, which is no pytree; pass use_cache=False$"):
+        record(models.CacheOut().double(), INPUTS, training=True)
+
+
+def test_a_loss_that_reads_an_attribute_is_refused():
+    model, targets = models.KeepsAuxiliary().double(), torch.zeros(8, dtype=torch.long)
+
+    def honest(out, targets):
+        return nn.functional.cross_entropy(out[targets >= 0], targets)
+
+    def stale(out, targets):
+        return honest(out, targets) + model.auxiliary
+
+    record(model, INPUTS, training=True, loss=honest, targets=targets)
+    with pytest.raises(
+        Unsplittable, match=r"^test_forward.py:\d+: the loss reads a tensor that the forward makes"
+    ):
+        record(model, INPUTS, training=True, loss=stale, targets=targets)
+
+
+def test_an_error_of_the_forward_is_told_in_one_line():
+    with pytest.raises(
+        Unsplittable, match=r"^models.py:\d+: recording the forward fails: RuntimeError"
+    ) as refusal:
+        record(models.Base(), torch.randn(8, 3), training=True)
+    assert "\n" not in str(refusal.value)
+
+
+class Leaves(models.Base):
+    """Leaves traces on everything that a forward can reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(models.WIDTH))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.norm = nn.BatchNorm1d(models.WIDTH)
+        self.seen: list[int] = []
+
+    def forward(self, x):
+        self.seen.append(1)
+        self.fresh = self.enter(x)
+        self.steps += 1
+        self.mean = self.mean + 1
+        self.norm.eps = 1e-3
+        if not self.enter._forward_hooks:
+            self.enter.register_forward_hook(lambda *_: None)
+        y = self.norm(torch.dropout(self.fresh, 0.5, self.training))
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.01, 0.01)
+        return self.head(y)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_model_is_left_as_it_was(training, fails):
+    model = Leaves().double()
+    model.blocks.eval()
+    model.enter.weight.requires_grad_(False)
+    before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    attributes = [set(module.__dict__) for module in model.modules()]
+    objects = {name: id(buffer) for name, buffer in model.named_buffers()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+
+    if fails:
+        with pytest.raises(Unsplittable):
+            record(model, INPUTS[:, :3], training=training)
+    else:
+        record(model, INPUTS, training=training)
+
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert objects == {name: id(buffer) for name, buffer in model.named_buffers()}
+    assert modes == [module.training for module in model.modules()]
+    assert attributes == [set(module.__dict__) for module in model.modules()]
+    assert model.seen == [] and not model.enter._forward_hooks and model.norm.eps == 1e-5
+    assert not model.enter.weight.requires_grad and model.head.weight.requires_grad
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert (states[2] == np.random.get_state()[1]).all()
+    assert "__call__" not in nn.Linear.__dict__ and torch.autograd.Function.apply.__name__ == "apply"
+
+
+def test_inputs_are_not_written_to():
+    inputs = INPUTS.clone()
+    record(models.WritesInput().double(), inputs, training=True)
+    assert torch.equal(inputs, INPUTS)

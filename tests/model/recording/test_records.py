@@ -1,0 +1,84 @@
+"""Records of one model: found by structure, shapes, mode and path."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hybridpipe.model.recording import Diverged, ModelLookup, Records, Slice, Unsplittable
+
+from . import models
+from .slicing import cut_places, difference, in_slices, plain_forward, seed
+
+FULL = torch.rand(8, 20, dtype=torch.float64)
+PADDED = FULL * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)[:, None]
+
+
+def loss(out):
+    return F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long))
+
+
+def test_a_record_is_found_again():
+    records = Records(models.Base().double())
+    found = records.find(FULL, training=True)
+    assert records.find(PADDED, training=True) is found
+    assert records.find(FULL[:3], training=True) is not found
+    assert records.find((FULL,), training=True) is found
+    assert records.find({"x": FULL}, training=True) is not found
+    assert records.find(FULL, training=False) is not found
+
+
+def test_a_guard_tells_paths_apart():
+    model = models.GuardedByMask().double()
+    records = Records(model)
+    full, padded = records.find(FULL, training=True), records.find(PADDED, training=True)
+    assert full.digest() != padded.digest()
+    for inputs, found in ((FULL, full), (PADDED, padded)):
+        assert records.find(inputs, training=True) is found
+        expected = plain_forward(model, inputs, loss)
+        assert difference(in_slices(found, cut_places(found), model, inputs, loss), expected) is None
+
+
+def test_a_cut_is_found_in_the_record_of_another_path():
+    records = Records(models.GuardedByMask().double())
+    full, padded = records.find(FULL, training=True), records.find(PADDED, training=True)
+    names = [layer.name for layer in full.layers]
+    assert names == [layer.name for layer in padded.layers]
+    assert [full.cut(name) for name in names] != [padded.cut(name) for name in names]
+    with pytest.raises(Unsplittable, match=r"no cut before 'blocks\.9'"):
+        full.cut("blocks.9")
+
+
+def test_a_wrong_path_diverges_before_anything_has_an_effect():
+    model = models.GuardedByMask().double()
+    calls = []
+    model.enter.register_forward_hook(lambda *_: calls.append(1))
+    made = Records(model).find(FULL, training=True)
+    calls.clear()
+    for start, stop in ((0, len(made.events)), (made.cut("blocks.1.0"), len(made.events))):
+        part = Slice(made, start, stop, ModelLookup(model))
+        received = [torch.zeros(8, models.WIDTH, dtype=torch.float64) for _ in part.takes]
+        with pytest.raises(Diverged, match=r"models.py:\d+: __bool__ gave \[False\], recorded was \[True\]"):
+            part.run(received, [PADDED], seed)
+    assert calls == []
+
+
+def test_too_many_paths_are_refused():
+    class ManyPaths(models.Base):
+        def forward(self, x):
+            return super().forward(x) * x.sum().item()
+
+    records = Records(ManyPaths().double(), most=2)
+    records.find(FULL, training=True)
+    records.find(FULL + 1, training=True)
+    with pytest.raises(
+        Unsplittable, match=r"^more than 2 paths for inputs of one shape: test_records.py:\d+: item"
+    ):
+        records.find(FULL + 2, training=True)
+
+
+def test_finding_leaves_the_random_state():
+    records = Records(models.NeverSkips().double())
+    records.find(FULL, training=True)
+    state = torch.get_rng_state()
+    records.find(FULL, training=True)
+    assert torch.equal(state, torch.get_rng_state())
