@@ -52,13 +52,13 @@ def measure(
     """Measure every layer of a copy of the model on one microbatch.
 
     Args:
-        model: an `nn.Sequential`; each child is a layer.
+        model: each child of an `nn.Sequential` is a layer; any other model is one.
         inputs, targets, loss: as for `Rehearsal`.
         optimizer, agree, sizes: as for `Rehearsal.measure`.
         device: where the layers run; by default the CPU.
 
     Raises:
-        TypeError: the model is not an `nn.Sequential`.
+        TypeError: the model is not an `nn.Module`.
     """
     return Rehearsal(copied(model), inputs, targets, loss, device).measure(optimizer, agree, sizes)
 
@@ -98,7 +98,7 @@ class Rehearsal:
             ]
             for split_backward in (False, True)
         )
-        self.names = [stage.layers.names[0] for stage in self.stages]
+        self.names = [stage.layers.names[0] or type(stage.module[0]).__name__ for stage in self.stages]
         self.inputs, self.targets = (  # copies, as the first layer may work in place
             map_tensors(lambda tensor: tensor.to(self.device, copy=True), value)
             for value in (inputs, targets)

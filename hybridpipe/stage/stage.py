@@ -303,9 +303,9 @@ class Stage:
         return mean * call.share
 
     def _layers(self, value: Tree, step: int, microbatch: int) -> Tree:
-        for i, layer in enumerate(self.module):
+        for i, call in enumerate(self.layers.calls):
             self._seed(step, microbatch, i)
-            value = layer(value)
+            value = call(value)
         return value
 
     def _seed(self, step: int, microbatch: int, layer: int) -> None:

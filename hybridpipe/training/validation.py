@@ -51,7 +51,7 @@ def check_trainable(model: nn.Module, loss: Any, optimizer: Any, lr_scheduler: A
     """Check the model, its loss, and the factories that each stage calls for its own parameters.
 
     Raises:
-        TypeError: an argument has another type, or the model is no `nn.Sequential`.
+        TypeError: an argument has another type, or the model is no `nn.Module`.
         ValueError: as `check_model` and `check_loss`.
     """
     num_layers(model)
