@@ -22,7 +22,7 @@ from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model import tensors
 from hybridpipe.model.layers import Layers, layers_of
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, norms, received, tensors_of
+from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, norms, received, tensors_in, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.stage import Stage
@@ -96,7 +96,7 @@ class Rehearsal:
             ]
             for split_backward in (False, True)
         )
-        self.names = [stage.layers.names[0] for stage in self.stages]
+        self.names = [stage.layers.names[0] or type(stage.module[0]).__name__ for stage in self.stages]
         self.inputs, self.targets = (  # copies, as the first layer may work in place
             map_tensors(lambda tensor: tensor.to(self.device, copy=True), value)
             for value in (inputs, targets)
@@ -105,7 +105,7 @@ class Rehearsal:
     def run(self) -> None:
         """Run one forward and one backward of the microbatch."""
         with self._running() as watch:
-            _pass(self.stages, _Microbatch(self.inputs, self.targets), watch, {})
+            _pass(self.stages, self._first(None), watch, {})
 
     @contextmanager
     def _running(self) -> Iterator[Stopwatch]:
@@ -118,6 +118,8 @@ class Rehearsal:
         inputs, targets = (
             map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
         )
+        for stage in (*self.stages, *self.split_stages):
+            stage.layers.form(len(tensors_in(inputs)[0]), lambda: inputs, training=True)
         return _Microbatch(inputs, targets)
 
     def measure(

@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridpipe.model import sequential
 from hybridpipe.model.recorded import RecordedModel
-from hybridpipe.model.recording import Records
+from hybridpipe.model.recording import Records, Unsplittable
 from hybridpipe.model.sequential import StageModule
 from hybridpipe.planning.plan import Plan
 
@@ -25,6 +25,10 @@ class Layers(Protocol):
     @property
     def num_layers(self) -> int:
         """Number of layers that a plan cuts."""
+
+    @property
+    def path(self) -> str:
+        """Text that is the same on ranks whose forwards do the same."""
 
     def stage(self, start: int, stop: int) -> StageModule:
         """Return the layers from `start` up to, not including, `stop`."""
@@ -47,14 +51,18 @@ class Layers(Protocol):
 
 
 class SequentialLayers:
-    """The children of an `nn.Sequential`.
+    """The children of an `nn.Sequential`; any other model is one layer.
+
+    Args:
+        why_whole: the reason why a model is one layer, for the message to a plan of several.
 
     Raises:
         TypeError, ValueError: the model has no layers that can be called one after the other.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, why_whole: str = "") -> None:
         self.model, self.num_layers = model, sequential.num_layers(model)
+        self.path = why_whole
 
     def stage(self, start: int, stop: int) -> StageModule:
         """Return the layers from `start` up to, not including, `stop`."""
@@ -66,29 +74,28 @@ class SequentialLayers:
 
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
-        sequential.check_plan(self.model, plan)
+        sequential.check_plan(self.model, plan, self.path)
 
     def renew(self) -> None:
         """Do nothing: stages call the modules as they are."""
 
     def copied(self) -> "SequentialLayers":
         """Return the layers of a copy of the model, for measurements."""
-        return SequentialLayers(sequential.copied(self.model))
+        return SequentialLayers(sequential.copied(self.model), self.path)
 
 
 def known_layers(model: nn.Module) -> SequentialLayers | None:
     """Return the layers of a model that shows them; None if its forward must be recorded first."""
-    plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    return SequentialLayers(model) if plain and not (model._parameters or model._buffers) else None
+    return SequentialLayers(model) if sequential.is_sequential(model) else None
 
 
 def layers_of(model: nn.Module, inputs: Any, varies: bool = False) -> Layers:
-    """Return the layers of any model.
+    """Return the layers of any model; one whose forward cannot be recorded is one layer.
 
     Args:
         inputs, varies: as for `RecordedModel`.
-
-    Raises:
-        Unsplittable: the forward cannot be recorded.
     """
-    return known_layers(model) or RecordedModel(model, Records(model), inputs, varies)
+    try:
+        return known_layers(model) or RecordedModel(model, Records(model), inputs, varies)
+    except Unsplittable as error:
+        return SequentialLayers(model, str(error))

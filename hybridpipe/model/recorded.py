@@ -4,7 +4,7 @@ Knows the record and the model's modules; nothing of ranks and messages.
 Invariant: a stage holds the model's own modules and parameters, under the model's own names.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,11 @@ class RecordedModel:
     def num_layers(self) -> int:
         """Number of layers that a plan cuts."""
         return len(self.names)
+
+    @property
+    def path(self) -> str:
+        """Text that is the same on ranks whose forwards do the same."""
+        return f"{len(self.record.events)} calls ({self.record.digest:08x})"
 
     def stage(self, start: int, stop: int) -> "RecordedStage":
         """Return the layers from `start` up to, not including, `stop`."""
@@ -244,8 +249,10 @@ class _StageLookup:
         )
 
 
-def _tree(model: nn.Module, units: Iterable[str], weights: Iterable[str]) -> nn.Module:
+def _tree(model: nn.Module, units: Collection[str], weights: Iterable[str]) -> nn.Module:
     """Return plain modules with some units and weights of a model at their paths."""
+    if "" in units:  # a model without children is its only unit
+        return model
     root = nn.Module()
     for path in sorted(units, key=lambda path: path.count(".")):
         if _at(root, path) is None:

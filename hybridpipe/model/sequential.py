@@ -1,18 +1,21 @@
 """Sequential: a model's layers in order, the layers of a stage, and the keys of their tensors.
 
-Only this module knows that a model is an `nn.Sequential`, which a plan cuts between its children.
-Invariant: a stage's modules are the model's own, not copies.
+Only this module knows that a plan cuts an `nn.Sequential` between its children, and that any other model is
+one layer. Invariant: a stage's modules are the model's own, not copies.
 """
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.rng import may_draw_from_python
+from hybridpipe.model.tensors import Tree
 from hybridpipe.planning.plan import Plan
+
+WHOLE = ""  # the name of the one layer of a model that no plan can cut: the model itself
 
 # Seeds the generators with a key; the flag tells whether to seed Python's and NumPy's, too.
 Seed = Callable[[int, bool], None]
@@ -27,6 +30,10 @@ class StageModule:
         layers: the layers, in order.
         first_layer: index of the first layer in the whole model.
         names: the layers' names in the model; by default their indices.
+
+    Attributes:
+        calls: functions that call each layer with one value. A layer named WHOLE gets a dict by keyword and a
+            tuple or list by position; any other layer gets every value as one argument.
     """
 
     def __init__(
@@ -34,6 +41,10 @@ class StageModule:
     ) -> None:
         self.module, self.first_layer = nn.Sequential(*layers), first_layer
         self.names = names or [str(first_layer + i) for i in range(len(layers))]
+        self._calls: list[Callable[[Tree], Tree]] = [
+            layer if name or type(layer).forward is nn.Sequential.forward else partial(_call_with, layer)
+            for name, layer in zip(self.names, layers, strict=True)
+        ]
         self.renew()
 
     def renew(self) -> None:
@@ -58,7 +69,7 @@ class StageModule:
         """The loss's place in random keys, behind the last layer's."""
         return self.first_layer + len(self.module)
 
-    def form(self, num_samples: int, inputs: Callable[[], Any], training: bool) -> int:
+    def form(self, num_samples: int, inputs: Callable[[], Tree], training: bool) -> int:
         """Return the form of a microbatch: equal for microbatches whose values have equal shapes and types.
 
         Args:
@@ -67,7 +78,7 @@ class StageModule:
         """
         return num_samples
 
-    def run(self, received: Any, inputs: Any, seed: Seed, training: bool) -> Any:
+    def run(self, received: Tree, inputs: Tree, seed: Seed, training: bool) -> Tree:
         """Run the layers on one microbatch.
 
         Args:
@@ -80,25 +91,26 @@ class StageModule:
             what the next stage receives; the last stage's is the model's output.
         """
         value = inputs if received is None else received
-        for i, (layer, python_too) in enumerate(zip(self.module, self._draws_from_python, strict=True)):
+        for i, (call, python_too) in enumerate(zip(self._calls, self._draws_from_python, strict=True)):
             seed(self.first_layer + i, python_too)
-            value = layer(value)
+            value = call(value)
         return value
 
     def key(self, path: str) -> str:
         """Return the key in the whole model of the tensor at a path."""
         index, _, rest = path.partition(".")
-        return f"{self.names[int(index)]}.{rest}"
+        return _key(self.names[int(index)], rest)
 
     def numbered(self, path: str) -> str:
         """Return the path in the whole model, with the layer's index: "3.norm"."""
         index, dot, rest = path.partition(".")
-        return f"{self.first_layer + int(index)}{dot}{rest}"
+        return f"{self.first_layer + int(index)}{dot}{rest}" if self.names[int(index)] else rest or "model"
 
     def described(self, path: str) -> str:
         """Return a description of a path for messages: "layer 3 (Linear), weight"."""
         index, _, rest = path.partition(".")
-        return f"layer {self.first_layer + int(index)} ({type(self.module[int(index)]).__name__}), {rest}"
+        what = f"layer {self.first_layer + int(index)}" if self.names[int(index)] else "the model"
+        return f"{what} ({type(self.module[int(index)]).__name__}), {rest}"
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the stage's `state_dict()`, not detached, by key."""
@@ -124,19 +136,35 @@ class StageModule:
         """
         wanted = {key for parameter, key in self.parameters().items() if parameter.requires_grad}
         named = {
-            f"{layer}.{name}": leaf
+            _key(layer, name): leaf
             for layer, leaves in zip(self.names, weights, strict=True)
             for name, leaf in leaves.items()
         }
         return {key: leaf for key, leaf in named.items() if key in wanted}
 
 
+def _key(layer: str, name: str) -> str:
+    return f"{layer}.{name}" if layer else name
+
+
+def _call_with(model: nn.Module, value: Tree) -> Tree:
+    if isinstance(value, Mapping):
+        return model(**value)
+    return model(*value) if isinstance(value, tuple | list) else model(value)
+
+
+def is_sequential(model: nn.Module) -> bool:
+    """Return True if the model only calls its children in order, so that a plan can cut it."""
+    is_plain = type(model).forward is nn.Sequential.forward and not (model._parameters or model._buffers)
+    return isinstance(model, nn.Sequential) and is_plain
+
+
 def num_layers(model: nn.Module) -> int:
     """Return the number of layers that a plan cuts.
 
     Raises:
-        TypeError: the model is not an `nn.Sequential`, or does more than call its children in order.
-        ValueError: it has no children.
+        TypeError: the model is not an `nn.Module`.
+        ValueError: it is an empty `nn.Sequential`.
     """
     return len(_layers_of(model))
 
@@ -149,31 +177,24 @@ def stage_module(model: nn.Module, start: int, stop: int) -> StageModule:
 
 def stage_of_keys(model: nn.Module, plan: Plan) -> dict[str, int]:
     """Return the stage that holds each tensor of the model, by its key."""
-    layers = list(_layers_of(model))
-    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in layers[stage.start : stage.stop]}
-    return {key: stage_of[key.partition(".")[0]] for key in model.state_dict()}
+    return {
+        key: s
+        for s, stage in enumerate(plan.stages)
+        for key in stage_module(model, stage.start, stage.stop).tensors()
+    }
 
 
 def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers by name, in order.
 
     Raises:
-        TypeError: the model is not an `nn.Sequential`, or does more than call its children in order.
-        ValueError: it has no children.
+        TypeError: the model is not an `nn.Module`.
+        ValueError: it is an empty `nn.Sequential`.
     """
-    if not isinstance(model, nn.Sequential):
-        raise TypeError(
-            f"model must be an nn.Sequential, whose children are the layers, got {type(model).__name__}; "
-            "wrap its parts as nn.Sequential(...)"
-        )
-    own = [*model._parameters, *model._buffers]
-    if type(model).forward is not nn.Sequential.forward:
-        own.append("forward")
-    if own:
-        raise TypeError(
-            f"{type(model).__name__} has its own {', '.join(own)}, which would be lost between its children; "
-            "make it one layer: nn.Sequential(model)"
-        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if not is_sequential(model):
+        return {WHOLE: model}
     # not named_children(): it passes over a module that stands in a second place, such as a shared ReLU
     layers = {
         name: module
@@ -185,8 +206,11 @@ def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def check_plan(model: nn.Module, plan: Plan) -> None:
+def check_plan(model: nn.Module, plan: Plan, why_whole: str = "") -> None:
     """Check that a plan fits a model.
+
+    Args:
+        why_whole: the reason why the model is one layer.
 
     Raises:
         ValueError: the number of layers differs, a cut separates two uses of a parameter or buffer, or a
@@ -194,13 +218,14 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
     """
     layers = _layers_of(model)
     if plan.num_layers != len(layers):
-        raise ValueError(f"the plan cuts num_layers = {plan.num_layers}, the model has {len(layers)} layers")
+        told = f"the plan cuts num_layers = {plan.num_layers}, the model has {len(layers)} layers"
+        raise ValueError(f"{told}: {why_whole}; use plan='dp'" if why_whole else told)
     holder: dict[int, tuple[int, str]] = {}
     for s, stage in enumerate(plan.stages):
         for name in list(layers)[stage.start : stage.stop]:
             if stage.replicas > 1:
                 _check_no_sync_norm(name, layers[name], f"{plan.name} replicates stage {s}")
-            for key, tensor in layers[name].state_dict(prefix=f"{name}.", keep_vars=True).items():
+            for key, tensor in layers[name].state_dict(prefix=_key(name, ""), keep_vars=True).items():
                 at, other = holder.setdefault(id(tensor), (s, key))
                 if at != s:
                     raise ValueError(
@@ -239,6 +264,6 @@ def _not_copied(model: nn.Module, error: Exception) -> str:
         try:
             copy.deepcopy(layer)
         except Exception as refused:
-            what = f"layer {name} ({type(layer).__name__})"
+            what = f"layer {name} ({type(layer).__name__})" if name else type(layer).__name__
             return f"the model is measured on a copy, and {what} cannot be copied: {refused}"
     return f"the model is measured on a copy, and cannot be copied: {error}"

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hybridpipe.model.sequential import is_sequential
+
 # The hooks of a model itself, which no stage would call.
 _ROOT_HOOKS = {
     "_forward_hooks": "forward hooks",
@@ -79,11 +81,13 @@ _ANEW = "than when the trainer was made: make a new Trainer after such changes"
 
 
 def check_model_now(model: nn.Module) -> None:
-    """Check that the model itself has no hooks; call it before each training and evaluation.
+    """Check that a model that is cut has no hooks of its own; call it before each training and evaluation.
 
     Raises:
         ValueError: it has some.
     """
+    if not is_sequential(model):
+        return
     for attribute, words in _ROOT_HOOKS.items():
         if getattr(model, attribute):
             raise ValueError(

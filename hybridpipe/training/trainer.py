@@ -57,7 +57,8 @@ class Trainer:
     Methods raise RuntimeError after `close`, and inside `fit` if they would change the training's state.
 
     Args:
-        model: an `nn.Sequential`, the same on every rank; rank 0's weights are used.
+        model: the same on every rank; rank 0's weights are used. An `nn.Sequential` is cut between its
+            children. Any other model is one layer, called with a dict by keyword, a tuple by position.
         loss: a function `loss(outputs, targets)` that returns the mean over the samples.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
         plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
@@ -97,7 +98,7 @@ class Trainer:
             replaces the accuracy that is counted for targets that are classes.
 
     Raises:
-        TypeError: the model is not an `nn.Sequential`.
+        TypeError: the model is not an `nn.Module`.
         ValueError: the plan does not fit model, world or minibatch, or optimizer, scheduler or clipping
             cannot be used under it.
     """
@@ -491,6 +492,7 @@ class Trainer:
     def _make_plan(self, minibatch: Minibatch) -> None:
         if self._layers is None:
             self._layers = layers_of(self.model, minibatch.inputs(0))
+            consistency.check_alike(self.world, {"the forward of the model": self._layers.path})
         plan, self.choice = self._maker.make(self._layers, minibatch)
         self._start(plan, self._layers)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
@@ -50,9 +51,10 @@ def check_trainable(model: nn.Module, loss: Any, optimizer: Any, lr_scheduler: A
     """Check the model, its loss, and the factories that each stage calls for its own parameters.
 
     Raises:
-        TypeError: an argument has another type.
+        TypeError: an argument has another type, or the model is no `nn.Module`.
         ValueError: as `check_model` and `check_loss`.
     """
+    num_layers(model)
     check_model(model)
     check_loss(loss, model)
     _check_factory("optimizer", optimizer, "parameters", "partial(torch.optim.SGD, lr=0.1)")

@@ -14,6 +14,7 @@ from hybridpipe.files import read_profile, write_json
 from hybridpipe.measure import layers as module
 from hybridpipe.measure.layers import Rehearsal, measure
 from hybridpipe.measure.stopwatch import Took
+from hybridpipe.model.layers import layers_of
 from tests.stage.helpers import Call, OnFirst, fork, join
 
 FLOAT, LONG = 4, 8  # bytes
@@ -210,7 +211,7 @@ def test_repetitions_of_all_sizes_are_spread_over_the_same_time(monkeypatch):
 
 
 def test_the_copy_can_be_run_after_it_was_measured():
-    rehearsal = Rehearsal(mlp(), torch.randn(5, 4), torch.randint(0, 3, (5,)), cross_entropy)
+    rehearsal = Rehearsal(layers_of(mlp(), None), torch.randn(5, 4), torch.randint(0, 3, (5,)), cross_entropy)
     before = copy.deepcopy([stage.module.state_dict() for stage in rehearsal.stages])
     rehearsal.measure(partial(torch.optim.SGD, lr=1e9, momentum=0.9))
     rehearsal.run()
@@ -277,9 +278,9 @@ def test_a_profile_survives_its_file(tmp_path):
     assert read_profile(tmp_path / "profile.json") == profile
 
 
-def test_other_models_are_refused():
-    with pytest.raises(TypeError, match=r"nn\.Sequential"):
-        profile_of(nn.Linear(4, 3))
+def test_a_model_that_is_no_sequential_is_one_layer():
+    (layer,) = profile_of(nn.Linear(4, 3)).layers
+    assert layer.name == "Linear" and layer.parameter_bytes == 4 * (4 * 3 + 3)
 
 
 def test_the_weights_part_of_a_backward_is_measured(counted):
@@ -335,7 +336,7 @@ def test_a_smaller_microbatch_joins_what_a_larger_one_need_not():
     """Sizes are measured on one copy, the largest first: with 300 rows nothing is joined."""
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 3))
     inputs = torch.randn(300, 512)
-    rehearsal = Rehearsal(model, inputs, torch.randn(300, 3), nn.functional.mse_loss)
+    rehearsal = Rehearsal(layers_of(model, inputs), inputs, torch.randn(300, 3), nn.functional.mse_loss)
     profile = rehearsal.measure(sizes=[300, 5])
     assert profile.samples == 300 and [other.samples for other in profile.others] == [5]
     first = [profile.scaled_to(size).layers[0].joined for size in (300, 5)]

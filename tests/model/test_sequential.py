@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec
-from hybridpipe.model.sequential import check_plan, num_layers, stage_module
+from hybridpipe.model.sequential import check_plan, num_layers, stage_module, stage_of_keys
 
 
 def plan(*edges: int) -> Plan:
@@ -35,11 +35,58 @@ def test_a_module_may_stand_twice():
     check_plan(model, plan(0, 2, 4))
 
 
-def test_other_models_are_refused():
-    with pytest.raises(TypeError, match=r"must be an nn\.Sequential.*got Linear"):
-        num_layers(nn.Linear(2, 2))
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, got function"):
+        num_layers(lambda x: x)
     with pytest.raises(ValueError, match="at least one layer"):
         num_layers(nn.Sequential())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, *, mask=None):
+        value = self.body(x) * self.scale
+        return value if mask is None else value * mask
+
+
+def test_any_other_model_is_one_layer_with_the_models_own_keys():
+    model = Net()
+    whole = stage_module(model, 0, 1)
+    assert num_layers(model) == 1 and list(whole.module) == [model]
+    assert list(whole.tensors()) == list(model.state_dict()) == ["scale", "body.weight", "body.bias"]
+    assert stage_of_keys(model, plan(0, 1)) == dict.fromkeys(model.state_dict(), 0)
+    version = {"scale": torch.zeros(2), "body.weight": torch.ones(2, 2), "body.bias": torch.ones(2)}
+    assert whole.weights([version]) == version
+    assert whole.described("0.body.bias") == "the model (Net), body.bias"
+    assert whole.numbered("0.body") == "body"
+    with pytest.raises(ValueError, match=r"has 1 layers: Net cannot be cut; use plan='dp'"):
+        check_plan(model, plan(0, 1, 2), why_whole="Net cannot be cut")
+
+
+def run(layers, inputs):
+    return layers.run(None, inputs, lambda *_: None, training=True)
+
+
+@pytest.mark.parametrize("kind", [dict, tuple, list, "one value"])
+def test_a_model_that_is_one_layer_takes_a_dict_by_keyword_and_a_tuple_by_position(kind):
+    model, x, mask = Net(), torch.randn(3, 2), torch.tensor([0.0, 1.0])
+    inputs = {dict: {"x": x, "mask": mask}, tuple: (x,), list: [x], "one value": x}[kind]
+    expected = model(x, mask=mask) if kind is dict else model(x)
+    assert torch.equal(run(stage_module(model, 0, 1), inputs), expected)
+
+
+def test_a_layer_of_a_sequential_takes_any_value_as_one_argument():
+    class Add(nn.Module):
+        def forward(self, values):
+            return sum(values.values()) if isinstance(values, dict) else sum(values)
+
+    one = torch.ones(2)
+    layers = stage_module(nn.Sequential(Add()), 0, 1)
+    assert run(layers, {"a": one, "b": one}).tolist() == run(layers, (one, one)).tolist() == [2, 2]
 
 
 class Residual(nn.Sequential):
@@ -53,12 +100,13 @@ class Scaled(nn.Sequential):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-def test_a_sequential_that_does_more_than_call_its_children_is_refused():
-    """Stages would run its children only, which is silently another function."""
-    with pytest.raises(TypeError, match="Residual has its own forward"):
-        num_layers(Residual(nn.Linear(2, 2)))
-    with pytest.raises(TypeError, match="Scaled has its own scale"):
-        num_layers(Scaled(nn.Linear(2, 2)))
+def test_a_sequential_that_does_more_than_call_its_children_is_one_layer():
+    """Stages of its children would run these only, which is silently another function."""
+    for model in (Residual(nn.Linear(2, 2), nn.ReLU()), Scaled(nn.Linear(2, 2), nn.ReLU())):
+        assert num_layers(model) == 1
+        assert [*stage_module(model, 0, 1).tensors()] == [*model.state_dict()]
+    both = torch.ones(1, 2), torch.ones(1, 2)
+    assert run(stage_module(Scaled(nn.Identity()), 0, 1), both) is both  # as PyTorch calls it
     assert num_layers(nn.Sequential(Residual(nn.Linear(2, 2)), Scaled(nn.Linear(2, 2)))) == 2
 
 

@@ -377,9 +377,9 @@ def test_train_step_is_in_the_summary(make):
     assert (summary["loss_first"], summary["loss_last"]) == (losses[0], losses[-1])
 
 
-def test_other_models_are_refused(make):
-    with pytest.raises(TypeError, match=r"must be an nn\.Sequential.*got Linear"):
-        make(nn.Linear(4, 3))
+def test_what_is_no_model_is_refused(make):
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, got function"):
+        make(lambda inputs: inputs)
 
 
 class Nothing(Dataset):

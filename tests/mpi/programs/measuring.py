@@ -9,13 +9,14 @@ from hybridpipe.comm.idle import largest, machine_leaders, measure_together
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.measure import layers
 from hybridpipe.measure.layers import Rehearsal
+from hybridpipe.model.layers import layers_of
 
 world = MPI.COMM_WORLD
 layers.MAX_REPEATS = 3
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
 targets = torch.zeros(8, dtype=torch.long)
-rehearsal = Rehearsal(model, torch.ones(8, 64), targets, nn.functional.cross_entropy)
+rehearsal = Rehearsal(layers_of(model, None), torch.ones(8, 64), targets, nn.functional.cross_entropy)
 profile = measure_together(world, partial(rehearsal.measure, partial(torch.optim.SGD, lr=0.1)))
 
 assert world.allgather(profile) == [profile] * world.size

@@ -1,0 +1,185 @@
+"""Models that are no `nn.Sequential`: recorded, called with trees, under schedules of one stage."""
+
+import copy
+import zlib
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe import Plan, StageSpec
+from hybridpipe.model.layers import layers_of
+from hybridpipe.model.rng import random_key
+from tests.training.helpers import assert_same_weights, momentum
+
+
+class Texts(nn.Module):
+    """Classifies each token; takes keywords and returns a dict, as models of transformers do."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight  # tied
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.embed(input_ids)
+        if attention_mask is not None:
+            hidden = hidden * attention_mask.unsqueeze(-1)
+        hidden = self.dropout(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+        logits = self.head(hidden)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+        return {"loss": loss, "logits": logits}
+
+
+def texts(**options) -> Texts:
+    torch.manual_seed(3)
+    return Texts(**options).double()
+
+
+def batch(num_samples: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 11, (num_samples, 5), generator=generator)
+    mask = torch.randint(0, 2, (num_samples, 5), generator=generator)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.flip(1)}
+
+
+def own_loss(outputs, _):
+    return outputs["loss"]
+
+
+def loss_of_logits(outputs, targets):
+    return nn.functional.cross_entropy(outputs["logits"].transpose(1, 2), targets["labels"])
+
+
+def part_of(tree: dict, start: int, stop: int) -> dict:
+    return {name: tensor[start:stop] for name, tensor in tree.items()}
+
+
+def plan(model: nn.Module, inputs, count: int, schedule: str = "1f1b", **options) -> Plan:
+    whole = StageSpec(0, layers_of(model, inputs).num_layers)
+    return Plan((whole,), schedule, num_microbatches=count, **options)
+
+
+def reference(model, batches, size, seed=0) -> list[float]:
+    """Train in one process on microbatches in order, seeded as the trainer seeds dropout."""
+    update, losses = momentum(model.parameters()), []
+    for step, whole in enumerate(batches):
+        update.zero_grad()
+        count, total = len(whole["labels"]), 0.0
+        for m, start in enumerate(range(0, count, size)):
+            part = part_of(whole, start, start + size)
+            torch.manual_seed(random_key(seed, step, m, zlib.crc32(b"dropout 0")))
+            loss = model(**part)["loss"] * (len(part["labels"]) / count)
+            loss.backward()
+            total += loss.item()
+        update.step()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_training_equals_one_process(make_trainer, schedule, recompute):
+    model = texts(dropout=0.3)
+    expected, batches = copy.deepcopy(model), [batch(8, 1), batch(7, 2)]
+    losses = reference(expected, batches, size=2)
+    given = plan(model, batch(2), 4, schedule, recompute=recompute)
+    trainer = make_trainer(model, loss=own_loss, optimizer=momentum, plan=given, minibatch_size=8)
+    assert [trainer.train_step(each, each) for each in batches] == pytest.approx(losses, abs=1e-10)
+    assert_same_weights(model, expected)
+    state = trainer.full_state_dict()
+    assert list(state) == list(model.state_dict())
+    for key, tensor in expected.state_dict().items():
+        torch.testing.assert_close(state[key], tensor, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("plan_or_name", ["dp", "straight", "auto"])
+def test_a_plan_by_name_measures_the_layers_of_the_record(make_trainer, quick, plan_or_name):
+    trainer = make_trainer(
+        texts(), loss=loss_of_logits, optimizer=momentum, plan=plan_or_name, minibatch_size=8
+    )
+    inputs = batch(8)
+    trainer.train_step({"input_ids": inputs["input_ids"]}, {"labels": inputs["labels"]})
+    assert [layer.name for layer in trainer.choice.profile.layers] == ["embed", "norm", "dropout", "head"]
+    assert trainer.plan.num_layers == 4
+
+
+def test_inputs_by_position(make_trainer):
+    model = nn.Bilinear(3, 2, 4).double()
+    expected = copy.deepcopy(model)
+    inputs, targets = (torch.randn(6, 3).double(), torch.randn(6, 2).double()), torch.randn(6, 4).double()
+    options = {"loss": nn.functional.mse_loss, "optimizer": momentum, "minibatch_size": 6}
+    loss = make_trainer(model, plan=plan(model, inputs, 3), **options).train_step(inputs, targets)
+    whole = nn.functional.mse_loss(expected(*inputs), targets)
+    whole.backward()
+    momentum(expected.parameters()).step()
+    assert loss == pytest.approx(whole.item(), abs=1e-12)
+    assert_same_weights(model, expected)
+
+
+def test_hooks_of_a_model_that_is_called_whole_run(make_trainer):
+    model, called = nn.Bilinear(3, 2, 4), []
+    model.register_forward_hook(lambda *_: called.append(1))
+    trainer = make_trainer(
+        model, loss=nn.functional.mse_loss, optimizer=momentum, plan="dp", minibatch_size=4, microbatch_size=2
+    )
+    inputs = torch.randn(4, 3), torch.randn(4, 2)
+    trainer.train_step(inputs, torch.randn(4, 4))
+    called.clear()
+    trainer.train_step(inputs, torch.randn(4, 4))
+    assert len(called) == 2
+
+
+class Wanders(nn.Module):
+    """Takes a path that its activations decide over."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, value):
+        value = self.first(value)
+        return self.second(value) if value.sum() > 0 else value
+
+
+def test_a_model_that_cannot_be_recorded_is_one_layer(make_trainer):
+    model, inputs = Wanders(), torch.randn(4, 3)
+    expected = copy.deepcopy(model)
+    whole = Plan((StageSpec(0, 1),))
+    options = {"loss": nn.functional.mse_loss, "optimizer": momentum, "minibatch_size": 4}
+    make_trainer(model, plan=whole, **options).train_step(inputs, inputs)
+    nn.functional.mse_loss(expected(inputs), inputs).backward()
+    momentum(expected.parameters()).step()
+    assert_same_weights(model, expected)
+
+
+def test_a_plan_that_cuts_it_is_refused():
+    layers = layers_of(Wanders(), torch.randn(4, 3))
+    told = r"the model has 1 layers: test_any_model.py:\d+: .* data that only one stage has; use plan='dp'"
+    with pytest.raises(ValueError, match=told):
+        layers.check_plan(Plan((StageSpec(0, 1), StageSpec(1, 2))))
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_a_checkpoint_has_the_models_own_keys_and_goes_on(make_trainer, tmp_path, adam):
+    optimizer = partial(torch.optim.Adam, lr=0.01) if adam else momentum
+    batches = [batch(8, seed) for seed in range(4)]
+
+    def trainer(model):
+        given = {"loss": own_loss, "optimizer": optimizer, "minibatch_size": 8}
+        given["plan"] = plan(model, batch(2), 4)
+        return make_trainer(model, **given)
+
+    without_end, first = trainer(texts()), trainer(texts())
+    losses = [without_end.train_step(each, each) for each in batches]
+    assert [first.train_step(each, each) for each in batches[:2]] == losses[:2]
+    first.save(tmp_path)
+    second = trainer(Texts().double())
+    second.resume(tmp_path)
+    assert [second.train_step(each, each) for each in batches[2:]] == losses[2:]
+    for key, tensor in without_end.full_state_dict().items():
+        assert torch.equal(second.full_state_dict()[key], tensor)
