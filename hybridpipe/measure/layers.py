@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.sequential import copied, num_layers, stage_module
+from hybridpipe.model.sequential import copied, single_layers
 from hybridpipe.model.tensors import TensorTree, map_tensors, norms, received, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
@@ -82,17 +82,17 @@ class Rehearsal:
         device: torch.device | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        count = num_layers(model)
+        layers = single_layers(model)
         self.stages, self.split_stages = (
             [
                 Stage(
-                    stage_module(model, i, i + 1),
+                    layer,
                     self.device,
-                    loss=loss if i + 1 == count else None,
+                    loss=loss if layer is layers[-1] else None,
                     split_backward=split_backward,
                     check_loss=False,
                 )
-                for i in range(count)
+                for layer in layers
             ]
             for split_backward in (False, True)
         )

@@ -288,7 +288,9 @@ class Stage:
             return self._substitution.run(function, later.weights, buffers)
 
     def _run(self, call: _Call) -> TensorTree:
+        before = self._shared_buffers()
         value = self._layers(map_tensors(_enter, call.inputs), call.step, call.microbatch)
+        self._check_unchanged(before)
         if call.share is None:
             return value
         assert self.loss is not None
@@ -301,6 +303,20 @@ class Stage:
             check_no_foreign_weights(mean, value, self.module)
             self._loss_checked = True
         return mean * call.share
+
+    def _shared_buffers(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the buffers that other stages hold, too, and autograd's version counter of each, by path."""
+        buffers = {path: self.module.get_buffer(path) for path in self.layers.shared_buffers}
+        return {path: (buffer, buffer._version) for path, buffer in buffers.items()}
+
+    def _check_unchanged(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Raise ValueError if a forward has changed a buffer that other stages hold, too."""
+        for path, (buffer, version) in before.items():
+            if self.module.get_buffer(path) is not buffer or buffer._version != version:
+                raise ValueError(
+                    f"{self.layers.described(path)} is a buffer that layers of other stages share, and "
+                    "training writes to it; keep these layers in one stage, as plan='dp' does"
+                )
 
     def _layers(self, value: TensorTree, step: int, microbatch: int) -> TensorTree:
         for i, layer in enumerate(self.module):

@@ -239,7 +239,7 @@ def test_a_callable_is_told_by_its_code_and_what_it_closes_over():
     assert text(weighted(2.0)) == text(weighted(2.0)) != text(weighted(3.0))
     assert text(weighted(2.0, torch.ones(2))) == text(weighted(2.0, torch.zeros(2)))  # may be a rank's own
     assert text(lambda o, t: o - t) != text(lambda o, t: o + t)
-    assert text(lambda o, t: (lambda: o - t)) != text(lambda o, t: (lambda: o + t))
+    assert text(lambda o, t: lambda: o - t) != text(lambda o, t: lambda: o + t)
     assert callable_text(weighted(2.0)) == callable_text(weighted(3.0)).split(" (")[0]
     assert text(nn.functional.mse_loss) == "mse_loss"
 
