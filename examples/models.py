@@ -68,7 +68,7 @@ def gpt(
 ) -> nn.Sequential:
     """Build a small GPT: int64 tokens (B, T ≤ block_size) → logits (B, T, vocabulary).
 
-    The head has weights of its own. Weights tied to the embedding would belong to two stages.
+    The head has weights of its own.
     """
     blocks = {f"block{i}": Block(num_heads, width, dropout) for i in range(1, num_layers + 1)}
     model = nn.Sequential(

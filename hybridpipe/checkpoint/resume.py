@@ -157,12 +157,13 @@ class _Reading:
         self.exact = is_exact(found, worker.plan)
         self.layers = stage_modules(worker.executor)
         self.wanted = {key: t for layers in self.layers.values() for key, t in layers.tensors().items()}
+        self.trained = set(parameters(worker.executor).values())
         self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
         self.batches: dict[str, int] = {}
 
     def all(self) -> NewState:
         """Read everything this rank needs; UserError if it does not fit."""
-        for s in self.stages():
+        for s in sorted({*self.stages(), *self.owners()}):
             self.of_stage(s)
         if self.exact:
             self.of_rank()
@@ -180,6 +181,11 @@ class _Reading:
             if any(stage.start < mine.stop and mine.start < stage.stop for mine in held)
         ]
 
+    def owners(self) -> set[int]:
+        """Return the stages of the checkpoint's plan that own parameters of this rank."""
+        stages_of = self.worker.layers.holders(self.found.plan)
+        return {stages_of[key][0] for key in self.trained}
+
     def read(self, name: str) -> State:
         entry = self.found.manifest.entry(name)
         if entry is None:
@@ -195,7 +201,7 @@ class _Reading:
         result = self.result
         self.batches |= batches_agreed(state.meta, where)
         result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
-        mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.wanted}
+        mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.trained}
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
         if mine:
             result.parameters |= mine

@@ -31,6 +31,7 @@ from hybridpipe.planning.schedules.instructions import Program, ReceiveActivatio
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
 LARGEST_TAG = 2**15 - 1  # every MPI library allows it
+SHARED_TAG = LARGEST_TAG  # of `optim.shared_gradients`; no activation or gradient at a cut has it
 
 KINDS = 3
 ACTIVATION, GRADIENT, SPEC = range(KINDS)
@@ -214,7 +215,7 @@ class PointToPoint:
                 posted.pending.wait()  # raises for a message of another size, which has filled no buffer
                 posted.check()
         for tag, message in self._transport.unexpected(peer):
-            if tag % KINDS == SPEC:
+            if tag % KINDS == SPEC or tag == SHARED_TAG:
                 continue
             found = dict(zip(HEADER_NAMES, header_of(message, len(HEADER_NAMES)), strict=True))
             expected = self._tag(found["kind"], found["microbatch"], found["stage"])

@@ -19,6 +19,7 @@ from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import TensorTree, Tree, map_tensors
 from hybridpipe.optim.gradient_sync import GradientSync
 from hybridpipe.optim.nonfinite import NonfiniteCheck
+from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.instructions import (
@@ -70,6 +71,7 @@ class Executor:
         sync: sums gradients over the stage's replicas; None if the stage has one replica.
         update: the optimizer of all stages that the rank holds.
         check: looks for NaN and infinity before an update; None leaves gradients unchecked.
+        shared: sums gradients over the stages that share a parameter; None if no other rank's stage does.
     """
 
     def __init__(
@@ -82,10 +84,11 @@ class Executor:
         sync: GradientSync | None,
         update: Update,
         check: NonfiniteCheck | None = None,
+        shared: SharedGradients | None = None,
     ) -> None:
         self.place, self.held = place, () if place is None else plan.held_stages(place)
         self.device, self.stages, self.p2p = device, stages, p2p
-        self.sync, self.update, self.check = sync, update, check
+        self.sync, self.update, self.check, self.shared = sync, update, check, shared
         self.clock = clock_of(device)
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
@@ -111,7 +114,8 @@ class Executor:
     @property
     def bytes_sent(self) -> int:
         """Bytes of activations and gradients sent so far."""
-        return sum(each.bytes_sent for each in self.p2p)
+        of_shared = 0 if self.shared is None else self.shared.bytes_sent
+        return of_shared + sum(each.bytes_sent for each in self.p2p)
 
     @property
     def bytes_reduced(self) -> int:
@@ -309,13 +313,15 @@ class ProgramRun:
         self.executor.stages[instruction.chunk].backward_weight(instruction.microbatch)
 
     def all_reduce(self, _: AllReduce) -> None:
-        """Compute the deferred weight gradients, then sum all gradients over the stage's replicas."""
+        """Compute the deferred weight gradients, then sum all gradients over replicas and other holders."""
         for stage in self.executor.stages:  # here, where no other stage waits for this rank
             if stage.has_deferred_wgrad:
                 stage.complete_gradients()
                 self.note(Products())
         if self.executor.sync is not None:
             self.executor.sync.finish()
+        if self.executor.shared is not None:
+            self.executor.shared.exchange()
 
     def update(self, instruction: Step) -> None:
         """Apply the gradients, or skip the update where the check finds a number that is not finite."""

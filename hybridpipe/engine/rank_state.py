@@ -177,7 +177,7 @@ def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[
     batches = executor.statistics.num_batches[executor.held.index(s)]
     state.meta[BATCHES_AGREED] = {layers.key(path): number for path, number in batches.items()}
     if update.optimizer is not None:
-        take_optimizer(update.optimizer, layers.parameters(), state, update.given.options)
+        take_optimizer(update.optimizer, layers.owned_parameters(), state, update.given.options)
     if update.scheduler is not None:
         held = pack(update.scheduler.state_dict(), "lr_scheduler", state.tensors)
         given = pack(update.given.scheduler, "lr_scheduler.given", state.tensors)

@@ -4,7 +4,7 @@ Invariant: all ranks call its collective methods in the same order; a rank that 
 part in the collectives and does nothing else.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -30,6 +30,7 @@ from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import Tree, overwrite
 from hybridpipe.optim.gradient_sync import HorovodSync
 from hybridpipe.optim.nonfinite import NonfiniteCheck
+from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.optim.update import Update, UpdateRule
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import forward_program, program
@@ -112,12 +113,16 @@ class Worker:
             return Executor(plan, None, self.device, [], [], None, Update(None))
         held = plan.held_stages(place)
         stages = [self._build_stage(s, loss, seed) for s in held]
-        parameters: Sequence[Tensor] = [p for stage in stages for p in stage.module.parameters()]
+        uses = Counter(p for stage in stages for p in stage.module.parameters())
+        parameters: Sequence[Tensor] = list(uses)
         sync = None
         if replicas.size > 1:
             sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
-            sync = HorovodSync(parameters, replicas, rule.compression, sparse)
+            late = [p for p, count in uses.items() if count > 1]
+            sync = HorovodSync(parameters, replicas, rule.compression, sparse, late)
             parameters = sync.owned
+        groups = self._groups_that_share(stages)
+        elsewhere = [p for p, others in groups.items() if others[0] != place.stage]
         pieces = (
             plan,
             place,
@@ -125,8 +130,9 @@ class Worker:
             stages,
             [PointToPoint(plan, s, self.transport, self.device) for s in held],
             sync,
-            rule.build(parameters, plan, place.stage, self._sum_over_stages),
-            NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks),
+            rule.build(parameters, plan, place.stage, self._sum_over_stages, elsewhere),
+            NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks, elsewhere),
+            SharedGradients(plan, place, groups, self.transport) if groups else None,
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(*pieces, transport=self.transport, num_stages=plan.num_stages)
@@ -143,6 +149,19 @@ class Worker:
             split_backward=plan.traits.splits_backward,
             batches_wgrad=plan.traits.batches_wgrad,
         )
+
+    def _groups_that_share(self, stages: Sequence[Stage]) -> dict[Tensor, list[int]]:
+        """Return the groups of ranks that hold each of these stages' parameters that several groups hold.
+
+        The owner's comes first. The order of the parameters is the same on all ranks.
+        """
+        keys = {key: p for stage in stages for p, key in stage.layers.parameters().items()}
+        found = {}
+        for key, stages_of in self.layers.holders(self.plan).items():
+            groups = list(dict.fromkeys(s % self.plan.num_groups for s in stages_of))
+            if key in keys and len(groups) > 1:
+                found[keys[key]] = groups
+        return found
 
     def renew(self) -> None:
         """Adopt the modes, hooks and requires_grad flags that users have changed in the model. Collective.
@@ -400,10 +419,10 @@ class Worker:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's present state on rank 0, on the CPU; None elsewhere. Collective."""
         self.average_statistics()
-        stage_of = self.layers.stage_of_keys(self.plan)
+        stages_of = self.layers.holders(self.plan)
         state = {}
         for key, tensor in self.model.state_dict().items():
-            rank = self.plan.stages[stage_of[key]].ranks[0]
+            rank = self.plan.stages[stages_of[key][0]].ranks[0]
             if self.control.rank not in (0, rank):
                 continue
             values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -82,17 +82,17 @@ class Rehearsal:
         device: torch.device | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        count = layers.num_layers
+        alone = layers.single()
         self.stages, self.split_stages = (
             [
                 Stage(
-                    layers.stage(i, i + 1),
+                    layer,
                     self.device,
-                    loss=loss if i + 1 == count else None,
+                    loss=loss if layer is alone[-1] else None,
                     split_backward=split_backward,
                     check_loss=False,
                 )
-                for i in range(count)
+                for layer in alone
             ]
             for split_backward in (False, True)
         )

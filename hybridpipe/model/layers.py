@@ -33,8 +33,11 @@ class Layers(Protocol):
     def stage(self, start: int, stop: int) -> StageModule:
         """Return the layers from `start` up to, not including, `stop`."""
 
-    def stage_of_keys(self, plan: Plan) -> dict[str, int]:
-        """Return the stage that holds each tensor of the model, by its key."""
+    def single(self) -> list[StageModule]:
+        """Return each layer as a stage by itself that shares nothing, for measurements."""
+
+    def holders(self, plan: Plan) -> dict[str, tuple[int, ...]]:
+        """Return the stages that hold each tensor, its owner first, by each of its keys in the model."""
 
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
@@ -68,9 +71,13 @@ class SequentialLayers:
         """Return the layers from `start` up to, not including, `stop`."""
         return sequential.stage_module(self.model, start, stop)
 
-    def stage_of_keys(self, plan: Plan) -> dict[str, int]:
-        """Return the stage that holds each tensor of the model, by its key."""
-        return sequential.stage_of_keys(self.model, plan)
+    def single(self) -> list[StageModule]:
+        """Return each layer as a stage by itself that shares nothing, for measurements."""
+        return sequential.single_layers(self.model)
+
+    def holders(self, plan: Plan) -> dict[str, tuple[int, ...]]:
+        """Return the stages that hold each tensor, its owner first, by each of its keys in the model."""
+        return sequential.holders(self.model, plan)
 
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""

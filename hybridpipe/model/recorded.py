@@ -15,7 +15,7 @@ from hybridpipe.model.recording.events import Event, Unsplittable, call_argument
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import Records
 from hybridpipe.model.recording.slices import ModelLookup, Slice
-from hybridpipe.model.sequential import Seed, StageModule, copied
+from hybridpipe.model.sequential import Seed, StageModule, check_no_sync_norm, check_shared, copied
 from hybridpipe.model.tensors import map_tensors, tensors_in, tensors_of
 from hybridpipe.planning.plan import Plan
 
@@ -67,17 +67,36 @@ class RecordedModel:
         inputs = map_tensors(lambda t: t[:1].expand(num_samples, *t.shape[1:]).clone(), self._inputs)
         return self.records.find(inputs, training)
 
-    def stage_of_keys(self, plan: Plan) -> dict[str, int]:
-        """Return the first stage that holds each tensor of the model, by its key."""
-        stages = [self.stage(stage.start, stage.stop) for stage in plan.stages]
-        return {key: s for s, stage in reversed([*enumerate(stages)]) for key in stage.tensors()}
+    def single(self) -> list[StageModule]:
+        """Return each layer as a stage by itself, for measurements."""
+        return [self.stage(i, i + 1) for i in range(self.num_layers)]
+
+    def holders(self, plan: Plan) -> dict[str, tuple[int, ...]]:
+        """Return the stages that hold each tensor, its owner first, by each of its keys in the model."""
+        ids = [set().union(*self.ids[stage.start : stage.stop]) for stage in plan.stages]
+        return {
+            name: tuple(s for s, held in enumerate(ids) if id(tensor) in held)
+            for name, tensor in _named(self.model, remove_duplicate=False)
+        }
 
     def check_plan(self, plan: Plan) -> None:
-        """Raise ValueError unless the plan cuts as many layers."""
+        """Check that a plan fits the layers.
+
+        Raises:
+            ValueError: the number of layers differs, a replicated stage holds a SyncBatchNorm, or stages
+                share a tensor that must stay in one of them.
+        """
         if plan.num_layers != self.num_layers:
             raise ValueError(
                 f"the plan cuts num_layers = {plan.num_layers}, the model has {self.num_layers} layers"
             )
+        for s, stage in enumerate(plan.stages):
+            for path, _ in self.held[stage.start : stage.stop] if stage.replicas > 1 else ():
+                for unit in path:
+                    check_no_sync_norm(
+                        unit, self.model.get_submodule(unit), f"{plan.name} replicates stage {s}"
+                    )
+        check_shared(self.model, plan, self.holders(plan))
 
     def renew(self) -> None:
         """Forget the records, since modes, hooks or requires_grad flags have changed."""
@@ -99,10 +118,14 @@ class RecordedModel:
         slices = [Slice(self.record, layer.start, layer.stop, lookup) for layer in self.record.layers]
         used = {id(t) for each in slices for path in each.units for t in _tensors(lookup.unit(path))}
         used |= {id(lookup.weight(name)) for each in slices for name in each.weights}
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        unused = tuple(name for name, tensor in named if id(tensor) not in used)
+        unused = tuple(name for name, tensor in _named(self.model) if id(tensor) not in used)
         held = [(each.units, each.weights) for each in slices]
         return [(held[0][0], (*held[0][1], *unused)), *held[1:]]
+
+    @cached_property
+    def ids(self) -> list[set[int]]:
+        """Ids of the tensors that each layer holds."""
+        return [{id(tensor) for tensor in _tensors(_tree(self.model, *held))} for held in self.held]
 
     @cached_property
     def keys(self) -> dict[int, list[str]]:
@@ -125,6 +148,9 @@ class RecordedStage(StageModule):
         self._end = None if stop == len(names) else names[stop]
         trees = [_tree(recorded.model, *held) for held in recorded.held[start:stop]]
         super().__init__(trees, start, names[start:stop])
+        self._before = set().union(*recorded.ids[:start])
+        outside = self._before.union(*recorded.ids[stop:])
+        self.shared_buffers = [path for path, buffer in self.module.named_buffers() if id(buffer) in outside]
 
     def renew(self) -> None:
         """Forget the slices of records; call it between two runs."""
@@ -191,6 +217,10 @@ class RecordedStage(StageModule):
     def parameters(self) -> dict[Tensor, str]:
         """Return the key of each parameter; a tied one has its first key in the model."""
         return {p: self._recorded.keys[id(p)][0] for p in self.module.parameters()}
+
+    def owned_parameters(self) -> dict[Tensor, str]:
+        """Return `parameters` without those that an earlier stage owns."""
+        return {p: key for p, key in self.parameters().items() if id(p) not in self._before}
 
     def _slice(self, record: Record) -> Slice:
         if id(record) not in self._slices:
@@ -286,5 +316,9 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+    return (tensor for _, tensor in _named(module))
+
+
+def _named(module: nn.Module, remove_duplicate: bool = True) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=remove_duplicate)
+    yield from module.named_buffers(remove_duplicate=remove_duplicate)

@@ -1,12 +1,13 @@
 """Sequential: a model's layers in order, the layers of a stage, and the keys of their tensors.
 
-Only this module knows that a plan cuts an `nn.Sequential` between its children, and that any other model is
-one layer. Invariant: a stage's modules are the model's own, not copies.
+A plan cuts an `nn.Sequential` between its children; any other model is one layer here. Invariant: a stage's
+modules are the model's own. A tensor that several stages hold belongs to the first of them, its owner.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -30,14 +31,15 @@ class StageModule:
         layers: the layers, in order.
         first_layer: index of the first layer in the whole model.
         names: the layers' names in the model; by default their indices.
-
-    Attributes:
-        calls: functions that call each layer with one value. A layer named WHOLE gets a dict by keyword and a
-            tuple or list by position; any other layer gets every value as one argument.
+        shared: the first key in the model of each tensor that layers outside the stage hold, too, by its key.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], first_layer: int = 0, names: Sequence[str] | None = None
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int = 0,
+        names: Sequence[str] | None = None,
+        shared: Mapping[str, str] | None = None,
     ) -> None:
         self.module, self.first_layer = nn.Sequential(*layers), first_layer
         self.names = names or [str(first_layer + i) for i in range(len(layers))]
@@ -46,6 +48,9 @@ class StageModule:
             for name, layer in zip(self.names, layers, strict=True)
         ]
         self.renew()
+        self._shared = shared or {}
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        self.shared_buffers = [path for path, _ in buffers if self.key(path) in self._shared]
 
     def renew(self) -> None:
         """Adopt the layers' present hooks; call it between two runs."""
@@ -122,11 +127,16 @@ class StageModule:
         return {k: t for k, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
 
     def parameters(self) -> dict[Tensor, str]:
-        """Return the key of each parameter; a tied one has its first key."""
+        """Return the key of each parameter; a tied one has its first key in the whole model."""
         found: dict[Tensor, str] = {}
         for path, parameter in self.module.named_parameters(remove_duplicate=False):
-            found.setdefault(parameter, self.key(path))
+            found.setdefault(parameter, self._shared.get(self.key(path), self.key(path)))
         return found
+
+    def owned_parameters(self) -> dict[Tensor, str]:
+        """Return `parameters` without those that an earlier stage owns."""
+        others = {first for key, first in self._shared.items() if first not in self._shared}
+        return {parameter: key for parameter, key in self.parameters().items() if key not in others}
 
     def weights(self, weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return a version's leaves by the keys of the parameters that they replace.
@@ -172,16 +182,50 @@ def num_layers(model: nn.Module) -> int:
 def stage_module(model: nn.Module, start: int, stop: int) -> StageModule:
     """Return the layers from `start` up to, not including, `stop`."""
     layers = list(_layers_of(model).items())[start:stop]
-    return StageModule([layer for _, layer in layers], start, [name for name, _ in layers])
+    names = [name for name, _ in layers]
+    shared: dict[str, str] = {}
+    for uses in _uses(model).values():
+        inside = [key for key, _ in uses if _layer_of(key, names) in names]
+        if len(inside) < len(uses):
+            shared |= dict.fromkeys(inside, uses[0][0])
+    return StageModule([layer for _, layer in layers], start, names, shared)
 
 
-def stage_of_keys(model: nn.Module, plan: Plan) -> dict[str, int]:
-    """Return the stage that holds each tensor of the model, by its key."""
-    return {
-        key: s
-        for s, stage in enumerate(plan.stages)
-        for key in stage_module(model, stage.start, stage.stop).tensors()
-    }
+def single_layers(model: nn.Module) -> list[StageModule]:
+    """Return each layer as a stage by itself that shares nothing, for measurements."""
+    return [StageModule([layer], i, [name]) for i, (name, layer) in enumerate(_layers_of(model).items())]
+
+
+def holders(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold each tensor of the model, its owner first, by each of the tensor's keys."""
+    layers = list(_layers_of(model))
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in layers[stage.start : stage.stop]}
+
+    def stages(*keys: str) -> tuple[int, ...]:
+        return tuple(sorted({stage_of[_layer_of(key, layers)] for key in keys}))
+
+    found = {key: stages(key) for key in model.state_dict()}
+    for uses in _uses(model).values():
+        keys = [key for key, _ in uses]
+        found |= dict.fromkeys(keys, stages(*keys))
+    return found
+
+
+def _uses(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+    """Return the keys of each parameter and buffer, and the modules that hold it there, by the tensor's id.
+
+    Keys are in the order of the layers.
+    """
+    found: dict[int, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append((_key(path, name), module))
+    return found
+
+
+def _layer_of(key: str, layers: Collection[str]) -> str:
+    return WHOLE if WHOLE in layers else key.partition(".")[0]
 
 
 def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -213,28 +257,57 @@ def check_plan(model: nn.Module, plan: Plan, why_whole: str = "") -> None:
         why_whole: the reason why the model is one layer.
 
     Raises:
-        ValueError: the number of layers differs, a cut separates two uses of a parameter or buffer, or a
-            replicated stage holds a SyncBatchNorm.
+        ValueError: the number of layers differs, a replicated stage holds a SyncBatchNorm, or stages share a
+            tensor that must stay in one of them.
     """
     layers = _layers_of(model)
     if plan.num_layers != len(layers):
         told = f"the plan cuts num_layers = {plan.num_layers}, the model has {len(layers)} layers"
         raise ValueError(f"{told}: {why_whole}; use plan='dp'" if why_whole else told)
-    holder: dict[int, tuple[int, str]] = {}
     for s, stage in enumerate(plan.stages):
-        for name in list(layers)[stage.start : stage.stop]:
-            if stage.replicas > 1:
-                _check_no_sync_norm(name, layers[name], f"{plan.name} replicates stage {s}")
-            for key, tensor in layers[name].state_dict(prefix=_key(name, ""), keep_vars=True).items():
-                at, other = holder.setdefault(id(tensor), (s, key))
-                if at != s:
-                    raise ValueError(
-                        f"the plan separates {other} (stage {at}) and {key} (stage {s}), "
-                        "which are one tensor; keep the layers that share it in one stage, as plan='dp' does"
-                    )
+        for name in list(layers)[stage.start : stage.stop] if stage.replicas > 1 else ():
+            check_no_sync_norm(name, layers[name], f"{plan.name} replicates stage {s}")
+    check_shared(model, plan, holders(model, plan))
 
 
-def _check_no_sync_norm(name: str, layer: nn.Module, why: str) -> None:
+def check_shared(model: nn.Module, plan: Plan, stages_of: Mapping[str, Sequence[int]]) -> None:
+    """Check that tensors in several stages may be there.
+
+    Args:
+        stages_of: the stages that hold each tensor (`holders`).
+
+    Raises:
+        ValueError: a tensor must stay in one stage.
+    """
+    for uses in _uses(model).values():
+        if len(stages_of[uses[0][0]]) > 1:
+            _check_may_be_shared(uses, stages_of, plan)
+
+
+def _check_may_be_shared(
+    uses: Sequence[tuple[str, nn.Module]], stages_of: Mapping[str, Sequence[int]], plan: Plan
+) -> None:
+    """Raise ValueError if a tensor that several stages hold must stay in one of them."""
+    reason = None
+    for key, module in uses:
+        name = key.rpartition(".")[2]
+        if name in module._buffers and isinstance(module, nn.modules.batchnorm._NormBase):
+            reason = "to which training writes"
+        elif name in module._parameters and plan.is_asynchronous:
+            reason = f"which the stages would update at different times under {plan.schedule}"
+        elif name == "weight" and getattr(module, "sparse", False) is True:
+            reason = "whose gradients are sparse (an embedding's sparse=False makes them dense)"
+    if reason is not None:
+        (first, _), *others = uses
+        s, (last, _) = stages_of[first], others[-1]
+        raise ValueError(
+            f"the plan separates {first} (stage {s[0]}) and {last} (stage {s[-1]}), which are one tensor, "
+            f"{reason}; keep the layers that share it in one stage, as plan='dp' does"
+        )
+
+
+def check_no_sync_norm(name: str, layer: nn.Module, why: str) -> None:
+    """Raise ValueError if a layer holds a SyncBatchNorm; `why` says which plan replicates it."""
     for path, module in layer.named_modules(prefix=name):
         if isinstance(module, nn.SyncBatchNorm):
             raise ValueError(

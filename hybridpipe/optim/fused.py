@@ -1,7 +1,8 @@
 """Fused: runs torch's fused CPU kernels for an optimizer whose `foreach` and `fused` the user left at None.
 
 Knows torch optimizers; no stages and no schedule.
-Invariant: a group's options are the user's again after the step.
+Invariant: groups and options are the user's again after the step. A parameter's own tensors decide the form
+of its step, so that all stages that hold it round alike.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ DTYPES = (torch.float32, torch.float64)  # in half precision the plain loop roun
 
 @contextmanager
 def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Run the step inside this context with fused kernels, in each group that allows it.
+    """Run the step inside this context with fused kernels, for each parameter that allows it.
 
     Torch chooses a fast form by itself on a GPU; on a CPU it runs the plain loop, each operation of which
     reads and writes all parameters. A fused step reads and writes them once. It has the same formula with
@@ -28,33 +29,41 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if type(optimizer) not in FUSIBLE:
         yield
         return
-    groups: list[dict[str, Any]] = []
+    groups = optimizer.param_groups
     changed: list[Tensor] = []
 
     def choose(*_: object) -> None:
-        groups.extend(each for each in optimizer.param_groups if _can_be(each, optimizer))
-        for group in groups:
-            group["fused"] = True
-            # Collected now, since a hook behind the step may drop the gradients.
-            changed.extend(p for p in group["params"] if p.grad is not None)
+        optimizer.param_groups = [part for group in groups for part in _parts(group, optimizer)]
+        for part in optimizer.param_groups:
+            if part["fused"]:
+                # Collected now, since a hook behind the step may drop the gradients.
+                changed.extend(p for p in part["params"] if p.grad is not None)
 
     hook = optimizer.register_step_pre_hook(choose)  # runs after the user's, which may change gradients
     try:
         yield
     finally:
         hook.remove()
-        for group in groups:
-            group["fused"] = None
+        optimizer.param_groups = groups
         # The kernels do not raise the version counter by which autograd detects an outdated graph.
         for parameter in changed:
             torch.autograd.graph.increment_version(parameter)
 
 
-def _can_be(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    trained = [(p, p.grad, optimizer.state.get(p, {})) for p in group["params"] if p.grad is not None]
-    # SGD has a first step for all parameters or for none (torch 2.13, `_fused_sgd`).
-    alike = len({frozenset(state) for *_, state in trained}) <= 1
-    return alike and _is_left_open(group, optimizer.defaults) and all(_suits(*each) for each in trained)
+def _parts(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return a group as parts, each with the parameters that one call of a kernel may take together."""
+    if not _is_left_open(group, optimizer.defaults):
+        return [group]
+    parts: dict[object, list[Tensor]] = {}
+    for p in group["params"]:
+        if p.grad is not None:
+            state = optimizer.state.get(p, {})
+            # SGD has a first step for all parameters or for none (torch 2.13, `_fused_sgd`).
+            parts.setdefault(frozenset(state) if _suits(p, p.grad, state) else None, []).append(p)
+    return [
+        {**group, "params": parameters, "fused": None if form is None else True}
+        for form, parameters in parts.items()
+    ] or [group]
 
 
 def _is_left_open(group: Mapping[str, Any], names: Iterable[str]) -> bool:

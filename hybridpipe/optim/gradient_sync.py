@@ -78,6 +78,7 @@ class HorovodSync:
         compression: "fp16" sends and adds float32 gradients as float16, as Horovod's `Compression.fp16`.
         sparse: parameters whose gradients may be sparse. They travel as dense tensors with a count for each
             row and become sparse again, so the optimizer skips the same rows as in one process.
+        late: parameters that several of the rank's stages use: no single backward completes their gradients.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class HorovodSync:
         replicas: "MPI.Comm",
         compression: str = NO_COMPRESSION,
         sparse: Collection[Tensor] = (),
+        late: Collection[Tensor] = (),
     ) -> None:
         self._parameters, self._replicas, self._sparse = list(parameters), replicas, frozenset(sparse)
+        self._late = frozenset(late)
         self._ranks = getattr(replicas, "ranks", ())  # ranks in the world, for reports
         self._halves = COMPRESSIONS[compression] == 0.5
         self._armed = False
@@ -105,7 +108,9 @@ class HorovodSync:
     def renew(self) -> None:
         """Build the buckets anew from the parameters that require grad now. Collective over the replicas."""
         self._unhook()
-        self._buckets = _buckets([p for p in self._parameters if p.requires_grad])
+        trained = [p for p in self._parameters if p.requires_grad]
+        self._buckets = _buckets([p for p in trained if p not in self._late])
+        self._buckets += _buckets([p for p in trained if p in self._late], "shared")
         if self._buckets and self._hvd is None:
             with rank_status.waiting("start of Horovod", self._ranks):
                 self._hvd = horovod(self._replicas)
@@ -113,6 +118,7 @@ class HorovodSync:
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
             for parameter in bucket.parameters
+            if parameter not in self._late  # `finish` reduces these
         ]
 
     def begin_final_backward(self) -> None:
@@ -240,7 +246,7 @@ def _shares_memory(gradient: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
-def _buckets(parameters: list[Tensor]) -> list[_Bucket]:
+def _buckets(parameters: list[Tensor], name: str = "bucket") -> list[_Bucket]:
     """Fill buckets in the reverse order of the parameters, which is about the order of the backward."""
     buckets, filling, filled = [], [], 0
     for parameter in reversed(parameters):
@@ -251,7 +257,7 @@ def _buckets(parameters: list[Tensor]) -> list[_Bucket]:
             filling, filled = [], 0
     if filling:
         buckets.append(filling)
-    return [_Bucket(f"bucket{i}", members) for i, members in enumerate(buckets)]
+    return [_Bucket(f"{name}{i}", members) for i, members in enumerate(buckets)]
 
 
 def wait_for(hvd: Any, handle: int) -> None:

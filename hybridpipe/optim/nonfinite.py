@@ -5,7 +5,7 @@ Invariant: all ranks that update together decide alike.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,17 +42,26 @@ class NonfiniteCheck:
     Args:
         policy: one of ON_NONFINITE: end the job, skip the update, or check nothing.
         agree: under "skip": returns the largest number of all ranks that update together; collective.
+        elsewhere: parameters whose gradients another stage checks.
     """
 
     def __init__(
-        self, policy: str, plan: Plan, place: Place, stages: Sequence[Stage], agree: Callable[[int], int]
+        self,
+        policy: str,
+        plan: Plan,
+        place: Place,
+        stages: Sequence[Stage],
+        agree: Callable[[int], int],
+        elsewhere: Collection[Tensor] = (),
     ) -> None:
         self._policy, self._stages, self._agree = policy, stages, agree
         self._held, self._last = plan.held_stages(place), plan.num_stages - 1
         self._rank, self._num_ranks = plan.stages[place.stage].ranks[place.replica], max(plan.ranks) + 1
         behind = min(self._last - max(self._held), MOST_STAGGERS)
         self._stagger_seconds = STAGGER_SECONDS * (behind + 0.5 * (place.replica > 0))
-        self._parameters = [p for stage in stages for p in stage.module.parameters()]
+        self._elsewhere = frozenset(elsewhere)
+        own = dict.fromkeys(p for stage in stages for p in stage.module.parameters())
+        self._parameters = [p for p in own if p not in self._elsewhere]
         self.num_skipped = 0
 
     def allows(self, losses: Mapping[int, Tensor], stream: Stream, step: int) -> bool:
@@ -98,7 +107,7 @@ class NonfiniteCheck:
                 yield self._last + 1, f"{what} (stage {self._last}) is not finite: {loss.item()}"
         for number, stage in sorted(zip(self._held, self._stages, strict=True), key=lambda each: -each[0]):
             for name, parameter in reversed(list(stage.module.named_parameters())):
-                if parameter.grad is None:
+                if parameter.grad is None or parameter in self._elsewhere:
                     continue
                 found = not_finite(dense(parameter.grad))
                 if found is not None:

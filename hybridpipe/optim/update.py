@@ -8,7 +8,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,7 +111,12 @@ class UpdateRule:
             Update(self.optimizer(parameters), self.lr_scheduler)
 
     def build(
-        self, parameters: Sequence[Tensor], plan: Plan, stage: int, add_up: Callable[[float], float]
+        self,
+        parameters: Sequence[Tensor],
+        plan: Plan,
+        stage: int,
+        add_up: Callable[[float], float],
+        elsewhere: Collection[Tensor] = (),
     ) -> "Update":
         """Return the `Update` of a rank.
 
@@ -119,7 +124,7 @@ class UpdateRule:
             parameters: the parameters of all stages that the rank holds. The optimizer gets frozen ones, too:
                 users may train them later, and it skips parameters without a gradient.
             stage: the rank's stage; any one of them where it holds several chunks.
-            add_up: see `Update`.
+            add_up, elsewhere: see `Update`.
         """
         scaled = plan.traits.whole_minibatch and self.scale_learning_rate
         return Update(
@@ -133,6 +138,7 @@ class UpdateRule:
             self.clip_grad_norm,
             add_up,
             parameters,
+            elsewhere,
         )
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
@@ -178,6 +184,7 @@ class Update:
         max_norm: gradients are scaled down to this norm over the whole model; None does not clip.
         add_up: returns the sum of a number over all stages; collective, called only with `max_norm`.
         parameters: the gradients of these are dropped after an update; by default the optimizer's.
+        elsewhere: parameters whose gradients another stage counts in the norm.
 
     Raises:
         ValueError: `step` of the optimizer or the scheduler needs an argument, or a parameter group has no
@@ -192,6 +199,7 @@ class Update:
         max_norm: float | None = None,
         add_up: Callable[[float], float] = float,
         parameters: Sequence[Tensor] | None = None,
+        elsewhere: Collection[Tensor] = (),
     ) -> None:
         self.optimizer, self.scheduler = optimizer, None
         self.given = Given.of(optimizer)
@@ -203,7 +211,7 @@ class Update:
             self.scheduler = scheduler(optimizer)
             self.given = self.given._replace(scheduler=copy.deepcopy(self.scheduler.state_dict()))
             _check_step("lr_scheduler", self.scheduler, "it is called after each update, with nothing")
-        self.max_norm, self.add_up = max_norm, add_up
+        self.max_norm, self.add_up, self._elsewhere = max_norm, add_up, frozenset(elsewhere)
         groups = [] if optimizer is None else optimizer.param_groups
         self._parameters = parameters or [p for group in groups for p in group["params"]]
         self.num_minibatches = 0
@@ -240,18 +248,19 @@ class Update:
     def _clip(self, max_norm: float) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the whole model. Collective."""
         gradients = gradients_of(self.optimizer)
-        norms = list(torch._foreach_norm(gradients)) if gradients else []
+        counted = gradients_of(self.optimizer, self._elsewhere)
+        norms = list(torch._foreach_norm(counted)) if counted else []
         here = float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
         factor = max_norm / (math.sqrt(self.add_up(here)) + 1e-6)
         if gradients and not factor >= 1:  # a NaN norm makes all gradients NaN, as in one process
             torch._foreach_mul_(gradients, factor)
 
 
-def gradients_of(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """Return the gradients that the optimizer would apply."""
-    if optimizer is None:
-        return []
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def gradients_of(optimizer: torch.optim.Optimizer | None, without: Collection[Tensor] = ()) -> list[Tensor]:
+    """Return the gradients that the optimizer would apply, except those of the parameters in `without`."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    parameters = (p for group in groups for p in group["params"] if p not in without)
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _check_step(name: str, stepping: Any, why: str) -> None:

@@ -301,7 +301,9 @@ class Stage:
 
     def _run(self, call: _Call) -> TensorTree:
         seed = partial(self._seed, call.step, call.microbatch)
+        before = self._shared_buffers()
         value = self.layers.run(map_tensors(_enter, call.received), call.inputs, seed, training=True)
+        self._check_unchanged(before)
         if call.share is None:
             return _passed_on(value)
         assert self.loss is not None
@@ -317,6 +319,20 @@ class Stage:
 
     def _seed(self, step: int, microbatch: int, place: int, python_too: bool) -> None:
         seed_generators(random_key(self.seed, step, microbatch, place), self.device, python_too)
+
+    def _shared_buffers(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the buffers that other stages hold, too, and autograd's version counter of each, by path."""
+        buffers = {path: self.module.get_buffer(path) for path in self.layers.shared_buffers}
+        return {path: (buffer, buffer._version) for path, buffer in buffers.items()}
+
+    def _check_unchanged(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Raise ValueError if a forward has changed a buffer that other stages hold, too."""
+        for path, (buffer, version) in before.items():
+            if self.module.get_buffer(path) is not buffer or buffer._version != version:
+                raise ValueError(
+                    f"{self.layers.described(path)} is a buffer that layers of other stages share, and "
+                    "training writes to it; keep these layers in one stage, as plan='dp' does"
+                )
 
 
 def _passed_on(value: Tree) -> TensorTree:

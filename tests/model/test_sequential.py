@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec
-from hybridpipe.model.sequential import check_plan, num_layers, stage_module, stage_of_keys
+from hybridpipe.model.sequential import check_plan, holders, num_layers, stage_module
 
 
-def plan(*edges: int) -> Plan:
-    return Plan(tuple(StageSpec(start, stop) for start, stop in pairwise(edges)))
+def plan(*edges: int, **options) -> Plan:
+    return Plan(tuple(StageSpec(start, stop) for start, stop in pairwise(edges)), **options)
 
 
 def test_the_layers_are_the_children_in_order():
@@ -58,7 +58,7 @@ def test_any_other_model_is_one_layer_with_the_models_own_keys():
     whole = stage_module(model, 0, 1)
     assert num_layers(model) == 1 and list(whole.module) == [model]
     assert list(whole.tensors()) == list(model.state_dict()) == ["scale", "body.weight", "body.bias"]
-    assert stage_of_keys(model, plan(0, 1)) == dict.fromkeys(model.state_dict(), 0)
+    assert holders(model, plan(0, 1)) == dict.fromkeys(model.state_dict(), (0,))
     version = {"scale": torch.zeros(2), "body.weight": torch.ones(2, 2), "body.bias": torch.ones(2)}
     assert whole.weights([version]) == version
     assert whole.described("0.body.bias") == "the model (Net), body.bias"
@@ -117,16 +117,45 @@ def test_the_plan_must_know_the_number_of_layers():
         check_plan(model, plan(0, 1, 2))
 
 
-def test_a_cut_may_not_separate_two_uses_of_one_parameter():
+def tied() -> nn.Sequential:
     first, last = nn.Linear(2, 2), nn.Linear(2, 2)
     last.weight = first.weight
-    model = nn.Sequential(first, nn.ReLU(), last)
+    return nn.Sequential(first, nn.ReLU(), last)
+
+
+def test_a_parameter_is_held_by_every_stage_that_uses_it_and_owned_by_the_first():
+    model = tied()
+    check_plan(model, plan(0, 1, 3))
+    held = holders(model, plan(0, 1, 3))
+    assert held == {"0.weight": (0, 1), "0.bias": (0,), "2.weight": (0, 1), "2.bias": (1,)}
+    first, second = stage_module(model, 0, 1), stage_module(model, 1, 3)
+    assert (
+        list(first.parameters().values()) == list(first.owned_parameters().values()) == ["0.weight", "0.bias"]
+    )
+    assert second.parameters() == {model[0].weight: "0.weight", model[2].bias: "2.bias"}
+    assert second.owned_parameters() == {model[2].bias: "2.bias"}
+    assert second.tensors().keys() == {"2.weight", "2.bias"}
+    assert set(holders(model, plan(0, 3)).values()) == {(0,)}
+
+
+def test_stages_that_update_at_different_times_may_not_share_a_parameter():
+    told = (
+        r"separates 0\.weight \(stage 0\) and 2\.weight \(stage 1\), .* at different times under pipedream;"
+    )
+    check_plan(tied(), plan(0, 3, schedule="pipedream"))
+    with pytest.raises(ValueError, match=told):
+        check_plan(tied(), plan(0, 1, 3, schedule="pipedream"))
+
+
+def test_a_shared_embedding_may_not_have_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Tanh(), nn.Linear(2, 3, bias=False))
+    model[2].weight = model[0].weight
     check_plan(model, plan(0, 3))
-    with pytest.raises(ValueError, match=r"separates 0\.weight \(stage 0\) and 2\.weight \(stage 1\)"):
+    with pytest.raises(ValueError, match=r"separates 0\.weight .* whose gradients are sparse"):
         check_plan(model, plan(0, 1, 3))
 
 
-def test_a_cut_may_not_separate_two_uses_of_one_buffer():
+def test_a_cut_may_not_separate_two_uses_of_a_buffer_that_training_writes_to():
     norm = nn.BatchNorm1d(2, affine=False)
     model = nn.Sequential(norm, nn.Linear(2, 2), norm)
     check_plan(model, plan(0, 3))
@@ -134,9 +163,12 @@ def test_a_cut_may_not_separate_two_uses_of_one_buffer():
         check_plan(model, plan(0, 2, 3))
 
 
-def test_a_layer_with_parameters_may_stand_twice_in_one_stage():
+def test_a_buffer_that_nobody_writes_to_may_be_in_several_stages():
     layer = nn.Linear(2, 2)
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(2, 1))
-    check_plan(model, plan(0, 3, 4))
-    with pytest.raises(ValueError, match="which are one tensor"):
-        check_plan(model, plan(0, 2, 4))
+    layer.register_buffer("mask", torch.ones(2))
+    layer.register_buffer("positions", torch.ones(2), persistent=False)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    check_plan(model, plan(0, 1, 3))
+    assert holders(model, plan(0, 1, 3))["2.mask"] == (0, 1)
+    assert stage_module(model, 1, 3).shared_buffers == ["1.mask", "1.positions"]
+    assert stage_module(model, 0, 3).shared_buffers == []

@@ -73,6 +73,16 @@ def test_any_plan_goes_on_with_what_any_other_has_saved(job, tmp_path):
 
 
 @pytest.mark.timeout(240)
+def test_a_parameter_of_two_stages_goes_on_wherever_it_is_held(job, tmp_path):
+    """Its holders are together or apart, with one replica or several, on one rank or on two."""
+    specs = ["1-1:1f1b:tied", "2:1f1b:tied", "1-2-1:gpipe:tied", "1-1x2:interleaved-1f1b:tied"]
+    printed = job(4, "resuming.py", "exact", str(tmp_path), *specs[::2], timeout_seconds=200).stdout
+    assert printed.count(": exact\n") == 2
+    printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs, timeout_seconds=200).stdout
+    assert "4 x 4 pairs, adam: equal by name" in printed
+
+
+@pytest.mark.timeout(240)
 def test_a_stream_that_is_stopped_in_its_middle(job, tmp_path):
     """Ranks end with messages under way (and the job with mpirun's code for that), but all at one step."""
     spec = "1-2-1:pipedream"

@@ -147,3 +147,14 @@ def test_who_tells_is_known_by_stage_and_then_by_rank():
     assert fine == [0, 0, 0, 0]
     assert 0 < gradients[0] < gradients[1] < gradients[2] < gradients[3] < losses[0]
     assert len({*gradients, *losses}) == 8
+
+
+def test_a_gradient_that_another_stage_checks_is_passed_by():
+    rank = Rank()
+    shared = rank.stage.module[0].weight
+    shared.grad.fill_(torch.nan)
+    check = NonfiniteCheck("stop", PLAN, Place(1, 0), [rank.stage], int, elsewhere=[shared])
+    assert check.allows({}, STREAM, step=7)
+    rank.stage.module[1].weight.grad.fill_(torch.nan)
+    with pytest.raises(NotFinite, match=r"layer 3 \(Linear\), weight"):
+        check.allows({}, STREAM, step=7)

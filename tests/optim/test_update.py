@@ -46,6 +46,20 @@ def test_a_step_is_fused_where_the_optimizer_leaves_that_open():
     assert seen == [True] and optimizer.param_groups[0]["fused"] is None
 
 
+def test_a_gradient_that_another_stage_counts_is_clipped_and_not_counted():
+    own, shared = parameters(3.0, 4.0)
+    seen = []
+
+    def add_up(square: float) -> float:
+        seen.append(square)
+        return square + 3 * 4.0**2  # the other stage's
+
+    Update(torch.optim.SGD([own, shared], lr=1.0), max_norm=1.0, add_up=add_up, elsewhere=[shared]).step()
+    assert seen == [3 * 3.0**2]
+    norm = math.sqrt(3 * 3.0**2 + 3 * 4.0**2)
+    torch.testing.assert_close(1 - shared, torch.full_like(shared, 4 / norm), rtol=1e-5, atol=0)
+
+
 # --- the learning rate
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hybridpipe.model.rng import random_key
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.sequential import StageModule, stage_module
 from hybridpipe.model.tensors import map_tensors, received, tensors_of
 from hybridpipe.stage.stage import Stage
 from tests.stage.helpers import Call, OnFirst, batch, double, fork, join
@@ -289,3 +289,30 @@ def test_a_stage_says_if_it_draws_from_pythons_generators():
     plain.module.append(Drawing())
     plain.renew()
     assert plain.draws_from_python
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in place or in a new tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.in_place:
+            self.calls += 1
+        else:
+            self.calls = self.calls + 1
+        return x * 1.0
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_of_several_stages_that_a_layer_writes_to_is_refused(in_place):
+    layer = Counting(in_place)
+    model = nn.Sequential(nn.Linear(2, 2), layer, nn.Tanh(), layer)
+    Stage(stage_module(model, 0, 4), CPU).forward(0, torch.ones(1, 2), step=0)  # all in one stage
+    with pytest.raises(
+        ValueError, match=r"layer 1 \(Counting\), calls is a buffer that layers of other stages"
+    ):
+        Stage(stage_module(model, 0, 2), CPU).forward(0, torch.ones(1, 2), step=0)

@@ -5,8 +5,8 @@
     resuming.py stop FOLDER SPEC       stopped in the middle of an epoch, and saved
     resuming.py rest FOLDER SPEC       gone on with from there
 
-A SPEC is such as 1-2-1:pipedream:vertical or 1-1x2:interleaved-1f1b. The data set draws noise from all three
-of a process's generators, so that a random state that is lost shows.
+A SPEC is such as 1-2-1:pipedream:vertical or 1-1x2:interleaved-1f1b; with "tied" two layers share a weight.
+The data set draws noise from all three of a process's generators, so that a lost random state shows.
 """
 
 import os
@@ -66,7 +66,7 @@ def make_data(num_minibatches: int, noise: float = 0.1) -> Noisy:
     return Noisy(num_minibatches * MICROBATCH * COUNT - 2, noise)
 
 
-def make_model() -> nn.Sequential:
+def make_model(tied: bool = False) -> nn.Sequential:
     torch.manual_seed(1)
     layers = [
         nn.Linear(5, 9),
@@ -78,6 +78,8 @@ def make_model() -> nn.Sequential:
         nn.BatchNorm1d(9),
         nn.Linear(9, 3),
     ]
+    if tied:
+        layers[5].weight = layers[3].weight
     return nn.Sequential(*layers).double()
 
 
@@ -88,14 +90,14 @@ def make_plan(spec: str) -> Plan:
     edges = [round(i * NUM_LAYERS / len(replicas)) for i in range(len(replicas) + 1)]
     stages = tuple(StageSpec(a, b, m) for a, b, m in zip(edges, edges[1:], replicas, strict=False))
     count = 1 if schedule == "pipedream" else COUNT
-    given = {name: value for option in options for name, value in OPTIONS[option].items()}
+    given = {name: value for option in options for name, value in OPTIONS.get(option, {}).items()}
     return Plan(stages, schedule, count, chunks=int(chunks or 1), **given)
 
 
 def make_trainer(spec: str, optimizer: str) -> Trainer:
     plan = make_plan(spec)
     return Trainer(
-        make_model(),
+        make_model(tied=spec.endswith(":tied")),
         loss=nn.functional.cross_entropy,
         optimizer=OPTIMIZERS[optimizer],
         lr_scheduler=SCHEDULER,

@@ -1,0 +1,152 @@
+"""SharedGradients: sums the gradients of parameters that several stages hold, such as tied embeddings.
+
+Knows parameters, the groups of ranks that hold them and a transport; no schedule and no model.
+Invariant: every holder adds the same numbers in the same order, so copies stay equal bit for bit.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpipe.comm.messages import Spec, TensorSpec, check_header, pack, views
+from hybridpipe.comm.p2p import HEADER_NAMES, KINDS, SHARED_TAG
+from hybridpipe.comm.transport import Pending, Transport
+from hybridpipe.planning.plan import Place, Plan
+
+PART_BYTES = 2**30  # larger messages are sent in parts, since MPI counts in 32 bits
+
+
+class Peers(NamedTuple):
+    """The ranks with which one rank exchanges gradients of another group of replicas.
+
+    Args:
+        source: the rank whose gradients it receives.
+        targets: the ranks that receive its own.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+
+
+def peers_of(plan: Plan, place: Place, group: int) -> Peers:
+    """Return the peers of the rank at `place` in another group: all replicas of a group have equal gradients.
+
+    A replica receives from one replica of the other group, whose number is its own modulo their count.
+    """
+    own, other = plan.stages[place.stage].ranks, plan.stages[group].ranks
+    return Peers(
+        other[place.replica % len(other)],
+        tuple(rank for r, rank in enumerate(other) if r % len(own) == place.replica),
+    )
+
+
+class _Received(NamedTuple):
+    """A group's gradients on their way here."""
+
+    parts: list[Pending]
+    buffer: Tensor
+    spec: Spec
+
+
+class SharedGradients:
+    """The parameters of one rank that other groups of ranks hold, too.
+
+    Each rank sends its gradients, already summed over its replicas, to the other holders, and adds what it
+    receives in the order of the groups.
+
+    Args:
+        place: the rank's place; its stage is the number of its group.
+        groups: the groups that hold each parameter, this rank's among them. The order of the groups and of
+            the parameters is the same on all ranks.
+    """
+
+    def __init__(
+        self, plan: Plan, place: Place, groups: Mapping[Tensor, Sequence[int]], transport: Transport
+    ) -> None:
+        self._own, self._groups, self._transport = place.stage, dict(groups), transport
+        others = sorted({group for each in groups.values() for group in each} - {place.stage})
+        self._peers = {group: peers_of(plan, place, group) for group in others}
+        self._num_exchanges = 0
+        self.bytes_sent = 0
+
+    def exchange(self) -> None:
+        """Sum the gradients over their holders. Collective over the holders.
+
+        A holder without a gradient adds nothing. Where no holder has one, `.grad` stays None.
+
+        Raises:
+            ProtocolError: another holder is not at the same update.
+        """
+        shared = {
+            group: [p for p, groups in self._groups.items() if group in groups and p.requires_grad]
+            for group in self._peers
+        }
+        shared = {group: parameters for group, parameters in shared.items() if parameters}
+        received = {group: self._receive(group, parameters) for group, parameters in shared.items()}
+        for group, parameters in shared.items():
+            self._send(group, parameters)
+        found = {group: self._wait(group, received[group]) for group in shared}
+        for parameter, groups in self._groups.items():
+            if parameter.requires_grad:
+                each = [parameter.grad if g == self._own else next(found[g]) for g in groups]
+                parameter.grad = _sum([gradient for gradient in each if gradient is not None], parameter)
+        self._num_exchanges += 1
+
+    def _receive(self, group: int, parameters: Sequence[Tensor]) -> _Received:
+        """Post the receives of a group's gradients."""
+        spec, peer = _spec(parameters), self._peers[group].source
+        buffer = self._transport.buffer(spec.num_bytes)
+        parts = [self._transport.receive(part, peer, SHARED_TAG) for part in _parts(buffer)]
+        return _Received(parts, buffer, spec)
+
+    def _send(self, group: int, parameters: Sequence[Tensor]) -> None:
+        """Start sending this rank's gradients to a group."""
+        targets = self._peers[group].targets
+        if not targets:
+            return
+        spec = _spec(parameters)
+        buffer = self._transport.buffer(spec.num_bytes)
+        gradients = [None if p.grad is None else _dense(p.grad) for p in parameters]
+        present = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        pack(buffer, spec, [present, *gradients], self._header(self._own))
+        for rank in targets:
+            self.bytes_sent += spec.num_bytes
+            for part in _parts(buffer):
+                self._transport.send(part, rank, SHARED_TAG)
+
+    def _wait(self, group: int, received: _Received) -> Iterator[Tensor | None]:
+        """Wait for a group's gradients and return one for each parameter, or None."""
+        for part in received.parts:
+            part.wait()
+        check_header(received.buffer, received.spec, self._header(group), HEADER_NAMES)
+        present, *sent = views(received.buffer, received.spec)
+        return iter([g if there else None for g, there in zip(sent, present.tolist(), strict=True)])
+
+    def _header(self, group: int) -> tuple[int, ...]:
+        return KINDS, self._num_exchanges, 0, group, 0
+
+
+def _spec(parameters: Sequence[Tensor]) -> Spec:
+    """Return the spec of a message: a byte for each gradient, 0 if it is missing, and the gradients."""
+    gradients = (TensorSpec(tuple(p.shape), p.dtype, False) for p in parameters)
+    return Spec((TensorSpec((len(parameters),), torch.uint8, False), *gradients))
+
+
+def _parts(buffer: Tensor) -> list[Tensor]:
+    return [buffer[start : start + PART_BYTES] for start in range(0, len(buffer), PART_BYTES)]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _sum(gradients: Sequence[Tensor], parameter: Tensor) -> Tensor | None:
+    """Return the sum in the given order; None of nothing."""
+    if not gradients:
+        return None
+    total, *others = (_dense(gradient).to(parameter.device) for gradient in gradients)
+    for other in others:
+        total = total + other  # not in place: a gradient may share its memory with another
+    return total

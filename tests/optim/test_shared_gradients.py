@@ -1,0 +1,137 @@
+"""Gradients of parameters that several stages hold, summed by ranks that are threads."""
+
+import threading
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.comm.messages import ProtocolError
+from hybridpipe.optim import shared_gradients
+from hybridpipe.optim.shared_gradients import SharedGradients, peers_of
+from hybridpipe.planning.plan import Place
+from tests.engine.helpers import make_plan
+from tests.engine.inprocess import Mailboxes, QueueTransport
+
+
+class Ranks:
+    """The ranks of a plan; each stage holds the parameters that `groups` says, of shape (2, 3)."""
+
+    def __init__(self, name: str, *groups: tuple[int, ...]) -> None:
+        self.plan, mailboxes = make_plan(name, 6, 2), Mailboxes()
+        self.parameters, self.shared = {}, {}
+        for s, stage in enumerate(self.plan.stages):
+            for r, rank in enumerate(stage.ranks):
+                own = {i: nn.Parameter(torch.zeros(2, 3)) for i, held in enumerate(groups) if s in held}
+                transport = QueueTransport(mailboxes, rank, timeout_seconds=2.0)
+                held = {parameter: groups[i] for i, parameter in own.items()}
+                self.parameters[s, r] = own
+                self.shared[s, r] = SharedGradients(self.plan, Place(s, r), held, transport)
+
+    def give(self, index: int, *gradients: torch.Tensor | None) -> None:
+        """Give each stage's copies of a parameter a gradient, the same on all replicas."""
+        for (s, _), own in self.parameters.items():
+            if index in own:
+                own[index].grad = None if gradients[s] is None else gradients[s].clone()
+
+    def exchange(self) -> None:
+        errors = []
+
+        def run(shared: SharedGradients) -> None:
+            try:
+                shared.exchange()
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(shared,)) for shared in self.shared.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def gradients(self, index: int) -> list[torch.Tensor | None]:
+        return [own[index].grad for own in self.parameters.values() if index in own]
+
+
+def noise(seed: int) -> torch.Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ["1-1", "2-1", "1-2", "2-3", "3-2"])
+def test_two_groups_of_any_size_hold_the_sum(name):
+    ranks = Ranks(name, (0, 1))
+    for update in range(3):
+        ranks.give(0, noise(update), noise(9 + update))
+        ranks.exchange()
+        assert all(torch.equal(each, noise(update) + noise(9 + update)) for each in ranks.gradients(0))
+
+
+def test_each_replica_receives_once_and_none_is_left_out():
+    for name in ("1-3", "3-1", "2-3", "3-2", "2-4"):
+        plan = make_plan(name, 6, 2)
+        for group, other in ((0, 1), (1, 0)):
+            peers = [peers_of(plan, Place(group, r), other) for r in range(plan.replicas[group])]
+            assert sorted(chain.from_iterable(each.targets for each in peers)) == list(
+                plan.stages[other].ranks
+            )
+            for rank, each in zip(plan.stages[group].ranks, peers, strict=True):
+                back = peers_of(plan, Place(other, plan.stages[other].ranks.index(each.source)), group)
+                assert rank in back.targets
+
+
+def test_all_holders_add_in_one_order():
+    """The sum of three floats depends on the order, and copies must not drift apart."""
+    ranks = Ranks("1-2-1-1", (0, 1, 3), (0, 3), (1, 2))
+    large, small = torch.full((2, 3), 1e8), torch.ones(2, 3)
+    ranks.give(0, small, large, None, -large)
+    ranks.give(1, small, None, None, large)
+    ranks.give(2, None, large, small, None)
+    ranks.exchange()
+    assert all(torch.equal(each, (small + large) - large) for each in ranks.gradients(0))
+    assert all(torch.equal(each, small + large) for each in (*ranks.gradients(1), *ranks.gradients(2)))
+
+
+def test_a_holder_without_a_gradient_adds_nothing():
+    ranks = Ranks("2-1-1", (0, 1, 2), (0, 2))
+    ranks.give(0, None, noise(1), None)
+    ranks.give(1, None, None, None)
+    ranks.exchange()
+    assert all(torch.equal(each, noise(1)) for each in ranks.gradients(0))
+    assert ranks.gradients(1) == [None] * 3
+
+
+def test_a_frozen_parameter_is_not_exchanged():
+    ranks = Ranks("1-1", (0, 1), (0, 1))
+    for own in ranks.parameters.values():
+        own[0].requires_grad_(False)
+    ranks.give(1, noise(0), noise(1))
+    ranks.exchange()
+    assert ranks.gradients(0) == [None, None] and torch.equal(ranks.gradients(1)[0], noise(0) + noise(1))
+    assert {shared.bytes_sent for shared in ranks.shared.values()} == {64 + 64 + 64}  # header, flags, numbers
+
+
+def test_a_large_message_goes_in_parts(monkeypatch):
+    monkeypatch.setattr(shared_gradients, "PART_BYTES", 50)
+    ranks = Ranks("1-2", (0, 1))
+    ranks.give(0, noise(0), noise(1))
+    ranks.exchange()
+    assert all(torch.equal(each, noise(0) + noise(1)) for each in ranks.gradients(0))
+
+
+def test_a_gradient_that_turns_out_sparse_is_added_as_a_dense_one():
+    ranks = Ranks("1-1", (0, 1))
+    ranks.give(0, noise(0).to_sparse(), noise(1))
+    ranks.exchange()
+    assert all(torch.equal(each, noise(0) + noise(1)) for each in ranks.gradients(0))
+
+
+def test_holders_at_different_updates_are_told():
+    ranks = Ranks("1-1", (0, 1))
+    ranks.give(0, noise(0), noise(1))
+    ranks.exchange()
+    ranks.shared[0, 0]._num_exchanges += 1
+    with pytest.raises(ProtocolError, match=r"step 1 instead of 2|step 2 instead of 1"):
+        ranks.exchange()
