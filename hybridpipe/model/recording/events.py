@@ -92,14 +92,13 @@ class Ambient(NamedTuple):
         return cls(torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), checkpointed)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the body in these contexts, whatever surrounds it."""
-        now = Ambient.now()
+    def entered(self, base: "Ambient") -> Iterator[None]:
+        """Run the body in these contexts as far as they differ from those around the whole forward."""
         with ExitStack() as stack:
-            if self.grad != now.grad:
+            if self.grad != base.grad:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
-            for (device, enabled, dtype), current in zip(self.autocast, now.autocast, strict=True):
-                if (device, enabled, dtype) != current:
+            for (device, enabled, dtype), outside in zip(self.autocast, base.autocast, strict=True):
+                if (device, enabled, dtype) != outside:
                     cast = torch.autocast(device, dtype, enabled=enabled, cache_enabled=self.cached)
                     stack.enter_context(cast)
             yield
