@@ -25,12 +25,8 @@ from hybridpipe.model.tensors import raw_bytes
 AUTOCAST_DEVICES = ("cpu", "cuda")
 PLAIN = (bool, int, float, complex, str, bytes, slice, type(None), type(...), type)
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_NOT_THE_USERS = (
-    os.path.dirname(__file__),
-    os.path.dirname(torch.__file__),
-    "/contextlib.py",
-    "/functools.py",
-)
+_PACKAGES = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+_NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), "/contextlib.py", "/functools.py")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
