@@ -4,7 +4,9 @@ Knows one event and torch's fake tensors, and no model.
 Invariant: free glue is computed for real, since guards read it; a unit only on random numbers.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ def compute(
         with watch:
             return call(*args, **kwargs)
     try:
-        with fake, watch:
+        with fake, watch, _quiet():
             return call(*args, **kwargs)
     except Exception as error:  # routing by data, or an operator that does not know its shapes
         if event.is_unit:
@@ -59,6 +61,17 @@ def _on_random_numbers(
     if list(map(fact, pytree.tree_leaves(first))) != list(map(fact, pytree.tree_leaves(second))):
         raise Unsplittable(f"{event.where}: {event.name} returns a shape or a number that follows from data")
     return pytree.tree_map_only(Tensor, lambda tensor: as_fake(tensor, fake), second)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a traceback where an operator does not know its shapes."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def as_fake(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

@@ -25,12 +25,8 @@ from hybridpipe.model.tensors import raw_bytes
 AUTOCAST_DEVICES = ("cpu", "cuda")
 PLAIN = (bool, int, float, complex, str, bytes, slice, type(None), type(...), type)
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_NOT_THE_USERS = (
-    os.path.dirname(__file__),
-    os.path.dirname(torch.__file__),
-    "/contextlib.py",
-    "/functools.py",
-)
+_PACKAGES = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+_NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), "/contextlib.py", "/functools.py")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -92,14 +88,13 @@ class Ambient(NamedTuple):
         return cls(torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), checkpointed)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the body in these contexts, whatever surrounds it."""
-        now = Ambient.now()
+    def entered(self, base: "Ambient") -> Iterator[None]:
+        """Run the body in these contexts as far as they differ from those around the whole forward."""
         with ExitStack() as stack:
-            if self.grad != now.grad:
+            if self.grad != base.grad:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
-            for (device, enabled, dtype), current in zip(self.autocast, now.autocast, strict=True):
-                if (device, enabled, dtype) != current:
+            for (device, enabled, dtype), outside in zip(self.autocast, base.autocast, strict=True):
+                if (device, enabled, dtype) != outside:
                     cast = torch.autocast(device, dtype, enabled=enabled, cache_enabled=self.cached)
                     stack.enter_context(cast)
             yield

@@ -24,7 +24,7 @@ from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.recorder import Recorder
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.recording.units import units_of
-from hybridpipe.model.recording.watch import Watch
+from hybridpipe.model.recording.watch import Watch, tensors_in
 
 MOST_RECORDINGS = 16  # each opens units, or is compared with the one before
 MOST_THAT_DIFFER = 4  # lazily made attributes let the second differ from the first
@@ -52,6 +52,8 @@ def record(
 
     Units compute shapes only, glue that follows from the inputs alone computes for real. A unit without
     known shapes runs on random numbers. A forward whose glue fake tensors cannot run is recorded for real.
+    Parameters and buffers on the meta device need no numbers. Record in the contexts, such as autocast, in
+    which the slices will run.
 
     Args:
         inputs: a dict goes by keyword, a tuple or list by position, anything else alone.
@@ -70,6 +72,7 @@ def record(
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             try:
+                _stand_in(model, fake, _device_of((args, kwargs)))
                 found = _agreeing(model, args, kwargs, watch, fake, share)
             except Unsplittable:
                 raise
@@ -111,8 +114,8 @@ def _agreeing(
         if differing == MOST_THAT_DIFFER:
             raise Unsplittable(_difference(found, before, signature))
         before = signature
-    unit, line = next(reversed(opened.items()))
-    raise Unsplittable(f"{line}: tensors made inside {unit} are used outside without being returned")
+    unit, reason = next(reversed(opened.items()))
+    raise Unsplittable(f"{reason} ({unit}, and {len(opened) - 1} units before)")
 
 
 def _difference(found: Record, before: list[Any], after: list[Any]) -> str:
@@ -167,6 +170,25 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         np.random.set_state(states[2])
         for i, state in enumerate(on_devices):
             torch.cuda.set_rng_state(state, i)
+
+
+def _stand_in(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:
+    """Put fake tensors in the place of those on the meta device."""
+    made: dict[int, Tensor] = {}
+    for table in (t for module in model.modules() for t in (module._parameters, module._buffers)):
+        for name, tensor in table.items():
+            if tensor is None or not tensor.is_meta:
+                continue
+            if id(tensor) not in made:
+                with fake:
+                    new = torch.empty_like(tensor, device=device, requires_grad=False)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+            table[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _device_of(tree: Any) -> torch.device:
+    return next((tensor.device for tensor in tensors_in(tree)), torch.device("cpu"))
 
 
 def _copied(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

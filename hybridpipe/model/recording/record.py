@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.events import (
+    Ambient,
     Constant,
     Event,
     Unsplittable,
@@ -73,7 +74,8 @@ class Record:
         output_spec: tree of the result.
         assigned: buffers that glue replaces, and by what.
         parameters: names of the model's parameters.
-        opened: line that uses a tensor of the unit's inside, of each unit opened for this reason.
+        base: contexts around the whole forward; those of an event are entered where they differ.
+        opened: reason, with the user's line, of each unit that the forward opens.
 
     Raises:
         Unsplittable: a guard depends on data that only one stage has.
@@ -86,6 +88,7 @@ class Record:
     output_spec: pytree.TreeSpec
     assigned: list[tuple[Weight, Value]]
     parameters: frozenset[Weight]
+    base: Ambient
     opened: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

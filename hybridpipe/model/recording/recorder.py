@@ -49,7 +49,7 @@ class Recorder(TorchFunctionMode):
     """Records one forward.
 
     Attributes:
-        escapes: of each unit to open: the line which says why.
+        escapes: reason for each unit that must be opened, with the user's line.
         outputs: what the forward returned.
     """
 
@@ -94,6 +94,7 @@ class Recorder(TorchFunctionMode):
         """
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # it may write to them
         leaves, _ = pytree.tree_flatten((args, kwargs))
+        base = Ambient.now()
         inputs = [self._new(leaf, -1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         buffers = {path: dict(module._buffers) for path, module in self._model.named_modules()}
         with self._intercepted(), self:
@@ -109,6 +110,7 @@ class Recorder(TorchFunctionMode):
             output_spec=spec,
             assigned=self._assigned(buffers),
             parameters=frozenset(self._parameters.values()),
+            base=base,
         )
 
     def made(self, tensor: Tensor) -> bool:
@@ -238,7 +240,7 @@ class Recorder(TorchFunctionMode):
             event.weights |= self._own[part]
         foreign = self._touched - event.weights
         if foreign and event.is_unit:
-            self.escapes[event.name] = event.where
+            self.escapes[event.name] = f"{event.where}: it uses {min(foreign)}, which is not its own"
         elif foreign:
             hint = " (use_reentrant=False)" if event.name == "CheckpointFunction.apply" else ""
             raise Unsplittable(f"{event.where}: {event.name} uses {min(foreign)} out of sight{hint}")
@@ -322,8 +324,13 @@ class Recorder(TorchFunctionMode):
             raise Unsplittable(f"{line_of_forward()}: vmap or grad outside the units")
         maker = self._born.get(tensor)
         if maker in self._units:
-            self.escapes[maker] = line_of_forward()
-        elif maker is not None or isinstance(tensor, FakeTensor) or tensor.grad_fn is not None:
+            self.escapes[maker] = f"{line_of_forward()}: a tensor made inside is used without being returned"
+        elif (
+            maker is not None
+            or isinstance(tensor, FakeTensor)
+            or tensor.grad_fn is not None
+            or tensor.is_meta
+        ):
             raise Unsplittable(
                 f"{line_of_forward()}: a tensor that was made out of sight (by TorchScript, an extension, or "
                 "an earlier call)"
@@ -337,7 +344,7 @@ class Recorder(TorchFunctionMode):
                 kind = type(leaf).__name__
                 hint = "; pass use_cache=False" if kind.endswith("Cache") else ""
                 raise Unsplittable(f"{what} holds tensors in a {kind}, which is no pytree{hint}")
-            self.escapes[unit] = line_of_forward()
+            self.escapes[unit] = f"{line_of_forward()}: it takes tensors in a {type(leaf).__name__}"
 
     def _refuse_python_draws(self, line: str) -> None:
         if _python_state() != self._python_state:
@@ -358,7 +365,7 @@ class Recorder(TorchFunctionMode):
                 elif maker not in self._units:
                     raise Unsplittable(f"the forward sets {weight} to a tensor that it does not compute")
                 elif not f"{path}.".startswith(f"{maker}."):  # else the unit does so in every run
-                    self.escapes[maker] = f"the assignment of {weight}"
+                    self.escapes[maker] = f"a tensor made inside becomes {weight}"
         return assigned
 
 

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.model.recording.events import (
-    Ambient,
     Constant,
     Diverged,
     Event,
@@ -142,7 +141,7 @@ class Slice:
         return any(ambient.checkpointed for ambient, _ in self._segments)
 
     def run(self, received: Sequence[Tensor], leaves: Sequence[Any] | None, seed: Seed) -> Any:
-        """Run the events.
+        """Run the events, in the caller's contexts and those that the user's forward enters.
 
         Args:
             received: tensors for `takes`, in its order; in-place events write to them.
@@ -162,7 +161,7 @@ class Slice:
             assert leaves is not None, "this slice needs inputs of the model"
             values[self._record.inputs[i]] = leaves[i].clone() if i in self._copied else leaves[i]
         for ambient, steps in self._segments:
-            with nullcontext() if ambient == Ambient.now(ambient.checkpointed) else ambient.entered():
+            with nullcontext() if ambient == self._record.base else ambient.entered(self._record.base):
                 (_run_region if ambient.checkpointed else _run_steps)(steps, values, seed)
         for name, value in self._assigned:
             self._lookup.assign(name, values[value].detach())

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,3 +135,30 @@ def test_inputs_are_not_written_to():
     inputs = INPUTS.clone()
     record(models.WritesInput().double(), inputs, training=True)
     assert torch.equal(inputs, INPUTS)
+
+
+def test_weights_without_numbers_give_the_same_record():
+    with torch.device("meta"):
+        model = models.Methods().double()
+    made = record(model, INPUTS, training=True)
+    assert made.digest() == record(models.Methods().double(), INPUTS, training=True).digest()
+    assert all(parameter.is_meta for parameter in model.parameters()) and model.shift.is_meta
+
+
+def test_a_unit_without_known_shapes_is_run_quietly(capfd):
+    made = record(models.Routed().double(), INPUTS, training=True)
+    assert [event.name for event in made.events if event.is_unit][1:4] == [f"blocks.{i}" for i in range(3)]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_library_whose_name_begins_with_torch_is_not_torch():
+    drops: dict = {}
+    source = "def half(x):\n    return x if x.mean() > 0 else x * 0.5\n"
+    exec(compile(source, f"{Path(torch.__file__).parent}vision/drops.py", "exec"), drops)
+
+    class Library(models.Base):
+        def between(self, x, i):
+            return drops["half"](x)
+
+    with pytest.raises(Unsplittable, match=r"^drops.py:2: "):
+        record(Library().double(), INPUTS, training=True)
