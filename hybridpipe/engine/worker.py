@@ -271,6 +271,11 @@ class Worker:
         """Return the (minibatch, microbatch) pairs that this rank loads in an evaluation, in order."""
         return [(i, m) for i, count in enumerate(counts) for m in self._loaded(self._forward_program(count))]
 
+    @property
+    def loads_samples(self) -> bool:
+        """True on a rank of the first or the last stage."""
+        return bool({0, self.plan.num_stages - 1} & {*self.executor.held})
+
     def _loaded(self, program: RankProgram) -> list[int]:
         """Return the microbatches whose inputs or targets a program loads."""
         held, ends = self.executor.held, (0, self.plan.num_stages - 1)
