@@ -3,6 +3,7 @@
 A single process starts no MPI. Under mpirun all ranks measure at once, as they will compute in training.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +13,8 @@ from torch import nn
 
 from hybridpipe import environment
 from hybridpipe.config import Config
-from hybridpipe.data.batches import Microbatches, minibatches
+from hybridpipe.data.reader import first_minibatch
+from hybridpipe.data.source import source_of
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.measure.layers import measure
@@ -36,10 +38,12 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
         num_layers(model)
     except TypeError as error:
         raise UserError(f"{config.model.where}: {error}") from None
-    if max(sizes, default=0) > len(dataset):
-        raise UserError(f"--microbatch: must be at most the data's {len(dataset)} samples, got {max(sizes)}")
+    source = source_of("data", dataset)
+    if max(sizes, default=0) > (source.num_samples(1) or math.inf):
+        samples = source.num_samples(1)
+        raise UserError(f"--microbatch: must be at most the data's {samples} samples, got {max(sizes)}")
     most = max(sizes, default=config.train.microbatch or config.train.minibatch)
-    batch = next(minibatches(Microbatches(dataset, most, most)))
+    batch = first_minibatch(source, most, most)
     microbatch = batch.inputs(0), batch.targets(0)
     return _measuring()(partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes))
 

@@ -44,7 +44,7 @@ SUMMARY_FORMAT = "hybridpipe-summary/1"
 class _RunLog:
     """Progress bar and metrics.jsonl of rank 0 during training; does nothing on other ranks."""
 
-    def __init__(self, trainer: Trainer, out: Path, total: int, name: str, appends: bool) -> None:
+    def __init__(self, trainer: Trainer, out: Path, total: int | None, name: str, appends: bool) -> None:
         self._progress: Progress | None = None
         if trainer.world.rank == 0:
             self._metrics = _open_metrics(out / "metrics.jsonl", trainer.step if appends else 0)
@@ -103,7 +103,8 @@ def train(
         notes.insert(0, f"{schedule}: train.microbatch is not used, as a minibatch travels whole")
     if trainer.world.rank == 0:
         _start_folder(trainer, out, resume, notes)
-    total = config.train.epochs * num_minibatches(dataset, config.train.minibatch)
+    an_epoch = num_minibatches(dataset, config.train.minibatch)
+    total = None if an_epoch is None else config.train.epochs * an_epoch
     log = _RunLog(trainer, out, total, f"{plan} ({trainer.plan.name})", _continues_own(out, resume))
     trainer.fit(
         dataset,

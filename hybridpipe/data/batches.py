@@ -5,20 +5,15 @@ Invariant: order and random draws follow from seed, epoch and sample alone, so t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import TensorDataset
 
-from hybridpipe.data.samples import check_dataset, drawn, stacked
-from hybridpipe.data.stream import Minibatch, microbatch_sizes
-from hybridpipe.model.rng import random_key
-from hybridpipe.model.tensors import Tree
+from hybridpipe.data.samples import Loaded, load
+from hybridpipe.data.source import source_of
+from hybridpipe.data.stream import LastLoaded, Minibatch, microbatch_sizes
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import ceil_div
-
-Loaded = tuple[Tree, Tree]  # inputs and targets of a microbatch
 
 
 class Microbatches:
@@ -28,13 +23,14 @@ class Microbatches:
     inputs, and on that of the last stage, which takes its targets.
 
     Args:
-        dataset: map-style: `len(dataset)`, and `dataset[i]` is (inputs, target). It may draw from the
-            generators of torch (the CPU's), NumPy and Python; those of the process stay as they are.
+        dataset: map-style, or a Source of one; `dataset[i]` is (inputs, target), or a dict that is both. It
+            may draw from the generators of torch (the CPU's), NumPy and Python; those of the process stay as
+            they are.
         minibatch_size, microbatch_size: in samples.
         epoch: counted from 0; it seeds the order and the draws together with `seed`.
 
     Raises:
-        TypeError, ValueError: the data set cannot be trained on (`check_dataset`).
+        TypeError, ValueError: as `source_of`.
     """
 
     def __init__(
@@ -47,13 +43,12 @@ class Microbatches:
         epoch: int = 0,
         shuffle: bool = False,
     ) -> None:
-        check_dataset("dataset", dataset)
-        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+        self.source, self.seed, self.epoch = source_of("dataset", dataset), seed, epoch
         self.minibatch_size, self.microbatch_size = minibatch_size, microbatch_size
-        self.order = _order(len(dataset), seed, epoch, shuffle)
+        self.order = self.source.order(minibatch_size, seed, epoch, shuffle)
 
     def __len__(self) -> int:
-        return num_minibatches(self.dataset, self.minibatch_size)
+        return ceil_div(len(self.order), self.minibatch_size)
 
     @property
     def counts(self) -> list[int]:
@@ -71,10 +66,11 @@ class Microbatches:
         return self._load(self.order[start : start + self.sizes(minibatch)[microbatch]])
 
     def _load(self, samples: Sequence[int]) -> Loaded:
-        if type(self.dataset) is TensorDataset:  # all samples in one indexing; a subclass may do more
-            inputs, targets = (tensor[list(samples)] for tensor in self.dataset.tensors)
+        dataset = self.source.dataset
+        if type(dataset) is TensorDataset and self.source.collate_fn is None:
+            inputs, targets = (tensor[list(samples)] for tensor in dataset.tensors)  # in one indexing
             return inputs, targets
-        return stacked(drawn(self.dataset, self.seed, self.epoch, samples), samples)
+        return load(self.source, self.seed, self.epoch, samples)
 
 
 def minibatches(
@@ -85,24 +81,15 @@ def minibatches(
     Args:
         load: returns microbatch b of minibatch i; by default it is loaded when it is needed.
     """
-    last: tuple[tuple[int, int], Loaded] | None = None
-
-    def loaded(i: int, b: int) -> Loaded:
-        nonlocal last  # a rank with the first and the last stage takes the inputs, then the targets
-        if last is None or last[0] != (i, b):
-            last = (i, b), microbatches[i, b] if load is None else load(i, b)
-        return last[1]
-
-    def part(which: int, i: int, b: int) -> Tree:
-        return loaded(i, b)[which]
-
+    last = LastLoaded(load or (lambda i, b: microbatches[i, b]))
     for i in range(len(microbatches)):
-        yield Minibatch(microbatches.sizes(i), partial(part, 0, i), partial(part, 1, i))
+        yield last.minibatch(i, microbatches.sizes(i))
 
 
-def num_minibatches(dataset: Any, minibatch_size: int) -> int:
-    """Return the number of minibatches in an epoch."""
-    return ceil_div(len(dataset), minibatch_size)
+def num_minibatches(dataset: Any, minibatch_size: int) -> int | None:
+    """Return the number of minibatches in an epoch; None where only its end tells it."""
+    count = source_of("dataset", dataset).num_samples(minibatch_size)
+    return None if count is None else ceil_div(count, minibatch_size)
 
 
 def microbatch_size_of(plan: Plan, minibatch_size: int, microbatch_size: int | None = None) -> int:
@@ -132,11 +119,3 @@ def parts_of(share: int, minibatch_size: int) -> list[int]:
     A size is at least two samples: BatchNorm, and layers that squeeze, do not work with one.
     """
     return [] if minibatch_size % share else [share // n for n in (2, 4) if share % n == 0 and share > n]
-
-
-def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    if not shuffle:
-        return list(range(length))
-    generator = torch.Generator().manual_seed(random_key(seed, epoch, 0, 0))
-    order: list[int] = torch.randperm(length, generator=generator).tolist()
-    return order

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hybridpipe.data.batches import Loaded, Microbatches, minibatches
+from hybridpipe.data.batches import Microbatches, minibatches
+from hybridpipe.data.samples import Loaded
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.health import preemption
 

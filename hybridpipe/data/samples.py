@@ -1,107 +1,150 @@
-"""Samples: checks of data sets, batches of samples, and fingerprints that ranks compare.
+"""Samples: microbatches made of samples, and fingerprints of data sets that ranks compare.
 
 Not known here: ranks and schedules. Invariant: the process's random generators are left as they were.
 """
 
 import hashlib
+from collections import UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import default_collate
 
+from hybridpipe.data.source import CPU, Collate, Source, peeking, set_epoch
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
-from hybridpipe.model.tensors import Tree, named_leaves, raw_bytes
+from hybridpipe.model.tensors import Tree, named_leaves, num_samples, raw_bytes
 
-A_SAMPLE = -1  # stands in a random key where a layer has its index
-CPU = torch.device("cpu")
+A_SAMPLE, A_COLLATION = -1, -2  # stand in a random key where a layer has its index
 NUM_COMPARED = 6  # samples in a fingerprint
 DRAWN_ANEW = "drawn anew each time"
 _PARTS = ("inputs", "target")
 
+Loaded = tuple[Tree, Tree]  # inputs and targets of a microbatch
 
-def check_dataset(name: str, dataset: Any) -> None:
-    """Check that a data set can be trained on.
 
-    Args:
-        name: the caller's name for it, such as "dataset", for the message.
+def load(source: Source, seed: int, epoch: int, indices: Sequence[int]) -> Loaded:
+    """Load the samples at `indices` as a microbatch.
 
-    Raises:
-        TypeError: it is not map-style.
-        ValueError: it is empty.
+    Random draws of a sample follow from seed, epoch and its index alone; those of `collate_fn` from the index
+    of the first sample.
     """
-    accepted = f"{name} must be a map-style data set, whose samples are pairs (inputs, target)"
-    kind = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            f"{accepted}, got a {kind}: pass the data set inside it, {name} = loader.dataset; "
-            "minibatch_size, num_workers and fit(shuffle=...) replace the loader's options"
-        )
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"{accepted}, got the IterableDataset {kind}, whose samples cannot be indexed; "
-            "read it into a list first"
-        )
-    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not indexed or isinstance(dataset, str | Mapping):
-        raise TypeError(f"{accepted}, with len() and an index from 0, got {kind}")
-    if not len(dataset):
-        raise ValueError(f"{name} must hold at least one sample, got none")
-
-
-def drawn(dataset: Any, seed: int, epoch: int, indices: Sequence[int]) -> list[Any]:
-    """Load the samples at `indices`, each with random draws that follow from seed, epoch and index alone."""
-    samples = []
     with preserved_state(CPU, python_too=True):
+        samples = []
         for index in indices:
             seed_generators(random_key(seed, epoch, index, A_SAMPLE), CPU, python_too=True)
-            samples.append(dataset[index])
-    return samples
+            samples.append(source.dataset[index])
+        seed_generators(random_key(seed, epoch, indices[0], A_COLLATION), CPU, python_too=True)
+        return collated(samples, indices, source.collate_fn)
 
 
-def stacked(samples: list[Any], indices: Sequence[int]) -> tuple[Tree, Tree]:
-    """Stack samples into the inputs and targets of a microbatch, samples in the first dimension.
+def collated(samples: list[Any], indices: Sequence[int], collate_fn: Collate | None) -> Loaded:
+    """Make the inputs and targets of a microbatch of samples; a dict is both.
 
     Args:
-        indices: of the samples in the data set, for the message.
+        indices: of the samples in the data set, for messages.
 
     Raises:
-        ValueError: the samples differ in shape; the message names the first two that do.
+        TypeError: a leaf is neither tensor, number nor None.
+        ValueError: samples cannot be stacked, or `collate_fn` returns another number of samples.
     """
+    if collate_fn is None:
+        return _stacked([pair_of(sample) for sample in samples], indices)
+    made = pair_of(collate_fn(samples))
+    if not isinstance(made, tuple | list) or len(made) != len(_PARTS):
+        kind = type(made).__name__
+        raise TypeError(
+            f"collate_fn must return a pair (inputs, targets), or a dict that is both, got {kind}"
+        )
+    inputs, targets = made
+    held = num_samples(inputs=inputs, targets=targets)
+    if held != len(samples):
+        raise ValueError(f"collate_fn must return as many samples as it gets, {len(samples)}, got {held}")
+    return inputs, targets
+
+
+def pair_of(sample: Any) -> Any:
+    """Return a sample or microbatch as a pair (inputs, targets); a dict is both. Anything else stays."""
+    whole = _plain(sample)
+    return (whole, whole) if isinstance(whole, Mapping) else whole
+
+
+def _plain(tree: Any) -> Any:
+    """Return the tree with dicts in place of each UserDict, such as BatchEncoding of transformers."""
+    return pytree.tree_map_only(UserDict, lambda each: _plain(each.data), tree)
+
+
+def _stacked(samples: list[Any], indices: Sequence[int]) -> Loaded:
     try:
         inputs, targets = default_collate(samples)
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, KeyError):
         _check_alike(samples, indices)
         raise
     return _as_tree(inputs), _as_tree(targets)
 
 
-def fingerprint(name: str, dataset: Any, seed: int) -> dict[str, str]:
+def fingerprint(name: str, source: Source, seed: int) -> dict[str, str]:
     """Return the length of a data set and hashes of a few of its samples, as facts that ranks compare.
 
     Args:
-        name: as for `check_dataset`; the facts are named after it.
+        name: as for `source_of`; the facts are named after it.
         seed: of the training; it chooses the samples.
 
     Raises:
         TypeError, ValueError: a sample cannot be trained on, or not together with others.
     """
-    count = len(dataset)
-    generator = torch.Generator().manual_seed(random_key(seed, 0, count, A_SAMPLE))
-    some = torch.randint(count, (NUM_COMPARED - 2,), generator=generator).tolist()
-    indices = sorted({0, count - 1, *some})
-    samples, again = drawn(dataset, seed, 0, indices), drawn(dataset, seed, 0, indices)
-    for index, sample in zip(indices, samples, strict=True):
-        _check_sample(f"{name}[{index}]", sample)
-    _check_alike(samples, indices)
-    facts = {f"len({name})": str(count)}
-    for index, *both in zip(indices, samples, again, strict=True):
-        for part, first, second in zip(_PARTS, *both, strict=True):
-            digest = _digest(first)
-            facts[f"{part} of {name}[{index}]"] = digest if digest == _digest(second) else DRAWN_ANEW
+    first, again = _some(source, seed), _some(source, seed)
+    if not first:
+        raise ValueError(f"{name} must hold at least one sample, got none")
+    pairs, same = (
+        [_checked(f"{name}[{index}]", sample, index, source.collate_fn) for index, sample in drawn.items()]
+        for drawn in (first, again)
+    )
+    if source.collate_fn is None:
+        _check_alike(pairs, list(first))
+    facts = _facts_of_order(name, source, seed)
+    for index, *both in zip(first, pairs, same, strict=True):
+        for part, one, other in zip(_PARTS, *both, strict=True):
+            digest = _digest(one)
+            facts[f"{part} of {name}[{index}]"] = digest if digest == _digest(other) else DRAWN_ANEW
+    return facts
+
+
+def _some(source: Source, seed: int) -> dict[int, Any]:
+    """Return a few samples by their indices, with their draws of epoch 0."""
+    with preserved_state(CPU, python_too=True):
+        if source.is_iterable:
+            seed_generators(random_key(seed, 0, 0, A_SAMPLE), CPU, python_too=True)
+            set_epoch(source.dataset, 0)
+            with peeking(source.dataset):
+                return dict(enumerate(islice(source.dataset, NUM_COMPARED)))
+        count = len(source.dataset)
+        generator = torch.Generator().manual_seed(random_key(seed, 0, count, A_SAMPLE))
+        some = torch.randint(count, (NUM_COMPARED - 2,), generator=generator).tolist()
+        samples = {}
+        for index in sorted({0, count - 1, *some}):
+            seed_generators(random_key(seed, 0, index, A_SAMPLE), CPU, python_too=True)
+            samples[index] = source.dataset[index]
+        return samples
+
+
+def _facts_of_order(name: str, source: Source, seed: int) -> dict[str, str]:
+    """Return the length of the data set and a hash of the order that a sampler gives."""
+    if source.is_iterable:
+        return {}
+    facts = {f"len({name})": str(len(source.dataset))}
+    if source.sampler is not None:
+        order, again = (source.order(1, seed, 0, shuffle=False) for _ in range(2))
+        if order != again:
+            raise ValueError(
+                f"{name}: its sampler gives another order each time, so ranks would differ and no training "
+                "could be resumed: let it draw from torch, random or numpy.random, without a generator"
+            )
+        facts[f"order of {name}"] = hashlib.blake2b(repr(order).encode(), digest_size=4).hexdigest()
     return facts
 
 
@@ -115,24 +158,27 @@ def comparable(facts: Mapping[str, str], anew: Collection[str]) -> dict[str, str
     return {name: DRAWN_ANEW if name.split()[0] in anew else text for name, text in facts.items()}
 
 
-def _check_sample(where: str, sample: Any) -> None:
-    pair = f"{where}: a sample must be a pair (inputs, target) of tensors, arrays or numbers, got"
-    if isinstance(sample, Mapping):
-        raise TypeError(f"{pair} a {type(sample).__name__} with the keys {', '.join(map(str, sample))}")
-    if not isinstance(sample, tuple | list):
-        raise TypeError(f"{pair} a {type(sample).__name__}")
-    if len(sample) != len(_PARTS):
-        raise TypeError(f"{pair} {len(sample)} parts; several inputs go into one tuple: ((a, b), target)")
-    for key, leaf in _leaves(sample):
+def _checked(where: str, sample: Any, index: int, collate_fn: Collate | None) -> Any:
+    """Return a sample's inputs and targets, as they are or, with a `collate_fn`, as a microbatch of one."""
+    if collate_fn is not None:
+        return collated([sample], [index], collate_fn)
+    accepted = f"{where}: a sample must be a dict or a pair (inputs, target) of tensors, arrays, numbers, got"
+    pair = pair_of(sample)
+    if not isinstance(pair, tuple | list):
+        raise TypeError(f"{accepted} a {type(pair).__name__}; or give a collate_fn")
+    if len(pair) != len(_PARTS):
+        raise TypeError(f"{accepted} {len(pair)} parts; several inputs go into one tuple: ((a, b), target)")
+    for key, leaf in _leaves(pair):
         if not isinstance(leaf, Tensor | np.ndarray | np.number | np.bool_ | int | float):
-            raise TypeError(f"{pair} {key} of type {type(leaf).__name__}")
+            raise TypeError(f"{accepted} {key} of type {type(leaf).__name__}; or give a collate_fn")
+    return pair
 
 
-def _check_alike(samples: Sequence[Any], indices: Sequence[int]) -> None:
+def _check_alike(pairs: Sequence[Any], indices: Sequence[int]) -> None:
     """Raise ValueError unless the samples can be stacked."""
-    first = _shapes(samples[0])
-    for index, sample in zip(indices, samples, strict=True):
-        shapes = _shapes(sample)
+    first = _shapes(pairs[0])
+    for index, pair in zip(indices, pairs, strict=True):
+        shapes = _shapes(pair)
         if shapes.keys() != first.keys():
             odd = min(first.keys() ^ shapes.keys())
             raise ValueError(
@@ -142,23 +188,24 @@ def _check_alike(samples: Sequence[Any], indices: Sequence[int]) -> None:
             if here != shapes[key]:
                 raise ValueError(
                     f"samples of a microbatch are stacked and must have one shape, got {key} of shape "
-                    f"{here} in sample {indices[0]} and {shapes[key]} in sample {index}; pad them"
+                    f"{here} in sample {indices[0]} and {shapes[key]} in sample {index}; pad them, or give a "
+                    "collate_fn that does"
                 )
 
 
-def _shapes(sample: Any) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(np.shape(leaf)) for key, leaf in _leaves(sample)}
+def _shapes(pair: Any) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(np.shape(leaf)) for key, leaf in _leaves(pair)}
 
 
-def _leaves(sample: Any) -> Iterator[tuple[str, Any]]:
-    return named_leaves(**dict(zip(_PARTS, sample, strict=True)))
+def _leaves(pair: Any) -> Iterator[tuple[str, Any]]:
+    return named_leaves(**dict(zip(_PARTS, pair, strict=True)))
 
 
 def _digest(value: Any) -> str:
     """Return a short hash of types, shapes and bytes."""
     hashed = hashlib.blake2b(digest_size=4)
-    for leaf in pytree.tree_leaves(value):
-        hashed.update(f"{type(leaf).__name__} {np.shape(leaf)} {getattr(leaf, 'dtype', '')}".encode())
+    for key, leaf in named_leaves(**{"": value}):
+        hashed.update(f"{key}{type(leaf).__name__} {np.shape(leaf)} {getattr(leaf, 'dtype', '')}".encode())
         hashed.update(raw_bytes(leaf) if isinstance(leaf, Tensor) else np.asarray(leaf).tobytes())
     return hashed.hexdigest()
 

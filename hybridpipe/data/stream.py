@@ -6,6 +6,7 @@ Not known here: data sets. Invariant: tensors are fetched on the ranks that need
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,6 +24,28 @@ class Minibatch(NamedTuple):
     def num_samples(self) -> int:
         """Number of samples in all microbatches."""
         return sum(self.sizes)
+
+
+class LastLoaded:
+    """Loads microbatches and keeps the last one: a rank with the first and the last stage takes both parts.
+
+    Args:
+        load: returns inputs and targets of microbatch b of minibatch i.
+    """
+
+    def __init__(self, load: Callable[[int, int], tuple[Tree, Tree]]) -> None:
+        self._load = load
+        self._at: tuple[int, int] | None = None
+        self._last: tuple[Tree, Tree]
+
+    def minibatch(self, i: int, sizes: Sequence[int]) -> Minibatch:
+        """Return minibatch i, whose microbatches have these sizes."""
+        return Minibatch(sizes, partial(self._part, 0, i), partial(self._part, 1, i))
+
+    def _part(self, which: int, i: int, b: int) -> Tree:
+        if self._at != (i, b):
+            self._at, self._last = (i, b), self._load(i, b)
+        return self._last[which]
 
 
 def microbatch_sizes(num_samples: int, microbatch_size: int) -> list[int]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
-from hybridpipe.data.samples import check_dataset, comparable, drawn_anew, fingerprint
+from hybridpipe.data.samples import comparable, drawn_anew, fingerprint
+from hybridpipe.data.source import Source
 from hybridpipe.model.tensors import Tree, expanded_dimensions, named_leaves, raw_bytes
 from hybridpipe.optim.gradient_sync import CYCLE_TIME
 from hybridpipe.optim.update import UpdateRule
@@ -57,7 +58,7 @@ def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> 
     raise ValueError(f"{what}; {remedy}" if remedy else what)
 
 
-def check_data_alike(world: MPI.Comm, name: str, dataset: Any, seed: int) -> dict[str, str]:
+def check_data_alike(world: MPI.Comm, name: str, source: Source, seed: int) -> dict[str, str]:
     """Compare the length of a data set and a few of its samples. Collective.
 
     Returns:
@@ -66,10 +67,14 @@ def check_data_alike(world: MPI.Comm, name: str, dataset: Any, seed: int) -> dic
     Raises:
         TypeError, ValueError: the ranks pass different data sets, or one that cannot be trained on.
     """
-    check_dataset(name, dataset)
-    own = fingerprint(name, dataset, seed)
+    own = fingerprint(name, source, seed)
     with rank_status.waiting(COMPARED, range(world.size)):
         anew = set().union(*world.allgather(drawn_anew(own)))
+    if anew and source.is_iterable and world.size > 1:
+        raise ValueError(
+            f"{name}: its samples change each time it is iterated, so ranks would read different ones: draw "
+            "random numbers from torch, random or numpy.random only, or from generators seeded in __iter__"
+        )
     alike = comparable(own, anew)
     whole = "every rank passes the whole data set, of which hybridpipe loads each rank's part itself"
     check_alike(world, alike, remedy=whole)

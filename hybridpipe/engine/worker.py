@@ -292,6 +292,11 @@ class Worker:
         programs = enumerate(map(self._forward_program, counts))
         return [(i, m) for i, program in programs for m in self._loaded(program, training=False)]
 
+    @property
+    def loads_samples(self) -> bool:
+        """True on a rank that takes inputs or targets from the data set."""
+        return any(stage.loads(training) for stage in self.executor.stages for training in (True, False))
+
     def _loaded(self, program: RankProgram, training: bool) -> list[int]:
         """Return the microbatches whose inputs or targets a program loads."""
         loads = [stage.loads(training) for stage in self.executor.stages]

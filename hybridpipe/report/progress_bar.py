@@ -15,12 +15,12 @@ class Progress:
     """Shows the progress of a training; `update` is called once a minibatch.
 
     Args:
-        total: minibatches of the whole training.
+        total: minibatches of the whole training; None if nobody knows yet.
         name: shown before the figures.
         done: minibatches before this run.
     """
 
-    def __init__(self, total: int, name: str, done: int = 0) -> None:
+    def __init__(self, total: int | None, name: str, done: int = 0) -> None:
         self._total, self._name = total, name
         self._bar = None
         if _on_terminal():
@@ -36,7 +36,8 @@ class Progress:
         elif time.monotonic() - self._shown > LINE_SECONDS or self._done == self._total:
             self._shown = time.monotonic()
             speed = record.num_samples / record.seconds
-            where = f"{self._name}: minibatch {self._done}/{self._total}"
+            of_all = "" if self._total is None else f"/{self._total}"
+            where = f"{self._name}: minibatch {self._done}{of_all}"
             print(f"{where}, loss {record.loss:.4f}, {speed:,.0f} samples/s", file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -53,24 +53,23 @@ def evaluate(
     worker: Worker,
     batches: Iterable[Minibatch],
     metrics: "MicrobatchMetrics",
-    num_samples: int,
     step: int,
     may_stop: bool = False,
 ) -> dict[str, float] | None:
     """Mean loss and metrics over a data set. Collective.
 
     Args:
-        num_samples: samples in all batches.
         step: the training's step, for injected faults.
         may_stop: True to return None on all ranks once a rank was asked to stop.
     """
     worker.average_statistics()
-    totals = np.zeros(metrics.width)
+    totals, num_samples = np.zeros(metrics.width), 0
     previous: PendingLosses | None = None
     with worker.evaluating():
         for number, minibatch in enumerate(batches):
             faults.at("evaluate", step=step)
             current = worker.infer(minibatch, metrics, metrics.width, number)
+            num_samples += minibatch.num_samples
             if previous is not None:  # one minibatch late, which keeps the pipeline full and bounds its queue
                 totals += previous.wait().sum(axis=0)
                 if may_stop and previous.ask_to_stop():

@@ -7,7 +7,6 @@ after an update, before any other change of this rank's state, and published wit
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from itertools import islice
 
 from hybridpipe.checkpoint.policy import Keeper
 from hybridpipe.data.stream import Minibatch
@@ -51,7 +50,8 @@ class EpochLoop:
         """Train on the rest of the epoch, and yield a record of each minibatch.
 
         Args:
-            batches: all minibatches of the epoch, those before `progress.position` included.
+            batches: the minibatches of the epoch from `progress.position` on; under an asynchronous schedule
+                from `progress.stream_start`.
         """
         progress = self._progress
         trained = self._stream(batches) if self._worker.plan.is_asynchronous else self._one_by_one(batches)
@@ -85,14 +85,14 @@ class EpochLoop:
             self._save()
 
     def _one_by_one(self, batches: Iterator[Minibatch]) -> Generator[Trained, None, None]:
-        for minibatch in islice(batches, self._progress.position, None):
+        for minibatch in batches:
             sums, events = self._worker.train(minibatch, self._state.step)
             self._state.step += 1
             yield [(minibatch, sums)], events
 
     def _stream(self, batches: Iterator[Minibatch]) -> Generator[Trained, None, None]:
         """Train without a flush; yield at each update."""
-        of_stream = list(islice(batches, self._progress.stream_start, None))
+        of_stream = list(batches)
         done = self._progress.position - self._progress.stream_start
         ahead = deque(of_stream[done:])
         self._state.under_way = True

@@ -21,7 +21,8 @@ class EpochProgress:
     """Progress within the current epoch.
 
     Args:
-        dataset_samples: samples of the data set; with shuffle, seed and epoch they determine the order.
+        dataset_samples: samples of an epoch; with shuffle, seed and epoch they determine the order. 0 while
+            only the end of the epoch can tell.
         shuffle: True if the samples are shuffled.
         position: minibatches in this rank's weights.
         recorded: minibatches whose losses are in `loss_sum`.
@@ -29,6 +30,7 @@ class EpochProgress:
         loss_sum: sum over minibatches of loss times samples.
         num_samples: samples behind `loss_sum`.
         seconds: training time.
+        data_state: `state_dict()` of an iterable data set after `position` minibatches; None if it has none.
     """
 
     dataset_samples: int
@@ -39,6 +41,7 @@ class EpochProgress:
     loss_sum: float = 0.0
     num_samples: int = 0
     seconds: float = 0.0
+    data_state: Any = None
 
     def note(self, loss: float, num_samples: int) -> None:
         """Add the loss of the next minibatch."""
@@ -53,13 +56,15 @@ class EpochProgress:
 
     def resume_point(self, minibatch_size: int) -> ResumePoint:
         """Resume point in the stream, which ends with the epoch."""
-        total = ceil_div(self.dataset_samples, minibatch_size)
+        total = ceil_div(self.dataset_samples, minibatch_size) if self.dataset_samples else self.position + 1
         return ResumePoint(self.position - self.stream_start, total - self.stream_start)
 
     @classmethod
     def read(cls, document: object, where: str) -> "EpochProgress":
         """Inverse of `asdict`; UserError for any other document."""
         wanted = {field.name for field in fields(cls)}
+        if isinstance(document, Mapping):  # checkpoints of older versions have no state of the data set
+            document = {"data_state": None, **document}
         if not isinstance(document, Mapping) or document.keys() != wanted:
             raise UserError(f"{where}: so_far: must have {', '.join(sorted(wanted))}, got {shown(document)}")
         values: dict[str, Any] = dict(document)
@@ -92,6 +97,7 @@ class TrainState:
         in_epoch: True while `fit` trains.
         accumulated: True while gradients of `no_sync` await an update.
         closed: True after `Trainer.close`.
+        data_states: the latest states of an iterable data set, by minibatches in the epoch.
     """
 
     step: int = 0
@@ -104,6 +110,7 @@ class TrainState:
     in_epoch: bool = False
     accumulated: bool = False
     closed: bool = False
+    data_states: Mapping[int, Any] = field(default_factory=dict)
 
     def preempt(self, step: int) -> None:
         """End at the first resume point from `step` on, or earlier, because a rank was asked to stop."""
@@ -129,16 +136,20 @@ class TrainState:
         if when is not None:
             raise RuntimeError(f"{method} was called {when}")
 
-    def begin_epoch(self, dataset_samples: int, shuffle: bool) -> EpochProgress:
+    def begin_epoch(self, dataset_samples: int | None, shuffle: bool) -> EpochProgress:
         """Continue an epoch interrupted by a checkpoint or a stop, else begin one.
+
+        Args:
+            dataset_samples: samples of an epoch; None where only its end can tell.
 
         Raises:
             UserError: the interrupted epoch had another number of samples, or another order.
         """
         begun = self.progress
         if begun is None or not begun.position:
-            begun = self.progress = EpochProgress(dataset_samples, shuffle)
-        elif (begun.dataset_samples, begun.shuffle) != (dataset_samples, shuffle):
+            begun = self.progress = EpochProgress(dataset_samples or 0, shuffle)
+            self.data_states = {}
+        elif (dataset_samples not in (None, begun.dataset_samples)) or begun.shuffle != shuffle:
             raise UserError(
                 f"epoch {self.epoch} was begun with {begun.dataset_samples} samples and shuffle = "
                 f"{begun.shuffle}, and cannot continue with {dataset_samples} and {shuffle}"
@@ -161,20 +172,22 @@ class TrainState:
 
     def resume_point(self, minibatch_size: int) -> ResumePoint:
         """Resume point of the current position."""
-        return (self.progress or _NO_PROGRESS).resume_point(minibatch_size)
+        return ResumePoint(0, 0) if self.progress is None else self.progress.resume_point(minibatch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Contents for a checkpoint, up to the last minibatch whose loss is in."""
         progress = self.progress or _NO_PROGRESS
+        position, data_state = progress.recorded, self.data_states.get(progress.recorded)
         return {
             "history": self.history,
-            "so_far": asdict(replace(progress, position=progress.recorded)),
+            "so_far": asdict(replace(progress, position=position, data_state=data_state)),
         }
 
     def load(self, step: int, epoch: int, progress: EpochProgress, history: list[dict[str, Any]]) -> None:
         """Take over a checkpoint's state."""
         self.step, self.epoch, self.history = step, epoch, history
         self.progress = progress if progress.position else None
+        self.data_states = {progress.position: progress.data_state}
         self.stop_from, self.preempted = None, False
 
 

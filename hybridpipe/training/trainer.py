@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.data.batches import Microbatches, minibatches
-from hybridpipe.data.loader import loaded
+from hybridpipe.data.source import Collate, Source
 from hybridpipe.data.stream import Minibatch, slice_minibatch
 from hybridpipe.engine import consistency
 from hybridpipe.engine.allocator import keep_freed_memory
@@ -42,6 +41,7 @@ from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.checkpoints import CheckpointManager, Sizes
 from hybridpipe.training.evaluation import Metric, MicrobatchMetrics, evaluate, targets_wanted
+from hybridpipe.training.feed import Feed
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.metrics import MinibatchRecord, Recorder, Traced
 from hybridpipe.training.planmaker import ClusterLike, PlanLike, PlanMaker
@@ -86,6 +86,7 @@ class Trainer:
         seed: seed of the order of samples and of all random numbers of layers and data sets.
         num_workers: loader processes of each rank of the first and the last stage, as DataLoader's; 0 loads
             each microbatch when it is needed.
+        collate_fn: makes (inputs, targets), or a dict that is both, of a list of samples; by default stacks.
         device: of this rank; by default one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; by default MPI.COMM_WORLD.
         hang_timeout: seconds in one instruction, or in one wait for other ranks, after which a rank reports
@@ -126,6 +127,7 @@ class Trainer:
         predict: bool = False,
         seed: int = 0,
         num_workers: int = 0,
+        collate_fn: Collate | None = None,
         device: torch.device | str | None = None,
         world: MPI.Comm | None = None,
         hang_timeout: float = DEFAULT_SECONDS,
@@ -140,7 +142,8 @@ class Trainer:
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.minibatch_size = model, loss, minibatch_size
         self.seed = valid.integer("seed", seed)
-        self._num_workers = valid.integer("num_workers", num_workers, least=0)
+        num_workers = valid.integer("num_workers", num_workers, least=0)
+        self._feed = Feed(self.world, self.seed, minibatch_size, num_workers, collate_fn)
         delay_warm_up = valid.integer("delay_warm_up", delay_warm_up, least=0)
         rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
         self.rule = UpdateRule(*rates, compression, on_nonfinite)
@@ -283,14 +286,15 @@ class Trainer:
         target_loss: float | None = None,
         checkpoint: Checkpointing | None = None,
     ) -> list[dict[str, Any]]:
-        """Train on a map-style data set of (inputs, target).
+        """Train on a data set whose samples are pairs (inputs, target) or dicts, or on a DataLoader of one.
 
         Each rank loads only the microbatches that its stage needs. Seed and epoch determine the order. After
         `resume` the first epoch is the rest of the checkpoint's.
 
         Args:
             validation: data set to evaluate on after each epoch.
-            shuffle: False to keep the data set's order.
+            shuffle: False to keep the data set's order. A DataLoader's sampler decides for itself, and an
+                IterableDataset is read in its own order.
             on_minibatch: called on every rank with the record of each minibatch, at least one minibatch late.
                 An error that it raises on every rank ends `fit`; under an asynchronous schedule it ends the
                 job, because minibatches are between ranks.
@@ -317,6 +321,8 @@ class Trainer:
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
+        dataset = self._feed.training_set(dataset)
+        validation = None if validation is None else self._feed.held_out_set("validation", validation)
         self.prepare(dataset, validation)
         if self.world.rank == 0:
             valid.warn_if_in_evaluation_mode(self.model)
@@ -325,9 +331,9 @@ class Trainer:
         if checkpoint is not None:
             keeper = self._checkpoints.keeper(self.worker, checkpoint, self.microbatch_size)
         trained = self.worker, self.state, self.recorder, keeper, self.minibatch_size
-        batches = partial(self._begin_epoch, dataset, shuffle)
+        loaded = self.worker, dataset, self.microbatch_size, shuffle, self.state
         validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-        self._fitting = FitLoop(*trained, batches, validate, wanted, on_minibatch)
+        self._fitting = FitLoop(*trained, partial(self._feed.epoch, *loaded), validate, wanted, on_minibatch)
         first = len(self.history)
         with preemption.listening(keeper is not None):
             self._fitting.run(epochs)
@@ -401,16 +407,16 @@ class Trainer:
             RuntimeError: minibatches of an asynchronous schedule are under way (called from `on_minibatch`).
         """
         self._check_now("evaluate")
-        self._make_ready(dataset)
-        metrics = self._evaluate(dataset)
+        source = self._feed.held_out_set("dataset", dataset)
+        self._make_ready(source)
+        metrics = self._evaluate(source)
         assert metrics is not None
         return metrics
 
-    def _evaluate(self, dataset: Any, may_stop: bool = False) -> dict[str, float] | None:
+    def _evaluate(self, source: Source, may_stop: bool = False) -> dict[str, float] | None:
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""
-        loads = self.worker.loads_to_infer
-        batches = loaded(self._microbatches(dataset), loads, self._num_workers)
-        return evaluate(self.worker, batches, self._metrics, len(dataset), self.step, may_stop)
+        batches = self._feed.evaluation(self.worker, source, self.microbatch_size)
+        return evaluate(self.worker, batches, self._metrics, self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
         """Trained modules whose backward a splitting schedule cannot split; on rank 0, else None."""
@@ -430,21 +436,24 @@ class Trainer:
 
         Raises:
             TypeError: the data set or its samples have another type.
-            ValueError: the data set differs between ranks or is empty, a module or parameter was replaced, or
-                no plan fits.
+            ValueError: the data set differs between ranks, is empty or is iterated under an asynchronous
+                schedule, a module or parameter was replaced, or no plan fits.
             UserError: the checkpoint was trained on another data set.
         """
         self.state.check_call("prepare")
+        source = self._feed.training_set(dataset)
         if validation is not None:
-            consistency.check_data_alike(self.world, "validation", validation, self.seed)
-        self._checkpoints.check_data(self._make_ready(dataset))
+            self._feed.check("validation", self._feed.held_out_set("validation", validation))
+        facts = self._make_ready(source)
+        valid.check_length_known(source, self.plan)
+        self._checkpoints.check_data(facts)
 
-    def _make_ready(self, dataset: Any) -> dict[str, str]:
+    def _make_ready(self, source: Source) -> dict[str, str]:
         """Prepare for training or evaluation on a data set; return its fingerprint."""
-        facts = consistency.check_data_alike(self.world, "dataset", dataset, self.seed)
+        facts = self._feed.check("dataset", source)
         consistency.check_alike(self.world, consistency.modes_and_requires_grad(self.model))
         if self._worker is None:
-            self._make_plan(next(minibatches(self._microbatches(dataset))))
+            self._make_plan(self._feed.first(source, self.microbatch_size))
         self.worker.renew()
         consistency.check_repeatable(self.plan, facts)
         return facts
@@ -479,15 +488,6 @@ class Trainer:
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
-
-    def _begin_epoch(self, dataset: Any, shuffle: bool) -> Iterator[Minibatch]:
-        progress = self.state.begin_epoch(len(dataset), shuffle)
-        loads = partial(self.worker.loads, begin=progress.position, stream_start=progress.stream_start)
-        microbatches = self._microbatches(dataset, epoch=self.epoch, shuffle=shuffle)
-        return loaded(microbatches, loads, self._num_workers)
-
-    def _microbatches(self, dataset: Any, **which: Any) -> Microbatches:
-        return Microbatches(dataset, self.minibatch_size, self.microbatch_size, seed=self.seed, **which)
 
     def _make_plan(self, minibatch: Minibatch) -> None:
         if self._layers is None:

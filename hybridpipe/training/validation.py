@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridpipe.data.source import Source
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
+from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
 
@@ -190,6 +192,15 @@ def check_flushes(schedule: str) -> None:
     if schedule in ASYNCHRONOUS:
         what = f"{schedule}, whose minibatches follow each other without a pause"
         raise ValueError(f"train_step makes no sense under {what}; use fit")
+
+
+def check_length_known(source: Source, plan: Plan) -> None:
+    """Raise ValueError if a data set of unknown length meets a schedule that needs the length."""
+    if source.is_iterable and plan.is_asynchronous:
+        raise ValueError(
+            f"{plan.schedule} needs the number of minibatches of an epoch, which an IterableDataset tells at "
+            "its end only: use a synchronous schedule, such as 1f1b, or a data set with len() and an index"
+        )
 
 
 def warn_if_in_evaluation_mode(model: nn.Module) -> None:

@@ -1,42 +1,29 @@
 """What data sets are accepted, and what a fingerprint tells of them."""
 
 import random
+from collections import UserDict
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
+from hybridpipe.data import samples
 from hybridpipe.data.batches import Microbatches
-from hybridpipe.data.samples import DRAWN_ANEW, check_dataset, comparable, drawn_anew, fingerprint
+from hybridpipe.data.samples import DRAWN_ANEW, comparable, drawn_anew
+from hybridpipe.data.source import source_of
 
 NUMBERS = TensorDataset(torch.arange(80.0).view(20, 4), torch.arange(20))
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(NUMBERS)
-
-
-@pytest.mark.parametrize(
-    "dataset, told",
-    [
-        (DataLoader(NUMBERS), r"got a DataLoader: pass the data set inside it, dataset = loader.dataset"),
-        (Stream(), "got the IterableDataset Stream"),
-        ((pair for pair in NUMBERS), "with len\\(\\) and an index from 0, got generator"),
-        ({"train": NUMBERS}, "got dict"),
-        ("digits", "got str"),
-    ],
-)
-def test_what_has_no_samples_by_number_is_refused(dataset, told):
-    with pytest.raises(TypeError, match=f"^dataset must be a map-style data set.*{told}"):
-        check_dataset("dataset", dataset)
+def fingerprint(name, dataset, seed, collate_fn=None) -> dict[str, str]:
+    return samples.fingerprint(name, source_of(name, dataset, collate_fn), seed)
 
 
 @pytest.mark.parametrize(
     "sample, told",
     [
-        ({"image": torch.ones(2), "label": 1}, "a dict with the keys image, label"),
+        ({"image": torch.ones(2), "label": "cat"}, r"inputs\['label'\] of type str"),
         (
             (torch.ones(2), torch.ones(2), 1),
             r"3 parts; several inputs go into one tuple: \(\(a, b\), target\)",
@@ -50,7 +37,7 @@ def test_what_has_no_samples_by_number_is_refused(dataset, told):
 )
 def test_samples_that_are_no_pairs_of_tensors_are_refused(sample, told):
     with pytest.raises(
-        TypeError, match=rf"^data\[0\]: a sample must be a pair \(inputs, target\).* got {told}"
+        TypeError, match=rf"^data\[0\]: a sample must be a dict or a pair \(inputs, target\).* got {told}"
     ):
         fingerprint("data", [sample] * 3, seed=0)
 
@@ -116,3 +103,68 @@ def test_keyed_draws_are_the_same_on_every_rank_and_others_say_nothing():
     own = fingerprint("data", Noisy(True), seed=0)
     assert own["inputs of data[0]"] == DRAWN_ANEW and drawn_anew(own) == {"inputs"}
     assert comparable(keyed, {"inputs"}) == comparable(own, {"inputs"})
+
+
+class Encoding(UserDict):
+    """A dict that is none, as BatchEncoding of transformers."""
+
+
+@pytest.mark.parametrize("kind", [dict, Encoding])
+def test_a_dict_is_inputs_and_targets_at_once(kind):
+    data = [kind(ids=torch.tensor([i, i]), label=i) for i in range(5)]
+    inputs, targets = Microbatches(data, 4, 2)[0, 1]
+    assert type(inputs) is dict and inputs["ids"].tolist() == [[2, 2], [3, 3]]
+    assert targets["label"].tolist() == [2, 3]
+    facts = fingerprint("data", data, seed=0)
+    assert facts["inputs of data[0]"] == facts["target of data[0]"] != facts["inputs of data[4]"]
+
+
+def test_dicts_with_other_keys_are_told():
+    data = [{"ids": 1}, {"ids": 1, "mask": 0}]
+    with pytest.raises(ValueError, match=r"same parts, got inputs\['mask'\] in one only of samples 0 and 1"):
+        fingerprint("data", data, seed=0)
+
+
+def padded(texts) -> dict[str, torch.Tensor]:
+    """Pad to the longest of a microbatch."""
+    longest = max(map(len, texts))
+    return {"ids": torch.tensor([[*map(ord, text.ljust(longest))] for text in texts])}
+
+
+TEXTS = ["a", "bb", "ccc", "dddd", "e"]
+
+
+def test_a_collate_fn_makes_each_microbatch_for_itself():
+    microbatches = Microbatches(source_of("data", TEXTS, padded), 4, 2)
+    shapes = [microbatches[0, b][0]["ids"].shape for b in range(2)]
+    assert shapes == [(2, 2), (2, 4)] and microbatches[1, 0][1]["ids"].tolist() == [[ord("e")]]
+    assert len(fingerprint("data", TEXTS, seed=0, collate_fn=padded)) > 2
+
+
+def test_draws_of_a_collate_fn_follow_from_seed_epoch_and_first_sample():
+    def noisy(some):
+        return torch.rand(len(some)), torch.tensor([random.random() for _ in some])
+
+    def of(epoch, b):
+        inputs, targets = Microbatches(source_of("data", TEXTS, noisy), 4, 2, seed=1, epoch=epoch)[0, b]
+        return (*inputs.tolist(), *targets.tolist())
+
+    assert of(0, 0) == of(0, 0) and len({of(0, 0), of(0, 1), of(1, 0)}) == 3
+
+
+@pytest.mark.parametrize(
+    "made, error, told",
+    [
+        (torch.ones(2), TypeError, r"collate_fn must return a pair .* got Tensor"),
+        ((torch.ones(1), torch.ones(1)), ValueError, "as many samples as it gets, 2, got 1"),
+        (
+            {"x": torch.ones(2), "mask": torch.ones(5, 5)},
+            ValueError,
+            r"got 2 in .*\['x'\] and 5 in .*\['mask'\]",
+        ),
+        ({"x": torch.ones(2), "text": "a"}, TypeError, r"got str as inputs\['text'\]"),
+    ],
+)
+def test_what_a_collate_fn_may_not_return_is_told(made, error, told):
+    with pytest.raises(error, match=told):
+        Microbatches(source_of("data", TEXTS, lambda _: made), 4, 2)[0, 0]

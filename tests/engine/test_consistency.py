@@ -9,6 +9,7 @@ from torch import nn
 
 from hybridpipe.comm.status import rank_status
 from hybridpipe.data.samples import DRAWN_ANEW
+from hybridpipe.data.source import Source
 from hybridpipe.engine.consistency import (
     callable_text,
     check_alike,
@@ -187,10 +188,10 @@ def test_data_sets_are_compared_but_for_what_a_rank_draws_anew():
     data = [(torch.ones(2), i) for i in range(3)]
     told = r"len\(dataset\) must be .* rank 0 has 4, rank 1 has 3; every rank passes the whole data set"
     with pytest.raises(ValueError, match=told):
-        check_data_alike(Two(), "dataset", data, seed=0)
+        check_data_alike(Two(), "dataset", Source(data), seed=0)
     same = Two()
     same.bcast = lambda facts: facts
-    found = check_data_alike(same, "dataset", data, seed=0)
+    found = check_data_alike(same, "dataset", Source(data), seed=0)
     assert found["len(dataset)"] == "3"
     assert len({text for name, text in found.items() if name.startswith("inputs")}) == 1
     assert len({text for name, text in found.items() if name.startswith("target")}) == 3

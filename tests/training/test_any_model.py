@@ -183,3 +183,38 @@ def test_a_checkpoint_has_the_models_own_keys_and_goes_on(make_trainer, tmp_path
     assert [second.train_step(each, each) for each in batches[2:]] == losses[2:]
     for key, tensor in without_end.full_state_dict().items():
         assert torch.equal(second.full_state_dict()[key], tensor)
+
+
+def hugging_face(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    try:  # its models are loaded here, and need packages that fit each other
+        assert transformers.GPT2LMHeadModel and transformers.BertForTokenClassification
+    except ImportError as error:
+        pytest.skip(str(error))
+    torch.manual_seed(0)
+    if name == "gpt2":
+        small = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+        return transformers.GPT2LMHeadModel(small).double()
+    small = transformers.BertConfig(
+        vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+    )
+    return transformers.BertForTokenClassification(small).double()
+
+
+@pytest.mark.parametrize("name, classes", [("gpt2", 11), ("bert", 2)])
+def test_a_model_of_transformers_trains_as_it_is(make_trainer, tmp_path, name, classes):
+    """With its dropout, its tied embeddings and the cache among its outputs."""
+    model, expected = hugging_face(name).train(), hugging_face(name).train()
+    batches = [each | {"labels": each["labels"] % classes} for each in (batch(8, 1), batch(8, 2))]
+    losses = reference(expected, batches, size=2)
+    options = {"loss": own_loss, "optimizer": momentum, "minibatch_size": 8}
+    trainer = make_trainer(model, plan=plan(4, "1f1b"), **options)
+    assert [trainer.train_step(each, each) for each in batches] == pytest.approx(losses, abs=1e-10)
+    state = trainer.full_state_dict()
+    assert list(state) == list(expected.state_dict())
+    for key, tensor in expected.state_dict().items():
+        torch.testing.assert_close(state[key], tensor, rtol=0, atol=1e-10)
+    trainer.save(tmp_path)
+    again = make_trainer(hugging_face(name), plan=plan(4, "1f1b"), **options)
+    again.resume(tmp_path)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in again.full_state_dict().items())

@@ -168,6 +168,13 @@ def test_without_samples_there_is_a_loss_of_nothing():
     assert metrics.metrics(np.zeros(metrics.width), 0) == {"loss": 0.0}
 
 
+class Pair(tuple):
+    num_samples = 2
+
+
+PAIRS = [Pair((1, 2)), Pair((3, 4)), Pair((5, 6))]
+
+
 class Evaluating:
     """A worker of two microbatches a minibatch, each of one sample and a loss of 0.5 times its number."""
 
@@ -200,19 +207,19 @@ class Evaluating:
 
 def test_an_evaluation_waits_one_minibatch_late():
     worker = Evaluating(asked_at=[0])
-    found = evaluate(worker, [(1, 2), (3, 4), (5, 6)], MicrobatchMetrics(mse, {}), num_samples=6, step=9)
+    found = evaluate(worker, PAIRS, MicrobatchMetrics(mse, {}), step=9)
     assert found == {"loss": 0.5 * 21 / 6}
     order = "average, begin, infer 0, infer 1, wait 0, infer 2, wait 1, end, wait 2"
     assert worker.said == order.split(", ")
-    assert evaluate(Evaluating(), [], MicrobatchMetrics(mse, {}), num_samples=0, step=9) == {"loss": 0.0}
+    assert evaluate(Evaluating(), [], MicrobatchMetrics(mse, {}), step=9) == {"loss": 0.0}
 
 
 def test_an_evaluation_is_left_when_a_rank_was_asked_to_stop():
-    metrics, data = MicrobatchMetrics(mse, {}), [(1, 2), (3, 4), (5, 6)]
+    metrics, data = MicrobatchMetrics(mse, {}), PAIRS
     worker = Evaluating(asked_at=[1])
-    assert evaluate(worker, data, metrics, num_samples=6, step=9, may_stop=True) is None
+    assert evaluate(worker, data, metrics, step=9, may_stop=True) is None
     assert worker.said[-3:] == ["infer 2", "wait 1", "end"]
-    assert evaluate(Evaluating(), data, metrics, num_samples=6, step=9, may_stop=True) is not None
+    assert evaluate(Evaluating(), data, metrics, step=9, may_stop=True) is not None
 
 
 @pytest.mark.parametrize("num_metrics, own, width", [(0, False, 4), (2, False, 8), (1, True, 3)])

@@ -30,6 +30,21 @@ def test_a_place_in_a_stream_counts_from_its_start():
     assert EpochProgress(48, True).resume_point(8) == ResumePoint(0, 6)
     assert TrainState(progress=begun()).resume_point(8) == ResumePoint(3, 4)
     assert TrainState().resume_point(8) == ResumePoint(0, 0)
+    unknown = EpochProgress(0, False, position=3)  # an iterable data set, whose end is not known yet
+    assert unknown.resume_point(8) == ResumePoint(3, 4)
+
+
+def test_a_checkpoint_has_the_data_sets_state_where_its_losses_end():
+    progress = EpochProgress(0, False, position=4, recorded=3)
+    state = TrainState(progress=progress, data_states={2: "b", 3: "c", 4: "d"})
+    document = state.state_dict()["so_far"]
+    assert document["position"] == 3 and document["data_state"] == "c"
+    loaded = TrainState()
+    loaded.load(3, 0, EpochProgress.read(document, "file"), [])
+    assert loaded.data_states == {3: "c"}
+    assert loaded.begin_epoch(None, shuffle=False).position == 3
+    before = {name: value for name, value in document.items() if name != "data_state"}
+    assert EpochProgress.read(before, "file").data_state is None  # of an older version
 
 
 def test_what_is_written_of_an_epoch_is_read():
@@ -48,7 +63,7 @@ def test_what_is_written_of_an_epoch_is_read():
         ({"shuffle": 3}, "so_far.shuffle: must be true or false, got 3"),
         ({"recorded": 4}, "so_far: cannot be"),
         ({"stream_start": 6}, "so_far: cannot be"),
-        ({"other": 0}, "so_far: must have dataset_samples, "),
+        ({"other": 0}, "so_far: must have data_state, dataset_samples, "),
     ],
 )
 def test_what_cannot_be_is_refused(changes, told):

@@ -1,0 +1,196 @@
+"""Source: a data set, and what a DataLoader around it says about its order, collation and processes.
+
+Not known here: ranks, and which samples are loaded when. Invariant: whatever a DataLoader says is either in
+its Source or refused in one line, except for what changes no number (pinned memory, prefetching).
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from hybridpipe.model.rng import preserved_state, random_key, seed_generators
+
+Collate = Callable[[list[Any]], Any]  # the samples of a microbatch -> (inputs, targets), or a dict for both
+
+CPU = torch.device("cpu")
+AN_ORDER = -3  # stands in a random key where a layer has its index
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set and how to go through it.
+
+    Args:
+        dataset: map-style, or one that is iterated (`is_iterable`).
+        collate_fn: makes a microbatch of a list of samples; None: they are stacked.
+        sampler: indices of an epoch's samples in order; None: the data set's order, or a random one.
+        shuffle: True for a random order; None: as the caller of `fit` says.
+        drop_last: leave out the samples behind the last full minibatch.
+        num_workers: processes that load ahead; None: as the Trainer says.
+    """
+
+    dataset: Any
+    collate_fn: Collate | None = None
+    sampler: Iterable[int] | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    num_workers: int | None = None
+
+    @property
+    def is_iterable(self) -> bool:
+        """True if the samples have no index: the data set is read in its own order."""
+        return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+
+    def num_samples(self, minibatch_size: int) -> int | None:
+        """Return the number of samples of an epoch; None where only the end tells it."""
+        if self.is_iterable:
+            return None
+        sized: Any = self.dataset if self.sampler is None else self.sampler
+        return self._kept(len(sized), minibatch_size)
+
+    def order(self, minibatch_size: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+        """Return the indices of an epoch's samples in order, the same on every rank.
+
+        A sampler's draws from the generators of torch, NumPy and Python follow from seed and epoch.
+        """
+        if self.sampler is None:
+            indices = _order(len(self.dataset), seed, epoch, shuffle)
+        else:
+            with preserved_state(CPU, python_too=True):
+                seed_generators(random_key(seed, epoch, 0, AN_ORDER), CPU, python_too=True)
+                set_epoch(self.sampler, epoch)
+                indices = [int(index) for index in self.sampler]
+        return indices[: self._kept(len(indices), minibatch_size)]
+
+    def _kept(self, count: int, minibatch_size: int) -> int:
+        return count - count % minibatch_size if self.drop_last else count
+
+
+@contextmanager
+def peeking(dataset: Any) -> Iterator[None]:
+    """Put an iterable data set's state back after this context: its next epoch then begins as if unread."""
+    if not hasattr(dataset, "load_state_dict"):
+        yield
+        return
+    before = copy.deepcopy(dataset.state_dict())
+    yield
+    dataset.load_state_dict(before)
+
+
+def set_epoch(thing: Any, epoch: int) -> None:
+    """Tell a sampler or data set which epoch begins, if it has a method `set_epoch` for that."""
+    if hasattr(thing, "set_epoch"):
+        thing.set_epoch(epoch)
+
+
+def source_of(
+    name: str, given: Any, collate_fn: Collate | None = None, minibatch_size: int | None = None
+) -> Source:
+    """Return what a data set or a DataLoader says; a Source as it is.
+
+    Args:
+        name: the caller's name for it, such as "dataset", for messages.
+        minibatch_size: a DataLoader's batch_size must be equal; None: it may be any.
+
+    Raises:
+        TypeError: it is no data set.
+        ValueError: it is empty, or the DataLoader has an option that cannot be followed.
+    """
+    if isinstance(given, Source):
+        return given
+    source = Source(given, collate_fn)
+    if isinstance(given, DataLoader):
+        for problem in _problems(given, collate_fn, minibatch_size):
+            raise ValueError(f"{name} is a DataLoader {problem}")
+        source = _of_loader(given, collate_fn)
+    _check_dataset(name, source)
+    return source
+
+
+def _of_loader(loader: DataLoader[Any], collate_fn: Collate | None) -> Source:
+    own = None if loader.collate_fn is default_collate else loader.collate_fn
+    source = Source(
+        loader.dataset,
+        own or collate_fn,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers or None,
+    )
+    sampler, count = loader.sampler, None if source.is_iterable else len(loader.dataset)  # type: ignore[arg-type]
+    if source.is_iterable:
+        return source
+    if type(sampler) is SequentialSampler:
+        return _with(source, shuffle=False)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
+        return _with(source, shuffle=True)
+    return _with(source, sampler=sampler, shuffle=False)
+
+
+def _with(source: Source, **changes: Any) -> Source:
+    return Source(**(vars(source) | changes))
+
+
+def _problems(
+    loader: DataLoader[Any], collate_fn: Collate | None, minibatch_size: int | None
+) -> Iterator[str]:
+    """Yield what cannot be followed, in words that end a sentence, and what to do instead."""
+    if loader.batch_size is None or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        yield (
+            "that makes batches of its own (batch_sampler, or batch_size=None), which hybridpipe cuts into "
+            "microbatches: pass the data set, or a DataLoader with batch_size and sampler"
+        )
+    if minibatch_size is not None and loader.batch_size != minibatch_size:
+        yield (
+            f"with batch_size = {loader.batch_size}, and minibatch_size = {minibatch_size}: make them equal; "
+            "both are the samples behind one update, over all ranks"
+        )
+    if isinstance(loader.sampler, DistributedSampler):
+        yield (
+            "with a DistributedSampler: every rank passes the whole data set, of which hybridpipe loads each "
+            "rank's part itself; leave the sampler out"
+        )
+    if loader.worker_init_fn is not None:
+        yield "with worker_init_fn, which would not be called: do in the data set what it does"
+    if collate_fn is not None and loader.collate_fn not in (default_collate, collate_fn):
+        yield "with a collate_fn of its own, and the Trainer has another: give one of them"
+    context = loader.multiprocessing_context
+    if context is not None and context.get_start_method() != "fork":
+        yield "with a multiprocessing_context: loader processes are forked; leave it out"
+
+
+def _check_dataset(name: str, source: Source) -> None:
+    dataset = source.dataset
+    accepted = f"{name} must be a data set with len() and an index from 0, or one that can be iterated anew"
+    kind = type(dataset).__name__
+    needed = "__iter__" if source.is_iterable else "__len__"
+    if isinstance(dataset, str | Mapping) or not hasattr(dataset, needed):
+        raise TypeError(f"{accepted}, got {kind}")
+    if isinstance(dataset, Iterator):
+        raise TypeError(f"{accepted}, got the {kind}, which can be read once: wrap it in an IterableDataset")
+    if source.is_iterable and source.num_workers:
+        raise ValueError(
+            f"{name} is an IterableDataset, which each rank reads itself: leave num_workers = "
+            f"{source.num_workers} out"
+        )
+    if not source.is_iterable and not len(dataset):
+        raise ValueError(f"{name} must hold at least one sample, got none")
+
+
+def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    if not shuffle:
+        return list(range(length))
+    generator = torch.Generator().manual_seed(random_key(seed, epoch, 0, 0))
+    order: list[int] = torch.randperm(length, generator=generator).tolist()
+    return order

@@ -1,0 +1,137 @@
+"""Feed: checks a training's data sets, and loads the minibatches that this rank needs of them.
+
+Not known here: what is computed with a minibatch. Invariant: every rank yields minibatches of the same sizes,
+and a rank loads only samples that its stages need, except of a data set that is iterated.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.data.batches import Microbatches
+from hybridpipe.data.loader import loaded
+from hybridpipe.data.reader import Begin, Reader, first_minibatch
+from hybridpipe.data.source import Collate, Source, source_of
+from hybridpipe.data.stream import Minibatch
+from hybridpipe.engine import consistency
+from hybridpipe.engine.worker import Worker
+from hybridpipe.training.train_state import EpochProgress, TrainState
+
+
+class Feed:
+    """The data sets of one training.
+
+    Args:
+        seed: seed of the order of samples and of their draws.
+        minibatch_size: in samples.
+        num_workers: processes that load ahead.
+        collate_fn: makes a microbatch of samples; None: they are stacked.
+    """
+
+    def __init__(
+        self, world: MPI.Comm, seed: int, minibatch_size: int, num_workers: int, collate_fn: Collate | None
+    ) -> None:
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"collate_fn must be a function of a list of samples, got {collate_fn!r}")
+        self._world, self._seed, self._minibatch_size = world, seed, minibatch_size
+        self._num_workers, self._collate_fn = num_workers, collate_fn
+
+    def training_set(self, dataset: Any) -> Source:
+        """Return the source of a data set or DataLoader to train on.
+
+        Raises:
+            TypeError, ValueError: as `source_of`, or an IterableDataset cannot be loaded ahead.
+        """
+        return self._source("dataset", dataset, self._minibatch_size)
+
+    def held_out_set(self, name: str, dataset: Any) -> Source:
+        """Return the source of a data set or DataLoader to evaluate on; its batch size may be any."""
+        return self._source(name, dataset, None)
+
+    def _source(self, name: str, dataset: Any, batch_size: int | None) -> Source:
+        source = source_of(name, dataset, self._collate_fn, batch_size)
+        if source.is_iterable and self._num_workers:
+            raise ValueError(
+                f"{name} is an IterableDataset, which each rank reads itself as it trains: leave "
+                f"num_workers = {self._num_workers} out"
+            )
+        return source
+
+    def check(self, name: str, source: Source) -> dict[str, str]:
+        """Compare a data set between ranks and return its fingerprint. Collective.
+
+        Raises:
+            TypeError, ValueError: as `check_data_alike`.
+        """
+        return consistency.check_data_alike(self._world, name, source, self._seed)
+
+    def first(self, source: Source, microbatch_size: int) -> Minibatch:
+        """Return the first minibatch of the data set's own order, the same on every rank."""
+        return first_minibatch(source, self._minibatch_size, microbatch_size, self._seed)
+
+    def epoch(
+        self, worker: Worker, source: Source, microbatch_size: int, shuffle: bool, state: TrainState
+    ) -> Iterator[Minibatch]:
+        """Begin the next epoch, or continue the one that `state` is in; yield the rest of its minibatches.
+
+        Under an asynchronous schedule the rest begins with the stream.
+        """
+        if source.is_iterable:
+            progress = state.begin_epoch(None, shuffle=False)
+            done, total = progress.resume_point(self._minibatch_size)
+            begin = Begin(progress.position, state.data_states.get(progress.position), is_end=done == total)
+            reader = self._agreeing(worker, source, microbatch_size, epoch=state.epoch, begin=begin)
+            state.data_states = reader.states
+            return _noting_the_end(reader, progress)
+        shuffle = shuffle if source.shuffle is None else source.shuffle
+        microbatches = self._microbatches(source, microbatch_size, epoch=state.epoch, shuffle=shuffle)
+        progress = state.begin_epoch(len(microbatches.order), shuffle)
+        loads = partial(worker.loads, begin=progress.position, stream_start=progress.stream_start)
+        first = progress.stream_start if worker.plan.is_asynchronous else progress.position
+        return islice(loaded(microbatches, loads, self._processes(source)), first, None)
+
+    def evaluation(self, worker: Worker, source: Source, microbatch_size: int) -> Iterator[Minibatch]:
+        """Yield the minibatches of a data set, in its own order."""
+        if source.is_iterable:
+            return self._agreeing(worker, source, microbatch_size).minibatches()
+        microbatches = self._microbatches(source, microbatch_size)
+        return loaded(microbatches, worker.loads_to_infer, self._processes(source))
+
+    def _processes(self, source: Source) -> int:
+        return self._num_workers if source.num_workers is None else source.num_workers
+
+    def _microbatches(self, source: Source, microbatch_size: int, **which: Any) -> Microbatches:
+        return Microbatches(source, self._minibatch_size, microbatch_size, seed=self._seed, **which)
+
+    def _agreeing(self, worker: Worker, source: Source, microbatch_size: int, **options: Any) -> Reader:
+        """Return a reader on the ranks of the first and last stage, and on rank 0, which saves its state."""
+        reads = worker.loads_samples or self._world.rank == 0
+        sizes = self._minibatch_size, microbatch_size
+        return Reader(source, *sizes, self._seed, agree=partial(_agreed, worker), reads=reads, **options)
+
+
+def _noting_the_end(reader: Reader, progress: EpochProgress) -> Iterator[Minibatch]:
+    """Yield a reader's minibatches; the last one comes with the number of samples of the epoch."""
+    for minibatch in reader.minibatches():
+        progress.dataset_samples = reader.num_samples or 0
+        yield minibatch
+
+
+def _agreed(worker: Worker, count: int | None) -> int:
+    """Return the number of samples that every rank which reads has read. Collective.
+
+    Raises:
+        ValueError: on all ranks alike; the ranks have read different numbers.
+    """
+    own = (0, 0, 0) if count is None else (count, count * count, 1)
+    total, squares, readers = worker.share(np.array(own, dtype=float)).wait().tolist()
+    if squares * readers != total * total:
+        raise ValueError(
+            "the ranks have read different numbers of samples of an IterableDataset: every rank passes the "
+            "whole data set, which must give the same samples on each"
+        )
+    return int(total / readers)
