@@ -58,7 +58,9 @@ class Trainer:
 
     Args:
         model: an `nn.Sequential`, the same on every rank; rank 0's weights are used.
-        loss: a function `loss(outputs, targets)` that returns the mean over the samples.
+        loss: a function `loss(outputs, targets)` that returns the mean over the samples, or a pair
+            (sum, weight), such as the sum over the tokens that are not padding and their number. The
+            minibatch's loss is then the sum of all sums over the sum of all weights.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
         plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
@@ -243,7 +245,7 @@ class Trainer:
         self.state.step += 1
         self.state.progress = None
         self.state.accumulated = not self._updates
-        loss, seconds = losses.total(), time.perf_counter() - began
+        loss, seconds = losses.total().mean, time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
         self.recorder.keep(events, seconds, full)
         return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full).loss
@@ -405,7 +407,7 @@ class Trainer:
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""
         loads = self.worker.loads_to_infer
         batches = loaded(self._microbatches(dataset), loads, self._num_workers)
-        return evaluate(self.worker, batches, self._metrics, len(dataset), self.step, may_stop)
+        return evaluate(self.worker, batches, self._metrics, self.step, may_stop)
 
     def not_split(self) -> list[str] | None:
         """Trained modules whose backward a splitting schedule cannot split; on rank 0, else None."""
