@@ -4,7 +4,6 @@ Knows stages, no messages: the caller passes in the function by which ranks agre
 Invariant: all ranks that update together decide alike.
 """
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -72,7 +71,7 @@ class NonfiniteCheck:
             return True
         found = None
         if losses and not has_weight:
-            found = self._last + 1, self._without_weight(stream[next(iter(losses))].step)
+            found = self._last + 1, self._without_weight(stream[min(losses)].step)
         elif not self._seem_finite(losses):
             found = next(self._bad(losses, stream, step), None)
         if self._policy == "stop":
@@ -99,7 +98,7 @@ class NonfiniteCheck:
 
     def _without_weight(self, step: int) -> str:
         where = f"the loss of step {step} (stage {self._last})"
-        return f"{where} is not finite: {math.nan}, since the weights that it returned add up to 0"
+        return f"{where} is not finite: nan, since the weights that it returned add up to 0"
 
     def _bad(self, losses: Mapping[int, Tensor], stream: Stream, step: int) -> Iterator[tuple[int, str]]:
         """Yield (nearness to the origin, description) of each number that is not finite, nearest first."""
