@@ -216,7 +216,8 @@ class Config:
     """A training run.
 
     Args:
-        loss: called without positional arguments; maps (outputs, targets) to the mean over the samples.
+        loss: called without positional arguments; maps (outputs, targets) to the mean over the samples, or
+            to (sum, weight).
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer.
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Loss = Callable[[Any, Any], Tensor]  # (outputs, targets) -> the mean over the samples, a tensor of one number
+# (outputs, targets) -> a tensor of one number, the mean over the samples; or a pair (sum, weight), such as
+# the sum over the tokens that are not padding and their number. A weight is >= 0 and has no gradient.
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Agree = Callable[[float], float]  # this rank's number -> the largest of all ranks' numbers; collective

@@ -14,6 +14,7 @@ from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import clock_of
+from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import TensorTree, Tree, map_tensors
@@ -41,6 +42,7 @@ from hybridpipe.planning.schedules.instructions import (
 )
 from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.planning.timeline import Event
+from hybridpipe.stage.losses import LossSum, MicrobatchLoss
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.weights import Weights
@@ -53,12 +55,12 @@ class UpdateResult(NamedTuple):
     """Losses and events since the update before.
 
     Args:
-        losses: each microbatch's share of its minibatch's loss, by microbatch; on last-stage ranks only.
+        losses: each microbatch's loss, by microbatch; on last-stage ranks only.
         events: in seconds of this host's monotonic clock.
         num_minibatches: number of minibatches behind the update; 0 if no update was made.
     """
 
-    losses: dict[int, float]
+    losses: dict[int, LossSum]
     events: list[Event]
     num_minibatches: int
 
@@ -72,6 +74,7 @@ class Executor:
         update: the optimizer of all stages that the rank holds.
         check: looks for NaN and infinity before an update; None leaves gradients unchecked.
         shared: sums gradients over the stages that share a parameter; None if no other rank's stage does.
+        loss_weights: the factor on gradients where losses are (sum, weight); None: those of one rank.
     """
 
     def __init__(
@@ -85,10 +88,12 @@ class Executor:
         update: Update,
         check: NonfiniteCheck | None = None,
         shared: SharedGradients | None = None,
+        loss_weights: LossWeights | None = None,
     ) -> None:
         self.place, self.held = place, () if place is None else plan.held_stages(place)
         self.device, self.stages, self.p2p = device, stages, p2p
         self.sync, self.update, self.check, self.shared = sync, update, check, shared
+        self.loss_weights = loss_weights or LossWeights(plan)
         self.clock = clock_of(device)
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
@@ -193,8 +198,8 @@ class ProgramRun:
         self.step: int | None = stream.step + done  # for reports; None in an evaluation
         self.values: dict[tuple[int, int], TensorTree] = {}
         self.gradients: dict[tuple[int, int], Gradient] = {}
-        self.losses: dict[int, torch.Tensor] = {}
-        self.unchecked: dict[int, torch.Tensor] = {}  # losses that no update covers so far
+        self.losses: dict[int, MicrobatchLoss] = {}
+        self.unchecked: dict[int, MicrobatchLoss] = {}  # losses that no update covers so far
         self.events: list[Event] = []
         self.is_final = False  # True in the last backward of a chunk before its gradients are used
         self.minibatches_due = 0  # number of minibatches in the next update
@@ -233,7 +238,8 @@ class ProgramRun:
 
     def take_result(self) -> UpdateResult:
         """Return losses and events since the last call."""
-        result = UpdateResult({m: loss.item() for m, loss in self.losses.items()}, self.events, self.applied)
+        losses = {m: loss.summed(self.stream.sizes[m]) for m, loss in self.losses.items()}
+        result = UpdateResult(losses, self.events, self.applied)
         self.losses, self.events, self.applied = {}, [], 0
         return result
 
@@ -261,11 +267,7 @@ class ProgramRun:
         self.executor.p2p[c].send_gradient(m, self.gradients.pop((m, c)))
 
     def forward(self, instruction: Forward) -> None:
-        """Run the layers on one microbatch; the last stage computes its share of the loss.
-
-        Raises:
-            ValueError: the loss does not depend on any trained tensor.
-        """
+        """Run the layers on one microbatch; the last stage computes its loss."""
         m, c = instruction.microbatch, instruction.chunk
         stage, at = self.executor.stages[c], self.stream[m]
         self.step = at.step
@@ -277,15 +279,21 @@ class ProgramRun:
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, received, at.step, *given)
         else:
-            loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *given)
-            if not loss.requires_grad:
-                raise ValueError(
-                    "the loss depends on nothing that is trained: the outputs were detached or made under "
-                    "torch.no_grad(), or the loss is a constant"
-                )
-            self.losses[m] = self.unchecked[m] = loss.detach()
+            total = at.minibatch.num_samples
+            loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *given, total)
+            self._check_loss(loss, at.share)
+            self.losses[m] = self.unchecked[m] = loss
         if not c:  # each of a rank's stages sees the same samples
             self.executor.statistics.num_samples += self.stream.sizes[m]
+
+    def _check_loss(self, loss: MicrobatchLoss, share: float) -> None:
+        """Raise ValueError if the loss depends on nothing that is trained, or as `LossWeights.check`."""
+        if not loss.value.requires_grad:
+            raise ValueError(
+                "the loss depends on nothing that is trained: the outputs were detached or made under "
+                "torch.no_grad(), or the loss is a constant"
+            )
+        self.executor.loss_weights.check(loss, share, updates=self.minibatches_due > 0)
 
     def inputs_of(self, instruction: Forward) -> Tree:
         """Load the model's inputs for one microbatch; None where the stage needs none."""
@@ -325,13 +333,17 @@ class ProgramRun:
 
     def update(self, instruction: Step) -> None:
         """Apply the gradients, or skip the update where the check finds a number that is not finite."""
-        count, check, step = instruction.num_minibatches, self.executor.check, self.stream.step + self.covered
+        count, step = instruction.num_minibatches, self.stream.step + self.covered
+        check, update = self.executor.check, self.executor.update
         covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # later ones wait
         losses = {m: self.unchecked.pop(m) for m in covered}
-        if check is None or check.allows(losses, self.stream, step):
-            self.executor.update.step(count)
+        factor = self.executor.loss_weights.factor(losses, self.stream.sizes)
+        update.scale(factor)
+        values = {m: loss.value for m, loss in losses.items()}
+        if check is None or check.allows(values, self.stream, step, has_weight=factor > 0):
+            update.step(count)
         else:  # counts as an update, so that versions keep the plan's numbers
-            self.executor.update.end_step(count)
+            update.end_step(count)
         self.applied += count
         self.covered += count
 

@@ -23,6 +23,7 @@ from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.engine import rank_state
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
+from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.layers import Layers
@@ -37,6 +38,7 @@ from hybridpipe.planning.schedules.generators import forward_program, program
 from hybridpipe.planning.schedules.instructions import Forward, RankProgram, without_update
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
 from hybridpipe.planning.timeline import Event
+from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.state import shared_tensors
 from hybridpipe.stage.weights import sparse_parameters
@@ -60,9 +62,10 @@ class PendingLosses:
         self._pending.wait()
         return self._numbers[:-1].reshape(self._shape)
 
-    def total(self) -> float:
-        """Return the losses' sum in the order of the microbatches: the same float under every plan."""
-        return float(sum(self.wait().tolist()))
+    def total(self) -> LossSum:
+        """Return the losses' sum in the order of the microbatches: the same floats under every plan."""
+        numbers = self.wait().tolist()
+        return LossSum(*(float(sum(column)) for column in zip(*numbers, strict=True)))
 
     def ask_to_stop(self) -> bool:
         """Return True if any rank was asked to stop when it gave its numbers; the same on all ranks."""
@@ -133,6 +136,7 @@ class Worker:
             rule.build(parameters, plan, place.stage, self._sum_over_stages, elsewhere),
             NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks, elsewhere),
             SharedGradients(plan, place, groups, self.transport) if groups else None,
+            LossWeights(plan, self._sum_over_updating_ranks),
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(*pieces, transport=self.transport, num_stages=plan.num_stages)
@@ -200,19 +204,25 @@ class Worker:
         return total
 
     def _max_over_updating_ranks(self, number: int) -> int:
-        """Return the largest number of the ranks that update together. Collective over them.
+        """Return the largest number of the ranks that update together. Collective over them."""
+        return int(self._over_updating_ranks(np.array([number]), MPI.MAX)[0])
+
+    def _sum_over_updating_ranks(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sum of arrays of the ranks that update together. Collective over them."""
+        return self._over_updating_ranks(numbers, MPI.SUM)
+
+    def _over_updating_ranks(self, numbers: np.ndarray, op: MPI.Op) -> np.ndarray:
+        """Reduce `numbers` in place over the ranks that update together. Collective over them.
 
         Those are all ranks that the plan uses under a synchronous schedule, and the stage's replicas under an
         asynchronous one.
         """
         together = self.communicators.replicas if self.plan.is_asynchronous else self.communicators.used
         assert together is not None
-        if together.size == 1:
-            return number
-        found = np.array([number])
-        request = together.Iallreduce(MPI.IN_PLACE, found, op=MPI.MAX)
-        self.transport.watch(request, found, "agreement on an update", together.ranks).wait()
-        return int(found[0])
+        if together.size > 1:
+            request = together.Iallreduce(MPI.IN_PLACE, numbers, op=op)
+            self.transport.watch(request, numbers, "agreement on an update", together.ranks).wait()
+        return numbers
 
     def zero_grad(self) -> None:
         """Drop all gradients, as zero_grad() does in any training loop."""
@@ -233,16 +243,17 @@ class Worker:
             update: False accumulates gradients and leaves the weights as they are.
 
         Returns:
-            each microbatch's share of the loss, on the way to all ranks; this rank's events.
+            each microbatch's loss, on the way to all ranks; this rank's events.
         """
-        losses: dict[int, float] = {}
+        losses: dict[int, LossSum] = {}
         events: list[Event] = []
         with failure.guard():
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
                 losses, events = done.losses, done.events
-            numbers = np.zeros(len(minibatch.sizes))
-            numbers[list(losses)] = list(losses.values())
+            numbers = _blank(minibatch)
+            for m, loss in losses.items():
+                numbers[m] = loss
             return self.share(numbers), events
 
     def stream(
@@ -258,7 +269,7 @@ class Worker:
             done: number of these minibatches that the run before a resume trained on.
         """
         stream = Stream(minibatches, step)
-        numbers = [np.zeros(len(minibatch.sizes)) for minibatch in minibatches]
+        numbers = list(map(_blank, minibatches))
         ahead = deque(numbers[done:])
         with failure.guard(), self._refusing_early_end():
             rest = self._resumed_program(len(stream.sizes), ResumePoint(done, len(minibatches)))
@@ -452,6 +463,11 @@ class Worker:
             self.executor.sync.close()
         self.transport.close()
         self.communicators.free()
+
+
+def _blank(minibatch: Minibatch) -> np.ndarray:
+    """Return room for the `LossSum` of each microbatch."""
+    return np.zeros((len(minibatch.sizes), len(LossSum._fields)))
 
 
 def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:

@@ -84,7 +84,7 @@ class SequentialLayers:
         sequential.check_plan(self.model, plan, self.path)
 
     def renew(self) -> None:
-        """Do nothing: stages call the modules as they are."""
+        """Keep the layers: stages call the modules as they are."""
 
     def copied(self) -> "SequentialLayers":
         """Return the layers of a copy of the model, for measurements."""

@@ -1,7 +1,7 @@
 """GradientSync: sums gradients over a stage's replicas while the last backward is still running.
 
 Knows parameters and Horovod; no schedule. A stage with one replica does not load Horovod.
-Invariant: each loss is weighted by its share of the samples, so the sum is the mean over the minibatch.
+Invariant: a loss counts by its samples, so the sum is the minibatch's mean, or its sums over its samples.
 """
 
 import os

@@ -64,18 +64,25 @@ class NonfiniteCheck:
         self._parameters = [p for p in own if p not in self._elsewhere]
         self.num_skipped = 0
 
-    def allows(self, losses: Mapping[int, Tensor], stream: Stream, step: int) -> bool:
+    def allows(
+        self, losses: Mapping[int, Tensor], stream: Stream, step: int, has_weight: bool = True
+    ) -> bool:
         """Return True if the update at `step` may be made; the same on all ranks that update together.
 
         Args:
-            losses: shares of the loss, by microbatch of the stream.
+            losses: by microbatch of the stream; means, or sums of (sum, weight).
+            has_weight: False if the weights of the losses add up to 0, so that the minibatch's loss is NaN.
 
         Raises:
             NotFinite: a number is not finite, under policy "stop".
         """
         if self._policy == "ignore":
             return True
-        found = None if self._seem_finite(losses) else next(self._bad(losses, stream, step), None)
+        found = None
+        if losses and not has_weight:
+            found = self._last + 1, self._without_weight(stream[min(losses)].step)
+        elif not self._seem_finite(losses):
+            found = next(self._bad(losses, stream, step), None)
         if self._policy == "stop":
             if found is not None:
                 raise NotFinite(found[1], self._stagger_seconds)
@@ -97,6 +104,10 @@ class NonfiniteCheck:
             return True
         total = torch.stack([number.detach().float() for number in numbers]).sum()
         return bool(total.isfinite())
+
+    def _without_weight(self, step: int) -> str:
+        where = f"the loss of step {step} (stage {self._last})"
+        return f"{where} is not finite: nan, since the weights that it returned add up to 0"
 
     def _bad(self, losses: Mapping[int, Tensor], stream: Stream, step: int) -> Iterator[tuple[int, str]]:
         """Yield (nearness to the origin, description) of each number that is not finite, nearest first."""

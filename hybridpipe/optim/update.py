@@ -226,6 +226,12 @@ class Update:
                 self.optimizer.step()
         self.end_step(num_minibatches)
 
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients by `factor`."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
     def end_step(self, num_minibatches: int) -> None:
         """End a step, made or skipped: drop its gradients, and step the learning-rate scheduler."""
         self.zero_grad()

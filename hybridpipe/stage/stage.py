@@ -16,6 +16,7 @@ from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generato
 from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, tensors_in, tensors_of
 from hybridpipe.stage.deferred import Deferring
+from hybridpipe.stage.losses import MicrobatchLoss, checked
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
 from hybridpipe.stage.weights import (
@@ -42,14 +43,16 @@ class _Call(NamedTuple):
     weights: Weights | None
     targets: Tree = None
     share: float | None = None  # None if no loss follows
+    num_samples: int = 1  # of the minibatch
 
 
 _Later = WeightHalf | MicrobatchRows  # the sinks of deferred weight gradients
 
 
 class _Graph(NamedTuple):
-    outputs: TensorTree
+    outputs: TensorTree  # behind the loss, the number whose backward runs
     later: _Later | None
+    loss: MicrobatchLoss | None
 
 
 class _Stashed(NamedTuple):
@@ -65,7 +68,8 @@ class Stage:
         layers: the layers; their indices in the whole model are a part of each one's random key.
         device: the device that they run on.
         seed: seed of the run's random numbers.
-        loss: the last stage's loss: `loss(outputs, targets)` returns the mean over the samples.
+        loss: the last stage's loss: `loss(outputs, targets)` returns the mean over the samples, or a pair
+            (sum, weight).
         split_backward: run the backward in halves, `backward_input` and `backward_weight`.
         recompute: stash only a microbatch's inputs, and run its forward again for its backward.
         batches_wgrad: compute the weight gradients of several microbatches in one product where that pays
@@ -150,7 +154,8 @@ class Stage:
         Raises:
             ValueError: a layer uses its own parameters instead of `weights`.
         """
-        return self._forward(_Call(_slot(slot, microbatch), microbatch, step, received, inputs, weights))
+        call = _Call(_slot(slot, microbatch), microbatch, step, received, inputs, weights)
+        return self._forward(call).outputs
 
     def forward_loss(
         self,
@@ -162,24 +167,26 @@ class Stage:
         weights: Weights | None = None,
         slot: int | None = None,
         inputs: Tree = None,
-    ) -> Tensor:
-        """Run the layers and the loss, and stash the loss times `share`.
+        num_samples: int = 1,
+    ) -> MicrobatchLoss:
+        """Run the layers and the loss, and stash the loss times its `MicrobatchLoss.factor`.
 
         Args:
             share: this microbatch's fraction of the minibatch's samples.
+            num_samples: samples of the minibatch; used for a loss that returns (sum, weight).
             microbatch, received, step, weights, slot, inputs: as in `forward`.
 
         Returns:
-            the loss times `share`, a detached tensor of one number; it requires grad if the loss does.
+            the loss, detached; its value requires grad if the loss does.
 
         Raises:
-            ValueError: the loss is not a tensor of one number, or uses parameters from outside the stage.
+            ValueError: the loss is neither a mean nor a pair, or uses parameters from outside the stage.
         """
         key = _slot(slot, microbatch)
-        call = _Call(key, microbatch, step, received, inputs, weights, targets, share)
-        loss = self._forward(call)
-        assert isinstance(loss, Tensor)
-        return loss.detach().requires_grad_(loss.requires_grad)
+        call = _Call(key, microbatch, step, received, inputs, weights, targets, share, num_samples)
+        loss = self._forward(call).loss
+        assert loss is not None
+        return loss
 
     def infer(self, microbatch: int, received: TensorTree | None, step: int, inputs: Tree = None) -> Tree:
         """Run the layers without a graph; nothing is stashed."""
@@ -240,25 +247,24 @@ class Stage:
         """Run the other half of `backward`: parameter gradients add up in `.grad`."""
         self._weight_halves.pop(slot).finish()
 
-    def _forward(self, call: _Call) -> TensorTree:
+    def _forward(self, call: _Call) -> _Graph:
         if not self.recompute:
             graph = self._graph(call)
             self._stash[call.slot] = _Stashed(call._replace(targets=None), graph)
-            return graph.outputs
+            return graph
         before = self._buffers.before()
         targets = None if call.share is None else copied(call.targets)
         # with a graph, since kernels may differ without one; the graph is freed at once
         given = {"received": copied(call.received), "inputs": copied(call.inputs), "targets": targets}
-        outputs = self._graph(call._replace(**given)).outputs
+        graph = self._graph(call._replace(**given))
         self._stash[call.slot] = _Stashed(call, None, self._buffers.after(before))
-        passed_on: TensorTree = without_graph(outputs)
-        return passed_on
+        return _Graph(without_graph(graph.outputs), None, graph.loss)
 
     def _backward(
         self, slot: int, gradients: Sequence[Tensor | None], is_final: bool = False
     ) -> tuple[tuple[Tensor | None, ...], _Later | None]:
         call, graph, buffers = self._stash.pop(slot)
-        outputs, later = graph or self._graph(call, buffers)
+        outputs, later, _ = graph or self._graph(call, buffers)
         tensors = tensors_of(outputs)
         behind_loss = call.share is not None
         roots = [
@@ -278,11 +284,11 @@ class Stage:
             later = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
         elif self.batches_wgrad and self.can_batch_wgrad:
             later = MicrobatchRows(self._wgrad)
-        outputs = self._holding(call.weights, later, lambda: self._run(call), buffers)
+        outputs, loss = self._holding(call.weights, later, lambda: self._run(call), buffers)
         if call.weights is not None and not self._weights_checked:
             check_no_other_weights(outputs, self.module)
             self._weights_checked = True
-        return _Graph(outputs, later)
+        return _Graph(outputs, later, loss)
 
     def _holding(
         self,
@@ -299,23 +305,20 @@ class Stage:
         with self._deferring.deferring_to(later):
             return self._substitution.run(function, later.weights, buffers)
 
-    def _run(self, call: _Call) -> TensorTree:
+    def _run(self, call: _Call) -> tuple[TensorTree, MicrobatchLoss | None]:
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
         value = self.layers.run(map_tensors(_enter, call.received), call.inputs, seed, training=True)
         self._check_unchanged(before)
         if call.share is None:
-            return _passed_on(value)
+            return _passed_on(value), None
         assert self.loss is not None
         seed(self.layers.loss_key, self._loss_draws_from_python)
-        mean = self.loss(value, call.targets)
-        if not isinstance(mean, Tensor) or mean.numel() != 1:
-            got = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
-            raise ValueError(f"loss must return a tensor of one number, the mean over the samples, got {got}")
+        loss = checked(self.loss(value, call.targets))
         if not self._loss_checked:
-            check_no_foreign_weights(mean, value, self.module)
+            check_no_foreign_weights(loss.value, value, self.module)
             self._loss_checked = True
-        return mean * call.share
+        return loss.value * loss.factor(call.share, call.num_samples), loss.detached()
 
     def _seed(self, step: int, microbatch: int, place: int, python_too: bool) -> None:
         seed_generators(random_key(self.seed, step, microbatch, place), self.device, python_too)

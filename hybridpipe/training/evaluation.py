@@ -19,6 +19,7 @@ from hybridpipe.engine.worker import PendingLosses, Worker
 from hybridpipe.errors import shown
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import Tree
+from hybridpipe.stage.losses import LossSum, SameKind, checked
 from hybridpipe.types import Loss
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (outputs, targets) of a microbatch → (sum, count)
@@ -77,14 +78,14 @@ def evaluate(
             previous = current
     if previous is not None:
         totals += previous.wait().sum(axis=0)
-    return metrics.metrics(totals, num_samples)
+    return metrics.metrics(totals)
 
 
 class MicrobatchMetrics:
-    """Reduces a microbatch to numbers that add up: the summed loss, and the sum and count of each metric.
+    """Reduces a microbatch to numbers that add up: sum and weight of the loss, sum and count of each metric.
 
     Args:
-        loss: mean loss of a microbatch.
+        loss: the training's loss.
         metrics: functions by name, called with (outputs, targets) of a microbatch; each returns (sum, count).
             Unless one is called "accuracy", the accuracy is counted for targets that are classes.
 
@@ -101,27 +102,29 @@ class MicrobatchMetrics:
                 raise TypeError(f"metrics must be a dict of functions by name, got {name!r}: {metric!r}")
         if LOSS in metrics:
             raise ValueError(f"metrics must not be called {LOSS!r}, which is the mean loss")
-        self._loss, self._metrics = loss, dict(metrics)
+        self._loss, self._metrics, self._kind = loss, dict(metrics), SameKind()
         self._accuracy = None if ACCURACY in metrics else Accuracy(loss)
 
     @property
     def width(self) -> int:
         """Length of the list of a microbatch's numbers."""
-        return 1 + 2 * len(self._metrics) + (0 if self._accuracy is None else Accuracy.width)
+        return 2 + 2 * len(self._metrics) + (0 if self._accuracy is None else Accuracy.width)
 
     @torch.no_grad()
     def __call__(self, outputs: Tree, targets: Tree, num_samples: int) -> list[float]:
         """Return the numbers of one microbatch."""
-        numbers = [float(self._loss(outputs, targets)) * num_samples]
+        loss = checked(self._loss(outputs, targets))
+        self._kind.see(loss.is_weighted)
+        numbers = [*loss.summed(num_samples)]
         for name, metric in self._metrics.items():
             numbers += _sum_and_count(name, metric(outputs, targets))
         return numbers if self._accuracy is None else [*numbers, *self._accuracy(outputs, targets)]
 
-    def metrics(self, totals: np.ndarray, num_samples: int) -> dict[str, float]:
-        """Mean loss and metrics from the added numbers, without metrics whose count is 0."""
-        found = {LOSS: float(totals[0]) / max(num_samples, 1)}
+    def metrics(self, totals: np.ndarray) -> dict[str, float]:
+        """Loss and metrics from the added numbers; the loss is NaN without weight, a metric then missing."""
+        found = {LOSS: LossSum(*totals[:2].tolist()).mean}
         for i, name in enumerate(self._metrics):
-            total, count = totals[1 + 2 * i : 3 + 2 * i]
+            total, count = totals[2 + 2 * i : 4 + 2 * i]
             if count:
                 found[name] = float(total / count)
         if self._accuracy is not None:

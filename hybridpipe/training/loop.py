@@ -131,8 +131,8 @@ class EpochLoop:
     def _record(self, minibatch: Minibatch, sums: PendingLosses, seconds: float) -> MinibatchRecord:
         full = minibatch.num_samples == self._minibatch_size
         loss = sums.total()
-        record = self._recorder.note(self._state.epoch, loss, minibatch.num_samples, seconds, full)
-        self._progress.note(loss, minibatch.num_samples)
+        record = self._recorder.note(self._state.epoch, loss.mean, minibatch.num_samples, seconds, full)
+        self._progress.note(loss)
         if sums.ask_to_stop():  # every rank learns it with this record; none has trained beyond this step
             recorded_step = self._state.step - self._progress.position + self._progress.recorded
             self._state.preempt(recorded_step + losses_late(self._worker.plan))

@@ -29,7 +29,7 @@ class MinibatchRecord:
     Args:
         step: minibatches trained on before it.
         epoch: complete epochs.
-        loss: mean loss.
+        loss: the minibatch's loss.
         num_samples: its samples.
         seconds: time on this rank since the minibatch before.
     """

@@ -11,9 +11,10 @@ from hybridpipe.errors import UserError, shown
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import ceil_div, resume_points_every
 from hybridpipe.planning.schedules.resume_point import ResumePoint
+from hybridpipe.stage.losses import LossSum
 
 _INSIDE_FIT = {"save": "use its checkpoint=Checkpointing(...)"}
-_COUNTS = ("dataset_samples", "position", "recorded", "stream_start", "num_samples")
+_COUNTS = ("dataset_samples", "position", "recorded", "stream_start")
 
 
 @dataclass
@@ -27,8 +28,8 @@ class EpochProgress:
         position: minibatches in this rank's weights.
         recorded: minibatches whose losses are in `loss_sum`.
         stream_start: first minibatch of the current asynchronous stream.
-        loss_sum: sum over minibatches of loss times samples.
-        num_samples: samples behind `loss_sum`.
+        loss_sum: sum of the losses' sums.
+        loss_weight: sum of their weights: samples, unless the loss returns (sum, weight).
         seconds: training time.
         data_state: `state_dict()` of an iterable data set after `position` minibatches; None if it has none.
     """
@@ -39,15 +40,15 @@ class EpochProgress:
     recorded: int = 0
     stream_start: int = 0
     loss_sum: float = 0.0
-    num_samples: int = 0
+    loss_weight: float = 0.0
     seconds: float = 0.0
     data_state: Any = None
 
-    def note(self, loss: float, num_samples: int) -> None:
+    def note(self, loss: LossSum) -> None:
         """Add the loss of the next minibatch."""
         self.recorded += 1
-        self.loss_sum += loss * num_samples
-        self.num_samples += num_samples
+        self.loss_sum += loss.sum
+        self.loss_weight += loss.weight
 
     @property
     def losses_in(self) -> int:
@@ -71,7 +72,7 @@ class EpochProgress:
         for name in _COUNTS:
             if type(values[name]) is not int or values[name] < 0:
                 raise UserError(f"{where}: so_far.{name}: must be an integer >= 0, got {shown(values[name])}")
-        for name in ("loss_sum", "seconds"):
+        for name in ("loss_sum", "loss_weight", "seconds"):
             if type(values[name]) not in (int, float):
                 raise UserError(f"{where}: so_far.{name}: must be a number, got {shown(values[name])}")
         if type(values["shuffle"]) is not bool:
@@ -161,7 +162,7 @@ class TrainState:
         assert self.progress is not None
         entry: dict[str, Any] = {
             "epoch": self.epoch,
-            "loss": self.progress.loss_sum / self.progress.num_samples,
+            "loss": LossSum(self.progress.loss_sum, self.progress.loss_weight).mean,
             "seconds": self.progress.seconds,
         }
         if validation is not None:

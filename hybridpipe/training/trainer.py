@@ -58,8 +58,10 @@ class Trainer:
 
     Args:
         model: the same on every rank; rank 0's weights are used. An `nn.Sequential` is cut between its
-            children. Any other model is one layer, called with a dict by keyword, a tuple by position.
-        loss: a function `loss(outputs, targets)` that returns the mean over the samples.
+            children. Any other model is called with a dict by keyword, a tuple by position, and recorded.
+        loss: a function `loss(outputs, targets)` that returns the mean over the samples, or a pair
+            (sum, weight), such as the sum over the tokens that are not padding and their number. The
+            minibatch's loss is then the sum of all sums over the sum of all weights.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
         plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
@@ -251,7 +253,7 @@ class Trainer:
         self.state.step += 1
         self.state.progress = None
         self.state.accumulated = not self._updates
-        loss, seconds = losses.total(), time.perf_counter() - began
+        loss, seconds = losses.total().mean, time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
         self.recorder.keep(events, seconds, full)
         return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full).loss

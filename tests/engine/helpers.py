@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from hybridpipe import Plan, StageSpec
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Stream, slice_minibatch
 from hybridpipe.engine.executor import Executor
+from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.model.sequential import check_plan, stage_module
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import UpdateRule
@@ -21,6 +23,7 @@ from hybridpipe.planning.plan import Place
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import RankProgram, without_update
 from hybridpipe.planning.timeline import Event
+from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from tests.engine.inprocess import Mailboxes, QueueTransport, SharedSync
 
@@ -75,6 +78,25 @@ class StageSum:
             self.numbers[place] = number
             self.barrier.wait()
             total = sum(self.numbers[each] for each in sorted(self.numbers) if each.replica == 0)
+            self.barrier.wait()
+            return total
+
+        return add_up
+
+
+class ArraySum:
+    """Sums arrays of all ranks, which are threads."""
+
+    def __init__(self, barrier: threading.Barrier):
+        self.barrier, self.arrays = barrier, {}
+
+    def at(self, rank: int) -> Callable[[np.ndarray], np.ndarray]:
+        """Return the function of a rank."""
+
+        def add_up(numbers: np.ndarray) -> np.ndarray:
+            self.arrays[rank] = numbers
+            self.barrier.wait()
+            total = np.sum(list(self.arrays.values()), axis=0)
             self.barrier.wait()
             return total
 
@@ -144,7 +166,7 @@ def make_executors(
     mailboxes = Mailboxes()
     executors: dict[int, Executor] = {}
     barriers = [threading.Barrier(plan.num_ranks, timeout=timeout_seconds)]
-    stage_sum = StageSum(barriers[0])
+    stage_sum, array_sum = StageSum(barriers[0]), ArraySum(barriers[0])
     for group, spec in enumerate(plan.stages[: plan.num_groups]):
         held = plan.held_stages(Place(group, 0))
         stages = [[_stage(plan, model, s, loss) for s in held] for _ in spec.ranks]
@@ -163,6 +185,8 @@ def make_executors(
                     [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
                 ),
                 NonfiniteCheck("stop", plan, Place(group, r), stages[r], int),
+                None,
+                LossWeights(plan, array_sum.at(rank)),
             )
     return executors, barriers
 
@@ -204,7 +228,7 @@ def in_threads(
     executors, barriers = make_executors(plan, model, loss, rule or UpdateRule(optimizer), timeout_seconds)
     cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
     streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
-    shares: list[dict[int, float]] = [{} for _ in minibatches]
+    found: list[dict[int, LossSum]] = [{} for _ in minibatches]
     events: dict[int, list[list[Event]]] = {rank: [] for rank in plan.ranks}
 
     def train(rank: int) -> None:
@@ -213,8 +237,8 @@ def in_threads(
             if (i + 1) % accumulate:
                 program = without_update(program)
             for done in executors[rank].run(RankProgram(program), stream):
-                for m, share in done.losses.items():
-                    shares[stream[m].step][stream[m].microbatch] = share
+                for m, loss in done.losses.items():
+                    found[stream[m].step][stream[m].microbatch] = loss
                 events[rank].append(done.events)
 
     each_in_a_thread(plan, train, barriers)
@@ -223,7 +247,7 @@ def in_threads(
     in_order = sorted(held, key=lambda pair: pair[0])
     seen = [] if plan.is_asynchronous or plan.chunks > 1 else range(len(minibatches) // accumulate)
     return Result(
-        [sum(part[m] for m in sorted(part)) for part in shares],
+        [LossSum(*map(sum, zip(*(part[m] for m in sorted(part)), strict=True))).mean for part in found],
         [list(chain(*(each.sync.seen[i] for each in first))) for i in seen],
         [parameter for _, stage in in_order for parameter in stage.module.parameters()],
         events,

@@ -46,6 +46,27 @@ def test_schedulers_and_delay_warm_up_of_asynchronous_schedules(job):
     assert done.stdout.count("parameters within") == len(plans) * 3
 
 
+def test_losses_with_weights(job):
+    """Loss, history, evaluation and clipped updates are those of one process's mean over all tokens."""
+    done = job(3, "weighted.py", "1-1", "2-1", "1-2")
+    assert done.stdout.count("parameters within") == 3 * 2
+
+
+def test_replicas_whose_losses_are_of_two_kinds_are_refused_once(job):
+    done = job(3, "weighted.py", "--both", fails=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("hybridpipe: ")]
+    assert "loss must return the same kind for every microbatch" in line
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_minibatch_without_weight(job, policy):
+    done = job(3, "weighted.py", "--empty", policy, fails=policy == "stop")
+    told = "the loss of step 0 (stage 1) is not finite: nan, since the weights that it returned add up to 0"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("hybridpipe: ")]
+    assert len(lines) == 1 and told in lines[0], done.stdout
+    assert done.stdout.count("the weights are finite") == (0 if policy == "stop" else 3)
+
+
 def test_clipping_schedulers_and_no_sync(job):
     plans = ["1-1", "2-1", "1-2", "3", "1-1x2"]
     done = job(3, "updates.py", *plans)

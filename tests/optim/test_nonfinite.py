@@ -30,8 +30,8 @@ class Rank:
             parameter.grad = torch.ones_like(parameter)
 
     def allows(self, *losses: float) -> bool:
-        shares = {m: torch.tensor(loss) for m, loss in enumerate(losses)}
-        return self.finite.allows(shares, STREAM, step=7)
+        values = {m: torch.tensor(loss) for m, loss in enumerate(losses)}
+        return self.finite.allows(values, STREAM, step=7)
 
 
 def test_finite_numbers_pass():
@@ -46,6 +46,14 @@ def test_finite_numbers_pass():
 def test_a_loss_is_named(bad):
     with pytest.raises(NotFinite, match=r"the loss of step 7, microbatch 1 \(stage 1\) is not finite: "):
         Rank().allows(1.0, bad)
+
+
+def test_a_loss_without_weight_is_named_where_there_is_a_loss():
+    rank = Rank()
+    assert rank.finite.allows({}, STREAM, step=7, has_weight=False)  # the last stage tells
+    told = r"^the loss of step 7 \(stage 1\) is not finite: nan, since the weights that .* add up to 0$"
+    with pytest.raises(NotFinite, match=told):
+        rank.finite.allows({1: torch.zeros(())}, STREAM, step=7, has_weight=False)
 
 
 @pytest.mark.parametrize("bad, counted", [(torch.nan, "2 NaN and 0"), (-torch.inf, "0 NaN and 2")])

@@ -142,6 +142,12 @@ def test_all_parameter_groups_are_clipped_and_scaled():
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5, 1.0]
 
 
+def test_a_factor_reaches_every_gradient_that_there_is():
+    a, b, unused, alone = parameters(3.0, 4.0, None, 5.0)
+    Update(torch.optim.SGD([a, b, unused], lr=1.0), parameters=[a, b, unused, alone]).scale(0.5)
+    assert [p.grad[0].item() for p in (a, b, alone)] == [1.5, 2.0, 2.5] and unused.grad is None
+
+
 # --- the learning rate that schedulers see
 
 

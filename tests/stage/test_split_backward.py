@@ -92,7 +92,7 @@ def test_under_autocast(kind):
         stage = stage_of(layers, split_backward=split, loss=nn.functional.mse_loss)
         inputs = torch.randn(6, 3, 5, requires_grad=True)
         with torch.autocast("cpu", dtype=kind):
-            loss = stage.forward_loss(0, inputs, torch.randn(6, 2), 1.0, 0)
+            loss = stage.forward_loss(0, inputs, torch.randn(6, 2), 1.0, 0).value
         (of_inputs,) = stage.backward(0)
         assert of_inputs.dtype == torch.float32
         return [loss, of_inputs, *(p.grad for p in stage.module.parameters())]

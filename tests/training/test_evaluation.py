@@ -1,5 +1,6 @@
 """What outputs are worth, and when that is enough."""
 
+import math
 from contextlib import contextmanager
 from functools import partial
 
@@ -31,8 +32,8 @@ class PerToken(nn.Module):
 )
 def test_losses_and_right_answers_add_up(shape, targets, loss, classes):
     outputs, labels = torch.randn(shape).double(), torch.randint(0, 4, targets)
-    total, right, judged, others = MicrobatchMetrics(loss, {})(outputs, labels, 6)
-    assert total == pytest.approx(6 * loss(outputs, labels).item())
+    total, weight, right, judged, others = MicrobatchMetrics(loss, {})(outputs, labels, 6)
+    assert total == pytest.approx(6 * loss(outputs, labels).item()) and weight == 6
     assert (right, judged, others) == ((outputs.argmax(classes) == labels).sum(), labels.numel(), 0)
 
 
@@ -42,7 +43,7 @@ def accuracy(loss, outputs, targets) -> float | None:
     slices = [slice(i, i + 3) for i in range(0, len(targets), 3)]
     numbers = [microbatch_metrics(outputs[each], targets[each], len(targets[each])) for each in slices]
     totals = np.sum(numbers, axis=0)
-    return microbatch_metrics.metrics(totals, len(targets)).get("accuracy")
+    return microbatch_metrics.metrics(totals).get("accuracy")
 
 
 def one_hot(classes: torch.Tensor, num_classes: int = 4) -> torch.Tensor:
@@ -121,7 +122,7 @@ def test_metrics_of_the_users_are_sums_over_counts():
     )
     numbers = [microbatch_metrics(outputs[a:b], targets[a:b], b - a) for a, b in ((0, 5), (5, 7))]
     totals = np.sum(numbers, axis=0)
-    found = microbatch_metrics.metrics(totals, 7)
+    found = microbatch_metrics.metrics(totals)
     assert found.keys() == {"loss", "mae", "accuracy"}
     assert found["loss"] == pytest.approx(mse(outputs, targets).item())
     assert found["mae"] == pytest.approx((outputs - targets).abs().mean().item())
@@ -163,9 +164,9 @@ def test_targets_need_a_validation_set_and_no_target_needs_none():
         targets_wanted(None, loss=0.5, accuracy=0.9)
 
 
-def test_without_samples_there_is_a_loss_of_nothing():
+def test_without_samples_there_is_no_loss():
     metrics = MicrobatchMetrics(mse, {})
-    assert metrics.metrics(np.zeros(metrics.width), 0) == {"loss": 0.0}
+    assert math.isnan(metrics.metrics(np.zeros(metrics.width))["loss"])
 
 
 class Pair(tuple):
@@ -197,7 +198,7 @@ class Evaluating:
         class Pending:
             def wait(self):
                 worker.said.append(f"wait {number}")
-                return np.array([[0.5 * m, *[0.0] * (width - 1)] for m in minibatch])
+                return np.array([[0.5 * m, 1.0, *[0.0] * (width - 2)] for m in minibatch])
 
             def ask_to_stop(self):
                 return number in worker.asked_at
@@ -211,7 +212,7 @@ def test_an_evaluation_waits_one_minibatch_late():
     assert found == {"loss": 0.5 * 21 / 6}
     order = "average, begin, infer 0, infer 1, wait 0, infer 2, wait 1, end, wait 2"
     assert worker.said == order.split(", ")
-    assert evaluate(Evaluating(), [], MicrobatchMetrics(mse, {}), step=9) == {"loss": 0.0}
+    assert math.isnan(evaluate(Evaluating(), [], MicrobatchMetrics(mse, {}), step=9)["loss"])
 
 
 def test_an_evaluation_is_left_when_a_rank_was_asked_to_stop():
@@ -222,7 +223,7 @@ def test_an_evaluation_is_left_when_a_rank_was_asked_to_stop():
     assert evaluate(Evaluating(), data, metrics, step=9, may_stop=True) is not None
 
 
-@pytest.mark.parametrize("num_metrics, own, width", [(0, False, 4), (2, False, 8), (1, True, 3)])
+@pytest.mark.parametrize("num_metrics, own, width", [(0, False, 5), (2, False, 9), (1, True, 4)])
 def test_a_microbatch_has_as_many_numbers_as_are_said(num_metrics, own, width):
     named = {f"m{i}": lambda o, t: (1, 2) for i in range(num_metrics - own)}
     metrics = MicrobatchMetrics(cross_entropy, named | ({"accuracy": lambda o, t: (1, 2)} if own else {}))

@@ -7,6 +7,7 @@ import pytest
 from hybridpipe.errors import UserError
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.schedules.resume_point import ResumePoint
+from hybridpipe.stage.losses import LossSum
 from hybridpipe.training.train_state import EpochProgress, TrainState, is_resume_point
 
 ASYNCHRONOUS = Plan((StageSpec(0, 1, 2), StageSpec(1, 2)), "pipedream", num_microbatches=1)
@@ -17,11 +18,11 @@ def begun(**fields) -> EpochProgress:
     return EpochProgress(44, True, **({"position": 5, "recorded": 5, "stream_start": 2} | fields))
 
 
-def test_losses_count_by_their_samples():
+def test_losses_count_by_their_weights():
     progress = EpochProgress(44, True, stream_start=1, recorded=1)
-    progress.note(2.0, 8)
-    progress.note(5.0, 4)
-    assert (progress.recorded, progress.losses_in, progress.num_samples) == (3, 2, 12)
+    progress.note(LossSum(16.0, 8))
+    progress.note(LossSum(20.0, 4))
+    assert (progress.recorded, progress.losses_in, progress.loss_weight) == (3, 2, 12)
     assert progress.loss_sum == 36.0
 
 
@@ -57,7 +58,7 @@ def test_what_is_written_of_an_epoch_is_read():
     [
         ({"position": -1}, "so_far.position: must be an integer >= 0, got -1"),
         ({"recorded": 5.0}, "so_far.recorded: must be an integer >= 0, got 5.0"),
-        ({"num_samples": True}, "so_far.num_samples: must be an integer >= 0, got True"),
+        ({"loss_weight": True}, "so_far.loss_weight: must be a number, got True"),
         ({"loss_sum": None}, "so_far.loss_sum: must be a number, got None"),
         ({"seconds": "2"}, "so_far.seconds: must be a number, got "),
         ({"shuffle": 3}, "so_far.shuffle: must be true or false, got 3"),
@@ -82,10 +83,10 @@ def test_an_epoch_that_was_begun_goes_on_with_the_same_samples_only():
 
 
 def test_an_epoch_ends_as_an_entry_of_the_history():
-    state = TrainState(epoch=3, progress=begun(loss_sum=30.0, num_samples=20, seconds=7.0))
+    state = TrainState(epoch=3, progress=begun(loss_sum=30.0, loss_weight=20, seconds=7.0))
     assert state.end_epoch(None) == {"epoch": 3, "loss": 1.5, "seconds": 7.0}
     assert (state.epoch, state.progress, len(state.history)) == (4, None, 1)
-    state.progress = begun(loss_sum=30.0, num_samples=20)
+    state.progress = begun(loss_sum=30.0, loss_weight=20)
     assert state.end_epoch({"loss": 2.0})["validation"] == {"loss": 2.0}
 
 

@@ -1,0 +1,91 @@
+"""LossWeights: the factor on a minibatch's gradients where its losses are pairs (sum, weight).
+
+Knows losses, no gradients and no messages: the caller passes in the sum over the ranks that update together.
+Invariant: all ranks that update together use the same factor, and the same one under every plan.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hybridpipe.planning.plan import Plan
+from hybridpipe.stage.losses import MicrobatchLoss, SameKind, both_kinds
+
+AddUp = Callable[[np.ndarray], np.ndarray]
+
+
+def _alone(numbers: np.ndarray) -> np.ndarray:
+    return numbers
+
+
+class LossWeights:
+    """The weights of a training's losses.
+
+    A backward runs before the weights of all microbatches are known, with its sum over the minibatch's
+    samples. `factor` turns samples into weights. Only the last stage sees a loss, so all ranks learn in the
+    first update whether there are weights, and exchange nothing later if there are none.
+
+    A minibatch of one microbatch needs no factor, since its sum was divided by its own weight.
+
+    Args:
+        add_up: returns the sum of an array over all ranks that update together; collective.
+    """
+
+    def __init__(self, plan: Plan, add_up: AddUp = _alone) -> None:
+        self._plan, self._add_up = plan, add_up
+        self._own = SameKind()  # of this rank's losses
+        self._agreed: bool | None = None  # losses are weighted, on all ranks; None: before an exchange
+
+    def check(self, loss: MicrobatchLoss, share: float, updates: bool) -> None:
+        """Check that a microbatch's loss can be trained on exactly.
+
+        Args:
+            share: the microbatch's fraction of the minibatch's samples.
+            updates: False inside `no_sync`.
+
+        Raises:
+            ValueError: it cannot, or an earlier loss was of the other kind.
+        """
+        self._own.see(loss.is_weighted)
+        if not loss.is_weighted:
+            return
+        if not updates:
+            raise ValueError(
+                "no_sync makes no sense with a loss that returns (sum, weight): its sums are divided by the "
+                "weights of one minibatch; pass all samples to one train_step"
+            )
+        if self._plan.is_asynchronous and share != 1:
+            raise ValueError(
+                "a loss that returns (sum, weight) needs the weights of a whole minibatch, which nobody has "
+                f"in time under {self._plan.schedule}: use microbatch_size = minibatch_size or a synchronous "
+                "schedule"
+            )
+
+    def factor(self, losses: Mapping[int, MicrobatchLoss], sizes: Sequence[int]) -> float:
+        """Return the factor on the gradients of an update; 0 if its weights add up to 0.
+
+        Collective over the ranks that update together, unless all of them know that the factor is 1. Without
+        an exchange, other ranks do not learn of a sole weight of 0.
+
+        Args:
+            losses: this rank's, by microbatch.
+            sizes: samples of each microbatch of the minibatch or, under an asynchronous schedule, the stream.
+
+        Raises:
+            ValueError: some losses are weighted and others are not.
+        """
+        if self._plan.is_asynchronous or len(sizes) == 1 or self._agreed is False:
+            return float(all(loss.weight != 0 for loss in losses.values()))
+        numbers = np.zeros(len(sizes) + 1)
+        for m, loss in losses.items():
+            numbers[m] = loss.weight or 0.0
+            numbers[-1] += loss.is_weighted
+        *weights, num_weighted = self._add_up(numbers).tolist()
+        if num_weighted not in (0, len(sizes)):
+            raise both_kinds()
+        self._own.see(num_weighted > 0)
+        self._agreed = num_weighted > 0
+        if not self._agreed:
+            return 1.0
+        total = sum(weights)
+        return sum(sizes) / total if total else 0.0
