@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.sequential import copied, single_layers
+from hybridpipe.model.sequential import copied, shared_parameters, single_layers
 from hybridpipe.model.tensors import TensorTree, map_tensors, norms, received, tensors_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
@@ -82,7 +82,7 @@ class Rehearsal:
         device: torch.device | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        layers = single_layers(model)
+        layers, self.shared = single_layers(model), shared_parameters(model)
         self.stages, self.split_stages = (
             [
                 Stage(
@@ -169,6 +169,7 @@ class Rehearsal:
             others=tuple(others),
             device=str(self.device),
             dtype=_dtype(stages, self.inputs),
+            shared=self.shared,
             state_factor=state_bytes / sum(parameter_bytes) if sum(parameter_bytes) else 0.0,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )

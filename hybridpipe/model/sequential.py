@@ -12,7 +12,8 @@ from itertools import chain
 from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import SharedParameter
 
 
 class StageModule:
@@ -131,6 +132,16 @@ def holders(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
         keys = [key for key, _ in uses]
         found |= dict.fromkeys(keys, stages(*keys))
     return found
+
+
+def shared_parameters(model: nn.Module) -> tuple[SharedParameter, ...]:
+    """Return the parameters that several layers hold; frozen ones count no bytes, as in the layers' own."""
+    layers_of = holders(model, Plan(tuple(StageSpec(i, i + 1) for i in range(num_layers(model)))))
+    return tuple(
+        SharedParameter(key, layers_of[key], parameter.nbytes * parameter.requires_grad)
+        for key, parameter in model.named_parameters()
+        if len(layers_of[key]) > 1
+    )
 
 
 def _uses(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
