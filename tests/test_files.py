@@ -225,7 +225,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("layers[0].parameter_bytes", ABSENT, "is required, but missing"),
         ("samples", 0, "must be an integer >= 1, got 0"),
         ("load", 0, "must be an integer >= 1, got 0"),
-        ("shared", [{}], "must be"),
+        ("shared", 3, "must be a valid array, got 3"),
         ("others[0].layers", [], "must hold the same 1 layers, got 0"),
         ("state_factor", -1, "must be a finite number >= 0, got -1"),
         ("versions.torch", 2.9, "must be a valid string, got 2.9"),
