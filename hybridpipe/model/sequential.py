@@ -135,13 +135,18 @@ def holders(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def shared_parameters(model: nn.Module) -> tuple[SharedParameter, ...]:
-    """Return the parameters that several layers hold; frozen ones count no bytes, as in the layers' own."""
+    """Return what several layers hold: parameters, of which frozen ones count no bytes, as in their layers',
+    and buffers that training writes to.
+    """
     layers_of = holders(model, Plan(tuple(StageSpec(i, i + 1) for i in range(num_layers(model)))))
-    return tuple(
-        SharedParameter(key, layers_of[key], parameter.nbytes * parameter.requires_grad)
-        for key, parameter in model.named_parameters()
-        if len(layers_of[key]) > 1
-    )
+    parameters, found = dict(model.named_parameters()), []
+    for uses in _uses(model).values():
+        key, stays = uses[0][0], _reason_to_stay(uses)
+        if len(layers_of[key]) > 1 and (key in parameters or stays):
+            parameter = parameters.get(key)
+            num_bytes = parameter.nbytes if parameter is not None and parameter.requires_grad else 0
+            found.append(SharedParameter(key, layers_of[key], num_bytes, separable=stays is None))
+    return tuple(found)
 
 
 def _uses(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
@@ -207,19 +212,24 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
             _check_may_be_shared(uses, stages_of, plan)
 
 
+def _reason_to_stay(uses: Sequence[tuple[str, nn.Module]]) -> str | None:
+    """Return why a tensor with these uses must stay in one stage under any schedule; None if it need not."""
+    for key, module in uses:
+        name = key.rpartition(".")[2]
+        if name in module._buffers and isinstance(module, nn.modules.batchnorm._NormBase):
+            return "to which training writes"
+        if name == "weight" and getattr(module, "sparse", False) is True:
+            return "whose gradients are sparse (an embedding's sparse=False makes them dense)"
+    return None
+
+
 def _check_may_be_shared(
     uses: Sequence[tuple[str, nn.Module]], stages_of: Mapping[str, Sequence[int]], plan: Plan
 ) -> None:
     """Raise ValueError if a tensor that several stages hold must stay in one of them."""
-    reason = None
-    for key, module in uses:
-        name = key.rpartition(".")[2]
-        if name in module._buffers and isinstance(module, nn.modules.batchnorm._NormBase):
-            reason = "to which training writes"
-        elif name in module._parameters and plan.is_asynchronous:
-            reason = f"which the stages would update at different times under {plan.schedule}"
-        elif name == "weight" and getattr(module, "sparse", False) is True:
-            reason = "whose gradients are sparse (an embedding's sparse=False makes them dense)"
+    reason = _reason_to_stay(uses)
+    if plan.is_asynchronous and any(key.rpartition(".")[2] in module._parameters for key, module in uses):
+        reason = f"which the stages would update at different times under {plan.schedule}"
     if reason is not None:
         (first, _), *others = uses
         s, (last, _) = stages_of[first], others[-1]

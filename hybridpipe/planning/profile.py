@@ -161,17 +161,19 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter that several layers use, such as a tied embedding.
+    """A parameter that several layers use, such as a tied embedding, or a buffer that training writes to.
 
     Args:
         name: its first key in the model, for people.
         layers: the layers that use it, in ascending order, each of which counts it in `parameter_bytes`.
-        parameter_bytes: its size; 0 if it is frozen.
+        parameter_bytes: its size; 0 if it is frozen or a buffer.
+        separable: False if its layers must stay in one stage under every schedule.
     """
 
     name: str
     layers: tuple[int, ...]
     parameter_bytes: int
+    separable: bool = True
 
     def __post_init__(self) -> None:
         non_negative_int("parameter_bytes", self.parameter_bytes)

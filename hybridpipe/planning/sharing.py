@@ -82,10 +82,17 @@ def exchanged_bytes(profile: ModelProfile, plan: Plan) -> list[dict[int, int]]:
 
 
 def may_run(profile: ModelProfile, plan: Plan) -> bool:
-    """True unless the plan separates layers that share a parameter under an asynchronous schedule."""
-    return not plan.is_asynchronous or not any(exchanged_bytes(profile, plan))
+    """True unless the plan separates layers that must stay in one stage.
+
+    Under an asynchronous schedule these are all that share a parameter.
+    """
+    stays = (each.layers for each in profile.shared if plan.is_asynchronous or not each.separable)
+    return all(_stage(plan, layers[0]) == _stage(plan, layers[-1]) for layers in stays)
 
 
 def _group(plan: Plan, layer: int) -> int:
-    stage = next(s for s, each in enumerate(plan.stages) if layer < each.stop)
-    return stage % plan.num_groups
+    return _stage(plan, layer) % plan.num_groups
+
+
+def _stage(plan: Plan, layer: int) -> int:
+    return next(s for s, each in enumerate(plan.stages) if layer < each.stop)

@@ -106,6 +106,16 @@ def test_parameters_of_several_layers_are_told():
     assert [each.parameter_bytes for each in profile.layers] == [64, 0, 64, 80]
 
 
+def test_what_must_stay_in_one_stage_is_told():
+    norm = nn.BatchNorm1d(4, affine=False)
+    profile = measure(
+        nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm), torch.ones(2, 4), torch.ones(2, 4),
+        nn.functional.mse_loss,
+    )  # fmt: skip
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert profile.shared == tuple(SharedParameter(f"1.{name}", (1, 3), 0, separable=False) for name in names)
+
+
 def test_frozen_parameters_are_not_counted():
     model = mlp()
     model[0].requires_grad_(False)

@@ -124,6 +124,15 @@ def test_asynchronous_plans_never_separate_the_holders(schedule):
     assert may_run(profile, best)
 
 
+def test_what_is_not_separable_stays_in_one_stage_under_every_schedule():
+    profile = tied(8, 1, 3)
+    profile = replace(profile, shared=(replace(profile.shared[0], separable=False),))
+    for schedule in ("1f1b", "interleaved-1f1b", "zero-bubble"):
+        found = search(profile, NET, 8, num_ranks=3, schedule=schedule)
+        assert any(each.plan.num_stages > 1 for each in found)
+        assert all(not {2, 3} & {stage.stop for stage in each.plan.stages} for each in found)
+
+
 def test_a_frozen_shared_parameter_costs_nothing_and_is_not_separated_either():
     profile, apart = tied(num_bytes=0), make_plan("1-1", 2, 4)
     assert stage_costs(profile, apart) == stage_costs(untied(profile), apart)

@@ -58,8 +58,9 @@ class LayerCosts:
         self.edges = np.arange(len(layers) + 1)
         self.can_cut = np.ones(len(layers) + 1, dtype=np.bool_)
         self.can_cut[[0, -1]] = False
-        for shared in profile.shared if self.is_asynchronous else ():
-            self.can_cut[shared.layers[0] + 1 : shared.layers[-1] + 1] = False
+        for shared in profile.shared:
+            if self.is_asynchronous or not shared.separable:
+                self.can_cut[shared.layers[0] + 1 : shared.layers[-1] + 1] = False
         self.sums: dict[tuple[str, int], Floats] = {}  # tables of `between`, by name and rounds
         self._tables: dict[StageKind, tuple[Floats, Floats]] = {}
 

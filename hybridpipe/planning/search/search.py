@@ -346,6 +346,8 @@ def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = 
     plans = interleaved_plans(
         problem.profile, problem.cluster, problem.num_microbatches, request, ranks, max_replicas
     )
+    if not plans and not problem.is_alternative:
+        raise ValueError(f"schedule {problem.request.schedule} needs 4 layers that a cut may separate")
     fitting = (plan for plan in plans if fits(plan, problem.profile, problem.cluster))
     return list(islice(fitting, NUM_INTERLEAVED)) or plans
 
