@@ -13,7 +13,7 @@ from hybridpipe.errors import UserError
 from hybridpipe.files import read_cluster, read_plan, read_profile, write_json
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
-from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.profile import LayerProfile, ModelProfile, SharedParameter
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS, SCHEDULES
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -89,6 +89,7 @@ PROFILE = """\
     }
   ],
   "load": 2,
+  "shared": [],
   "versions": {"torch": "2.9.0"}
 }
 """
@@ -224,6 +225,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("layers[0].parameter_bytes", ABSENT, "is required, but missing"),
         ("samples", 0, "must be an integer >= 1, got 0"),
         ("load", 0, "must be an integer >= 1, got 0"),
+        ("shared", 3, "must be a valid array, got 3"),
         ("others[0].layers", [], "must hold the same 1 layers, got 0"),
         ("state_factor", -1, "must be a finite number >= 0, got -1"),
         ("versions.torch", 2.9, "must be a valid string, got 2.9"),
@@ -366,6 +368,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+TIED = SharedParameter("0.weight", (0, 1), 0)
 layers = st.builds(LayerProfile, st.text(), seconds, seconds, sizes, sizes, sizes, seconds, st.none() | sizes)
 profiles = st.builds(
     ModelProfile,
@@ -375,6 +378,7 @@ profiles = st.builds(
     state_factor=seconds,
     versions=st.dictionaries(st.text(), st.text(), max_size=3),
 )
+profiles |= profiles.map(lambda profile: replace(profile, layers=profile.layers[:1] * 2, shared=(TIED,)))
 
 
 @st.composite

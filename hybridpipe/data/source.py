@@ -54,6 +54,11 @@ class Source:
         """True if the samples have no index: the data set is read in its own order."""
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
 
+    @property
+    def shapes_vary(self) -> bool:
+        """True if microbatches of as many samples may differ in shape; samples that are stacked have one."""
+        return self.collate_fn is not None or self.is_iterable
+
     def num_samples(self, minibatch_size: int) -> int | None:
         """Return the number of samples of an epoch; None where only the end tells it."""
         if self.is_iterable:

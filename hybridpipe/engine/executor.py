@@ -5,7 +5,7 @@ Invariant: the executor decides nothing; no other module turns a schedule's data
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -166,7 +166,8 @@ class Executor:
 
     def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
         for stage, p2p in zip(self.stages, self.p2p, strict=True):
-            p2p.begin(program.instructions, partial(_form, stage, stream, training), step, training)
+            form = cache(partial(_form, stage, stream, training))
+            p2p.begin(program.instructions, form, step, training)
 
     def _execute(self, run: "ProgramRun", program: RankProgram, part: Part) -> None:
         """Run the instructions of one part, and preserve the random state, since layers seed generators."""

@@ -224,6 +224,14 @@ class Worker:
             self.transport.watch(request, numbers, "agreement on an update", together.ranks).wait()
         return numbers
 
+    def expect_shapes(self, vary: bool) -> None:
+        """Say before a run whether microbatches of as many samples may differ in shape.
+
+        Every stage then looks at the inputs. All ranks must say the same.
+        """
+        for stage in self.executor.stages:
+            stage.layers.shapes_vary = vary
+
     def zero_grad(self) -> None:
         """Drop all gradients, as zero_grad() does in any training loop."""
         self.executor.update.zero_grad()

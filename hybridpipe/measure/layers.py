@@ -8,21 +8,22 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.measure.layer_bytes import LayerBytes, leaves, measure_bytes, require_grad, total_bytes
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model import tensors
-from hybridpipe.model.layers import Layers, layers_of
+from hybridpipe.model.layers import Layers, layers_of, shared_parameters
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, norms, received, tensors_in, tensors_of
+from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, norms, tensors_in
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.stage import Stage
@@ -82,7 +83,7 @@ class Rehearsal:
         device: torch.device | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        alone = layers.single()
+        alone, self.shared = layers.single(), shared_parameters(layers)
         self.stages, self.split_stages = (
             [
                 Stage(
@@ -142,7 +143,7 @@ class Rehearsal:
         stages = self.stages
         microbatches = [self._first(size) for size in sizes] or [self._first(None)]
         with self._running() as watch:
-            num_bytes = [_measure_bytes(stages, each) for each in microbatches]
+            num_bytes = [measure_bytes(stages, each.inputs, each.targets) for each in microbatches]
             seconds = _typical(
                 [partial(_passes, stages, self.split_stages, each, watch) for each in microbatches], agree
             )
@@ -151,7 +152,7 @@ class Rehearsal:
             in_between = partial(_pass, stages, microbatches[0], watch, crossing)
             updates, state_bytes = _measure_updates(stages, optimizer, in_between, watch, agree)
         parameter_bytes = [
-            _bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
+            total_bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
         ]
         first, *others = (
             Measurement(
@@ -171,17 +172,10 @@ class Rehearsal:
             others=tuple(others),
             device=str(self.device),
             dtype=_dtype(stages, self.inputs),
+            shared=self.shared,
             state_factor=state_bytes / sum(parameter_bytes) if sum(parameter_bytes) else 0.0,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
-
-
-class _LayerBytes(NamedTuple):
-    """Bytes of one microbatch in one layer."""
-
-    activation: int  # kept for the backward
-    output: int  # passed on to the next layer
-    gradient: int  # received from it
 
 
 class _Batching(NamedTuple):
@@ -211,7 +205,7 @@ def _layer_profile(
     seconds: Mapping[tuple[str, int], float],
     batching: _Batching,
     parameter_bytes: int,
-    num_bytes: _LayerBytes,
+    num_bytes: LayerBytes,
 ) -> LayerProfile:
     forward = seconds["forward", i]
     input_seconds = None
@@ -388,7 +382,7 @@ def _pass(
         began = watch.now()
         if stage.loss is None:
             outputs = stage.forward(0, value, step=0, inputs=inputs)
-            value = _leaves(outputs, crossing.setdefault(i, _require_grad(outputs)))
+            value = leaves(outputs, crossing.setdefault(i, require_grad(outputs)))
         else:
             stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0, inputs=inputs)
         took["forward", i] = watch.since(began)
@@ -402,43 +396,6 @@ def _pass(
             stage.backward_weight(0)
             took["weight backward", i] = watch.since(began)
     return took
-
-
-def _measure_bytes(stages: list[Stage], microbatch: _Microbatch) -> list[_LayerBytes]:
-    """Count the bytes of each layer. A storage counts in the layer that keeps it first."""
-    kept: dict[int, Any] = {
-        tensor.untyped_storage().data_ptr(): tensor
-        for stage in stages
-        for tensor in (*stage.module.parameters(), *stage.module.buffers())
-    }
-    counting = [0]
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in kept:
-            kept[storage.data_ptr()] = tensor  # alive until the end, so that no address is used twice
-            counting[-1] += storage.nbytes()
-        return tensor
-
-    found = []
-    value: TensorTree | None = None
-    for stage in stages:
-        inputs = microbatch.inputs if stage.layers.needs_inputs(training=True) else None
-        counting.append(0)
-        crossing: tuple[Tensor, ...] = ()  # no layer follows the loss
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            if stage.loss is None:
-                outputs = stage.forward(0, value, step=0, inputs=inputs)
-                value = _leaves(outputs, _require_grad(outputs))
-                crossing = tensors_of(outputs)
-            else:
-                stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0, inputs=inputs)
-        returned = _bytes(tensor for tensor in crossing if tensor.requires_grad)
-        found.append(_LayerBytes(counting[-1], _bytes(crossing), returned))
-    gradients: tuple[Tensor | None, ...] = ()
-    for stage in reversed(stages):
-        gradients = stage.backward(0, gradients)
-    return found
 
 
 def _measure_updates(
@@ -475,7 +432,7 @@ def _measure_updates(
         return took
 
     updates = _typical([steps], agree)[0] if optimizers else {}
-    state_bytes = _bytes(
+    state_bytes = total_bytes(
         value
         for over_layer in optimizers.values()
         for state in over_layer.state.values()
@@ -483,18 +440,6 @@ def _measure_updates(
         if isinstance(value, Tensor) and value.numel() > 1
     )
     return updates, state_bytes
-
-
-def _leaves(outputs: TensorTree, require_grad: list[bool]) -> TensorTree:
-    return received(map_tensors(lambda tensor: tensor.detach(), outputs), require_grad)
-
-
-def _require_grad(outputs: TensorTree) -> list[bool]:
-    return [tensor.requires_grad for tensor in tensors_of(outputs)]
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _dtype(stages: list[Stage], inputs: Tree) -> str:

@@ -12,7 +12,8 @@ from hybridpipe.model import sequential
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.model.recording import Records, Unsplittable
 from hybridpipe.model.sequential import StageModule
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import SharedParameter
 
 
 class Layers(Protocol):
@@ -91,18 +92,24 @@ class SequentialLayers:
         return SequentialLayers(sequential.copied(self.model), self.path)
 
 
+def shared_parameters(layers: Layers) -> tuple[SharedParameter, ...]:
+    """Return what several layers of a model share (`sequential.shared_parameters`)."""
+    one_by_one = Plan(tuple(StageSpec(i, i + 1) for i in range(layers.num_layers)))
+    return sequential.shared_parameters(layers.model, layers.holders(one_by_one))
+
+
 def known_layers(model: nn.Module) -> SequentialLayers | None:
     """Return the layers of a model that shows them; None if its forward must be recorded first."""
     return SequentialLayers(model) if sequential.is_sequential(model) else None
 
 
-def layers_of(model: nn.Module, inputs: Any, varies: bool = False) -> Layers:
+def layers_of(model: nn.Module, inputs: Any) -> Layers:
     """Return the layers of any model; one whose forward cannot be recorded is one layer.
 
     Args:
-        inputs, varies: as for `RecordedModel`.
+        inputs: as for `RecordedModel`.
     """
     try:
-        return known_layers(model) or RecordedModel(model, Records(model), inputs, varies)
+        return known_layers(model) or RecordedModel(model, Records(model), inputs)
     except Unsplittable as error:
         return SequentialLayers(model, str(error))

@@ -27,14 +27,13 @@ class RecordedModel:
         records: of the model's forward.
         inputs: the model's inputs for one microbatch, samples in the first dimension; a dict goes by
             keyword, a tuple by position.
-        varies: microbatches of as many samples may differ in shape, so that every stage needs the inputs.
 
     Raises:
         Unsplittable: the forward cannot be recorded.
     """
 
-    def __init__(self, model: nn.Module, records: Records, inputs: Any, varies: bool = False) -> None:
-        self.model, self.records, self.varies, self._inputs = model, records, varies, inputs
+    def __init__(self, model: nn.Module, records: Records, inputs: Any) -> None:
+        self.model, self.records, self._inputs = model, records, inputs
         self.record = self.typical(training=True)
         self.names = [layer.name for layer in self.record.layers]
 
@@ -109,7 +108,7 @@ class RecordedModel:
             UserError: a part of the model cannot be copied.
         """
         model = copied(self.model)
-        return RecordedModel(model, self.records.on(model), self._inputs, self.varies)
+        return RecordedModel(model, self.records.on(model), self._inputs)
 
     @cached_property
     def held(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -160,8 +159,9 @@ class RecordedStage(StageModule):
 
     def needs_inputs(self, training: bool) -> bool:
         """Return True if `run` uses the model's inputs."""
-        typical = self._slice(self._recorded.typical(training))
-        return self._begin is None or self._recorded.varies or bool(typical.needs)
+        if self.shapes_vary or self._begin is None:
+            return True
+        return bool(self._slice(self._recorded.typical(training)).needs)
 
     @property
     def draws_from_python(self) -> bool:

@@ -5,6 +5,7 @@ modules are the model's own. A tensor that several stages hold belongs to the fi
 """
 
 import copy
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.rng import may_draw_from_python
-from hybridpipe.model.tensors import Tree
+from hybridpipe.model.tensors import Tree, tensors_in
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import SharedParameter
 
 WHOLE = ""  # the name of the one layer of a model that no plan can cut: the model itself
+
+SHAPES = 2**32  # forms from here on are of shapes, those below are numbers of samples
 
 # Seeds the generators with a key; the flag tells whether to seed Python's and NumPy's, too.
 Seed = Callable[[int, bool], None]
@@ -32,7 +36,12 @@ class StageModule:
         first_layer: index of the first layer in the whole model.
         names: the layers' names in the model; by default their indices.
         shared: the first key in the model of each tensor that layers outside the stage hold, too, by its key.
+
+    Attributes:
+        shapes_vary: microbatches of as many samples may differ in shape; their inputs tell them apart.
     """
+
+    shapes_vary = False
 
     def __init__(
         self,
@@ -79,9 +88,12 @@ class StageModule:
 
         Args:
             num_samples: samples in the microbatch.
-            inputs: returns the model's inputs; not called unless `needs_inputs(training)`.
+            inputs: returns the model's inputs; called if `needs_inputs(training)` or `shapes_vary`.
         """
-        return num_samples
+        if not self.shapes_vary:
+            return num_samples
+        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(inputs())]
+        return SHAPES + zlib.crc32(repr(shapes).encode())
 
     def run(self, received: Tree, inputs: Tree, seed: Seed, training: bool) -> Tree:
         """Run the layers on one microbatch.
@@ -211,6 +223,26 @@ def holders(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def shared_parameters(
+    model: nn.Module, layers_of: Mapping[str, tuple[int, ...]]
+) -> tuple[SharedParameter, ...]:
+    """Return the parameters that several layers hold, and such buffers that training writes to.
+
+    Frozen parameters count no bytes, as in their layers.
+
+    Args:
+        layers_of: the layers that hold each tensor, by each of its keys.
+    """
+    parameters, found = dict(model.named_parameters()), []
+    for uses in _uses(model).values():
+        key, stays = uses[0][0], _reason_to_stay(uses)
+        if len(layers_of[key]) > 1 and (key in parameters or stays):
+            parameter = parameters.get(key)
+            num_bytes = parameter.nbytes if parameter is not None and parameter.requires_grad else 0
+            found.append(SharedParameter(key, layers_of[key], num_bytes, separable=stays is None))
+    return tuple(found)
+
+
 def _uses(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
     """Return the keys of each parameter and buffer, and the modules that hold it there, by the tensor's id.
 
@@ -284,19 +316,24 @@ def check_shared(model: nn.Module, plan: Plan, stages_of: Mapping[str, Sequence[
             _check_may_be_shared(uses, stages_of, plan)
 
 
+def _reason_to_stay(uses: Sequence[tuple[str, nn.Module]]) -> str | None:
+    """Return why a tensor with these uses must stay in one stage under any schedule; None if it need not."""
+    for key, module in uses:
+        name = key.rpartition(".")[2]
+        if name in module._buffers and isinstance(module, nn.modules.batchnorm._NormBase):
+            return "to which training writes"
+        if name == "weight" and getattr(module, "sparse", False) is True:
+            return "whose gradients are sparse (an embedding's sparse=False makes them dense)"
+    return None
+
+
 def _check_may_be_shared(
     uses: Sequence[tuple[str, nn.Module]], stages_of: Mapping[str, Sequence[int]], plan: Plan
 ) -> None:
     """Raise ValueError if a tensor that several stages hold must stay in one of them."""
-    reason = None
-    for key, module in uses:
-        name = key.rpartition(".")[2]
-        if name in module._buffers and isinstance(module, nn.modules.batchnorm._NormBase):
-            reason = "to which training writes"
-        elif name in module._parameters and plan.is_asynchronous:
-            reason = f"which the stages would update at different times under {plan.schedule}"
-        elif name == "weight" and getattr(module, "sparse", False) is True:
-            reason = "whose gradients are sparse (an embedding's sparse=False makes them dense)"
+    reason = _reason_to_stay(uses)
+    if plan.is_asynchronous and any(key.rpartition(".")[2] in module._parameters for key, module in uses):
+        reason = f"which the stages would update at different times under {plan.schedule}"
     if reason is not None:
         (first, _), *others = uses
         s, (last, _) = stages_of[first], others[-1]

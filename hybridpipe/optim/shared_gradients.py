@@ -14,32 +14,9 @@ from hybridpipe.comm.messages import Spec, TensorSpec, check_header, pack, views
 from hybridpipe.comm.p2p import HEADER_NAMES, KINDS, SHARED_TAG
 from hybridpipe.comm.transport import Pending, Transport
 from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.sharing import peers_of
 
 PART_BYTES = 2**30  # larger messages are sent in parts, since MPI counts in 32 bits
-
-
-class Peers(NamedTuple):
-    """The ranks with which one rank exchanges gradients of another group of replicas.
-
-    Args:
-        source: the rank whose gradients it receives.
-        targets: the ranks that receive its own.
-    """
-
-    source: int
-    targets: tuple[int, ...]
-
-
-def peers_of(plan: Plan, place: Place, group: int) -> Peers:
-    """Return the peers of the rank at `place` in another group: all replicas of a group have equal gradients.
-
-    A replica receives from one replica of the other group, whose number is its own modulo their count.
-    """
-    own, other = plan.stages[place.stage].ranks, plan.stages[group].ranks
-    return Peers(
-        other[place.replica % len(other)],
-        tuple(rank for r, rank in enumerate(other) if r % len(own) == place.replica),
-    )
 
 
 class _Received(NamedTuple):

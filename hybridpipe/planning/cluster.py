@@ -222,6 +222,11 @@ class Cluster:
                 return index
         raise ValueError(f"ranks {rank} and {other} are not both among the cluster's {self.num_ranks}")
 
+    def link(self, rank: int, other: int) -> Level:
+        """Return the level of `level_index`; its `bandwidth` is what a message by itself gets."""
+        level = self.levels[self.level_index(rank, other)]
+        return replace(level, bandwidth=min(level.bandwidth, level.shared_bandwidth or math.inf))
+
     def unit_below(self, index: int, rank: int) -> int:
         """Return the rank's unit of the level below `levels[index]`, whose link it shares."""
         return rank // (self.levels[index - 1].ranks if index else 1)

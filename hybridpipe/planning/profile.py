@@ -160,6 +160,30 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """A parameter that several layers use, such as a tied embedding, or a buffer that training writes to.
+
+    Args:
+        name: its first key in the model, for people.
+        layers: the layers that use it, in ascending order, each of which counts it in `parameter_bytes`.
+        parameter_bytes: its size; 0 if it is frozen or a buffer.
+        separable: False if its layers must stay in one stage under every schedule.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    parameter_bytes: int
+    separable: bool = True
+
+    def __post_init__(self) -> None:
+        non_negative_int("parameter_bytes", self.parameter_bytes)
+        for layer in self.layers:
+            non_negative_int("layers", layer)
+        if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers must be several in ascending order, got {list(self.layers)}")
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """The layers of a model at one size of the microbatch."""
 
@@ -180,6 +204,7 @@ class ModelProfile:
             Adam).
         others: the same layers at other measured sizes of the microbatch.
         load: ranks of a machine that computed at once during the measurement.
+        shared: the parameters that several layers use.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -189,6 +214,7 @@ class ModelProfile:
     state_factor: float = 0.0
     others: tuple[Measurement, ...] = ()
     load: int = 1
+    shared: tuple[SharedParameter, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     format: str = PROFILE_FORMAT
 
@@ -205,9 +231,24 @@ class ModelProfile:
                 raise ValueError(
                     f"others[{i}].layers must hold the same {self.num_layers} layers, got {len(other.layers)}"
                 )
+        self._check_shared()
         sizes = [self.samples, *(other.samples for other in self.others)]
         if len(set(sizes)) < len(sizes):
             raise ValueError(f"others must be of different samples each, got {sizes}")
+
+    def _check_shared(self) -> None:
+        """Raises ValueError for shared parameters of layers that are too few or too small."""
+        rest = {i: layer.parameter_bytes for i, layer in enumerate(self.layers)}
+        for n, shared in enumerate(self.shared):
+            for i in shared.layers:
+                if i not in rest:
+                    raise ValueError(f"shared[{n}].layers must be < {self.num_layers}, got {i}")
+                rest[i] -= shared.parameter_bytes
+                if rest[i] < 0:
+                    raise ValueError(
+                        f"shared[{n}].parameter_bytes must be a part of layers[{i}].parameter_bytes = "
+                        f"{self.layers[i].parameter_bytes}, got {shared.parameter_bytes}"
+                    )
 
     @property
     def num_layers(self) -> int:

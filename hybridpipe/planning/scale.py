@@ -11,8 +11,9 @@ from hybridpipe.planning.profile import LayerProfile, ModelProfile
 
 
 def scaled_profile(profile: ModelProfile, scale: float) -> ModelProfile:
-    """Return the profile with every size divided by `scale` and every time unchanged."""
-    return replace(profile, layers=tuple(_layer(layer, scale) for layer in profile.layers), others=())
+    """Return the profile of a replay: every size divided by `scale`, and every time unchanged."""
+    layers = tuple(_layer(layer, scale) for layer in profile.layers)
+    return replace(profile, layers=layers, shared=(), others=())  # the layers of a replay share nothing
 
 
 def scaled_cluster(cluster: Cluster, scale: float) -> Cluster:

@@ -113,8 +113,9 @@ class Stage:
         return self.layers.draws_from_python or self._loss_draws_from_python
 
     def loads(self, training: bool) -> bool:
-        """Return True if the stage takes the model's inputs or the loss's targets from the data set."""
-        return self.loss is not None or self.layers.needs_inputs(training)
+        """Return True if the stage looks at the model's inputs or the loss's targets."""
+        layers = self.layers
+        return self.loss is not None or layers.shapes_vary or layers.needs_inputs(training)
 
     @property
     def num_stashed(self) -> int:

@@ -80,6 +80,7 @@ class Feed:
 
         Under an asynchronous schedule the rest begins with the stream.
         """
+        worker.expect_shapes(source.shapes_vary)
         if source.is_iterable:
             progress = state.begin_epoch(None, shuffle=False)
             done, total = progress.resume_point(self._minibatch_size)
@@ -96,6 +97,7 @@ class Feed:
 
     def evaluation(self, worker: Worker, source: Source, microbatch_size: int) -> Iterator[Minibatch]:
         """Yield the minibatches of a data set, in its own order."""
+        worker.expect_shapes(source.shapes_vary)
         if source.is_iterable:
             return self._agreeing(worker, source, microbatch_size).minibatches()
         microbatches = self._microbatches(source, microbatch_size)

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
@@ -20,11 +21,12 @@ from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.device import device_of_rank
+from hybridpipe.engine import consistency
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.health import failure
 from hybridpipe.measure.layers import Rehearsal
-from hybridpipe.model.layers import Layers
+from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
@@ -65,7 +67,6 @@ class PlanMaker:
     Args:
         given: a plan, or a name of SOURCES.
         request: requirements for a plan by name.
-        layers: the model's layers; None: they are known with the first minibatch.
         rule: optimizer and settings of updates.
         minibatch_size: samples of a minibatch.
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
@@ -80,7 +81,7 @@ class PlanMaker:
         self,
         given: Plan | str,
         request: PlanRequest,
-        layers: Layers | None,
+        model: nn.Module,
         loss: Loss,
         rule: UpdateRule,
         world: MPI.Comm,
@@ -90,7 +91,8 @@ class PlanMaker:
         cluster: ClusterLike | None = None,
         predicts: bool = False,
     ) -> None:
-        self._request, self._layers, self._loss, self._rule = request, layers, loss, rule
+        self._request, self._model, self._loss, self._rule = request, model, loss, rule
+        self._layers: Layers | None = known_layers(model)  # None until the forward is recorded
         self._predicts = predicts
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # microbatch sizes that "auto" may also choose
@@ -149,7 +151,30 @@ class PlanMaker:
         self._given, self._smaller_sizes = plan, []
         return f"with {what}"
 
-    def make(self, layers: Layers, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
+    @property
+    def waits(self) -> bool:
+        """True if the plan, or its prediction, needs the first minibatch."""
+        return self.plan is None or self._layers is None or self._predicts
+
+    @property
+    def known_layers(self) -> Layers:
+        """The model's layers; not before `make` if their forward must be recorded."""
+        assert self._layers is not None
+        return self._layers
+
+    def _layers_of(self, minibatch: Minibatch) -> Layers:
+        """Return the model's layers; record its forward on the first microbatch where needed. Collective.
+
+        Raises:
+            ValueError: the ranks' forwards differ.
+        """
+        if self._layers is None:
+            layers = layers_of(self._model, minibatch.inputs(0))
+            consistency.check_alike(self._world, {"the forward of the model": layers.path})
+            self._layers = layers
+        return self._layers
+
+    def make(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
         """Make the plan; also return the choice behind it, or None for a given plan without prediction.
 
         Collective.
@@ -160,6 +185,7 @@ class PlanMaker:
         Raises:
             ValueError: the given plan does not fit the layers, or no plan is found.
         """
+        layers = self._layers_of(minibatch)
         if isinstance(self._given, Plan):
             layers.check_plan(self._given)
             if not self._predicts:

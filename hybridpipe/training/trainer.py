@@ -27,7 +27,6 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
-from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative
@@ -59,9 +58,8 @@ class Trainer:
     Args:
         model: the same on every rank; rank 0's weights are used. An `nn.Sequential` is cut between its
             children. Any other model is called with a dict by keyword, a tuple by position, and recorded.
-        loss: a function `loss(outputs, targets)` that returns the mean over the samples, or a pair
-            (sum, weight), such as the sum over the tokens that are not padding and their number. The
-            minibatch's loss is then the sum of all sums over the sum of all weights.
+        loss: a function `loss(outputs, targets)` that returns the mean over the samples, or (sum, weight),
+            such as the sum over the tokens and their number, for a mean over the whole minibatch.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
         plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
@@ -83,16 +81,14 @@ class Trainer:
             MLSys 2021, section 3.1). Not under pipedream-2bw, where d is 1 in every stage.
         compression: "fp16" sends float32 gradients between replicas as float16, in half the bytes. Sums then
             have three digits, and those beyond 65504 are infinite.
-        predict: also measure model and machines for a given plan, to have its prediction in the summary. It
-            takes some seconds before the first minibatch.
+        predict: also measure model and machines for a given plan, for its prediction in the summary.
         seed: seed of the order of samples and of all random numbers of layers and data sets.
-        num_workers: loader processes of each rank of the first and the last stage, as DataLoader's; 0 loads
-            each microbatch when it is needed.
+        num_workers: loader processes of each rank that loads samples; 0 loads them when they are needed.
         collate_fn: makes (inputs, targets), or a dict that is both, of a list of samples; by default stacks.
         device: of this rank; by default one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; by default MPI.COMM_WORLD.
-        hang_timeout: seconds in one instruction, or in one wait for other ranks, after which a rank reports
-            the state of every rank and ends the job; 0 for never.
+        hang_timeout: seconds in one instruction or one wait for other ranks, after which a rank reports the
+            state of every rank and ends the job; 0 for never.
         on_nonfinite: reaction to a NaN or infinite loss or gradient. "stop" ends the job with one line that
             names it; "skip" leaves the update out, on all ranks or, under asynchronous schedules, on all
             replicas of the stage; "ignore" does not check.
@@ -158,12 +154,11 @@ class Trainer:
         sizes = {"hang_timeout": hang_timeout, "microbatch_size": microbatch_size}
         self._check_alike(given, metrics, **asdict(request), **sizes)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
-        self._layers: Layers | None = known_layers(model)  # None until the forward is recorded
-        trained = self._layers, loss, self.rule, self.world, self.device
+        trained = model, loss, self.rule, self.world, self.device
         self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster, predict)
         self._begin_state()
-        if self._maker.plan is not None and self._layers is not None and not predict:
-            self._start(self._maker.plan, self._layers)
+        if self._maker.plan is not None and not self._maker.waits:
+            self._start(self._maker.plan)
 
     def _check_alike(self, given: Plan | str, metrics: Mapping[str, Metric], **options: Any) -> None:
         """Check that every rank was given the same arguments. Collective."""
@@ -246,6 +241,7 @@ class Trainer:
             self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
         valid.check_flushes(self.plan.schedule)
         self.worker.renew()
+        self.worker.expect_shapes(vary=True)
         if not self.state.accumulated:
             self.worker.zero_grad()
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
@@ -492,13 +488,11 @@ class Trainer:
             self._watchdog = None
 
     def _make_plan(self, minibatch: Minibatch) -> None:
-        if self._layers is None:
-            self._layers = layers_of(self.model, minibatch.inputs(0))
-            consistency.check_alike(self.world, {"the forward of the model": self._layers.path})
-        plan, self.choice = self._maker.make(self._layers, minibatch)
-        self._start(plan, self._layers)
+        plan, self.choice = self._maker.make(minibatch)
+        self._start(plan)
 
-    def _start(self, plan: Plan, layers: Layers) -> None:
+    def _start(self, plan: Plan) -> None:
+        layers = self._maker.known_layers
         layers.check_plan(plan)
         self.recorder.begin()
         trained = layers, plan, self.loss, self.rule

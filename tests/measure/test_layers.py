@@ -15,6 +15,7 @@ from hybridpipe.measure import layers as module
 from hybridpipe.measure.layers import Rehearsal, measure
 from hybridpipe.measure.stopwatch import Took
 from hybridpipe.model.layers import layers_of
+from hybridpipe.planning.profile import SharedParameter
 from tests.stage.helpers import Call, OnFirst, fork, join
 
 FLOAT, LONG = 4, 8  # bytes
@@ -91,6 +92,29 @@ def test_bytes_of_an_mlp():
         5 * 8 * FLOAT,  # ReLU keeps its output
         log_softmax + targets + total_weight,  # Linear's input is ReLU's output, counted there
     ]
+
+
+def test_parameters_of_several_layers_are_told():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 4))
+    model[3].weight = layer.weight
+    layer.bias.requires_grad_(False)
+    profile = measure(model, torch.ones(2, 4), torch.ones(2, 4), nn.functional.mse_loss)
+    assert profile.shared == (
+        SharedParameter("0.weight", (0, 2, 3), 64),
+        SharedParameter("0.bias", (0, 2), 0),
+    )
+    assert [each.parameter_bytes for each in profile.layers] == [64, 0, 64, 80]
+
+
+def test_what_must_stay_in_one_stage_is_told():
+    norm = nn.BatchNorm1d(4, affine=False)
+    profile = measure(
+        nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm), torch.ones(2, 4), torch.ones(2, 4),
+        nn.functional.mse_loss,
+    )  # fmt: skip
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert profile.shared == tuple(SharedParameter(f"1.{name}", (1, 3), 0, separable=False) for name in names)
 
 
 def test_frozen_parameters_are_not_counted():

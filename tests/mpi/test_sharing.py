@@ -12,3 +12,7 @@ def test_shared_parameters_train_as_in_one_process_and_stay_equal(job, ranks, pl
     chunked = sum("x" in plan for plan in plans)
     expected = 2 * (3 * (len(plans) - chunked) + chunked)  # settings, schedules
     assert done.stdout.count("copies equal") == expected, done.stdout
+
+
+def test_auto_plans_a_model_with_shared_parameters(job):
+    assert job(2, "sharing.py", "auto").stdout.count("copies equal") == 2

@@ -250,3 +250,16 @@ def test_a_profile_has_the_steps_that_training_takes(used):
     inputs = targets = torch.ones(2, 5)
     measure(layers, inputs, targets, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
     assert used.keys() == {"_fused_sgd_"}
+
+
+def test_the_rounding_of_a_parameter_does_not_depend_on_its_group():
+    """Stages that share a parameter have other groups around it, and copies must stay bit-equal."""
+    alone, among, late = (nn.Parameter(torch.linspace(-1, 1, 101)) for _ in range(3))
+    optimizers = [torch.optim.Adam(group, lr=0.1, weight_decay=1e-3) for group in ([alone], [among, late])]
+    for step in range(4):
+        noise = torch.randn(101, generator=torch.Generator().manual_seed(step))
+        alone.grad, among.grad, late.grad = noise, noise.clone(), noise.clone() if step == 2 else None
+        for optimizer in optimizers:
+            with fused(optimizer):
+                optimizer.step()
+    assert torch.equal(alone, among)

@@ -61,10 +61,12 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", 100)
 
 
-def make(monkeypatch, parameters, compression="none", sparse=(), **options) -> tuple[HorovodSync, Horovod]:
+def make(
+    monkeypatch, parameters, compression="none", sparse=(), late=(), **options
+) -> tuple[HorovodSync, Horovod]:
     hvd = Horovod(**options)
     monkeypatch.setattr(gradient_sync, "horovod", lambda _: hvd)
-    return HorovodSync(parameters, replicas=None, compression=compression, sparse=sparse), hvd
+    return HorovodSync(parameters, None, compression, sparse, late), hvd
 
 
 def sizes(buckets) -> list[list[int]]:
@@ -110,6 +112,20 @@ def test_the_simulator_expects_the_same_buckets(monkeypatch):
     (stage,) = formula.stage_costs(profile, Plan.data_parallel(len(counts), 2, 2))
     expected = [bucket.num_bytes for bucket in stage.buckets]
     assert [4 * sum(bucket) for bucket in sizes(_buckets(parameters(*counts)))] == expected
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_a_parameter_that_several_stages_use_waits_for_the_last_of_them(monkeypatch):
+    net = model()
+    synced, hvd = make(monkeypatch, net.parameters(), late=[net[2].weight])
+    for _ in range(2):  # the last backwards of two stages on this rank
+        synced.begin_final_backward()
+        net[2].weight.sum().backward()
+        synced.end_final_backward()
+    assert "shared0" not in hvd.names
+    synced.finish()
+    assert hvd.names.count("shared0") == 1
+    assert torch.equal(net[2].weight.grad, torch.full((3, 8), 4.0))  # two stages, two replicas
 
 
 def model() -> nn.Sequential:

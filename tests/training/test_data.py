@@ -27,7 +27,8 @@ def samples(count: int) -> list[dict]:
 @pytest.fixture
 def make_texts(make_trainer):
     def make(model=None, **options):
-        given = {"loss": own_loss, "optimizer": momentum, "plan": plan(4, "1f1b"), "minibatch_size": 8}
+        given = {"loss": own_loss, "optimizer": momentum, "minibatch_size": 8}
+        given["plan"] = plan(texts(), batch(2), 4)
         return make_trainer(model or texts(), **(given | options))
 
     return make
@@ -55,7 +56,7 @@ def test_a_data_set_of_dicts_trains_a_model_that_computes_its_own_loss(make_text
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_asynchronous_schedules_train_a_model_of_one_stage(make_texts, schedule):
-    trainer = make_texts(plan=plan(1 if schedule == "pipedream" else 4, schedule))
+    trainer = make_texts(plan=plan(texts(), batch(2), 1 if schedule == "pipedream" else 4, schedule))
     first, last = (entry["loss"] for entry in trainer.fit(samples(32), 2))
     assert last < first and list(trainer.full_state_dict()) == list(Texts().state_dict())
 

@@ -10,8 +10,8 @@ synchronous minibatch of M microbatches the formula is
     w   forward, backward and handling of messages of one microbatch: f + b + h
     e   the part of the all-reduce that is hidden neither by the backward nor by the handling of the gradient
         sent after it
-    u   the optimizer's step and the deferred products of the last backward (`Plan.defers_wgrad`); products
-        that the stage before waits for are in the sum instead
+    u   the optimizer's step, the exchange of shared parameters' gradients, and the deferred products of the
+        last backward (`Plan.defers_wgrad`); products that the stage before waits for are in the sum instead
     c   the way of one microbatch over the cut and back, with latency
     x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
         direction that carries more, charged at both ends
@@ -40,7 +40,7 @@ the simulator sees: with fewer microbatches than stages two versions do not keep
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import add, attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -49,10 +49,11 @@ from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster, Ring
 from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
 from hybridpipe.planning.schedules.registry import TRAITS
+from hybridpipe.planning.sharing import counted_bytes, exchange_of, exchanged_bytes
 
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses no more
 # than that (optim/gradient_sync.py). Smaller buckets start earlier, larger ones pay latency less often: 2 MiB
@@ -79,6 +80,8 @@ class StageCost:
         weight_seconds: the half of the backward that computes weight gradients, a separate instruction under
             zero-bubble.
         products_seconds: the deferred products of the last backward (`Plan.defers_wgrad`).
+        exchanged: bytes of shared parameters' gradients that the rank exchanges in an update, with the group
+            of ranks; only in the first stage that the rank holds.
     """
 
     forward_seconds: float
@@ -89,6 +92,7 @@ class StageCost:
     buckets: tuple[GradientBucket, ...] = ()
     weight_seconds: float = 0.0
     products_seconds: float = 0.0
+    exchanged: tuple[tuple[int, int], ...] = ()
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
@@ -103,16 +107,21 @@ def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> t
     """
     if profile.num_layers != plan.num_layers:
         raise ValueError(f"the plan cuts {plan.num_layers} layers, the profile has {profile.num_layers}")
-    return tuple(
+    costs = [
         _stage_cost(
             profile.layers[stage.start : stage.stop],
+            counted_bytes(profile, plan, s),
             plan.schedule,
             per_update(plan.schedule, plan.num_microbatches, stage.replicas),
             plan.recomputes(s),
             load_speed,
         )
         for s, stage in enumerate(plan.stages)
-    )
+    ]
+    for group, exchanged in enumerate(exchanged_bytes(profile, plan)):
+        charged = tuple((other, num_bytes) for other, num_bytes in exchanged.items() if num_bytes)
+        costs[group] = replace(costs[group], exchanged=charged)
+    return tuple(costs)
 
 
 def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
@@ -125,30 +134,43 @@ def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
 
 
 def _stage_cost(
-    layers: Sequence[LayerProfile], schedule: str, rounds: int, recompute: bool, load_speed: float
+    layers: Sequence[LayerProfile],
+    counted: Sequence[int],
+    schedule: str,
+    rounds: int,
+    recompute: bool,
+    load_speed: float,
 ) -> StageCost:
-    """Return the costs of a stage whose replicas compute at most `rounds` microbatches for an update."""
+    """Return the costs of a stage whose replicas compute at most `rounds` microbatches for an update.
+
+    Args:
+        counted: bytes of each layer's parameters (`counted_bytes`).
+    """
+    update = [
+        layer.update_seconds * (num_bytes / layer.parameter_bytes if num_bytes < layer.parameter_bytes else 1)
+        for layer, num_bytes in zip(layers, counted, strict=True)
+    ]
     forward = sum(layer.forward_seconds for layer in layers) * load_speed
     backward = [layer.backward(schedule, rounds) for layer in layers]
     products = [layer.products(schedule, rounds) for layer in layers]
     return StageCost(
         forward_seconds=forward,
         backward_seconds=sum(backward) * load_speed + recompute * forward,
-        update_seconds=sum(layer.update_seconds for layer in layers) * load_speed,
+        update_seconds=sum(update) * load_speed,
         output_bytes=layers[-1].output_bytes,
         gradient_bytes=layers[-1].returned_bytes,
-        buckets=_buckets(layers, list(map(add, backward, products))),
+        buckets=_buckets(counted, list(map(add, backward, products))),
         weight_seconds=sum(layer.weights_backward(rounds) for layer in layers) * load_speed,
         products_seconds=sum(products) * load_speed,
     )
 
 
-def _buckets(layers: Sequence[LayerProfile], seconds: Sequence[float]) -> tuple[GradientBucket, ...]:
+def _buckets(counted: Sequence[int], seconds: Sequence[float]) -> tuple[GradientBucket, ...]:
     """Gather layers up to BUCKET_BYTES, from last to first, as the last backward visits them."""
     total = sum(seconds) or 1.0
     buckets, filled, done = [], 0, 0.0
-    for layer, of_layer in zip(reversed(layers), reversed(seconds), strict=True):
-        filled += layer.parameter_bytes
+    for num_bytes, of_layer in zip(reversed(counted), reversed(seconds), strict=True):
+        filled += num_bytes
         done += of_layer
         if filled >= BUCKET_BYTES:
             buckets.append(GradientBucket(filled, min(done / total, 1.0)))
@@ -181,6 +203,7 @@ class StageTerms(Generic[Seconds]):
         update: the optimizer's step.
         products: the deferred products of the last backward (`LayerProfile.products`).
         held_up: the part of `products` that precedes the gradient for the stage before.
+        exchange: the exchange of shared parameters' gradients.
     """
 
     work: Seconds
@@ -190,11 +213,12 @@ class StageTerms(Generic[Seconds]):
     update: Seconds
     products: Seconds
     held_up: Seconds
+    exchange: Seconds
 
     @property
     def after(self) -> Seconds:
         """Seconds from the end of a minibatch's work to the end of the update."""
-        return self.products - self.held_up + self.exposed + self.update
+        return self.products - self.held_up + self.exposed + self.exchange + self.update
 
     def of_stage(self, stage: int) -> "StageTerms[float]":
         """Return the terms of one stage, where `self` holds those of a plan's stages."""
@@ -215,6 +239,7 @@ def stage_terms(
     update: Floats,
     sending: Floats,
     allreduce: Floats,
+    exchange: Floats,
 ) -> StageTerms[Floats]:
     """Return the terms of stages from their costs; all arrays broadcast against each other.
 
@@ -225,6 +250,7 @@ def stage_terms(
         work, backward, weight, products, update: seconds at full speed.
         sending: processor seconds of the last gradient that is sent, 0 in a first stage.
         allreduce: seconds alone on its links.
+        exchange: seconds of the exchange of shared parameters' gradients.
     """
     products = products / speed
     inline = products * (is_first | (np.asarray(replicas) > 1))  # else they are deferred: `Plan.defers_wgrad`
@@ -237,6 +263,7 @@ def stage_terms(
         update / speed,
         products,
         inline * ~is_first,
+        exchange,
     )
 
 
@@ -303,7 +330,28 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
         update=update,
         sending=sending,
         allreduce=np.array(list(map(Ring.seconds, rings, gradients))),
+        exchange=exchange_seconds(plan, costs, cluster),
     )
+
+
+def exchange_seconds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
+    """Return the seconds of each stage's exchange of shared parameters' gradients, shape (stages,).
+
+    That is the time of the replica that sends or receives longest, alone on its links, with the latency and
+    the processor time of its messages.
+    """
+    seconds = np.zeros(len(costs))
+    for s, cost in enumerate(costs):
+        for place in (Place(s, r) for r in range(plan.replicas[s]) if cost.exchanged):
+            messages = exchange_of(plan, place, cost.exchanged)
+            links = [cluster.link(each.sender, each.receiver) for each in messages]
+            ways = {True: 0.0, False: 0.0}  # sent or received
+            for each, link in zip(messages, links, strict=True):
+                ways[each.sender in plan.stages[s].ranks] += each.num_bytes / link.bandwidth
+            handling = cluster.handling_seconds(sum(each.num_bytes for each in messages), len(messages))
+            latency = max(link.latency_seconds for link in links)
+            seconds[s] = max(seconds[s], max(ways.values()) + latency + handling)
+    return seconds
 
 
 def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool) -> Floats:

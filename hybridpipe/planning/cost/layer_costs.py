@@ -1,6 +1,7 @@
 """Layer costs: the formula of `cost.formula` in tables over first layers and lengths of stages.
 
-Not known here: ranks, beyond the kinds of stages that `placement` makes of them.
+Each layer counts its own copy of a shared parameter. Not known here: ranks, beyond the kinds of stages that
+`placement` makes of them.
 """
 
 import math
@@ -55,6 +56,11 @@ class LayerCosts:
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
         self.edges = np.arange(len(layers) + 1)
+        self.can_cut = np.ones(len(layers) + 1, dtype=np.bool_)
+        self.can_cut[[0, -1]] = False
+        for shared in profile.shared:
+            if self.is_asynchronous or not shared.separable:
+                self.can_cut[shared.layers[0] + 1 : shared.layers[-1] + 1] = False
         self.sums: dict[tuple[str, int], Floats] = {}  # tables of `between`, by name and rounds
         self._tables: dict[StageKind, tuple[Floats, Floats]] = {}
 
@@ -90,7 +96,7 @@ class LayerCosts:
         merged.sums, merged._tables = {}, {}
         for name in ("update", "parameters", "activations"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
-        for name in ("output", "returned", "edges"):
+        for name in ("output", "returned", "edges", "can_cut"):
             setattr(merged, name, getattr(self, name)[edges])
         return merged
 
@@ -171,6 +177,7 @@ class LayerCosts:
             update=self.between("update", width),
             sending=sending,
             allreduce=kind.ring.seconds(parameters),
+            exchange=none,  # not known before the other stages are; `formula.estimate` has it
         )
         summed, slowest = stage_parts(
             self.request.schedule, self.num_microbatches, kind.replicas, terms.work, terms.weight, terms.after

@@ -3,11 +3,11 @@
     weights x versions + gradients + optimizer state + Horovod's buffer
     + microbatches stashed x (received input + activations + output) + messages
 
-Summed over the stages that the rank holds. A synchronous schedule has one version of the weights. PipeDream
-has one for each microbatch in flight (SOSP 2019, section 3.3), with vertical sync one for each version that
-the input stage still uses. 2BW has two (ICML 2021, section 3.1). With recomputation a microbatch keeps only
-its input until its backward begins (GPipe, Huang et al. 2019, section 2.3). Where backwards are split, a
-microbatch keeps its stash until the weights' half.
+Summed over the stages that the rank holds; a parameter that several of them use counts once. A synchronous
+schedule has one version of the weights. PipeDream has one for each microbatch in flight (SOSP 2019, section
+3.3), with vertical sync one for each version that the input stage still uses. 2BW has two (ICML 2021, section
+3.1). With recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al.
+2019, section 2.3). Where backwards are split, a microbatch keeps its stash until the weights' half.
 """
 
 import math
@@ -30,6 +30,7 @@ from hybridpipe.planning.schedules.generators import (
     versions,
 )
 from hybridpipe.planning.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Step
+from hybridpipe.planning.sharing import counted_bytes, exchanged_bytes
 from hybridpipe.planning.timeline import Event, Timeline
 
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
@@ -94,7 +95,8 @@ def stage_memory(
     Args:
         inside: activations and output of a microbatch.
         received, sent: activations of a microbatch over the cuts before and behind; 0 where there is none.
-        kept: inputs for deferred products (`LayerProfile.kept`).
+        kept: inputs for deferred products (`LayerProfile.kept`), and messages with gradients of shared
+            parameters, one sent and one received for each other group of ranks.
     """
     messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
     return StageMemory(
@@ -124,17 +126,18 @@ def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
 def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageMemory:
     """Return the memory of these stages of a plan, shape (stages,)."""
     rows = []
+    exchanged = exchanged_bytes(profile, plan) + [{}] * (plan.num_stages - plan.num_groups)  # once a rank
     for s in numbers:
         stage = plan.stages[s]
         layers = profile.layers[stage.start : stage.stop]
         rounds = per_update(plan.schedule, plan.num_microbatches, stage.replicas)
         rows.append(
             (
-                sum(layer.parameter_bytes for layer in layers),
+                sum(counted_bytes(profile, plan, s)),
                 sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes,
                 profile.layers[stage.start - 1].output_bytes if stage.start else 0,
                 layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
-                sum(layer.kept(plan.schedule, rounds) for layer in layers),
+                sum(layer.kept(plan.schedule, rounds) for layer in layers) + 2 * sum(exchanged[s].values()),
             )
         )
     parameters, inside, received, sent, kept = np.array(rows, dtype=np.float64).T

@@ -50,13 +50,15 @@ def interleaved_plans(
         max_replicas: per stage. None: no limit.
     """
     costs = LayerCosts(profile, cluster, num_microbatches, request)
+    if not costs.can_cut[1:-1].all():
+        costs = costs.merged(np.flatnonzero(costs.can_cut | np.isin(costs.edges, (0, profile.num_layers))))
     found: dict[Plan, None] = {}
     tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
             work = costs.mean_work(replicas).tolist()
             for chunks in CHUNKS[:tried]:
-                num_groups = min(len(line) // replicas, profile.num_layers // chunks, MAX_GROUPS)
+                num_groups = min(len(line) // replicas, costs.num_layers // chunks, MAX_GROUPS)
                 if num_groups < 2:
                     continue
                 groups = [line[g * replicas : (g + 1) * replicas] for g in range(num_groups)]
@@ -66,7 +68,7 @@ def interleaved_plans(
                 for edges in _cuts(work, costs.moved, speeds, SLACKS[:tried]):
                     stages = (
                         StageSpec(a, b, replicas, groups[s % num_groups])
-                        for s, (a, b) in enumerate(pairwise(edges))
+                        for s, (a, b) in enumerate(pairwise(costs.edges[edges].tolist()))
                     )
                     found[request.plan(stages, num_microbatches, chunks)] = None
     return sorted(found, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))

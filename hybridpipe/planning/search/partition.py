@@ -16,6 +16,8 @@ Exactness:
 - A front of more than `PATIENCE` plans is walked in steps, each less than 1 % of the optimum.
 - Beyond `MAX_STEPS` or `placement.MAX_PAIRS` layers are merged and stages left out, and the best plan found
   is refined by programs over its neighbourhood: a good plan, not surely the best.
+- Shared parameters: the program counts a layer's own copy and no exchange, `estimate` both as they are.
+  Asynchronous schedules make no cut between layers that share one.
 - Limited memory under zero-bubble, vertical sync and `max_in_flight`, where a stage's peak depends on the
   stages before: the search neglects this and drops plans that do not fit.
 """
@@ -51,6 +53,7 @@ from hybridpipe.planning.search.placement import (
     slot_graph,
 )
 from hybridpipe.planning.search.stage_program import SAME, Path, StageProgram, just_above
+from hybridpipe.planning.sharing import may_run
 
 # Assumed microbatches in flight on each rank behind a stage, tried in order until plans fit. None is the
 # exact number, for which long lines have too many slots; there the last figure is the largest that occurs.
@@ -199,11 +202,13 @@ class _Search:
         line: tuple[int, ...] = (),
         spans: tuple[tuple[int, int], ...] = (),
     ) -> bool:
-        """Add the plan if it fits into memory. Return True if it does."""
+        """Add the plan if it can run and fits into memory. Return True if it does."""
         ranks = renumbered(self.cluster, self.ranks, ranks)
         spans_of_layers = zip(edges, edges[1:], ranks, strict=False)
         stages = (StageSpec(a, b, len(own), own) for a, b, own in spans_of_layers)
         plan = self.request.plan(stages, self.num_microbatches)
+        if not may_run(self.profile, plan):
+            return False
         if self.is_limited:
             peaks = zip(plan.ranks, peak_memory_bytes(self.profile, plan), strict=True)
             if any(peak > self.cluster.memory(rank) for rank, peak in peaks):

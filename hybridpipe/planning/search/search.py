@@ -28,6 +28,7 @@ from hybridpipe.planning.search.bound import least_seconds
 from hybridpipe.planning.search.interleave import interleaved_plans
 from hybridpipe.planning.search.partition import partition
 from hybridpipe.planning.search.placement import dealt
+from hybridpipe.planning.sharing import may_run
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
 # Beyond these limits a search would take minutes; far beyond, the input is a mistake.
@@ -232,8 +233,8 @@ def short_name(plan: Plan) -> str:
 
 
 def fits(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
-    """True if every rank has the memory that it needs at its peak."""
-    return _excess(plan, profile, cluster) <= 1
+    """True if every rank has the memory that it needs at its peak, and stages share nothing they must not."""
+    return may_run(profile, plan) and _excess(plan, profile, cluster) <= 1
 
 
 def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
@@ -345,6 +346,8 @@ def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = 
     plans = interleaved_plans(
         problem.profile, problem.cluster, problem.num_microbatches, request, ranks, max_replicas
     )
+    if not plans and not problem.is_alternative:
+        raise ValueError(f"schedule {problem.request.schedule} needs 4 layers that a cut may separate")
     fitting = (plan for plan in plans if fits(plan, problem.profile, problem.cluster))
     return list(islice(fitting, NUM_INTERLEAVED)) or plans
 

@@ -63,7 +63,7 @@ class StageProgram:
         tables = costs.tables(graph.kinds, widths)
         latency, per_byte, busy = graph.figures.T[:, :, None]
         cut_maxima = busy * np.maximum(costs.output, costs.returned)
-        cut_maxima[:, [0, -1]] = math.inf
+        cut_maxima[:, ~costs.can_cut] = math.inf
         return cls(
             costs,
             graph,

@@ -4,9 +4,9 @@ Computing, messages and all-reduces are jobs on the resources of `resources`, an
 wherever they share one. This file decides which instruction starts which job, and which waits for which. A
 send ends when the message is handed over, and a receive when it has arrived and was taken. An all-reduce ends
 when all buckets are summed, one after the other, each started when the last backward of every replica has
-filled it. Deferred products are computed in the last backward, or before the all-reduce
-(`Plan.defers_wgrad`). Where a rank holds several stages, the buckets of the last come first, as its gradients
-are ready first.
+filled it, and gradients of shared parameters are exchanged. Deferred products are computed in the last
+backward, or before the all-reduce (`Plan.defers_wgrad`). Where a rank holds several stages, the buckets of
+the last come first, as its gradients are ready first.
 """
 
 from collections import Counter
@@ -29,91 +29,16 @@ from hybridpipe.planning.schedules.instructions import (
     SendActivation,
     SendGradient,
     Step,
-    final_backwards,
 )
+from hybridpipe.planning.sharing import exchange_of
 from hybridpipe.planning.simulator.fluid_engine import Engine
-from hybridpipe.planning.simulator.resources import Machines, Route, pass_at_once
+from hybridpipe.planning.simulator.ranks import Key, Message, Rank, Replicas
+from hybridpipe.planning.simulator.resources import Machines, pass_at_once
 from hybridpipe.planning.timeline import Event, Timeline
-
-Key = tuple[int, int, bool, int, int]  # sender, receiver, forward?, microbatch, the receiver's stage
 
 
 class Deadlock(RuntimeError):
     """Nothing can advance; the message names each waiting rank, its stage and its instruction."""
-
-
-class _Rank:
-    """One rank: its processors, and its position in its program."""
-
-    def __init__(
-        self,
-        number: int,
-        stages: Sequence[int],
-        program: Program,
-        costs: Sequence[StageCost],
-        replicas: "_Replicas",
-        machines: Machines,
-        defers_wgrad: Callable[[int], bool],
-    ) -> None:
-        self.number, self.stages, self.program = number, stages, program
-        self.costs = [costs[s] for s in stages]  # by chunk
-        self.defers_wgrad = [defers_wgrad(s) for s in stages]
-        self.update_seconds = sum(cost.update_seconds for cost in self.costs)
-        self.replicas = replicas
-        self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
-        if len(replicas.numbers) > 1:
-            self.speed *= machines.cluster.replicated_speed
-        self.is_crowded = False  # its machine has more active ranks than processors
-        self.position = 0
-        self.since = 0.0  # when the instruction at `position` began
-        self.events: list[Event] = []
-        has_finals = replicas.buckets or any(cost.products_seconds for cost in self.costs)
-        self.finals = final_backwards(program) if has_finals else frozenset[int]()
-        self.products_seconds = 0.0  # of deferred products
-        self.round = 0
-        self.num_filled = [0] * len(self.costs)  # of each chunk's buckets, in this round
-
-    @property
-    def stage(self) -> int:
-        """The stage of the current instruction."""
-        return self.stages[getattr(self.program[self.position], "chunk", 0)]
-
-    def bucket(self, chunk: int) -> int:
-        """Return the chunk's first bucket that is not filled yet."""
-        replicas = self.replicas
-        first = replicas.first_bucket[chunk] + self.num_filled[chunk]
-        return self.round * len(replicas.buckets) + first
-
-
-class _Replicas:
-    """The ranks that hold the same stages, and the gradients that they reduce together."""
-
-    def __init__(self, ranks: Sequence[int], costs: Sequence[StageCost], machines: Machines) -> None:
-        self.numbers = ranks
-        each = [cost.buckets if len(ranks) > 1 else () for cost in costs]  # by chunk
-        self.buckets = [bucket for buckets in reversed(each) for bucket in buckets]
-        self.first_bucket = [sum(map(len, each[chunk + 1 :])) for chunk in range(len(each))]
-        self.ring = machines.ring(ranks) if self.buckets else None
-        self.ranks: list[_Rank] = []
-        self.filled: Counter[int] = Counter()  # by bucket, counted over all rounds: replicas that filled it
-        self.ready_times: dict[int, list[Sequence[float]]] = {}  # by chunk: times noted by `fill_when_ready`
-        self.num_reduced = 0
-        self.num_parts = 0  # unfinished jobs of the bucket being reduced
-        self.waiting: list[_Rank] = []
-
-
-class _Message:
-    """A message between two ranks, created by the send or the receive, whichever comes first."""
-
-    __slots__ = ("arrived", "key", "num_bytes", "receiver", "route", "sender")
-    sender: _Rank
-    route: Route
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.num_bytes = 0.0
-        self.receiver: _Rank | None = None  # once it waits
-        self.arrived = False
 
 
 class Simulation:
@@ -127,21 +52,21 @@ class Simulation:
         cluster: Cluster,
         until: Callable[[Event], bool] | None,
     ) -> None:
-        self.cluster, self.until = cluster, until
+        self.plan, self.cluster, self.until = plan, cluster, until
         self.engine = Engine()
         self.machines = Machines(cluster)
         self.are_private = cluster.are_processors_private
         self.handling_seconds = cluster.handling_seconds
         # Spares a call for each message where messages take no processor time.
         self.has_handling = cluster.message_seconds > 0 or cluster.message_seconds_per_byte > 0
-        self.messages: dict[Key, _Message] = {}  # without those that both sides are done with
+        self.messages: dict[Key, Message] = {}  # without those that both sides are done with
         self.costs, self.numbers = costs, [stage.ranks for stage in plan.stages]
-        self.ranks: list[_Rank] = []
+        self.ranks: list[Rank] = []
         for group, stage in enumerate(plan.stages[: plan.num_groups]):
             held = plan.held_stages(Place(group, 0))
-            replicas = _Replicas(stage.ranks, [costs[s] for s in held], self.machines)
+            replicas = Replicas(stage.ranks, [costs[s] for s in held], self.machines)
             replicas.ranks = [
-                _Rank(rank, held, programs[rank], costs, replicas, self.machines, plan.defers_wgrad)
+                Rank(rank, held, programs[rank], costs, replicas, self.machines, plan.defers_wgrad)
                 for rank in stage.ranks
             ]
             self.ranks += replicas.ranks
@@ -149,7 +74,7 @@ class Simulation:
         for rank in self.ranks if cluster.wakeup_seconds else ():
             rank.is_crowded = cluster.is_busy(num_active[cluster.node(rank.number)] - 1)
         # The start of each kind of instruction; it returns True if the instruction is done at once.
-        self.start: dict[type, Callable[[_Rank, Any], bool]] = {
+        self.start: dict[type, Callable[[Rank, Any], bool]] = {
             Forward: self.forward,
             Backward: self.backward,
             BackwardInput: self.backward_input,
@@ -186,7 +111,7 @@ class Simulation:
             )
         return Timeline({rank.number: tuple(rank.events) for rank in self.ranks})
 
-    def advance(self, rank: _Rank) -> None:
+    def advance(self, rank: Rank) -> None:
         """Start instructions until one takes time; its end calls `finish`."""
         program, start = rank.program, self.start
         now = rank.since = self.engine.now
@@ -197,8 +122,10 @@ class Simulation:
             rank.events.append(Event(instruction, now, now))
             rank.position += 1
 
-    def finish(self, rank: _Rank) -> None:
-        """End the current instruction of a rank and start the next."""
+    def finish(self, rank: Rank) -> None:
+        """End the current instruction of a rank, once its exchange is over, and start the next."""
+        if not self.exchange(rank):
+            return
         event = Event(rank.program[rank.position], rank.since, self.engine.now)
         rank.events.append(event)
         rank.position += 1
@@ -208,7 +135,7 @@ class Simulation:
 
     # Computing
 
-    def compute(self, rank: _Rank, seconds: float, done: Callable[[Any], None], argument: object) -> bool:
+    def compute(self, rank: Rank, seconds: float, done: Callable[[Any], None], argument: object) -> bool:
         """Start computing; its end calls `done(argument)`. Return False: the instruction takes time."""
         if self.are_private:
             self.engine.after(seconds / rank.speed, done, argument)
@@ -216,29 +143,29 @@ class Simulation:
             self.engine.start(seconds / rank.speed, rank.processors, done, argument)
         return False
 
-    def forward(self, rank: _Rank, instruction: Forward) -> bool:
+    def forward(self, rank: Rank, instruction: Forward) -> bool:
         """Compute the forward of a microbatch."""
         return self.compute(rank, rank.costs[instruction.chunk].forward_seconds, self.finish, rank)
 
-    def backward(self, rank: _Rank, instruction: Backward) -> bool:
+    def backward(self, rank: Rank, instruction: Backward) -> bool:
         """Compute the backward of a microbatch."""
         seconds = rank.costs[instruction.chunk].backward_seconds
         return self.weight_gradients(rank, instruction, seconds)
 
-    def backward_input(self, rank: _Rank, instruction: BackwardInput) -> bool:
+    def backward_input(self, rank: Rank, instruction: BackwardInput) -> bool:
         """Compute the inputs' half of a split backward."""
         cost = rank.costs[instruction.chunk]
         return self.compute(rank, cost.backward_seconds - cost.weight_seconds, self.finish, rank)
 
-    def backward_weight(self, rank: _Rank, instruction: BackwardWeight) -> bool:
+    def backward_weight(self, rank: Rank, instruction: BackwardWeight) -> bool:
         """Compute the weights' half of a split backward."""
         return self.weight_gradients(rank, instruction, rank.costs[instruction.chunk].weight_seconds)
 
-    def step(self, rank: _Rank, _: Step) -> bool:
+    def step(self, rank: Rank, _: Step) -> bool:
         """Compute the optimizer's step."""
         return self.compute(rank, rank.update_seconds, self.finish, rank)
 
-    def weight_gradients(self, rank: _Rank, instruction: Backward | BackwardWeight, seconds: float) -> bool:
+    def weight_gradients(self, rank: Rank, instruction: Backward | BackwardWeight, seconds: float) -> bool:
         """Compute a backward that makes weight gradients; the last one of a round fills buckets."""
         if rank.position not in rank.finals:
             return self.compute(rank, seconds, self.finish, rank)
@@ -252,14 +179,14 @@ class Simulation:
             return self.backward_alone(rank, instruction.chunk, seconds + products)
         return self.backward_piece((rank, instruction.chunk, seconds + products))
 
-    def backward_alone(self, rank: _Rank, chunk: int, seconds: float) -> bool:
+    def backward_alone(self, rank: Rank, chunk: int, seconds: float) -> bool:
         """Start the last backward on a private processor, where all buckets' times are known at once."""
         now, taken = self.engine.now, seconds / rank.speed
         times = [now + bucket.fraction * taken for bucket in rank.costs[chunk].buckets]
         self.fill_when_ready(rank, chunk, times)
         return self.compute(rank, seconds, self.finish, rank)
 
-    def backward_piece(self, piece: tuple[_Rank, int, float]) -> bool:
+    def backward_piece(self, piece: tuple[Rank, int, float]) -> bool:
         """Start the next piece of the last backward; at its end one more bucket of gradients is ready."""
         rank, chunk, seconds = piece
         buckets, i = rank.costs[chunk].buckets, rank.num_filled[chunk]
@@ -268,12 +195,12 @@ class Simulation:
             return self.compute(rank, (buckets[i].fraction - begin) * seconds, self.piece_done, piece)
         return self.compute(rank, (1.0 - begin) * seconds, self.finish, rank)
 
-    def piece_done(self, piece: tuple[_Rank, int, float]) -> None:
+    def piece_done(self, piece: tuple[Rank, int, float]) -> None:
         """Fill a bucket and start the next piece."""
         self.fill(piece[0], piece[1])
         self.backward_piece(piece)
 
-    def wake(self, rank: _Rank, num_computing: int, done: Callable[[Any], None], argument: object) -> None:
+    def wake(self, rank: Rank, num_computing: int, done: Callable[[Any], None], argument: object) -> None:
         """Continue a rank after a wait, after which `num_computing` ranks of its machine compute."""
         by_computing = self.cluster.wakeup_seconds
         seconds = by_computing[min(num_computing, len(by_computing)) - 1] if rank.is_crowded else 0.0
@@ -284,12 +211,12 @@ class Simulation:
 
     # Gradients
 
-    def products_done(self, rank: _Rank) -> None:
+    def products_done(self, rank: Rank) -> None:
         """Note the event of deferred products, and continue with the all-reduce."""
         rank.events.append(Event(Products(), rank.since, self.engine.now))
         self.advance(rank)
 
-    def allreduce(self, rank: _Rank, _: AllReduce) -> bool:
+    def allreduce(self, rank: Rank, _: AllReduce) -> bool:
         """Compute deferred products, then wait until all buckets are summed."""
         if rank.products_seconds:
             seconds, rank.products_seconds = rank.products_seconds, 0.0
@@ -303,12 +230,23 @@ class Simulation:
                 self.fill(rank, chunk, missing)
             rank.num_filled[chunk] = 0
         rank.round += 1
+        place = Place(rank.stages[0], replicas.numbers.index(rank.number))
+        rank.exchanging.extend(exchange_of(self.plan, place, rank.costs[0].exchanged))
         if replicas.num_reduced == rank.round * len(replicas.buckets):
-            return True
+            return self.exchange(rank)
         replicas.waiting.append(rank)
         return False
 
-    def fill(self, rank: _Rank, chunk: int, count: int = 1) -> None:
+    def exchange(self, rank: Rank) -> bool:
+        """Send and take the messages that are left of an exchange. Return True if none is left."""
+        while rank.exchanging:
+            sender, receiver, num_bytes = rank.exchanging.popleft()
+            key = (sender, receiver, True, -rank.round, 0)  # no microbatch's
+            if not (self.receive(rank, key) if receiver == rank.number else self.send(rank, key, num_bytes)):
+                return False
+        return True
+
+    def fill(self, rank: Rank, chunk: int, count: int = 1) -> None:
         """Fill the next buckets of a rank."""
         replicas = rank.replicas
         for _ in range(count):
@@ -316,7 +254,7 @@ class Simulation:
             rank.num_filled[chunk] += 1
             self.reduce_next(replicas)
 
-    def fill_when_ready(self, rank: _Rank, chunk: int, times: Sequence[float]) -> None:
+    def fill_when_ready(self, rank: Rank, chunk: int, times: Sequence[float]) -> None:
         """Note when a rank's buckets are ready; once every replica has, an event fills each bucket."""
         replicas, first = rank.replicas, rank.bucket(chunk)
         rank.num_filled[chunk] = len(times)
@@ -327,13 +265,13 @@ class Simulation:
             for bucket, at in enumerate(map(max, *each), first):
                 self.engine.after(at - self.engine.now, self.all_filled, (replicas, bucket))
 
-    def all_filled(self, which: tuple[_Replicas, int]) -> None:
+    def all_filled(self, which: tuple[Replicas, int]) -> None:
         """Note a bucket that all replicas have filled."""
         replicas, bucket = which
         replicas.filled[bucket] = len(replicas.ranks)
         self.reduce_next(replicas)
 
-    def reduce_next(self, replicas: _Replicas, going: bool = False) -> None:
+    def reduce_next(self, replicas: Replicas, going: bool = False) -> None:
         """Start the all-reduce of the next full bucket.
 
         Args:
@@ -348,7 +286,7 @@ class Simulation:
         else:
             self.reduce(replicas)
 
-    def reduce(self, replicas: _Replicas) -> None:
+    def reduce(self, replicas: Replicas) -> None:
         """Start the all-reduce of a bucket on the ring, and its processor time on every replica."""
         ring = replicas.ring
         assert ring is not None
@@ -368,14 +306,14 @@ class Simulation:
                 handling = (1 - self.cluster.overlap) * seconds * speed
                 self.engine.start(handling, rank.processors, self.part_done, replicas)
 
-    def ring_sent(self, replicas: _Replicas) -> None:
+    def ring_sent(self, replicas: Replicas) -> None:
         """Empty the bursts of a ring whose transfer was limited by bandwidth; its latency follows."""
         assert replicas.ring is not None
         for burst in replicas.ring.bursts:
             burst.leave(0.0, self.engine.now)
         self.engine.after(replicas.ring.latency_seconds, self.part_done, replicas)
 
-    def part_done(self, replicas: _Replicas) -> None:
+    def part_done(self, replicas: Replicas) -> None:
         """End one job of a bucket; after the last job of the last bucket the replicas continue."""
         replicas.num_parts -= 1
         if replicas.num_parts:
@@ -392,24 +330,24 @@ class Simulation:
 
     # Messages
 
-    def send_activation(self, rank: _Rank, instruction: SendActivation) -> bool:
+    def send_activation(self, rank: Rank, instruction: SendActivation) -> bool:
         """Send a microbatch's output to the next stage."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         key = (rank.number, self.peer(stage + 1, m), True, m, stage + 1)
         return self.send(rank, key, self.costs[stage].output_bytes)
 
-    def send_gradient(self, rank: _Rank, instruction: SendGradient) -> bool:
+    def send_gradient(self, rank: Rank, instruction: SendGradient) -> bool:
         """Send the gradient of a microbatch's input to the stage before."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         key = (rank.number, self.peer(stage - 1, m), False, m, stage - 1)
         return self.send(rank, key, self.costs[stage - 1].gradient_bytes)
 
-    def receive_activation(self, rank: _Rank, instruction: ReceiveActivation) -> bool:
+    def receive_activation(self, rank: Rank, instruction: ReceiveActivation) -> bool:
         """Wait for a microbatch's input."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         return self.receive(rank, (self.peer(stage - 1, m), rank.number, True, m, stage))
 
-    def receive_gradient(self, rank: _Rank, instruction: ReceiveGradient) -> bool:
+    def receive_gradient(self, rank: Rank, instruction: ReceiveGradient) -> bool:
         """Wait for the gradient of a microbatch's output."""
         m, stage = instruction.microbatch, rank.stages[instruction.chunk]
         return self.receive(rank, (self.peer(stage + 1, m), rank.number, False, m, stage))
@@ -419,19 +357,19 @@ class Simulation:
         numbers = self.numbers[stage]
         return numbers[microbatch % len(numbers)]
 
-    def message(self, key: Key) -> _Message:
+    def message(self, key: Key) -> Message:
         """Return the message of this key, created on first use."""
         found = self.messages.get(key)
         if found is None:
-            found = self.messages[key] = _Message(key)
+            found = self.messages[key] = Message(key)
         return found
 
-    def handle(self, rank: _Rank, num_bytes: float, done: Callable[[Any], None], argument: object) -> bool:
+    def handle(self, rank: Rank, num_bytes: float, done: Callable[[Any], None], argument: object) -> bool:
         """Spend the processor time of a message at one end. Return True if it takes none."""
         seconds = self.handling_seconds(num_bytes) if self.has_handling else 0.0
         return self.compute(rank, seconds, done, argument) if seconds else True
 
-    def send(self, rank: _Rank, key: Key, num_bytes: float) -> bool:
+    def send(self, rank: Rank, key: Key, num_bytes: float) -> bool:
         """Hand a message over, after its processor time."""
         message = self.message(key)
         message.sender, message.num_bytes = rank, num_bytes
@@ -440,18 +378,18 @@ class Simulation:
             return True
         return False
 
-    def handed_over(self, message: _Message) -> None:
+    def handed_over(self, message: Message) -> None:
         """Start the transfer of a message and continue its sender."""
         self.transfer(message)
         self.finish(message.sender)
 
-    def receive(self, rank: _Rank, key: Key) -> bool:
+    def receive(self, rank: Rank, key: Key) -> bool:
         """Take a message that has arrived, or wait for it."""
         message = self.message(key)
         message.receiver = rank
         return message.arrived and self.take(message, rank)
 
-    def transfer(self, message: _Message) -> None:
+    def transfer(self, message: Message) -> None:
         """Start the transfer of a message over its links."""
         sender, receiver = message.key[:2]
         route = message.route = self.machines.route(sender, receiver)
@@ -461,34 +399,34 @@ class Simulation:
         else:
             self.engine.after(0.0, self.transferred, message)
 
-    def sent(self, message: _Message) -> None:
+    def sent(self, message: Message) -> None:
         """Empty the bursts of a route whose transfer was limited by bandwidth."""
         for burst in message.route.bursts:
             burst.leave(0.0, self.engine.now)
         self.transferred(message)
 
-    def transferred(self, message: _Message) -> None:
+    def transferred(self, message: Message) -> None:
         """Let the latency of a message pass."""
         if message.route.latency_seconds:
             self.engine.after(message.route.latency_seconds, self.arrive, message)
         else:
             self.arrive(message)
 
-    def arrive(self, message: _Message) -> None:
+    def arrive(self, message: Message) -> None:
         """Note the arrival of a message and wake a rank that waits for it."""
         message.arrived = True
         rank = message.receiver
         if rank is not None:
             self.wake(rank, rank.processors[0].num_jobs + 1, self.taken_late, message)
 
-    def taken_late(self, message: _Message) -> None:
+    def taken_late(self, message: Message) -> None:
         """Take a message for which the receiver has waited."""
         rank = message.receiver
         assert rank is not None
         if self.take(message, rank):
             self.finish(rank)
 
-    def take(self, message: _Message, rank: _Rank) -> bool:
+    def take(self, message: Message, rank: Rank) -> bool:
         """Spend the receiver's processor time of a message. Return True if it takes none."""
         del self.messages[message.key]
         return self.handle(rank, message.num_bytes, self.finish, rank)
