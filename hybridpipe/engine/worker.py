@@ -106,7 +106,7 @@ class Worker:
         _broadcast_state(self.model, self.control)
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
-        self._settings = self._structure.settings()
+        self._settings = self._present_settings()
         self._program = lru_cache(maxsize=8)(self._make_program)
         self._forward_program = lru_cache(maxsize=8)(self._make_forward_program)
 
@@ -176,11 +176,14 @@ class Worker:
             ValueError: a module or a parameter was replaced.
         """
         self._structure.check()
-        settings, before = self._structure.settings(), self._settings
+        settings, before = self._present_settings(), self._settings
         self._settings = settings
         if settings != before:
             self.layers.renew()
             self.executor.renew()
+
+    def _present_settings(self) -> tuple[object, ...]:
+        return self._structure.settings(), self.layers.settings()
 
     def _make_program(self, num_microbatches: int, update: bool = True) -> RankProgram:
         whole = () if self.place is None else program(self.plan, self.place, num_microbatches)

@@ -43,8 +43,11 @@ class Layers(Protocol):
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
 
+    def settings(self) -> object:
+        """Return what users may change between two runs beside modes, hooks and flags."""
+
     def renew(self) -> None:
-        """Adopt the model's present modes, hooks and requires_grad flags."""
+        """Adopt the model's present settings, modes, hooks and requires_grad flags."""
 
     def copied(self) -> "Layers":
         """Return the layers of a copy of the model, for measurements.
@@ -83,6 +86,10 @@ class SequentialLayers:
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
         sequential.check_plan(self.model, plan, self.path)
+
+    def settings(self) -> object:
+        """Return nothing: layers are called as they are."""
+        return None
 
     def renew(self) -> None:
         """Keep the layers: stages call the modules as they are."""

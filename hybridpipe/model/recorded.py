@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpipe.model.recording.events import Event, Unsplittable, call_arguments
+from hybridpipe.model.recording.events import PLAIN, Event, Unsplittable, call_arguments
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import Records
 from hybridpipe.model.recording.slices import ModelLookup, Slice
@@ -97,8 +97,21 @@ class RecordedModel:
                     )
         check_shared(self.model, plan, self.holders(plan))
 
+    def settings(self) -> object:
+        """Return the plain attributes of opened modules: numbers of theirs stand in the record."""
+        return [
+            [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN)]
+            for module in self._opened
+        ]
+
+    @cached_property
+    def _opened(self) -> list[nn.Module]:
+        units = {path for paths, _ in self.held for path in paths}
+        inside = {id(part) for path in units for part in self.model.get_submodule(path).modules()}
+        return [module for module in self.model.modules() if id(module) not in inside]
+
     def renew(self) -> None:
-        """Forget the records, since modes, hooks or requires_grad flags have changed."""
+        """Forget the records, since settings, modes, hooks or requires_grad flags have changed."""
         self.records.clear()
 
     def copied(self) -> "RecordedModel":

@@ -134,6 +134,33 @@ def test_hooks_of_a_model_that_is_called_whole_run(make_trainer):
     assert len(called) == 2
 
 
+class Tempered(nn.Module):
+    """Divides by a plain attribute, which users change between epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.temperature = nn.Linear(3, 3), nn.Linear(3, 3), 1.0
+
+    def forward(self, value):
+        return self.second(torch.tanh(self.first(value) / self.temperature))
+
+
+def test_a_number_that_users_change_is_taken_up(make_trainer):
+    """It stands in the record as a constant, which would be used for ever."""
+    model, inputs = Tempered().double(), torch.randn(4, 3).double()
+    expected = copy.deepcopy(model)
+    update = momentum(expected.parameters())
+    options = {"loss": nn.functional.mse_loss, "optimizer": momentum, "minibatch_size": 4}
+    trainer = make_trainer(model, plan=plan(model, inputs, 2), **options)
+    for temperature in (1.0, 0.25):
+        model.temperature = expected.temperature = temperature
+        trainer.train_step(inputs, inputs)
+        update.zero_grad()
+        nn.functional.mse_loss(expected(inputs), inputs).backward()
+        update.step()
+    assert_same_weights(model, expected)
+
+
 class Wanders(nn.Module):
     """Takes a path that its activations decide over."""
 
