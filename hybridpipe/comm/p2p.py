@@ -103,6 +103,10 @@ class PointToPoint:
         self._posted: dict[ReceiveActivation | ReceiveGradient, _Posted] = {}
         self._num_posted = self._num_consumed = 0
 
+    def end(self) -> None:
+        """End a program: forget its microbatches, whose samples processes may hold."""
+        del self._form
+
     def send_activation(self, microbatch: int, value: TensorTree) -> None:
         """Start sending a stage's output to the next stage.
 

@@ -141,8 +141,9 @@ class Executor:
             if part.num_minibatches:
                 yield run.take_result()
                 run.now = self.clock()
-        for stage in self.stages:
+        for stage, p2p in zip(self.stages, self.p2p, strict=True):
             stage.complete_gradients()
+            p2p.end()
         run.end()
         if run.events:
             yield run.take_result()
@@ -163,6 +164,8 @@ class Executor:
         run = InferenceRun(self, stream, on_outputs)
         for part in program.parts:
             self._execute(run, program, part)
+        for p2p in self.p2p:
+            p2p.end()
 
     def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
         for stage, p2p in zip(self.stages, self.p2p, strict=True):
