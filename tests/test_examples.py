@@ -18,9 +18,15 @@ from hybridpipe.config import load_config
 from hybridpipe.launch import mpirun
 from hybridpipe.model.recording.events import call_arguments
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 CONFIGS = sorted(EXAMPLES.glob("*.toml"))
 HUGGING_FACE = ("bert", "gpt2")
+BITS_OF_NUMBERS = (
+    "BatchNorm sees a microbatch",
+    "Python between modules runs while recording only",
+    "In-place changes in an nn.Sequential do not cross a cut",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -184,10 +190,10 @@ def files(tmp_path) -> Path:
     return tmp_path
 
 
-def script(ranks: int, name: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def script(ranks: int, path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return mpirun.run(
         ranks,
-        [sys.executable, str(EXAMPLES / f"{name}.py"), *words],
+        [sys.executable, str(path), *words],
         timeout_seconds=280,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
@@ -199,7 +205,7 @@ def script(ranks: int, name: str, *words: str, **environment: str) -> subprocess
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet", "unet"])
 def test_a_script_trains_on_two_ranks(name, files):
     skip_without_transformers(name)
-    done = script(2, name, str(files))
+    done = script(2, EXAMPLES / f"{name}.py", str(files))
     assert done.returncode == 0, done.stdout
     losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), held out", done.stdout, re.M)]
     assert len(losses) >= 2 and losses[-1] < losses[0]
@@ -209,11 +215,53 @@ def test_a_script_trains_on_two_ranks(name, files):
 def test_a_script_without_transformers_says_so_in_one_line(name, tmp_path):
     (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('No module named transformers')")
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = script(1, name, PYTHONPATH=paths)
+    done = script(1, EXAMPLES / f"{name}.py", PYTHONPATH=paths)
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == (
         f"{name}.py needs transformers: pip install 'hybridpipe[examples]' (No module named transformers)"
     )
+
+
+@pytest.mark.timeout(300)
+def test_the_readmes_first_example_trains(tmp_path, monkeypatch):
+    skip_without_transformers("gpt2")
+    monkeypatch.chdir(ROOT)
+    first = programs((ROOT / "README.md").read_text())[0]
+    told = (
+        "if trainer.world.rank == 0: print([round(each['loss'], 3) for each in trainer.history], len(state))"
+    )
+    (tmp_path / "train.py").write_text(f"{first}{told}\n")
+    done = script(2, tmp_path / "train.py")
+    assert done.returncode == 0, done.stdout
+    losses, _, keys = done.stdout.splitlines()[-1].rpartition(" ")
+    losses = json.loads(losses)
+    assert len(losses) == 5 and losses[-1] < losses[0] < 6 and int(keys) == 6 * 12 + 5
+
+
+def programs(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+
+
+@pytest.mark.timeout(300)
+def test_sharp_bits_print_what_the_page_says(tmp_path):
+    """Those that print numbers only, one after the other in one job."""
+    page = (ROOT / "docs/guide/sharp-bits.md").read_text()
+    (tmp_path / "toy.py").write_text(programs(page)[0])
+    sections = {each.partition("\n")[0]: each for each in page.split("\n## ")}
+    told = [re.search(r"^```text\n(.*?)^```", sections[name], re.M | re.S)[1] for name in BITS_OF_NUMBERS]
+    bits = [
+        "from toy import *",
+        *(programs(sections[name])[0] + "trainer.close()" for name in BITS_OF_NUMBERS),
+    ]
+    (tmp_path / "bits.py").write_text("\n".join(bits))
+    done = script(2, tmp_path / "bits.py")
+    assert done.returncode == 0, done.stdout
+    numbers = [
+        [float(each) for each in re.findall(r"\d+\.\d+$|^\d+$", text, re.M)]
+        for text in ("".join(told), done.stdout)
+    ]
+    assert len(numbers[0]) == 3 + 1 + 2
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-3)
 
 
 def test_sentences_are_questions_and_others_in_turns(files):
