@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,9 +16,17 @@ from torch import nn
 
 from hybridpipe.config import load_config
 from hybridpipe.launch import mpirun
+from hybridpipe.model.recording.events import call_arguments
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 CONFIGS = sorted(EXAMPLES.glob("*.toml"))
+HUGGING_FACE = ("bert", "gpt2")
+BITS_OF_NUMBERS = (
+    "BatchNorm sees a microbatch",
+    "Python between modules runs while recording only",
+    "In-place changes in an nn.Sequential do not cross a cut",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,32 +38,56 @@ def ids(path: Path) -> str:
     return path.name
 
 
+def skip_without_transformers(name: str) -> None:
+    if name in HUGGING_FACE:
+        transformers = pytest.importorskip("transformers")
+        try:  # its models are loaded at their first use, and need packages that fit each other
+            assert transformers.GPT2LMHeadModel and transformers.BertForSequenceClassification
+        except ImportError as error:
+            pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=ids)
 def test_config_names_what_is_there(path):
+    skip_without_transformers(path.stem)
     load_config(path).check()
     train = tomllib.loads(path.read_text())["train"]
     assert train["minibatch"] % train["microbatch"] == 0
 
 
+def microbatch(name: str, size: int):
+    """Inputs and targets of an example's shapes, and the shape of its model's output."""
+    side = 28 if name in ("fashion", "resnet", "vgg11") else 8
+    images, classes, tokens = (
+        torch.randn(size, 1, side, side),
+        torch.arange(size) % 10,
+        torch.randint(96, (size, 65)),
+    )
+    if name in ("gpt", "gpt2"):
+        return tokens[:, :-1], tokens[:, 1:], (size, 64, 96)
+    if name == "bert":
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, classes % 2, (size, 2)
+    if name == "unet":
+        return images, images, images.shape
+    return images, classes, (size, 10)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=ids)
 def test_one_microbatch(path):
     """Forward and backward of the model as it is, on samples of the shape that the data set has."""
+    skip_without_transformers(path.stem)
     config = load_config(path)
     torch.manual_seed(0)
     model = config.model.build()
-    size = config.train.microbatch
-    if path.name == "gpt.toml":
-        tokens = torch.randint(96, (size, 65))
-        inputs, targets, shape = tokens[:, :-1], tokens[:, 1:], (size, 64, 96)
-    else:
-        side = 8 if path.name.startswith("digits") else 28
-        inputs, targets, shape = torch.randn(size, 1, side, side), torch.arange(size) % 10, (size, 10)
+    inputs, targets, shape = microbatch(path.stem, config.train.microbatch)
 
-    outputs = model(inputs)
-    assert outputs.shape == shape
+    args, kwargs = call_arguments(inputs)
+    outputs = model(*args, **kwargs)
+    assert getattr(outputs, "logits", outputs).shape == shape
     loss = config.loss.build()(outputs, targets)
     assert loss.shape == ()
-    assert abs(loss.item() - math.log(shape[-1])) < 1.5, "starts far from a guess"
+    if not targets.is_floating_point():
+        assert abs(loss.item() - math.log(shape[-1])) < 1.5, "starts far from a guess"
 
     loss.backward()
     for name, parameter in model.named_parameters():
@@ -141,6 +174,109 @@ def test_character_loss_is_the_mean_over_samples():
     loss = import_module("text").character_loss()
     samples = [nn.functional.cross_entropy(logits[i], targets[i]) for i in range(3)]
     torch.testing.assert_close(loss(logits, targets), torch.stack(samples).mean())
+
+
+@pytest.fixture
+def files(tmp_path) -> Path:
+    """A folder of small files in the formats of Shakespeare's works and of Fashion-MNIST."""
+    for work in ("lear", "macbeth"):
+        text = "Who is there? Stay and speak. What do I see! Is it a ghost? It comes.\n" * 40
+        (tmp_path / f"{work}_gut.txt").write_text(text)
+    for part, count in (("train", 128), ("t10k", 32)):
+        for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            head = bytes([0, 0, 8, len(shape)]) + b"".join(n.to_bytes(4, "big") for n in shape)
+            numbers = torch.arange(math.prod(shape)) % 10
+            (tmp_path / f"{part}-{kind}-ubyte").write_bytes(head + bytes(numbers.tolist()))
+    return tmp_path
+
+
+def script(ranks: int, path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return mpirun.run(
+        ranks,
+        [sys.executable, str(path), *words],
+        timeout_seconds=280,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.timeout(300)  # each measures model and machines, on cores that other tests may use
+@pytest.mark.parametrize("name", ["bert", "gpt2", "resnet", "unet"])
+def test_a_script_trains_on_two_ranks(name, files):
+    skip_without_transformers(name)
+    done = script(2, EXAMPLES / f"{name}.py", str(files))
+    assert done.returncode == 0, done.stdout
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), held out", done.stdout, re.M)]
+    assert len(losses) >= 2 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_a_script_without_transformers_says_so_in_one_line(name, tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('No module named transformers')")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = script(1, EXAMPLES / f"{name}.py", PYTHONPATH=paths)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[0] == (
+        f"{name}.py needs transformers: pip install 'hybridpipe[examples]' (No module named transformers)"
+    )
+
+
+@pytest.mark.timeout(300)
+def test_the_readmes_first_example_trains(tmp_path, monkeypatch):
+    skip_without_transformers("gpt2")
+    monkeypatch.chdir(ROOT)
+    first = programs((ROOT / "README.md").read_text())[0]
+    told = (
+        "if trainer.world.rank == 0: print([round(each['loss'], 3) for each in trainer.history], len(state))"
+    )
+    (tmp_path / "train.py").write_text(f"{first}{told}\n")
+    done = script(2, tmp_path / "train.py")
+    assert done.returncode == 0, done.stdout
+    losses, _, keys = done.stdout.splitlines()[-1].rpartition(" ")
+    losses = json.loads(losses)
+    assert len(losses) == 5 and losses[-1] < losses[0] < 6 and int(keys) == 6 * 12 + 5
+
+
+def programs(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+
+
+@pytest.mark.timeout(300)
+def test_sharp_bits_print_what_the_page_says(tmp_path):
+    """Those that print numbers only, one after the other in one job."""
+    page = (ROOT / "docs/guide/sharp-bits.md").read_text()
+    (tmp_path / "toy.py").write_text(programs(page)[0])
+    sections = {each.partition("\n")[0]: each for each in page.split("\n## ")}
+    told = [re.search(r"^```text\n(.*?)^```", sections[name], re.M | re.S)[1] for name in BITS_OF_NUMBERS]
+    bits = [
+        "from toy import *",
+        *(programs(sections[name])[0] + "trainer.close()" for name in BITS_OF_NUMBERS),
+    ]
+    (tmp_path / "bits.py").write_text("\n".join(bits))
+    done = script(2, tmp_path / "bits.py")
+    assert done.returncode == 0, done.stdout
+    numbers = [
+        [float(each) for each in re.findall(r"\d+\.\d+$|^\d+$", text, re.M)]
+        for text in ("".join(told), done.stdout)
+    ]
+    assert len(numbers[0]) == 3 + 1 + 2
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-3)
+
+
+def test_sentences_are_questions_and_others_in_turns(files):
+    skip_without_transformers("bert")
+    text, bert = import_module("text"), import_module("bert")
+    found = bert.sentences(root=str(files), limit=4)
+    assert [(text.decode(words.tolist()), is_question) for words, is_question in found] == [
+        ("Stay and speak", 0),
+        ("Is it a ghost", 1),
+        ("What do I see", 0),
+        ("Who is there", 1),
+    ]
+    inputs, targets = bert.collate(found)
+    assert targets.tolist() == [0, 1, 0, 1] and inputs["input_ids"].shape == (4, 16)
+    assert inputs["attention_mask"].sum(1).tolist() == [len(words) for words, _ in found]
 
 
 # A minibatch of 718 leaves one sample for the last of three: five of six parts are empty.
