@@ -11,8 +11,10 @@ from hybridpipe.checkpoint.resume import load_plain
 from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config import Config
+from hybridpipe.data.reader import first_minibatch
+from hybridpipe.data.source import source_of
 from hybridpipe.errors import UserError
-from hybridpipe.model.sequential import num_layers
+from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.training.trainer import Trainer
@@ -21,7 +23,8 @@ from hybridpipe.training.trainer import Trainer
 def import_weights(config: Config, source: Path, folder: Path) -> Path:
     """Write the checkpoint `folder/step-00000000` with the weights of `source`, and return its path.
 
-    Model, optimizer and seed are the config's. One process writes a checkpoint of one rank, which any plan
+    Model, optimizer and seed are the config's; so is the data, of which a model that is no `nn.Sequential`
+    needs the first microbatch. One process writes a checkpoint of one rank, which any plan
     can resume.
 
     Raises:
@@ -34,12 +37,17 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
     model = build_model(config)
     load_plain(MPI.COMM_SELF, model, source)
     minibatch = config.train.minibatch
-    count = ceil_div(minibatch, config.train.microbatch or minibatch)
+    microbatch = config.train.microbatch or minibatch
+    layers: Layers | None = known_layers(model)
+    data = None
+    if layers is None:
+        data = config.data.build()
+        layers = layers_of(model, first_minibatch(source_of("data", data), minibatch, microbatch).inputs(0))
     trainer = Trainer(
         model,
         loss=config.loss.build(),
         optimizer=config.optimizer.build,
-        plan=Plan((StageSpec(0, num_layers(model)),), num_microbatches=count),
+        plan=Plan((StageSpec(0, layers.num_layers),), num_microbatches=ceil_div(minibatch, microbatch)),
         minibatch_size=minibatch,
         lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
         seed=config.train.seed,
@@ -47,6 +55,8 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
         world=MPI.COMM_SELF,
     )
     try:
+        if data is not None:
+            trainer.prepare(data)
         return trainer.save(folder)
     finally:
         trainer.close()

@@ -97,6 +97,7 @@ class Executor:
         self.clock = clock_of(device)
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
+        self.forms: list[Callable[[int], int]] = []  # of the present run, by chunk
         self.stashed: StashedWeights | None = None
         if plan.is_asynchronous and place is not None:
             self.stashed = StashedWeights(plan, place, stages[0].module, self.statistics)
@@ -168,8 +169,8 @@ class Executor:
             p2p.end()
 
     def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
-        for stage, p2p in zip(self.stages, self.p2p, strict=True):
-            form = cache(partial(_form, stage, stream, training))
+        self.forms = [cache(partial(_form, stage, stream, training)) for stage in self.stages]
+        for form, p2p in zip(self.forms, self.p2p, strict=True):
             p2p.begin(program.instructions, form, step, training)
 
     def _execute(self, run: "ProgramRun", program: RankProgram, part: Part) -> None:
@@ -279,12 +280,12 @@ class ProgramRun:
         targets = None if stage.loss is None else self.executor.to_device(at.targets)
         if inputs is not None or targets is not None:
             self.note(Load(m, c))
-        given = self.weights, m, inputs
+        given, form = (self.weights, m, inputs), self.executor.forms[c](m)
         if targets is None:
-            self.values[m, c] = stage.forward(at.microbatch, received, at.step, *given)
+            self.values[m, c] = stage.forward(at.microbatch, received, at.step, *given, form)
         else:
-            total = at.minibatch.num_samples
-            loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *given, total)
+            of_loss = *given, at.minibatch.num_samples, form
+            loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *of_loss)
             self._check_loss(loss, at.share)
             self.losses[m] = self.unchecked[m] = loss
         if not c:  # each of a rank's stages sees the same samples
@@ -419,7 +420,8 @@ class InferenceRun(ProgramRun):
         """Run the layers without a graph; the last stage hands its outputs to `on_outputs`."""
         m, c = instruction.microbatch, instruction.chunk
         stage, at = self.executor.stages[c], self.stream[m]
-        outputs = stage.infer(m, self.values.pop((m, c), None), at.step, self.inputs_of(instruction))
+        received, inputs = self.values.pop((m, c), None), self.inputs_of(instruction)
+        outputs = stage.infer(m, received, at.step, inputs, self.executor.forms[c](m))
         if stage.loss is None:
             self.values[m, c] = outputs
         else:

@@ -1,4 +1,4 @@
-"""Profile of a model's layers, measured on one microbatch. Each runs as a stage of its own.
+"""Profile of a model's layers, measured on one microbatch. Each that differs runs as a stage of its own.
 
 Not known here: ranks and MPI. Ranks that measure at once agree on equal repetitions through `agree`.
 Invariant: the model, its gradients and the data are as they were before.
@@ -18,14 +18,15 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.measure.layer_bytes import LayerBytes, leaves, measure_bytes, require_grad, total_bytes
+from hybridpipe.measure.observed import LayerBytes, Observed, observe, stand_ins, total_bytes
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model import tensors
 from hybridpipe.model.layers import Layers, layers_of, shared_parameters
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, norms, tensors_in
+from hybridpipe.model.tensors import Tree, map_tensors, norms
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
+from hybridpipe.stage.recompute import copied
 from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Agree, Loss, OptimizerFactory
 
@@ -98,15 +99,17 @@ class Rehearsal:
             for split_backward in (False, True)
         )
         self.names = [stage.layers.names[0] or type(stage.module[0]).__name__ for stage in self.stages]
+        self._measured: tuple[_Stages, _Microbatch] | None = None
         self.inputs, self.targets = (  # copies, as the first layer may work in place
             map_tensors(lambda tensor: tensor.to(self.device, copy=True), value)
             for value in (inputs, targets)
         )
 
     def run(self) -> None:
-        """Run one forward and one backward of the microbatch."""
+        """Run one forward and one backward of the layers that were measured."""
+        assert self._measured is not None, "measure first"
         with self._running() as watch:
-            _pass(self.stages, self._first(None), watch, {})
+            _pass(*self._measured, watch)
 
     @contextmanager
     def _running(self) -> Iterator[Stopwatch]:
@@ -115,13 +118,11 @@ class Rehearsal:
             yield watch
 
     def _first(self, size: int | None) -> "_Microbatch":
-        """Return the first `size` samples; None: all of them."""
+        """Observe the layers with the first `size` samples; None: all of them."""
         inputs, targets = (
             map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
         )
-        for stage in (*self.stages, *self.split_stages):
-            stage.layers.form(len(tensors_in(inputs)[0]), lambda: inputs, training=True)
-        return _Microbatch(inputs, targets)
+        return _Microbatch(inputs, targets, observe(self.stages, inputs, targets))
 
     def measure(
         self,
@@ -130,6 +131,8 @@ class Rehearsal:
         sizes: Sequence[int] = (),
     ) -> ModelProfile:
         """Measure the seconds of each layer, the bytes it keeps, and the bytes it passes on.
+
+        Layers that take equally long (`stand_ins`) are run once for all of them.
 
         Args:
             optimizer: makes an optimizer; its state and its step over each layer's parameters are measured.
@@ -140,42 +143,51 @@ class Rehearsal:
         Returns:
             The profile, in seconds and bytes; a second is one of the clock, waiting for a processor included.
         """
-        stages = self.stages
-        microbatches = [self._first(size) for size in sizes] or [self._first(None)]
         with self._running() as watch:
-            num_bytes = [measure_bytes(stages, each.inputs, each.targets) for each in microbatches]
-            seconds = _typical(
-                [partial(_passes, stages, self.split_stages, each, watch) for each in microbatches], agree
-            )
-            crossing: dict[int, list[bool]] = {}
-            _pass(stages, microbatches[0], watch, crossing)  # determines which outputs get a gradient
-            in_between = partial(_pass, stages, microbatches[0], watch, crossing)
-            updates, state_bytes = _measure_updates(stages, optimizer, in_between, watch, agree)
-        parameter_bytes = [
-            total_bytes(p for p in stage.module.parameters() if p.requires_grad) for stage in stages
-        ]
+            microbatches = [self._first(size) for size in sizes or (None,)]
+            which = stand_ins(self.stages, [each.layers for each in microbatches])
+            stages, split_stages = ({i: of[i] for i in which} for of in (self.stages, self.split_stages))
+            self._measured = stages, microbatches[0]
+            samplers = [partial(_passes, stages, split_stages, each, watch) for each in microbatches]
+            seconds = _typical(samplers, agree)
+            in_between = partial(_pass, stages, microbatches[0], watch)
+            updates, state_bytes = _measure_updates(self.stages, optimizer, in_between, watch, agree)
         first, *others = (
-            Measurement(
-                tensors.num_samples(inputs=microbatch.inputs, targets=microbatch.targets),
-                tuple(
-                    _layer_profile(name, i, took, microbatch.batching[i], parameter_bytes[i], layer_bytes)
-                    for i, (name, layer_bytes) in enumerate(zip(self.names, of_layers, strict=True))
-                ),
-            )
-            for microbatch, took, of_layers in zip(
-                microbatches, ({**each, **updates} for each in seconds), num_bytes, strict=True
-            )
+            self._measurement(microbatch, took, updates, which)
+            for microbatch, took in zip(microbatches, seconds, strict=True)
         )
+        parameter_bytes = sum(map(_parameter_bytes, self.stages))
         return ModelProfile(
             layers=first.layers,
             samples=first.samples,
             others=tuple(others),
             device=str(self.device),
-            dtype=_dtype(stages, self.inputs),
+            dtype=_dtype(self.stages, self.inputs),
             shared=self.shared,
-            state_factor=state_bytes / sum(parameter_bytes) if sum(parameter_bytes) else 0.0,
+            state_factor=state_bytes / parameter_bytes if parameter_bytes else 0.0,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
+
+    def _measurement(
+        self,
+        microbatch: "_Microbatch",
+        seconds: Mapping["_Figure", float],
+        updates: Mapping[int, float],
+        which: Sequence[int],
+    ) -> Measurement:
+        """Return the figures of all layers, each with the seconds of the layer that stands for it."""
+        layers = []
+        for i, (name, stage) in enumerate(zip(self.names, self.stages, strict=True)):
+            took = {kind: value for (kind, layer), value in seconds.items() if layer == which[i]}
+            batching, observed = microbatch.batching[which[i]], microbatch.layers[i].bytes
+            layers.append(
+                _layer_profile(name, took, updates.get(i, 0.0), batching, _parameter_bytes(stage), observed)
+            )
+        return Measurement(microbatch.num_samples, tuple(layers))
+
+
+_Stages = dict[int, Stage]  # those that are run, by layer, in order
+_Figure = tuple[str, int]  # a kind of pass and the layer
 
 
 class _Batching(NamedTuple):
@@ -192,38 +204,48 @@ class _Batching(NamedTuple):
 
 @dataclass
 class _Microbatch:
-    """A microbatch that the layers are measured on, and each layer's batched products once they have run."""
+    """A microbatch that the layers are measured on, and what was observed with it.
+
+    Args:
+        batching: batched products of each layer that is run, once they have run.
+    """
 
     inputs: Tree
     targets: Tree
-    batching: list[_Batching] = field(default_factory=list)
+    layers: list[Observed]
+    batching: dict[int, _Batching] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of its samples."""
+        return tensors.num_samples(inputs=self.inputs, targets=self.targets)
 
 
 def _layer_profile(
     name: str,
-    i: int,
-    seconds: Mapping[tuple[str, int], float],
+    seconds: Mapping[str, float],
+    update_seconds: float,
     batching: _Batching,
     parameter_bytes: int,
     num_bytes: LayerBytes,
 ) -> LayerProfile:
-    forward = seconds["forward", i]
+    forward = seconds["forward"]
     input_seconds = None
     if parameter_bytes:  # a split backward makes the forward a little longer, too
-        input_seconds = max(0.0, seconds["input backward", i] + seconds["forward before split", i] - forward)
+        input_seconds = max(0.0, seconds["input backward"] + seconds["forward before split"] - forward)
     return LayerProfile(
         name=name,
         forward_seconds=forward,
-        backward_seconds=seconds["backward", i],
+        backward_seconds=seconds["backward"],
         parameter_bytes=parameter_bytes,
         output_bytes=num_bytes.output,
         activation_bytes=num_bytes.activation,
-        update_seconds=seconds.get(("update", i), 0.0),
+        update_seconds=update_seconds,
         gradient_bytes=num_bytes.gradient,
-        weight_seconds=seconds["weight backward", i] if parameter_bytes else 0.0,
+        weight_seconds=seconds["weight backward"] if parameter_bytes else 0.0,
         input_seconds=input_seconds,
-        accumulate_seconds=_accumulate_seconds(seconds, i) if parameter_bytes else 0.0,
-        joined=_batched_products(batching, seconds, i),
+        accumulate_seconds=_accumulate_seconds(seconds) if parameter_bytes else 0.0,
+        joined=_batched_products(batching, seconds),
     )
 
 
@@ -266,8 +288,8 @@ def _middle(samples: Sequence[Mapping[_Key, Took]], length: int) -> dict[_Key, f
 
 
 def _passes(
-    stages: list[Stage], split_stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch
-) -> dict[tuple[str, int], Took]:
+    stages: _Stages, split_stages: _Stages, microbatch: _Microbatch, watch: Stopwatch
+) -> dict[_Figure, Took]:
     """Run every kind of pass once, and return the seconds of each layer in it.
 
     - One forward and one backward.
@@ -278,23 +300,22 @@ def _passes(
     The kinds take turns, so that other load on the machine counts for all of them; the weight gradients' time
     is a difference between them. The batched products are noted in the microbatch.
     """
-    crossing: dict[int, list[bool]] = {}
 
-    def backwards() -> list[Took]:
-        of_pass = _pass(stages, microbatch, watch, crossing)
-        return [of_pass["backward", i] for i in range(len(stages))]
+    def backwards() -> dict[int, Took]:
+        of_pass = _pass(stages, microbatch, watch)
+        return {i: of_pass["backward", i] for i in stages}
 
-    for stage in stages:
+    for stage in stages.values():
         stage.reset_wgrad_peaks()
     _clear_gradients(stages)
     first = backwards()
-    took = _pass(stages, microbatch, watch, crossing)
-    split = _pass(split_stages, microbatch, watch, crossing)
-    for i in range(len(stages)):
+    took = _pass(stages, microbatch, watch)
+    split = _pass(split_stages, microbatch, watch)
+    for i in stages:
         took["first backward", i] = first[i]
         took["forward before split", i], took["input backward", i] = split["forward", i], split["backward", i]
         took["weight backward", i] = split["weight backward", i]
-    batching = [(i, stage) for i, stage in enumerate(stages) if stage.can_batch_wgrad]
+    batching = [(i, stage) for i, stage in stages.items() if stage.can_batch_wgrad]
     if batching:
         _clear_gradients(stages)
         with _batched_wgrad(stages):
@@ -308,25 +329,25 @@ def _passes(
                         took["product", i] = watch.since(began)
         for _, stage in batching:
             stage.complete_gradients()
-    microbatch.batching = [_Batching(stage.max_batched, stage.max_deferred_bytes) for stage in stages]
+    microbatch.batching = {
+        i: _Batching(stage.max_batched, stage.max_deferred_bytes) for i, stage in stages.items()
+    }
     return took
 
 
-def _accumulate_seconds(seconds: Mapping[tuple[str, int], float], layer: int) -> float:
+def _accumulate_seconds(seconds: Mapping[str, float]) -> float:
     """Return the seconds of adding gradients up, which the first backward of an update does not need."""
-    return max(0.0, seconds["backward", layer] - seconds["first backward", layer])
+    return max(0.0, seconds["backward"] - seconds["first backward"])
 
 
-def _batched_products(
-    batching: _Batching, seconds: Mapping[tuple[str, int], float], layer: int
-) -> JoinedProducts | None:
+def _batched_products(batching: _Batching, seconds: Mapping[str, float]) -> JoinedProducts | None:
     """Fit a line through the products of one microbatch and of the most measured; None: there are none."""
     count = batching.num_measured
     if not count:
         return None
-    backwards = [seconds[f"batched backward {n}", layer] for n in range(1, count + 1)]
-    of_several = seconds["product", layer]
-    of_one = max(0.0, seconds["weight backward", layer] - _accumulate_seconds(seconds, layer))
+    backwards = [seconds[f"batched backward {n}"] for n in range(1, count + 1)]
+    of_several = seconds["product"]
+    of_one = max(0.0, seconds["weight backward"] - _accumulate_seconds(seconds))
     per_microbatch = max(0.0, of_several - of_one) / (count - 1) if count > 1 else 0.0
     return JoinedProducts(
         backward_seconds=statistics.mean(backwards),
@@ -337,20 +358,20 @@ def _batched_products(
     )
 
 
-def _clear_gradients(stages: list[Stage]) -> None:
-    for stage in stages:
+def _clear_gradients(stages: _Stages) -> None:
+    for stage in stages.values():
         stage.module.zero_grad(set_to_none=True)
 
 
 @contextmanager
-def _batched_wgrad(stages: list[Stage]) -> Iterator[None]:
+def _batched_wgrad(stages: _Stages) -> Iterator[None]:
     """Make the weight gradients of several passes in one product."""
-    for stage in stages:
+    for stage in stages.values():
         stage.batches_wgrad = True
     try:
         yield
     finally:
-        for stage in stages:
+        for stage in stages.values():
             stage.batches_wgrad = False
 
 
@@ -367,29 +388,29 @@ def _frozen(stages: list[Stage]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _pass(
-    stages: list[Stage], microbatch: _Microbatch, watch: Stopwatch, crossing: dict[int, list[bool]]
-) -> dict[tuple[str, int], Took]:
+def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_Figure, Took]:
     """Run one forward and one backward, whole or split, and return the seconds of each layer.
 
-    Args:
-        crossing: for each layer, the outputs that get a gradient; missing layers are filled in.
+    Each layer receives what it was observed to receive, as the layer before it may not be among them.
     """
     took = {}
-    value: TensorTree | None = None
-    for i, stage in enumerate(stages):
+    for i, stage in stages.items():
+        observed = microbatch.layers[i]
         inputs = microbatch.inputs if stage.layers.needs_inputs(training=True) else None
+        received = copied(observed.received)
         began = watch.now()
+        if i == 0:  # a stage tells a microbatch's form once, whatever the number of its layers
+            stage.layers.form(microbatch.num_samples, lambda: microbatch.inputs, training=True)
         if stage.loss is None:
-            outputs = stage.forward(0, value, step=0, inputs=inputs)
-            value = leaves(outputs, crossing.setdefault(i, require_grad(outputs)))
+            stage.forward(0, received, step=0, inputs=inputs, form=observed.form)
         else:
-            stage.forward_loss(0, value, microbatch.targets, share=1.0, step=0, inputs=inputs)
+            targets = microbatch.targets
+            stage.forward_loss(0, received, targets, share=1.0, step=0, inputs=inputs, form=observed.form)
         took["forward", i] = watch.since(began)
-    gradients: tuple[Tensor | None, ...] = ()
-    for i, stage in reversed(list(enumerate(stages))):
+    for i, stage in reversed(stages.items()):
+        gradients = microbatch.layers[i].gradients
         began = watch.now()
-        gradients = (stage.backward_input if stage.split_backward else stage.backward)(0, gradients)
+        (stage.backward_input if stage.split_backward else stage.backward)(0, gradients)
         took["backward", i] = watch.since(began)
         if stage.split_backward:  # at once: less memory is kept than after all layers' input gradients
             began = watch.now()
@@ -398,14 +419,18 @@ def _pass(
     return took
 
 
+def _parameter_bytes(stage: Stage) -> int:
+    return total_bytes(p for p in stage.module.parameters() if p.requires_grad)
+
+
 def _measure_updates(
     stages: list[Stage],
     optimizer: OptimizerFactory | None,
     in_between: Callable[[], object],
     watch: Stopwatch,
     agree: Agree,
-) -> tuple[dict[tuple[str, int], float], int]:
-    """Return the seconds of ("update", layer) for each trained layer, and the bytes of the optimizer's state.
+) -> tuple[dict[int, float], int]:
+    """Return the seconds of each trained layer's update, and the bytes of the optimizer's state.
 
     Args:
         in_between: runs a forward and a backward between two steps, which fills the caches as training does.
@@ -419,7 +444,7 @@ def _measure_updates(
                 gradient.zero_()  # a step with zero gradients takes as long and leaves the copy usable
             optimizers[i] = optimizer(parameters)
 
-    def steps() -> dict[tuple[str, int], Took]:
+    def steps() -> dict[int, Took]:
         took = {}
         with _frozen(stages):
             in_between()
@@ -428,7 +453,7 @@ def _measure_updates(
             norms(gradients[i])  # training checks them for numbers that are not finite
             with fused(over_layer):
                 over_layer.step()
-            took["update", i] = watch.since(began)
+            took[i] = watch.since(began)
         return took
 
     updates = _typical([steps], agree)[0] if optimizers else {}

@@ -34,6 +34,7 @@ class RecordedModel:
 
     def __init__(self, model: nn.Module, records: Records, inputs: Any) -> None:
         self.model, self.records, self._inputs = model, records, inputs
+        self._by_size: dict[tuple[int, bool], Record] = {}
         self.record = self.typical(training=True)
         self.names = [layer.name for layer in self.record.layers]
 
@@ -53,18 +54,18 @@ class RecordedModel:
 
     def typical(self, training: bool) -> Record:
         """Return the record of the first inputs."""
-        return self.records.find(self._inputs, training)
+        first = tensors_in(self._inputs)
+        return self.of_size(len(first[0]) if first else 0, training)
 
     def of_size(self, num_samples: int, training: bool) -> Record:
         """Return the record of inputs like the first ones, with another number of samples.
 
         It is for stages that need no inputs: nothing that inputs hold decides over their path.
         """
-        first = tensors_in(self._inputs)
-        if not first or len(first[0]) == num_samples:
-            return self.typical(training)
-        inputs = map_tensors(lambda t: t[:1].expand(num_samples, *t.shape[1:]).clone(), self._inputs)
-        return self.records.find(inputs, training)
+        if (num_samples, training) not in self._by_size:
+            inputs = map_tensors(lambda tensor: _resized(tensor, num_samples), self._inputs)
+            self._by_size[num_samples, training] = self.records.find(inputs, training)
+        return self._by_size[num_samples, training]
 
     def single(self) -> list[StageModule]:
         """Return each layer as a stage by itself, for measurements."""
@@ -113,6 +114,7 @@ class RecordedModel:
     def renew(self) -> None:
         """Forget the records, since settings, modes, hooks or requires_grad flags have changed."""
         self.records.clear()
+        self._by_size.clear()
 
     def copied(self) -> "RecordedModel":
         """Return the layers of a copy of the model, for measurements.
@@ -167,7 +169,7 @@ class RecordedStage(StageModule):
     def renew(self) -> None:
         """Forget the slices of records; call it between two runs."""
         self._slices: dict[int, Slice] = {}
-        self._told: dict[tuple[Any, ...], Record] = {}  # by the shapes of what a stage receives
+        self._told: dict[tuple[int, bool], Record] = {}  # by form, and training
         self._lookup = _StageLookup(self._recorded.model, self.module)
 
     def needs_inputs(self, training: bool) -> bool:
@@ -187,28 +189,27 @@ class RecordedStage(StageModule):
         return -1
 
     def form(self, num_samples: int, inputs: Callable[[], Any], training: bool) -> int:
-        """Return the form of a microbatch: the digest of its record."""
+        """Return the form of a microbatch: the digest of its record, whose guards have run."""
         if self.needs_inputs(training):
-            return self._recorded.records.find(inputs(), training).digest
-        record = self._recorded.of_size(num_samples, training)
-        takes = tuple(record.values[value].shape for value in self._slice(record).takes)
-        self._told[takes, training] = record
+            record = self._recorded.records.find(inputs(), training)
+        else:
+            record = self._recorded.of_size(num_samples, training)
+        self._told[record.digest, training] = record
         return record.digest
 
-    def run(self, received: Any, inputs: Any, seed: Seed, training: bool) -> Any:
+    def run(self, received: Any, inputs: Any, seed: Seed, training: bool, form: int = 0) -> Any:
         """Run the layers on one microbatch, as `StageModule.run` does."""
         taken = () if received is None else tensors_of(received)
-        if inputs is None:
-            record = self._told[tuple(tensor.shape for tensor in taken), training]
-            leaves = None
-        else:
-            record = self._recorded.records.find(inputs, training)
-            leaves = pytree.tree_leaves(call_arguments(inputs))
+        leaves = None if inputs is None else pytree.tree_leaves(call_arguments(inputs))
 
         def seed_event(event: Event) -> None:
             seed(event.key, event.draws_python)
 
-        return self._slice(record).run(taken, leaves, seed_event)
+        return self._slice(self._told[form, training]).run(taken, leaves, seed_event)
+
+    def signature(self) -> str:
+        """Return a text that is equal for layers that take as long, if they receive equal values."""
+        return self._slice(self._recorded.typical(training=True)).signature()
 
     def key(self, path: str) -> str:
         """Return the key in the whole model of the tensor at a path."""
@@ -239,7 +240,7 @@ class RecordedStage(StageModule):
         if id(record) not in self._slices:
             start = 0 if self._begin is None else record.cut(self._begin)
             stop = len(record.events) if self._end is None else record.cut(self._end)
-            self._slices[id(record)] = Slice(record, start, stop, self._lookup)
+            self._slices[id(record)] = Slice(record, start, stop, self._lookup, guards=False)
         return self._slices[id(record)]
 
 
@@ -290,6 +291,13 @@ class _StageLookup:
             f"the forward of these inputs uses {name} in a stage that did not use it with the first inputs: "
             "begin with inputs that use it there, or use plan='dp'"
         )
+
+
+def _resized(tensor: Tensor, num_samples: int) -> Tensor:
+    """Return a tensor with another number of samples, each like the first."""
+    if len(tensor) == num_samples:
+        return tensor
+    return tensor[:1].expand(num_samples, *tensor.shape[1:]).clone()
 
 
 def _tree(model: nn.Module, units: Collection[str], weights: Iterable[str]) -> nn.Module:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.rng import may_draw_from_python
+from hybridpipe.model.signature import module_signature
 from hybridpipe.model.tensors import Tree, tensors_in
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import SharedParameter
@@ -95,7 +96,7 @@ class StageModule:
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(inputs())]
         return SHAPES + zlib.crc32(repr(shapes).encode())
 
-    def run(self, received: Tree, inputs: Tree, seed: Seed, training: bool) -> Tree:
+    def run(self, received: Tree, inputs: Tree, seed: Seed, training: bool, form: int = 0) -> Tree:
         """Run the layers on one microbatch.
 
         Args:
@@ -103,6 +104,7 @@ class StageModule:
             inputs: the model's inputs; None unless `needs_inputs(training)`.
             seed: called before each layer, with the layer's place in random keys.
             training: False in an evaluation.
+            form: of the microbatch, as `form` has told it to this stage.
 
         Returns:
             what the next stage receives; the last stage's is the model's output.
@@ -112,6 +114,10 @@ class StageModule:
             seed(self.first_layer + i, python_too)
             value = call(value)
         return value
+
+    def signature(self) -> str:
+        """Return a text that is equal for layers that take as long, if they receive equal values."""
+        return repr(list(map(module_signature, self.module)))
 
     def key(self, path: str) -> str:
         """Return the key in the whole model of the tensor at a path."""

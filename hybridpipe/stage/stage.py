@@ -44,6 +44,7 @@ class _Call(NamedTuple):
     targets: Tree = None
     share: float | None = None  # None if no loss follows
     num_samples: int = 1  # of the minibatch
+    form: int = 0
 
 
 _Later = WeightHalf | MicrobatchRows  # the sinks of deferred weight gradients
@@ -139,6 +140,7 @@ class Stage:
         weights: Weights | None = None,
         slot: int | None = None,
         inputs: Tree = None,
+        form: int = 0,
     ) -> TensorTree:
         """Run the layers and stash the graph.
 
@@ -151,11 +153,13 @@ class Stage:
             slot: key of the microbatch for `backward`, needed if several minibatches are in flight;
                 `microbatch` by default.
             inputs: the model's inputs, samples in the first dimension; needed if `layers.needs_inputs`.
+            form: the microbatch's, as `layers.form` has told it; a recorded model's layers look at it.
 
         Raises:
             ValueError: a layer uses its own parameters instead of `weights`.
         """
-        call = _Call(_slot(slot, microbatch), microbatch, step, received, inputs, weights)
+        key = _slot(slot, microbatch)
+        call = _Call(key, microbatch, step, received, inputs, weights, form=form)
         return self._forward(call).outputs
 
     def forward_loss(
@@ -169,13 +173,14 @@ class Stage:
         slot: int | None = None,
         inputs: Tree = None,
         num_samples: int = 1,
+        form: int = 0,
     ) -> MicrobatchLoss:
         """Run the layers and the loss, and stash the loss times its `MicrobatchLoss.factor`.
 
         Args:
             share: this microbatch's fraction of the minibatch's samples.
             num_samples: samples of the minibatch; used for a loss that returns (sum, weight).
-            microbatch, received, step, weights, slot, inputs: as in `forward`.
+            microbatch, received, step, weights, slot, inputs, form: as in `forward`.
 
         Returns:
             the loss, detached; its value requires grad if the loss does.
@@ -184,16 +189,18 @@ class Stage:
             ValueError: the loss is neither a mean nor a pair, or uses parameters from outside the stage.
         """
         key = _slot(slot, microbatch)
-        call = _Call(key, microbatch, step, received, inputs, weights, targets, share, num_samples)
+        call = _Call(key, microbatch, step, received, inputs, weights, targets, share, num_samples, form)
         loss = self._forward(call).loss
         assert loss is not None
         return loss
 
-    def infer(self, microbatch: int, received: TensorTree | None, step: int, inputs: Tree = None) -> Tree:
+    def infer(
+        self, microbatch: int, received: TensorTree | None, step: int, inputs: Tree = None, form: int = 0
+    ) -> Tree:
         """Run the layers without a graph; nothing is stashed."""
         with torch.no_grad():
             seed = partial(self._seed, step, microbatch)
-            return self.layers.run(received, inputs, seed, training=False)
+            return self.layers.run(received, inputs, seed, training=False, form=form)
 
     def backward(
         self, slot: int, gradients: Sequence[Tensor | None] = (), is_final: bool = False
@@ -309,7 +316,8 @@ class Stage:
     def _run(self, call: _Call) -> tuple[TensorTree, MicrobatchLoss | None]:
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
-        value = self.layers.run(map_tensors(_enter, call.received), call.inputs, seed, training=True)
+        received = map_tensors(_enter, call.received)
+        value = self.layers.run(received, call.inputs, seed, training=True, form=call.form)
         self._check_unchanged(before)
         if call.share is None:
             return _passed_on(value), None

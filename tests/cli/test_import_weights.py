@@ -26,6 +26,15 @@ def net():
     return nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3)
     )
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.body, self.head = nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, images):
+        hidden = self.enter(images.flatten(1))
+        return self.head(hidden + self.body(hidden))
 """
 CONFIG = """
 model = { factory = "imported_model:net" }
@@ -98,6 +107,17 @@ def test_there_and_back(config, weights, tmp_path, capsys):
     assert main.main(["export", str(tmp_path / "run" / "checkpoints"), "--out", str(out)]) == 0
     before, after = load_file(weights), load_file(out)
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_there_and_back_with_a_model_that_is_recorded(config, tmp_path, capsys):
+    config.write_text(CONFIG.replace(":net", ":Residual"))
+    weights, run = tmp_path / "w.safetensors", tmp_path / "run"
+    before = build_model(load_config(config)).state_dict()
+    save_file({key: tensor + 1 for key, tensor in before.items()}, weights)
+    assert main.main(["import", str(weights), str(config), "--out", str(run)]) == 0
+    assert main.main(["export", str(run / "checkpoints"), "--out", str(tmp_path / "out.safetensors")]) == 0
+    after = load_file(tmp_path / "out.safetensors")
+    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key] + 1) for key in before)
 
 
 @pytest.mark.parametrize("key", ["3.weight", "1.running_var"])

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpipe.cli import main
 from hybridpipe.cli.profile import circumstances, profile_model
 from hybridpipe.config import Config, DataConfig, Factory, TrainConfig
 from hybridpipe.errors import UserError
+from hybridpipe.files import write_json
 from hybridpipe.measure import layers
+from hybridpipe.planning.cluster import Cluster
 
 
 def net() -> nn.Sequential:
@@ -49,6 +52,28 @@ def test_several_sizes_and_the_first_is_its_own(config):
     assert "microbatches of 1, 4, 10 samples" in circumstances(profile)
 
 
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.low, self.up = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, value):
+        skip = self.down(value)
+        return self.up(self.low(skip) + skip)
+
+
+def test_a_model_of_any_class_is_profiled_by_the_paths_of_its_units(config, tmp_path):
+    profile = profile_model(replace(config, model=Factory(f"{__name__}:Skipping")), (4, 1))
+    assert [layer.name for layer in profile.layers] == ["down", "low", "up"]
+    assert [layer.output_bytes for layer in profile.layers] == [4 * 8 * 4, 4 * 8 * 4, 0]
+    write_json(tmp_path / "profile.json", profile)
+    plan, cluster = tmp_path / "plan.json", tmp_path / "cluster.json"
+    write_json(cluster, Cluster.flat(2, bandwidth=1e9, latency_seconds=1e-5))
+    given = ["--profile", str(tmp_path / "profile.json"), "--cluster", str(cluster)]
+    assert main.main(["plan", *given, "--minibatch", "16", "--out", str(plan)]) == 0
+    assert main.main(["simulate", *given, "--plan", str(plan)]) == 0
+
+
 def test_a_size_needs_as_many_samples(config):
     with pytest.raises(UserError, match="--microbatch: must be at most the data's 10 samples, got 11"):
         profile_model(config, (4, 11))
@@ -59,8 +84,10 @@ def test_memory_is_kept_as_in_training():
     program = """
 import resource, sys, torch
 from hybridpipe.config import Config, DataConfig, Factory, TrainConfig
+from hybridpipe.cli import main
 from hybridpipe.cli.profile import profile_model
 from hybridpipe.measure import layers
+from hybridpipe.planning.cluster import Cluster
 
 layers.MAX_REPEATS = 1
 sgd = Factory("torch.optim:SGD", {"lr": 0.1})

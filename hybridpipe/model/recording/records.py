@@ -19,6 +19,8 @@ from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.rng import preserved_state
 
 CPU = torch.device("cpu")
+SHARE = 1 / 4  # of the parameters: a larger unit hinders the balance of four ranks; each event takes 5 us
+WHOLE = 1.0  # no module is opened for its size
 
 
 class _Path(NamedTuple):
@@ -29,11 +31,12 @@ class _Path(NamedTuple):
 class Records:
     """Records of one model."""
 
-    def __init__(self, model: nn.Module, *, share: float = 1.0, most: int = 8) -> None:
+    def __init__(self, model: nn.Module, *, share: float = SHARE, most: int = 8) -> None:
         """Begin without records.
 
         Args:
-            share: modules with more than this part of the parameters are opened, in (0, 1].
+            share: modules with more than this part of the parameters are opened, in (0, 1]; unless the first
+                forward can only be recorded with such modules whole.
             most: paths that are recorded for one structure and shape of inputs.
         """
         self._model, self._share, self._most = model, share, most
@@ -69,8 +72,18 @@ class Records:
                 reason = str(error)
         if len(paths) >= self._most:
             raise Unsplittable(f"more than {self._most} paths for inputs of one shape: {reason}")
-        found = record(self._model, inputs, training=training, share=self._share)
+        found = self._record(inputs, training)
         paths.append(self._path(found))
+        return found
+
+    def _record(self, inputs: Any, training: bool) -> Record:
+        try:
+            return record(self._model, inputs, training=training, share=self._share)
+        except Unsplittable:
+            if self._share == WHOLE or any(self._paths.values()):  # random keys follow from what is opened
+                raise
+        found = record(self._model, inputs, training=training, share=WHOLE)
+        self._share = WHOLE
         return found
 
     def _path(self, found: Record) -> _Path:

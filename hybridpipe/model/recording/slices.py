@@ -21,9 +21,11 @@ from hybridpipe.model.recording.events import (
     Unsplittable,
     Value,
     Weight,
+    content,
     fact,
 )
 from hybridpipe.model.recording.record import Record
+from hybridpipe.model.signature import module_signature, tensor_signature
 
 Key = Value | Weight
 Seed = Callable[[Event], None]
@@ -98,23 +100,32 @@ class Slice:
     Attributes:
         takes: values received at its beginning; none for the first slice.
         gives: values that the next slice takes; none for the last, which returns the model's output.
-        needs: indices of the leaves of the model's inputs that it uses.
+        needs: indices of the leaves of the model's inputs that it uses, or the guards do.
         units: paths of the modules that it calls, or passes to a call.
         weights: names of the parameters and buffers that it uses.
     """
 
-    def __init__(self, record: Record, start: int, stop: int, lookup: Lookup) -> None:
+    def __init__(self, record: Record, start: int, stop: int, lookup: Lookup, guards: bool = True) -> None:
+        """Choose the events.
+
+        Args:
+            guards: check the guards in each run; False where they are known to hold (`Records.find`).
+        """
         self._record, self._lookup = record, lookup
         self.last = stop == len(record.events)
         crossing = record.crossing(start)
         self.takes = crossing.values if start else ()
         self.gives = () if self.last else record.crossing(stop).values
         ends = record.output_values if self.last else set(self.gives)
-        chosen = _chosen(record, start, stop, crossing.views if start else frozenset(), ends)
-        events = [record.events[i] for i in chosen]
-        used = {value for event in events for value in event.uses} | ends
+        free = {i for i, event in enumerate(record.events) if event.free}
+        own = {*range(start, stop)} - free | (crossing.views if start else set())
+        checked = {i for i in free if record.events[i].checked}
+        chosen = _chosen(record, own | checked, ends)
+        used = {value for i in chosen for value in record.events[i].uses} | ends
         needs = {value for value in used if record.values[value].maker < 0} - set(self.takes)
         self.needs = tuple(i for i, leaf in enumerate(record.inputs) if _is_value(leaf) and leaf in needs)
+        chosen = chosen if guards else _chosen(record, own, ends)
+        events = [record.events[i] for i in chosen]
         self._copied = {i for i in self.needs if record.storage(record.inputs[i]) in record.rewritten()}
         makers = set(chosen)
         self._assigned = [(w, v) for w, v in record.assigned if record.values[v].maker in makers]
@@ -139,6 +150,27 @@ class Slice:
     def checkpointed(self) -> bool:
         """True if the user's forward checkpoints a part, so that units run again in the backward."""
         return any(ambient.checkpointed for ambient, _ in self._segments)
+
+    def signature(self) -> str:
+        """Return what decides over its time: no paths, and values and weights in the order of their use."""
+        seen: dict[Any, int] = {}
+
+        def described(leaf: Any) -> Any:
+            if leaf.__class__ is Part:
+                return module_signature(self._lookup.unit(leaf))
+            if leaf.__class__ is Weight:
+                return seen.setdefault(leaf, len(seen)), tensor_signature(self._lookup.weight(leaf))
+            if leaf.__class__ is not Value:
+                return content(leaf)
+            info = self._record.values[leaf]
+            return seen.setdefault(leaf, len(seen)), info.shape, info.dtype, info.gradient_from is None
+
+        parts: list[Any] = [self.last, [*map(described, self.takes)]]
+        for event in (step.event for _, steps in self._segments for step in steps):
+            what = module_signature(self._lookup.unit(event.name)) if event.is_unit else event.name
+            ambient = event.ambient._replace(checkpointed=bool(event.ambient.checkpointed))
+            parts.append((what, [*map(described, event.arguments)], str(event.spec), ambient))
+        return repr([*parts, [*map(described, self.gives)]])
 
     def run(self, received: Sequence[Tensor], leaves: Sequence[Any] | None, seed: Seed) -> Any:
         """Run the events, in the caller's contexts and those that the user's forward enters.
@@ -202,10 +234,10 @@ def _is_value(leaf: Any) -> bool:
     return leaf.__class__ is Value
 
 
-def _chosen(record: Record, start: int, stop: int, views: frozenset[int], ends: set[Value]) -> list[int]:
-    """Return the events to run: free ones first, since guards are among them."""
+def _chosen(record: Record, wanted: set[int], ends: set[Value]) -> list[int]:
+    """Return the events to run for those wanted: free ones first, since guards are among them."""
     free = {i for i, event in enumerate(record.events) if event.free}
-    chosen = {*views, *set(range(start, stop)) - free, *(i for i in free if record.events[i].checked)}
+    chosen = wanted
     while True:
         used = {value for i in chosen for value in record.events[i].uses} | ends
         stores = {record.storage(value) for value in used}
@@ -213,7 +245,7 @@ def _chosen(record: Record, start: int, stop: int, views: frozenset[int], ends: 
         writers = {i for i in free if not stores.isdisjoint(record.changed_storages(i))}
         if makers | writers <= chosen:
             return sorted(chosen, key=lambda i: (i not in free, i))
-        chosen |= makers | writers
+        chosen = chosen | makers | writers
 
 
 def _calling(function: Callable[..., Any], spec: pytree.TreeSpec) -> Call:

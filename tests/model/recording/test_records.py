@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from hybridpipe.model.recording import Diverged, ModelLookup, Records, Slice, Unsplittable
@@ -82,3 +83,33 @@ def test_finding_leaves_the_random_state():
     state = torch.get_rng_state()
     records.find(FULL, training=True)
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Uneven(nn.Module):
+    """A small layer, and a body that holds most of the parameters; its path may follow from its data."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.enter, self.body = nn.Linear(2, 4), Body(reads)
+
+    def forward(self, x):
+        return self.body(self.enter(x))
+
+
+class Body(nn.Module):
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reads = nn.Linear(4, 5), nn.Linear(5, 4), reads
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x if not self.reads or x.sum().item() > 0 else -x)
+
+
+@pytest.mark.parametrize(
+    "reads, names", [(False, ["enter", "body.first", "body.second"]), (True, ["enter", "body"])]
+)
+def test_a_unit_with_much_of_the_parameters_is_opened_if_it_can_be(reads, names):
+    records = Records(Uneven(reads))
+    assert [layer.name for layer in records.find(torch.randn(3, 2), True).layers] == names
+    assert [layer.name for layer in records.find(torch.randn(4, 2), True).layers] == names

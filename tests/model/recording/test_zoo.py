@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording import Unsplittable, record
+from hybridpipe.model.recording.records import SHARE
 
 from .slicing import cut_places, difference, in_slices, own_forward, plain_forward
 
@@ -52,7 +53,7 @@ def plans_of(made):
 def test_training(name):
     case = case_of(name)
     case.model.train()
-    made = record(case.model, case.inputs, training=True, loss=case.loss, targets=case.targets)
+    made = record(case.model, case.inputs, training=True, loss=case.loss, targets=case.targets, share=SHARE)
 
     def loss(out):
         return case.loss(out, case.targets)
@@ -65,7 +66,7 @@ def test_training(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation(name):
     case = case_of(name)
-    made = record(case.model, case.inputs, training=False)
+    made = record(case.model, case.inputs, training=False, share=SHARE)
     case.model.eval()
 
     def loss(out):

@@ -1,0 +1,117 @@
+"""Observed: one pass of all layers, which tells what each receives and passes on, and the bytes it keeps.
+
+Knows stages of one layer; no clock. Invariant: a storage counts in the layer that keeps it first.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpipe.model.tensors import (
+    TensorTree,
+    Tree,
+    map_tensors,
+    num_samples,
+    received,
+    tensors_in,
+    tensors_of,
+)
+from hybridpipe.stage.recompute import copied
+from hybridpipe.stage.stage import Stage
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of one microbatch in one layer."""
+
+    activation: int  # kept for the backward
+    output: int  # passed on to the next layer, with what that layer relays
+    gradient: int  # received from it
+
+
+class Observed(NamedTuple):
+    """One layer in a pass of the whole model: enough to run it by itself, as often as needed.
+
+    Args:
+        form: of the microbatch, as the layer has told it.
+        received: what the layer before passed on, as leaves; None for the first layer.
+        gradients: of its outputs; empty for the last layer.
+    """
+
+    form: int
+    received: TensorTree | None
+    gradients: tuple[Tensor | None, ...]
+    bytes: LayerBytes
+
+
+def observe(stages: Sequence[Stage], inputs: Tree, targets: Tree) -> list[Observed]:
+    """Run one forward and one backward of a microbatch through layers in order."""
+    kept: dict[int, Any] = {
+        tensor.untyped_storage().data_ptr(): tensor
+        for stage in stages
+        for tensor in (*stage.module.parameters(), *stage.module.buffers())
+    }
+    counting = [0]
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in kept:
+            kept[storage.data_ptr()] = tensor  # alive until the end, so that no address is used twice
+            counting[-1] += storage.nbytes()
+        return tensor
+
+    found = []
+    value: TensorTree | None = None
+    for stage in stages:
+        form = stage.layers.form(num_samples(inputs=inputs, targets=targets), lambda: inputs, training=True)
+        given = inputs if stage.layers.needs_inputs(training=True) else None
+        before = copied(value)  # as it is before the layer, which may work in place
+        counting.append(0)
+        crossing: tuple[Tensor, ...] = ()  # no layer follows the loss
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            if stage.loss is None:
+                outputs = stage.forward(0, value, step=0, inputs=given, form=form)
+                value = _leaves(outputs)
+                crossing = tensors_of(outputs)
+            else:
+                stage.forward_loss(0, value, targets, share=1.0, step=0, inputs=given, form=form)
+        returned = total_bytes(tensor for tensor in crossing if tensor.requires_grad)
+        found.append(Observed(form, before, (), LayerBytes(counting[-1], total_bytes(crossing), returned)))
+    gradients: tuple[Tensor | None, ...] = ()
+    for i, stage in reversed(list(enumerate(stages))):
+        found[i] = found[i]._replace(gradients=gradients)
+        gradients = stage.backward(0, gradients)
+    return found
+
+
+def stand_ins(stages: Sequence[Stage], sizes: Sequence[Sequence[Observed]]) -> list[int]:
+    """Return for each layer the first one that takes as long.
+
+    Such layers are of equal signature, receive values of equal shapes and types, and keep equally many bytes.
+
+    Args:
+        sizes: the layers observed with microbatches of several sizes.
+    """
+    first: dict[Any, int] = {}
+    keys = (
+        (stage.layers.signature(), stage.loss is None, *(_facts(layers[i]) for layers in sizes))
+        for i, stage in enumerate(stages)
+    )
+    return [first.setdefault(key, i) for i, key in enumerate(keys)]
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all tensors' elements."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _facts(layer: Observed) -> Any:
+    tensors = [(each.shape, each.dtype, each.requires_grad) for each in tensors_in(layer.received)]
+    return layer.bytes, tuple(tensors), tuple(gradient is None for gradient in layer.gradients)
+
+
+def _leaves(outputs: TensorTree) -> TensorTree:
+    """Return a stage's outputs as leaves of the next stage's graph."""
+    flags = [tensor.requires_grad for tensor in tensors_of(outputs)]
+    return received(map_tensors(lambda tensor: tensor.detach(), outputs), flags)
