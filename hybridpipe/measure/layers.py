@@ -58,7 +58,7 @@ def measure(
         optimizer, agree, sizes: as for `Rehearsal.measure`.
         device: where the layers run; by default the CPU.
     """
-    layers = layers_of(model, inputs).copied()
+    layers = layers_of(model, inputs, loss, targets).copied()
     return Rehearsal(layers, inputs, targets, loss, device).measure(optimizer, agree, sizes)
 
 
@@ -84,6 +84,7 @@ class Rehearsal:
     ) -> None:
         self.device = device or torch.device("cpu")
         alone, self.shared = layers.single(), shared_parameters(layers)
+        self.why_whole = layers.why_whole
         self.stages, self.split_stages = (
             [
                 Stage(
@@ -173,6 +174,7 @@ class Rehearsal:
             device=str(self.device),
             dtype=_dtype(stages, self.inputs),
             shared=self.shared,
+            why_whole=self.why_whole,
             state_factor=state_bytes / sum(parameter_bytes) if sum(parameter_bytes) else 0.0,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )

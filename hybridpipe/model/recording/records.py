@@ -6,6 +6,7 @@ Invariant: a record that it returns is that of the path which these inputs take.
 
 from collections import defaultdict
 from collections.abc import Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from hybridpipe.model.recording.forward import record
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.rng import preserved_state
+from hybridpipe.types import Loss
 
 CPU = torch.device("cpu")
 
@@ -51,8 +53,11 @@ class Records:
         """Forget all records, since modes, hooks or flags have changed."""
         self._paths.clear()
 
-    def find(self, inputs: Any, training: bool) -> Record:
+    def find(self, inputs: Any, training: bool, loss: Loss | None = None, targets: Any = None) -> Record:
         """Return the record of these inputs' path; it is made at the first such call.
+
+        Args:
+            loss, targets: checked where the record is made, as `record` does.
 
         Raises:
             Unsplittable: the forward cannot be run in slices, or takes too many paths.
@@ -69,7 +74,8 @@ class Records:
                 reason = str(error)
         if len(paths) >= self._most:
             raise Unsplittable(f"more than {self._most} paths for inputs of one shape: {reason}")
-        found = record(self._model, inputs, training=training, share=self._share)
+        checked = partial(record, loss=loss, targets=targets)
+        found = checked(self._model, inputs, training=training, share=self._share)
         paths.append(self._path(found))
         return found
 

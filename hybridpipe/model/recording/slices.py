@@ -98,6 +98,7 @@ class Slice:
     Attributes:
         takes: values received at its beginning; none for the first slice.
         gives: values that the next slice takes; none for the last, which returns the model's output.
+        free: events that follow from the inputs alone, those among them that it runs.
         needs: indices of the leaves of the model's inputs that it uses.
         units: paths of the modules that it calls, or passes to a call.
         weights: names of the parameters and buffers that it uses.
@@ -112,6 +113,7 @@ class Slice:
         ends = record.output_values if self.last else set(self.gives)
         chosen = _chosen(record, start, stop, crossing.views if start else frozenset(), ends)
         events = [record.events[i] for i in chosen]
+        self.free = tuple(event for event in events if event.free)
         used = {value for event in events for value in event.uses} | ends
         needs = {value for value in used if record.values[value].maker < 0} - set(self.takes)
         self.needs = tuple(i for i, leaf in enumerate(record.inputs) if _is_value(leaf) and leaf in needs)
