@@ -90,6 +90,7 @@ PROFILE = """\
   ],
   "load": 2,
   "shared": [],
+  "why_whole": "",
   "versions": {"torch": "2.9.0"}
 }
 """

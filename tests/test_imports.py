@@ -11,7 +11,6 @@ import pytest
 PACKAGE = Path(importlib.util.find_spec("hybridpipe").origin).parent
 ORDER = [
     "cli",
-    "report",
     "training",
     "launch",
     "checkpoint",
@@ -22,6 +21,7 @@ ORDER = [
     "health",
     "comm",
     "stage",
+    "report",
     "model",
     "device",
     "config",

@@ -24,8 +24,6 @@ from hybridpipe.environment import launched_rank
 from hybridpipe.errors import REMEDIES, UserError
 from hybridpipe.health import exit_report, preemption
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
-from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.version import __version__
 
@@ -147,6 +145,16 @@ def _profile(options: argparse.Namespace) -> int:
     return 0
 
 
+def _inspect(options: argparse.Namespace) -> int:
+    config = _load(options)
+    from hybridpipe.cli.inspect import inspect_model, text_of
+
+    text = text_of(inspect_model(config), options.json)
+    if not launched_rank():
+        print(text)
+    return 0
+
+
 def _probe(options: argparse.Namespace) -> int:
     from hybridpipe.files import write_json
 
@@ -256,78 +264,9 @@ def _minibatch(options: argparse.Namespace, samples: int, ranks: int) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from hybridpipe.files import read_cluster, read_plan, read_profile, write_json, write_text
-    from hybridpipe.planning import draw
-    from hybridpipe.planning.cost.memory import curves
-    from hybridpipe.planning.simulator.predict import predict
-    from hybridpipe.planning.timeline import TRACE_FORMAT
+    from hybridpipe.cli.simulate import simulate
 
-    plan, profile = read_plan(options.plan), read_profile(options.profile)
-    cluster = read_cluster(options.cluster)
-    profile = profile.scaled_to(plan.microbatch_samples or profile.samples)
-    before: Plan | None = None
-    source = str(options.plan)
-    try:
-        timeline, prediction = predict(plan, profile, cluster)
-        plan = replace(plan, predicted=prediction)
-        if (options.bandwidth, options.latency, options.ranks) != (None, None, None):
-            before, source = plan, "simulate"
-            plan, cluster = _changed(plan, profile, cluster, options)
-            timeline, prediction = predict(plan, profile, cluster)
-            plan = replace(plan, predicted=prediction)
-    except ValueError as error:
-        raise UserError(f"{source}: {error}") from None
-    if options.trace:
-        events = timeline.to_chrome_trace("predicted")
-        write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
-    if options.plot:
-        slices = "" if plan.traits.whole_minibatch else f", {plan.num_microbatches} microbatches"
-        title = f"Plan {plan.name} under {plan.schedule}{slices}"
-        write_text(options.plot, draw.svg(timeline, plan, title, curves(profile, plan, timeline), prediction))
-    if not options.json:
-        print(draw.text(timeline), end="\n\n")
-    _print_prediction(plan, before, options.json)
-    return 0
-
-
-def _changed(
-    plan: Plan, profile: ModelProfile, cluster: Cluster, options: argparse.Namespace
-) -> tuple[Plan, Cluster]:
-    """Return plan and cluster after the changes by --bandwidth, --latency and --ranks.
-
-    A plan fits one number of ranks: another number gets a new plan, with as many microbatches a rank.
-    """
-    from hybridpipe.planning import cluster_transform
-    from hybridpipe.planning.request import PlanRequest
-    from hybridpipe.planning.schedules.generators import ceil_div
-    from hybridpipe.planning.search.search import search_sizes
-
-    changed = cluster_transform.changed(cluster, options.bandwidth, options.latency, options.ranks)
-    if options.ranks is None:
-        return plan, changed
-    count = ceil_div(plan.num_microbatches * options.ranks, cluster.num_ranks)
-    count = 1 if plan.traits.whole_minibatch else count
-    fixed = replace(profile, others=())  # the microbatch stays as it is
-    samples = profile.samples * count
-    return search_sizes(fixed, changed, samples, PlanRequest.of(plan), options.ranks)[0].plan, changed
-
-
-def _print_prediction(plan: Plan, before: Plan | None, as_json: bool) -> None:
-    """Print a plan's prediction, beside that of the plan before the change if there was one."""
-    from hybridpipe.planning import cluster_transform
-
-    assert plan.predicted is not None
-    shown = {"after": plan} if before is None else {"before": before, "after": plan}
-    if as_json and before is None:
-        print(json.dumps(asdict(plan.predicted)))
-    elif as_json:
-        print(json.dumps({name: asdict(each) for name, each in shown.items()}))
-    elif before is None:
-        seconds, rate = plan.predicted.minibatch_seconds, plan.predicted.samples_per_second
-        print(f"{seconds * 1e3:.2f} ms a minibatch, {rate:,.0f} samples/s, ", end="")
-        print(f"bubble {plan.predicted.bubble_fraction:.0%}")
-    else:
-        print(cluster_transform.figures(shown))
+    return simulate(options)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -455,6 +394,7 @@ def _load(options: argparse.Namespace) -> "Config":
 _RUNS = {
     "doctor": _doctor,
     "setup": _setup,
+    "inspect": _inspect,
     "profile": _profile,
     "probe": _probe,
     "plan": _plan,

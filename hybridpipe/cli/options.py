@@ -34,6 +34,13 @@ def add_setup(command: Command) -> None:
     command("setup", "install an MPI if there is none, and build Horovod against it and torch")
 
 
+def add_inspect(command: Command) -> None:
+    """Add `inspect`."""
+    inspect = command("inspect", "say what is made of a model: layers, what crosses behind them, and why")
+    _add_config(inspect)
+    inspect.add_argument("--json", action="store_true", help="print the facts as JSON")
+
+
 def add_profile(command: Command) -> None:
     """Add `profile`."""
     profile = command("profile", "measure a model layer by layer, or convert a published profile")
@@ -258,6 +265,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     add_doctor,
     add_setup,
+    add_inspect,
     add_profile,
     add_probe,
     add_plan,

@@ -14,11 +14,12 @@ from torch import nn
 from hybridpipe import environment
 from hybridpipe.config import Config
 from hybridpipe.data.reader import first_minibatch
-from hybridpipe.data.source import source_of
+from hybridpipe.data.source import Source, source_of
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.measure.layers import measure
 from hybridpipe.model.sequential import num_layers
+from hybridpipe.model.tensors import Tree
 from hybridpipe.planning.profile import ModelProfile
 
 
@@ -34,25 +35,38 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
     """
     keep_freed_memory()  # as training does; without it a gradient of 16 MB took twice as long
     model, dataset, loss = build_model(config), config.data.build(), config.loss.build()
-    try:
-        num_layers(model)
-    except TypeError as error:
-        raise UserError(f"{config.model.where}: {error}") from None
     source = source_of("data", dataset)
     if max(sizes, default=0) > (source.num_samples(1) or math.inf):
         samples = source.num_samples(1)
         raise UserError(f"--microbatch: must be at most the data's {samples} samples, got {max(sizes)}")
-    most = max(sizes, default=config.train.microbatch or config.train.minibatch)
-    batch = first_minibatch(source, most, most)
-    microbatch = batch.inputs(0), batch.targets(0)
+    microbatch = first_microbatch(config, source, max(sizes, default=None))
     return _measuring()(partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes))
 
 
 def build_model(config: Config) -> nn.Module:
-    """Build the config's model with weights drawn from the config's seed."""
+    """Build the config's model with weights drawn from the config's seed.
+
+    Raises:
+        UserError: it is no `nn.Module`.
+    """
     torch.manual_seed(config.train.seed)
     model: nn.Module = config.model.build()
+    try:
+        num_layers(model)
+    except TypeError as error:
+        raise UserError(f"{config.model.where}: {error}") from None
     return model
+
+
+def first_microbatch(config: Config, source: Source, samples: int | None = None) -> tuple[Tree, Tree]:
+    """Return inputs and targets of the first microbatch of the config's data.
+
+    Args:
+        samples: in the microbatch; None for the config's microbatch.
+    """
+    count = samples or config.train.microbatch or config.train.minibatch
+    batch = first_minibatch(source, count, count)
+    return batch.inputs(0), batch.targets(0)
 
 
 def circumstances(profile: ModelProfile) -> str:

@@ -22,6 +22,7 @@ from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
 from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.cli.profile import build_model
+from hybridpipe.cli.progress_bar import Progress
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config import Config
 from hybridpipe.data.batches import num_minibatches
@@ -32,7 +33,6 @@ from hybridpipe.health.watchdog import DEFAULT_SECONDS
 from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
-from hybridpipe.report.progress_bar import Progress
 from hybridpipe.report.tables import compared, explain, memory_table, parts_table, ranks_table
 from hybridpipe.training.metrics import MinibatchRecord
 from hybridpipe.training.trainer import Trainer

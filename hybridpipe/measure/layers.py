@@ -59,7 +59,7 @@ def measure(
         optimizer, agree, sizes: as for `Rehearsal.measure`.
         device: where the layers run; by default the CPU.
     """
-    layers = layers_of(model, inputs).copied()
+    layers = layers_of(model, inputs, loss, targets).copied()
     return Rehearsal(layers, inputs, targets, loss, device).measure(optimizer, agree, sizes)
 
 
@@ -85,6 +85,7 @@ class Rehearsal:
     ) -> None:
         self.device = device or torch.device("cpu")
         alone, self.shared = layers.single(), shared_parameters(layers)
+        self.why_whole = layers.why_whole
         self.stages, self.split_stages = (
             [
                 Stage(
@@ -165,6 +166,7 @@ class Rehearsal:
             dtype=_dtype(self.stages, self.inputs),
             shared=self.shared,
             state_factor=state_bytes / parameter_bytes if parameter_bytes else 0.0,
+            why_whole=self.why_whole,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
 

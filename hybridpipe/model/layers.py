@@ -4,16 +4,20 @@ Knows the kinds of models: an `nn.Sequential`, whose children are its layers, an
 Invariant: stages hold the model's own modules and parameters, under the keys of the model's `state_dict()`.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import nn
 
+from hybridpipe.errors import UserError
 from hybridpipe.model import sequential
+from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, Explanation, LayerFacts
 from hybridpipe.model.recorded import RecordedModel
-from hybridpipe.model.recording import Records, Unsplittable
+from hybridpipe.model.recording import LossReadsForward, Records, Unsplittable
 from hybridpipe.model.sequential import StageModule
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
+from hybridpipe.types import Loss
 
 
 class Layers(Protocol):
@@ -30,6 +34,13 @@ class Layers(Protocol):
     @property
     def path(self) -> str:
         """Text that is the same on ranks whose forwards do the same."""
+
+    @property
+    def why_whole(self) -> str:
+        """The reason why a model that is no `nn.Sequential` is one layer; "" otherwise."""
+
+    def explain(self) -> Explanation:
+        """Return what was made of the model, without what layers share (`explain`)."""
 
     def stage(self, start: int, stop: int) -> StageModule:
         """Return the layers from `start` up to, not including, `stop`."""
@@ -62,14 +73,29 @@ class SequentialLayers:
 
     Args:
         why_whole: the reason why a model is one layer, for the message to a plan of several.
+        measurable: False if its loss reads the model itself, so that a copy cannot be measured.
 
     Raises:
         TypeError, ValueError: the model has no layers that can be called one after the other.
     """
 
-    def __init__(self, model: nn.Module, why_whole: str = "") -> None:
+    def __init__(self, model: nn.Module, why_whole: str = "", measurable: bool = True) -> None:
         self.model, self.num_layers = model, sequential.num_layers(model)
-        self.path = why_whole
+        self.path = self.why_whole = why_whole
+        self._measurable = measurable
+
+    def explain(self) -> Explanation:
+        """Return what was made of the model, without what layers share."""
+        kind = SEQUENTIAL if sequential.is_sequential(self.model) else WHOLE
+        layers = tuple(
+            LayerFacts(
+                name=layer.names[0] or type(self.model).__name__,
+                parameters=sum(parameter.numel() for parameter in layer.module.parameters()),
+                units=(layer.names[0],) if layer.names[0] else (),
+            )
+            for layer in self.single()
+        )
+        return Explanation(kind, layers, self.why_whole)
 
     def stage(self, start: int, stop: int) -> StageModule:
         """Return the layers from `start` up to, not including, `stop`."""
@@ -85,7 +111,7 @@ class SequentialLayers:
 
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
-        sequential.check_plan(self.model, plan, self.path)
+        sequential.check_plan(self.model, plan, self.why_whole)
 
     def settings(self) -> object:
         """Return nothing: layers are called as they are."""
@@ -95,8 +121,15 @@ class SequentialLayers:
         """Keep the layers: stages call the modules as they are."""
 
     def copied(self) -> "SequentialLayers":
-        """Return the layers of a copy of the model, for measurements."""
-        return SequentialLayers(sequential.copied(self.model), self.path)
+        """Return the layers of a copy of the model, for measurements.
+
+        Raises:
+            UserError: a part of the model cannot be copied, or the loss reads the model itself.
+        """
+        if not self._measurable:
+            by_name = "a plan by name measures a copy of the model, which this loss does not read"
+            raise UserError(f"{self.why_whole}; {by_name}: give a Plan of one stage")
+        return SequentialLayers(sequential.copied(self.model), self.why_whole)
 
 
 def shared_parameters(layers: Layers) -> tuple[SharedParameter, ...]:
@@ -105,18 +138,23 @@ def shared_parameters(layers: Layers) -> tuple[SharedParameter, ...]:
     return sequential.shared_parameters(layers.model, layers.holders(one_by_one))
 
 
+def explain(layers: Layers) -> Explanation:
+    """Return what was made of a model."""
+    return replace(layers.explain(), shared=shared_parameters(layers))
+
+
 def known_layers(model: nn.Module) -> SequentialLayers | None:
     """Return the layers of a model that shows them; None if its forward must be recorded first."""
     return SequentialLayers(model) if sequential.is_sequential(model) else None
 
 
-def layers_of(model: nn.Module, inputs: Any) -> Layers:
-    """Return the layers of any model; one whose forward cannot be recorded is one layer.
+def layers_of(model: nn.Module, inputs: Any, loss: Loss | None = None, targets: Any = None) -> Layers:
+    """Return the layers of any model; one whose forward or loss cannot run in stages is one layer.
 
     Args:
-        inputs: as for `RecordedModel`.
+        inputs, loss, targets: as for `RecordedModel`.
     """
     try:
-        return known_layers(model) or RecordedModel(model, Records(model), inputs)
+        return known_layers(model) or RecordedModel(model, Records(model), inputs, loss, targets)
     except Unsplittable as error:
-        return SequentialLayers(model, str(error))
+        return SequentialLayers(model, str(error), measurable=not isinstance(error, LossReadsForward))

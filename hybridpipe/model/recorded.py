@@ -11,13 +11,29 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hybridpipe.model.explanation import (
+    RECORDED,
+    Explanation,
+    LayerFacts,
+    facts_of,
+    forbidden_cuts,
+    input_names,
+)
 from hybridpipe.model.recording.events import PLAIN, Event, Unsplittable, call_arguments
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import Records
 from hybridpipe.model.recording.slices import ModelLookup, Slice
-from hybridpipe.model.sequential import Seed, StageModule, check_no_sync_norm, check_shared, copied
+from hybridpipe.model.sequential import (
+    Seed,
+    StageModule,
+    check_no_sync_norm,
+    check_num_layers,
+    check_shared,
+    copied,
+)
 from hybridpipe.model.tensors import map_tensors, tensors_in, tensors_of
 from hybridpipe.planning.plan import Plan
+from hybridpipe.types import Loss
 
 
 class RecordedModel:
@@ -27,15 +43,23 @@ class RecordedModel:
         records: of the model's forward.
         inputs: the model's inputs for one microbatch, samples in the first dimension; a dict goes by
             keyword, a tuple by position.
+        loss, targets: checked with the first record (`record`).
 
     Raises:
-        Unsplittable: the forward cannot be recorded.
+        Unsplittable: the forward cannot be recorded, or the loss reads what it does not return.
     """
 
-    def __init__(self, model: nn.Module, records: Records, inputs: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        records: Records,
+        inputs: Any,
+        loss: Loss | None = None,
+        targets: Any = None,
+    ) -> None:
         self.model, self.records, self._inputs = model, records, inputs
         self._by_size: dict[tuple[int, bool], Record] = {}
-        self.record = self.typical(training=True)
+        self.record = records.find(inputs, training=True, loss=loss, targets=targets)
         self.names = [layer.name for layer in self.record.layers]
 
     @property
@@ -47,6 +71,36 @@ class RecordedModel:
     def path(self) -> str:
         """Text that is the same on ranks whose forwards do the same."""
         return f"{len(self.record.events)} calls ({self.record.digest:08x})"
+
+    @cached_property
+    def why_whole(self) -> str:
+        """The reason why there is one layer; "" if there are several."""
+        if self.num_layers > 1:
+            return ""
+        if forbidden := forbidden_cuts(self.record):
+            return forbidden[0].reason
+        calls = "".join(f", {unit}" for unit in self.record.layers[0].units if unit)
+        return f"its forward calls {'one module only' if calls else 'no modules between which to cut'}{calls}"
+
+    def explain(self) -> Explanation:
+        """Return what was made of the model, without what layers share."""
+        sizes = {id(p): p.numel() for p in self.model.parameters()}
+        inputs = input_names(self._inputs)
+        layers = tuple(
+            LayerFacts(
+                name=layer.name,
+                parameters=sum(sizes.get(each, 0) for each in ids),
+                units=layer.units,
+                crossing_bytes=layer.crossing_bytes,
+                crossing_tensors=len(part.gives),
+                free_calls=len(part.free),
+                inputs=tuple(inputs[i] for i in part.needs),
+            )
+            for layer, ids, part in zip(self.record.layers, self.ids, self._slices, strict=True)
+        )
+        parameters = dict(self.model.named_parameters())
+        unused = tuple(name for name in self._unused if name in parameters)
+        return Explanation(RECORDED, layers, self.why_whole, unused=unused, **facts_of(self.record))
 
     def stage(self, start: int, stop: int) -> "RecordedStage":
         """Return the layers from `start` up to, not including, `stop`."""
@@ -86,10 +140,7 @@ class RecordedModel:
             ValueError: the number of layers differs, a replicated stage holds a SyncBatchNorm, or stages
                 share a tensor that must stay in one of them.
         """
-        if plan.num_layers != self.num_layers:
-            raise ValueError(
-                f"the plan cuts num_layers = {plan.num_layers}, the model has {self.num_layers} layers"
-            )
+        check_num_layers(plan, self.num_layers, self.why_whole)
         for s, stage in enumerate(plan.stages):
             for path, _ in self.held[stage.start : stage.stop] if stage.replicas > 1 else ():
                 for unit in path:
@@ -128,13 +179,22 @@ class RecordedModel:
     @cached_property
     def held(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Each layer's paths of units and names of weights; the first layer has the unused ones, too."""
+        held = [(each.units, each.weights) for each in self._slices]
+        return [(held[0][0], (*held[0][1], *self._unused)), *held[1:]]
+
+    @cached_property
+    def _slices(self) -> list[Slice]:
+        """Each layer's slice of the record."""
         lookup = ModelLookup(self.model)
-        slices = [Slice(self.record, layer.start, layer.stop, lookup) for layer in self.record.layers]
-        used = {id(t) for each in slices for path in each.units for t in _tensors(lookup.unit(path))}
-        used |= {id(lookup.weight(name)) for each in slices for name in each.weights}
-        unused = tuple(name for name, tensor in _named(self.model) if id(tensor) not in used)
-        held = [(each.units, each.weights) for each in slices]
-        return [(held[0][0], (*held[0][1], *unused)), *held[1:]]
+        return [Slice(self.record, layer.start, layer.stop, lookup) for layer in self.record.layers]
+
+    @cached_property
+    def _unused(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers that the forward does not use."""
+        lookup = ModelLookup(self.model)
+        used = {id(t) for each in self._slices for path in each.units for t in _tensors(lookup.unit(path))}
+        used |= {id(lookup.weight(name)) for each in self._slices for name in each.weights}
+        return tuple(name for name, tensor in _named(self.model) if id(tensor) not in used)
 
     @cached_property
     def ids(self) -> list[set[int]]:
@@ -220,8 +280,14 @@ class RecordedStage(StageModule):
         return self.key(path)
 
     def described(self, path: str) -> str:
-        """Return a description of a path for messages."""
-        return self.key(path)
+        """Return a description of a path for messages: "blocks.0.norm (LayerNorm), weight"."""
+        module, _, name = self.key(path).rpartition(".")
+        kind = type(self._recorded.model.get_submodule(module)).__name__
+        return f"{module or 'the model'} ({kind}), {name}"
+
+    def foreign(self, parameter: Tensor) -> str:
+        """Return a description of a parameter that another stage holds."""
+        return self._recorded.keys.get(id(parameter), [super().foreign(parameter)])[0]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the stage's `state_dict()`, not detached, by each of their keys."""

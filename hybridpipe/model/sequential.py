@@ -135,6 +135,10 @@ class StageModule:
         what = f"layer {self.first_layer + int(index)}" if self.names[int(index)] else "the model"
         return f"{what} ({type(self.module[int(index)]).__name__}), {rest}"
 
+    def foreign(self, parameter: Tensor) -> str:
+        """Return a description for messages of a parameter that the stage does not hold."""
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the stage's `state_dict()`, not detached, by key."""
         held = self.module.state_dict(keep_vars=True)
@@ -299,13 +303,22 @@ def check_plan(model: nn.Module, plan: Plan, why_whole: str = "") -> None:
             tensor that must stay in one of them.
     """
     layers = _layers_of(model)
-    if plan.num_layers != len(layers):
-        told = f"the plan cuts num_layers = {plan.num_layers}, the model has {len(layers)} layers"
-        raise ValueError(f"{told}: {why_whole}; use plan='dp'" if why_whole else told)
+    check_num_layers(plan, len(layers), why_whole)
     for s, stage in enumerate(plan.stages):
         for name in list(layers)[stage.start : stage.stop] if stage.replicas > 1 else ():
             check_no_sync_norm(name, layers[name], f"{plan.name} replicates stage {s}")
     check_shared(model, plan, holders(model, plan))
+
+
+def check_num_layers(plan: Plan, count: int, why_whole: str) -> None:
+    """Raise ValueError if a plan is for another number of layers.
+
+    Args:
+        why_whole: the reason why the model is one layer, if it is.
+    """
+    if plan.num_layers != count:
+        told = f"the plan cuts num_layers = {plan.num_layers}, the model has {count} layer{'s' * (count > 1)}"
+        raise ValueError(f"{told}: {why_whole}; use plan='dp'" if why_whole else told)
 
 
 def check_shared(model: nn.Module, plan: Plan, stages_of: Mapping[str, Sequence[int]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hybridpipe.model.recording.units import HOOKS
 from hybridpipe.model.sequential import is_sequential
 
 # The hooks of a model itself, which no stage would call.
@@ -73,7 +74,7 @@ class Structure:
 
     def settings(self) -> tuple[object, ...]:
         """Return all that users may change between two runs: modes, numbers of hooks, requires_grad."""
-        modes = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self._modules]
+        modes = [(m.training, *(len(getattr(m, table)) for table in HOOKS)) for m in self._modules]
         return modes, [form.parameter.requires_grad for form in self._forms]
 
 
@@ -94,6 +95,18 @@ def check_model_now(model: nn.Module) -> None:
                 f"the model itself must have no hooks, as each rank calls its own layers only, got {words}: "
                 "register them on layers, or make it one layer, nn.Sequential(model)"
             )
+
+
+def check_now(model: nn.Module, method: str) -> None:
+    """Check the model and its surroundings before a call of this method.
+
+    Raises:
+        ValueError, RuntimeError: as the functions below.
+    """
+    check_surroundings(method)
+    check_model_now(model)
+    if method != "evaluate":
+        check_trains(model)
 
 
 def check_surroundings(method: str) -> None:

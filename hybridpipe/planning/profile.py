@@ -205,6 +205,7 @@ class ModelProfile:
         others: the same layers at other measured sizes of the microbatch.
         load: ranks of a machine that computed at once during the measurement.
         shared: the parameters that several layers use.
+        why_whole: the reason why the model is one layer, for people; "" if nothing prevents cuts.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -215,6 +216,7 @@ class ModelProfile:
     others: tuple[Measurement, ...] = ()
     load: int = 1
     shared: tuple[SharedParameter, ...] = ()
+    why_whole: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     format: str = PROFILE_FORMAT
 

@@ -208,6 +208,7 @@ def explain(
         f"plan {short_name(plan)}: {plan.num_stages} stage(s) on {plan.num_ranks} of {ranks} ranks, "
         f"{plan.schedule}, {_slices(plan)} of {profile.samples} samples{_particulars(plan)}",
         *_prediction(plan, profile, cluster),
+        *_model(plan, profile),
         "",
         plan_table(plan, profile, cluster),
         "(compute, sends and receives: a microbatch's; link behind and exposed: a minibatch's; "
@@ -234,6 +235,19 @@ def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator
             seconds = _seconds(with_prediction(other, profile, cluster))
             misfit = "" if fits(other, profile, cluster) else ", which does not fit into memory"
             yield f"{seconds / total:.2f} times as fast as {others}{misfit}"
+
+
+def _model(plan: Plan, profile: ModelProfile) -> Iterator[str]:
+    """Say why there is one stage, and what several stages share."""
+    if profile.why_whole:
+        yield f"one stage: {profile.why_whole}"
+    for shared in profile.shared:
+        stages = [
+            s for s, stage in enumerate(plan.stages) if {*range(stage.start, stage.stop)} & {*shared.layers}
+        ]
+        if len(stages) > 1:
+            what = f"{shared.name} ({size(shared.parameter_bytes)})"
+            yield f"shared: {what}, held by stages {_ranges(stages)}, its gradients exchanged in each update"
 
 
 def _particulars(plan: Plan) -> str:
@@ -441,16 +455,17 @@ def _ranges(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return _few([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], ",")
+    return few([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], ",")
 
 
-def _few(items: Sequence[str], separator: str) -> str:
+def few(items: Sequence[str], separator: str) -> str:
+    """Join items; of a long list, the first ones and the last."""
     shown = items if len(items) <= MAX_LISTED else [*items[: MAX_LISTED - 1], "..", items[-1]]
     return separator.join(shown)
 
 
 def _cuts(plan: Plan) -> str:
-    return _few([str(stage.stop - 1) for stage in plan.stages[:-1]], ", ") or "-"
+    return few([str(stage.stop - 1) for stage in plan.stages[:-1]], ", ") or "-"
 
 
 def _seconds(plan: Plan) -> float:

@@ -294,7 +294,7 @@ class Stage:
             later = MicrobatchRows(self._wgrad)
         outputs, loss = self._holding(call.weights, later, lambda: self._run(call), buffers)
         if call.weights is not None and not self._weights_checked:
-            check_no_other_weights(outputs, self.module)
+            check_no_other_weights(outputs, self.layers)
             self._weights_checked = True
         return _Graph(outputs, later, loss)
 
@@ -325,7 +325,7 @@ class Stage:
         seed(self.layers.loss_key, self._loss_draws_from_python)
         loss = checked(self.loss(value, call.targets))
         if not self._loss_checked:
-            check_no_foreign_weights(loss.value, value, self.module)
+            check_no_foreign_weights(loss.value, value, self.layers)
             self._loss_checked = True
         return loss.value * loss.factor(call.share, call.num_samples), loss.detached()
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.model.sequential import StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, tensors_in, tensors_of
 
 # One mapping a layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied
@@ -123,7 +124,7 @@ def _split_off_layer(path: str) -> tuple[int, str]:
     return int(layer), name
 
 
-def check_no_other_weights(outputs: TensorTree, layers: nn.Sequential) -> None:
+def check_no_other_weights(outputs: TensorTree, layers: StageModule) -> None:
     """Check that the outputs' graph ends at no parameter that should have been substituted.
 
     A layer that keeps its parameters in a list of its own, for example, would use the newest ones unnoticed.
@@ -131,19 +132,18 @@ def check_no_other_weights(outputs: TensorTree, layers: nn.Sequential) -> None:
     Raises:
         ValueError: a layer has used one of its own parameters.
     """
-    named = layers.named_parameters()
+    named = layers.module.named_parameters()
     names: dict[Tensor, str] = {parameter: name for name, parameter in named if parameter.requires_grad}
     for leaf in _leaves(tensors_of(outputs)):
         if leaf in names:
-            layer, name = _split_off_layer(names[leaf])
             raise ValueError(
-                f"{type(layers[layer]).__name__} uses its parameter {name} from another place than the "
-                "module that it is registered with, so it cannot be called with older weights, as "
+                f"{layers.described(names[leaf])}: the parameter is used from another place than the module "
+                "that it is registered with, so the layer cannot be called with older weights, as "
                 "asynchronous schedules require"
             )
 
 
-def check_no_foreign_weights(loss: Tensor, outputs: Tree, layers: nn.Sequential) -> None:
+def check_no_foreign_weights(loss: Tensor, outputs: Tree, layers: StageModule) -> None:
     """Check that a loss uses no parameter from outside its stage, which would get no gradient.
 
     Args:
@@ -152,12 +152,12 @@ def check_no_foreign_weights(loss: Tensor, outputs: Tree, layers: nn.Sequential)
     Raises:
         ValueError: the loss uses a parameter that is not in `layers`.
     """
-    own = set(layers.parameters())
+    own = set(layers.module.parameters())
     for leaf in _leaves([loss], behind=tensors_in(outputs)):
         if isinstance(leaf, nn.Parameter) and leaf not in own:
             raise ValueError(
-                f"the loss uses a parameter of shape {tuple(leaf.shape)} that is not in the last stage and "
-                "would get no gradient: move its use into the model's layers"
+                f"the loss uses {layers.foreign(leaf)}, which is not in the last stage and would get no "
+                "gradient: move its use into the model's layers"
             )
 
 

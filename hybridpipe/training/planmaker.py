@@ -33,6 +33,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
+from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.schedules.validate import validate_plan
 from hybridpipe.training.autoplan import Choice, autoplan
 from hybridpipe.types import Loss
@@ -41,13 +42,23 @@ PlanLike = Plan | str | os.PathLike[str]
 ClusterLike = Cluster | str | os.PathLike[str]
 
 
-def read_given(plan: PlanLike) -> Plan | str:
-    """Plan from a `Plan` or a path; a name of SOURCES is returned as it is.
+def read_given(plan: PlanLike, schedule: str) -> tuple[Plan | str, str]:
+    """Plan from a `Plan` or a path, or a name of SOURCES as it is, and its schedule.
+
+    Args:
+        schedule: the schedule that is asked for; a given plan's own takes the default's place.
 
     Raises:
         TypeError: the argument has another type.
         UserError: it is no known name, or the file cannot be read.
     """
+    given = _read(plan)
+    if isinstance(given, Plan) and schedule == DEFAULT:
+        schedule = given.schedule
+    return given, schedule
+
+
+def _read(plan: PlanLike) -> Plan | str:
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str | os.PathLike):
@@ -158,8 +169,11 @@ class PlanMaker:
 
     @property
     def known_layers(self) -> Layers:
-        """The model's layers; not before `make` if their forward must be recorded."""
-        assert self._layers is not None
+        """The model's layers; RuntimeError before `make` if their forward must be recorded."""
+        if self._layers is None:
+            raise RuntimeError(
+                "the model's forward is recorded with the first minibatch: prepare or train first"
+            )
         return self._layers
 
     def _layers_of(self, minibatch: Minibatch) -> Layers:
@@ -169,7 +183,8 @@ class PlanMaker:
             ValueError: the ranks' forwards differ.
         """
         if self._layers is None:
-            layers = layers_of(self._model, minibatch.inputs(0))
+            microbatch = minibatch.inputs(0), self._loss, minibatch.targets(0)
+            layers = layers_of(self._model, *microbatch)
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
         return self._layers
@@ -192,6 +207,8 @@ class PlanMaker:
                 return self._given, None
         self._rule.try_out([p for p in layers.model.parameters() if p.requires_grad][:1])
         copy = layers.copied()
+        if layers.why_whole and self.plan is None and self._world.rank == 0:
+            print(f"hybridpipe: the model runs as one stage: {layers.why_whole}", file=sys.stderr)
         with failure.guard():  # else the other ranks would wait for a failed one
             profile, work = self._measured(copy, minibatch)
         count = ceil_div(self._minibatch_size, self.microbatch_size)

@@ -137,6 +137,11 @@ class TrainState:
         if when is not None:
             raise RuntimeError(f"{method} was called {when}")
 
+    def end_step(self, accumulates: bool) -> None:
+        """Count a minibatch that was trained by hand; True if its gradients await an update."""
+        self.step += 1
+        self.progress, self.accumulated = None, accumulates
+
     def begin_epoch(self, dataset_samples: int | None, shuffle: bool) -> EpochProgress:
         """Continue an epoch interrupted by a checkpoint or a stop, else begin one.
 

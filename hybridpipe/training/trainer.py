@@ -27,6 +27,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
+from hybridpipe.model.layers import explain
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative
@@ -35,6 +36,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.timeline import Timeline
+from hybridpipe.report.model import model_text
 from hybridpipe.training import planmaker
 from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
@@ -147,9 +149,7 @@ class Trainer:
         self.rule = UpdateRule(*rates, compression, on_nonfinite)
         keep_freed_memory()
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
-        given = planmaker.read_given(plan)
-        if isinstance(given, Plan) and schedule == DEFAULT:
-            schedule = given.schedule
+        given, schedule = planmaker.read_given(plan, schedule)
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
         sizes = {"hang_timeout": hang_timeout, "microbatch_size": microbatch_size}
         self._check_alike(given, metrics, **asdict(request), **sizes)
@@ -246,9 +246,7 @@ class Trainer:
             self.worker.zero_grad()
         minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
         losses, events = self.worker.train(minibatch, self.step, self._updates)
-        self.state.step += 1
-        self.state.progress = None
-        self.state.accumulated = not self._updates
+        self.state.end_step(accumulates=not self._updates)
         loss, seconds = losses.total().mean, time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
         self.recorder.keep(events, seconds, full)
@@ -420,6 +418,11 @@ class Trainer:
         """Trained modules whose backward a splitting schedule cannot split; on rank 0, else None."""
         return self.worker.not_split()
 
+    def explain(self) -> str | None:
+        """Text about what is made of the model, on rank 0; RuntimeError before its forward is recorded."""
+        layers = self._maker.known_layers
+        return model_text(explain(layers)) if self.world.rank == 0 else None
+
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """`model.state_dict()` of the whole model on rank 0; None elsewhere.
 
@@ -459,10 +462,7 @@ class Trainer:
     def _check_now(self, method: str) -> None:
         """Refuse calls at a wrong time, and changes of the model or its surroundings since the last call."""
         self.state.check_call(method, in_fit=method == "evaluate")
-        structure.check_surroundings(method)
-        structure.check_model_now(self.model)
-        if method != "evaluate":
-            structure.check_trains(self.model)
+        structure.check_now(self.model, method)
 
     def timeline(self) -> Timeline | None:
         """Timeline of a typical full minibatch on rank 0; None elsewhere."""

@@ -63,7 +63,7 @@ def test_any_other_model_is_one_layer_with_the_models_own_keys():
     assert whole.weights([version]) == version
     assert whole.described("0.body.bias") == "the model (Net), body.bias"
     assert whole.numbered("0.body") == "body"
-    with pytest.raises(ValueError, match=r"has 1 layers: Net cannot be cut; use plan='dp'"):
+    with pytest.raises(ValueError, match=r"has 1 layer: Net cannot be cut; use plan='dp'"):
         check_plan(model, plan(0, 1, 2), why_whole="Net cannot be cut")
 
 

@@ -9,7 +9,7 @@ from hybridpipe.cli.main import main
 from hybridpipe.files import read_plan, write_json
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
-from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile, SharedParameter
 from hybridpipe.planning.search.search import with_prediction
 from hybridpipe.planning.timeline import Parts
 from hybridpipe.report.tables import (
@@ -327,3 +327,19 @@ def test_memory_is_told_by_rank_whatever_the_order_of_the_plan():
         ["1", "8", "kB", "8.5", "kB", "0", "B", "2", "kB"],
     ]
     assert memory_table(replace(plan, predicted=None), [1, 2], [1, 2]).endswith("-")
+
+
+def test_what_stages_share_is_told_where_a_plan_separates_it():
+    shared = SharedParameter("embed.weight", (0, 2), 40)
+    profile = ModelProfile(
+        (layer("a", parameters=40), layer("b"), layer("c", parameters=40)), samples=2, shared=(shared,)
+    )
+    cut = Plan((StageSpec(0, 1), StageSpec(1, 3)), num_microbatches=2)
+    line = "shared: embed.weight (40 B), held by stages 0-1, its gradients exchanged in each update"
+    assert line in told(cut, profile, FREE).splitlines()
+    assert "shared" not in told(Plan((StageSpec(0, 3),)), profile, FREE)
+
+
+def test_a_model_of_one_layer_says_why():
+    profile = ModelProfile((layer("Net"),), samples=2, why_whole="m.py:8: item reads data")
+    assert "one stage: m.py:8: item reads data" in told(Plan((StageSpec(0, 1),)), profile, FREE).splitlines()

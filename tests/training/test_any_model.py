@@ -186,7 +186,7 @@ def test_a_model_that_cannot_be_recorded_is_one_layer(make_trainer):
 
 def test_a_plan_that_cuts_it_is_refused():
     layers = layers_of(Wanders(), torch.randn(4, 3))
-    told = r"the model has 1 layers: test_any_model.py:\d+: .* data that only one stage has; use plan='dp'"
+    told = r"the model has 1 layer: test_any_model.py:\d+: .* data that only one stage has .*; use plan='dp'"
     with pytest.raises(ValueError, match=told):
         layers.check_plan(Plan((StageSpec(0, 1), StageSpec(1, 2))))
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.events import Event, Unsplittable, fact
+from hybridpipe.model.recording.refusals import reads_data
 from hybridpipe.model.recording.watch import Watch, tensors_in
 
 
@@ -47,7 +48,7 @@ def compute(
         if event.is_unit:
             return _on_random_numbers(event, call, args, kwargs, fake, watch)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-            raise Unsplittable(f"{event.where}: {event.name} reads data that only one stage has") from None
+            raise reads_data(event.where, event.name) from None
         raise
 
 

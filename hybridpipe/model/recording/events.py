@@ -34,6 +34,10 @@ class Unsplittable(UserError):
     """A forward cannot be run in slices; one line with the line of the user's code and a hint."""
 
 
+class LossReadsForward(Unsplittable):
+    """A loss reads what the forward leaves in the model, which no copy of the model has."""
+
+
 class Diverged(Exception):
     """A guard does not hold: the inputs take another path than the record's."""
 

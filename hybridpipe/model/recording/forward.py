@@ -7,7 +7,7 @@ Invariant: attributes, buffers, hooks, modes, gradient flags, random states are 
 import copy
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,21 +22,29 @@ from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, cal
 from hybridpipe.model.recording.reads import LossReads
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.recorder import Recorder
+from hybridpipe.model.recording.refusals import hooked_and_opened
 from hybridpipe.model.recording.slices import ModelLookup, Slice
-from hybridpipe.model.recording.units import units_of
+from hybridpipe.model.recording.units import has_hooks, units_of
 from hybridpipe.model.recording.watch import Watch, tensors_in
+from hybridpipe.types import Loss
 
 MOST_RECORDINGS = 16  # each opens units, or is compared with the one before
 MOST_THAT_DIFFER = 4  # lazily made attributes let the second differ from the first
 DRAWS_TRIED = 64  # of guards that follow from random numbers
 ANOTHER_DRAW = 0x9E3779B97F4A7C15
 
-Loss = Callable[[Any, Any], Tensor]
 
+class _Task(NamedTuple):
+    """A recording to make; `hooked` are the modules that have hooks before the forward registers any."""
 
-class _Recorded(NamedTuple):
-    record: Record
-    recorder: Recorder
+    model: nn.Module
+    args: Any
+    kwargs: Any
+    loss: Loss | None
+    targets: Any
+    share: float
+    watch: Watch
+    hooked: Mapping[str, nn.Module]
 
 
 def record(
@@ -53,7 +61,8 @@ def record(
     Units compute shapes only, glue that follows from the inputs alone computes for real. A unit without
     known shapes runs on random numbers. A forward whose glue fake tensors cannot run is recorded for real.
     Parameters and buffers on the meta device need no numbers. Record in the contexts, such as autocast, in
-    which the slices will run.
+    which the slices will run. A loss gets random numbers in place of what the model returns; where it fails
+    on them, all is recorded for real.
 
     Args:
         inputs: a dict goes by keyword, a tuple or list by position, anything else alone.
@@ -65,57 +74,76 @@ def record(
         Unsplittable: the forward, or the loss, cannot be run in slices.
     """
     args, kwargs = call_arguments(inputs)
-    watch = Watch(itertools.chain(model.parameters(), model.buffers()))
-    with _untouched(model), torch.set_grad_enabled(training):
+    own = [model, loss] if isinstance(loss, nn.Module) else [model]
+    watch = Watch(tensor for each in own for tensor in (*each.parameters(), *each.buffers()))
+    hooked = {path: module for path, module in model.named_modules() if has_hooks(module)}
+    task = _Task(model, args, kwargs, loss, targets, share, watch, hooked)
+    with _untouched(*own), torch.set_grad_enabled(training):
         if not training:
             model.eval()
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             try:
                 _stand_in(model, fake, _device_of((args, kwargs)))
-                found = _agreeing(model, args, kwargs, watch, fake, share)
+                made = _checked(task, fake)
             except Unsplittable:
                 raise
-            except Exception:  # glue that does not know its shapes
-                fake = None  # type: ignore[assignment]
-                found = _agreeing(model, args, kwargs, watch, None, share)
-            if loss is not None:
-                _check_loss(found.recorder, loss, targets)
-            _refuse_random_path(found.record, model, pytree.tree_leaves((args, kwargs)))
-            return found.record
+            except Exception:  # glue that does not know its shapes, or a loss that is not for any numbers
+                made = _checked(task, None)
+            _refuse_random_path(made, model, pytree.tree_leaves((args, kwargs)))
+            return made
         except Unsplittable:
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise Unsplittable(f"{line_of(error)}: recording the forward fails: {what}") from error
+            raise Unsplittable(f"{line_of(error)}: recording fails: {what}") from error
         finally:
             watch.restore()
 
 
-def _agreeing(
-    model: nn.Module, args: Any, kwargs: Any, watch: Watch, fake: FakeTensorMode | None, share: float
-) -> _Recorded:
+def _checked(task: _Task, fake: FakeTensorMode | None) -> Record:
+    """Record, and refuse a loss that reads what the forward made but did not return."""
+    made, recorder = _agreeing(task, fake)
+    if task.loss is not None:
+        # not fake: a loss may pick tokens by a mask
+        outputs = recorder.outputs if fake is None else random_like(recorder.outputs)
+        with task.watch, LossReads(recorder.made, outputs):
+            task.loss(outputs, task.targets)
+    return made
+
+
+def _agreeing(task: _Task, fake: FakeTensorMode | None) -> tuple[Record, Recorder]:
     """Record until no tensor escapes from a unit, and two recordings agree."""
     opened: dict[str, str] = {}
     before: list[Any] = []
     differing = 0
     for _ in range(MOST_RECORDINGS):
-        recorder = Recorder(model, units_of(model, opened, share), watch, fake)
-        found = recorder.run(args, kwargs)
-        watch.restore()
+        units = units_of(task.model, opened, task.share)
+        _refuse_hooks(task.hooked, units)
+        recorder = Recorder(task.model, units, task.watch, fake)
+        found = recorder.run(task.args, task.kwargs)
+        task.watch.restore()
         if recorder.escapes:
             opened, before = opened | recorder.escapes, []
             continue
         found.opened = opened
         signature = found.signature()
         if signature == before:
-            return _Recorded(found, recorder)
+            return found, recorder
         differing += bool(before)
         if differing == MOST_THAT_DIFFER:
             raise Unsplittable(_difference(found, before, signature))
         before = signature
     unit, reason = next(reversed(opened.items()))
     raise Unsplittable(f"{reason} ({unit}, and {len(opened) - 1} units before)")
+
+
+def _refuse_hooks(hooked: Mapping[str, nn.Module], units: Mapping[str, nn.Module]) -> None:
+    """Refuse the user's hooks on a module that is opened: slices call its parts only."""
+    called = {id(part) for unit in units.values() for part in unit.modules()}
+    for path, module in hooked.items():
+        if id(module) not in called:
+            raise hooked_and_opened(path, type(module).__name__)
 
 
 def _difference(found: Record, before: list[Any], after: list[Any]) -> str:
@@ -125,13 +153,6 @@ def _difference(found: Record, before: list[Any], after: list[Any]) -> str:
     line = found.events[i].where if i < len(found.events) else "the end of the forward"
     name = found.events[i].name if i < len(found.events) else "the result"
     return f"{line}: {name} is not the same in two calls; does the forward carry state from call to call?"
-
-
-def _check_loss(recorder: Recorder, loss: Loss, targets: Any) -> None:
-    """Refuse a loss that reads what the forward made but did not return, such as `model.auxiliary`."""
-    outputs = random_like(recorder.outputs)  # not fake: a loss may pick tokens by a mask
-    with LossReads(recorder.made, outputs):
-        loss(outputs, targets)
 
 
 def _refuse_random_path(record: Record, model: nn.Module, leaves: list[Any]) -> None:
@@ -145,14 +166,17 @@ def _refuse_random_path(record: Record, model: nn.Module, leaves: list[Any]) -> 
         try:
             guards.run((), leaves, seed)
         except Diverged as error:
-            raise Unsplittable(f"{error}: random numbers decide which way the forward takes") from None
+            raise Unsplittable(
+                f"{error}: random numbers decide which way the forward takes (draw them inside a module)"
+            ) from None
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restore a model's attributes, modes, hooks and gradient flags, and the process's random states."""
-    attributes = [(module.__dict__, _copied(module.__dict__)) for module in model.modules()]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+def _untouched(*owners: nn.Module) -> Iterator[None]:
+    """Restore modules' attributes, modes, hooks and gradient flags, and the process's random states."""
+    modules = [module for owner in owners for module in owner.modules()]
+    attributes = [(module.__dict__, _copied(module.__dict__)) for module in modules]
+    flags = [(parameter, parameter.requires_grad) for owner in owners for parameter in owner.parameters()]
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:

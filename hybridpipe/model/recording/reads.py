@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hybridpipe.model.recording.events import Unsplittable, line_of_forward
+from hybridpipe.model.recording.events import LossReadsForward, line_of_forward
 from hybridpipe.model.recording.watch import tensors_in
 
 
@@ -32,7 +32,6 @@ class LossReads(TorchFunctionMode):
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) not in self._returned and self._made(tensor):
                 line = line_of_forward()
-                raise Unsplittable(
-                    f"{line}: the loss reads a tensor that the forward makes but does not return"
-                )
+                what = "the loss reads a tensor that the forward makes but does not return (return it)"
+                raise LossReadsForward(f"{line}: {what}")
         return func(*args, **(kwargs or {}))

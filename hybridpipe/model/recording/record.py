@@ -25,6 +25,7 @@ from hybridpipe.model.recording.events import (
     digest,
     identity,
 )
+from hybridpipe.model.recording.refusals import reads_data
 
 RANGE = ".."  # in the name of a layer of several units
 
@@ -184,7 +185,7 @@ class Record:
         while wrong := [event for event in self.events if event.free and self._not_free(event)]:
             for event in wrong:
                 if event.checked:
-                    raise Unsplittable(f"{event.where}: {event.name} reads data that only one stage has")
+                    raise reads_data(event.where, event.name)
                 event.free = False
             self.__dict__.pop("_tainted", None)
 
@@ -268,7 +269,8 @@ class Record:
         shared = Counter(map(self.storage, self.crossing(cut).values))
         for storage, line in self.rewritten(cut).items():
             if shared[storage] > 1:
-                return f"{line}: writes to memory that several tensors share which cross here"
+                what = "writes to memory that several tensors share which cross here"
+                return f"{line}: {what} (write out of place)"
         for weight, users in self.written_weights.items():
             if users[0] < cut <= users[-1]:
                 line = self.events[next(user for user in users if user >= cut)].where

@@ -36,6 +36,7 @@ from hybridpipe.model.recording.events import (
     line_of_forward,
 )
 from hybridpipe.model.recording.record import Record
+from hybridpipe.model.recording.refusals import hides_tensors, reads_data
 from hybridpipe.model.recording.watch import Watch, storage_of, tensors_in
 from hybridpipe.model.rng import seed_generators
 
@@ -195,7 +196,7 @@ class Recorder(TorchFunctionMode):
         if not (tensors_in(results) or event.changes or event.checked):
             return out  # a shape or a type: a constant of this record
         if event.checked and not event.free and not event.is_unit:
-            raise Unsplittable(f"{line}: {name} reads data that only one stage has")
+            raise reads_data(line, name)
         self._refuse_hidden(leaves, f"{line}: an argument of {name}", name if event.is_unit else None)
         if not event.is_unit:
             self._refuse_hidden(results, f"{line}: the result of {name}")
@@ -321,7 +322,8 @@ class Recorder(TorchFunctionMode):
 
     def _found(self, tensor: Tensor) -> Constant:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise Unsplittable(f"{line_of_forward()}: vmap or grad outside the units")
+            what = "vmap or grad outside the units"
+            raise Unsplittable(f"{line_of_forward()}: {what} (call it inside a module)")
         maker = self._born.get(tensor)
         if maker in self._units:
             self.escapes[maker] = f"{line_of_forward()}: a tensor made inside is used without being returned"
@@ -341,15 +343,14 @@ class Recorder(TorchFunctionMode):
         """Refuse tensors in objects that are no pytrees; a unit that takes some is opened."""
         for leaf in filter(_hides, leaves):
             if unit is None:
-                kind = type(leaf).__name__
-                hint = "; pass use_cache=False" if kind.endswith("Cache") else ""
-                raise Unsplittable(f"{what} holds tensors in a {kind}, which is no pytree{hint}")
+                raise hides_tensors(what, type(leaf).__name__)
             self.escapes[unit] = f"{line_of_forward()}: it takes tensors in a {type(leaf).__name__}"
 
     def _refuse_python_draws(self, line: str) -> None:
         if _python_state() != self._python_state:
             raise Unsplittable(
-                f"{line}: before it the forward draws Python's or NumPy's random numbers outside its units"
+                f"{line}: before it the forward draws Python's or NumPy's random numbers outside its units "
+                "(use torch's, such as torch.rand or F.dropout)"
             )
 
     def _assigned(self, before: Mapping[str, Mapping[str, Tensor | None]]) -> list[tuple[Weight, Value]]:

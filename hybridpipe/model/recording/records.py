@@ -5,7 +5,8 @@ Invariant: a record that it returns is that of the path which these inputs take.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from hybridpipe.model.recording.forward import record
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.rng import preserved_state
+from hybridpipe.types import Loss
 
 CPU = torch.device("cpu")
 SHARE = 1 / 4  # of the parameters: a larger unit hinders the balance of four ranks; each event takes 5 us
@@ -54,8 +56,11 @@ class Records:
         """Forget all records, since modes, hooks or flags have changed."""
         self._paths.clear()
 
-    def find(self, inputs: Any, training: bool) -> Record:
+    def find(self, inputs: Any, training: bool, loss: Loss | None = None, targets: Any = None) -> Record:
         """Return the record of these inputs' path; it is made at the first such call.
+
+        Args:
+            loss, targets: checked where the record is made, as `record` does.
 
         Raises:
             Unsplittable: the forward cannot be run in slices, or takes too many paths.
@@ -72,17 +77,19 @@ class Records:
                 reason = str(error)
         if len(paths) >= self._most:
             raise Unsplittable(f"more than {self._most} paths for inputs of one shape: {reason}")
-        found = self._record(inputs, training)
+        made = partial(record, self._model, inputs, training=training, loss=loss, targets=targets)
+        found = self._opening(made)
         paths.append(self._path(found))
         return found
 
-    def _record(self, inputs: Any, training: bool) -> Record:
+    def _opening(self, made: Callable[..., Record]) -> Record:
+        """Record with large units opened; with whole ones if that fails."""
         try:
-            return record(self._model, inputs, training=training, share=self._share)
+            return made(share=self._share)
         except Unsplittable:
             if self._share == WHOLE or any(self._paths.values()):  # random keys follow from what is opened
                 raise
-        found = record(self._model, inputs, training=training, share=WHOLE)
+        found = made(share=WHOLE)
         self._share = WHOLE
         return found
 

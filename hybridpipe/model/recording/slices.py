@@ -100,6 +100,7 @@ class Slice:
     Attributes:
         takes: values received at its beginning; none for the first slice.
         gives: values that the next slice takes; none for the last, which returns the model's output.
+        free: events that follow from the inputs alone, those among them that it runs.
         needs: indices of the leaves of the model's inputs that it uses, or the guards do.
         units: paths of the modules that it calls, or passes to a call.
         weights: names of the parameters and buffers that it uses.
@@ -126,6 +127,7 @@ class Slice:
         self.needs = tuple(i for i, leaf in enumerate(record.inputs) if _is_value(leaf) and leaf in needs)
         chosen = chosen if guards else _chosen(record, own, ends)
         events = [record.events[i] for i in chosen]
+        self.free = tuple(event for event in events if event.free)
         self._copied = {i for i in self.needs if record.storage(record.inputs[i]) in record.rewritten()}
         makers = set(chosen)
         self._assigned = [(w, v) for w, v in record.assigned if record.values[v].maker in makers]

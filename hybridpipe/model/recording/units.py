@@ -9,6 +9,7 @@ from collections.abc import Collection
 from torch import nn
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 RANDOM_OR_COUNTING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
 
 
@@ -18,7 +19,7 @@ def units_of(model: nn.Module, opened: Collection[str] = (), share: float = 1.0)
     A module is opened, so that its children become units, if it is a container, if most of its parameters
     stand in lists of several children, if it has more than `share` of the model's parameters, or if
     `opened` names it. An opened module without children becomes glue, as do modules without parameters
-    that neither draw random numbers nor keep statistics.
+    that neither draw random numbers, keep statistics nor have hooks.
 
     Args:
         opened: paths of further modules to open.
@@ -55,5 +56,13 @@ def _listed(module: nn.Module, sizes: dict[int, int]) -> int:
     )
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a call of the module runs hooks."""
+    return any(getattr(module, table) for table in HOOKS)
+
+
 def _matters(module: nn.Module) -> bool:
-    return any(part._parameters or isinstance(part, RANDOM_OR_COUNTING) for part in module.modules())
+    return any(
+        part._parameters or isinstance(part, RANDOM_OR_COUNTING) or has_hooks(part)
+        for part in module.modules()
+    )

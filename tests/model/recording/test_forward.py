@@ -13,18 +13,22 @@ from torch import nn
 from hybridpipe.model.recording import Unsplittable, record
 
 from . import models
+from .slicing import in_slices
 
 INPUTS = torch.randn(8, 20, dtype=torch.float64)
 REFUSED = [
-    (models.ReadsActivation, "item reads data that only one stage has"),
-    (models.RaisesOnNan, "__bool__ reads data that only one stage has"),
-    (models.CountsRows, "__getitem__ reads data that only one stage has"),
-    (models.LayerDrop, "random numbers decide which way the forward takes"),
-    (models.DrawsPython, "draws Python's or NumPy's random numbers outside its units"),
-    (models.DrawsNumpy, "draws Python's or NumPy's random numbers outside its units"),
+    (
+        models.ReadsActivation,
+        "item reads data that only one stage has (keep it a tensor, as torch.where",
+    ),
+    (models.RaisesOnNan, "__bool__ reads data that only one stage has (keep it a tensor"),
+    (models.CountsRows, "__getitem__ reads data that only one stage has (multiply by a mask"),
+    (models.LayerDrop, "random numbers decide which way the forward takes (draw them inside a module)"),
+    (models.DrawsPython, "draws Python's or NumPy's random numbers outside its units (use torch's"),
+    (models.DrawsNumpy, "draws Python's or NumPy's random numbers outside its units (use torch's"),
     (models.CarriesState, "a tensor that was made out of sight"),
     (models.CountsIn, "is not the same in two calls"),
-    (models.Maps, "vmap or grad outside the units"),
+    (models.Maps, "vmap or grad outside the units (call it inside a module)"),
     (models.BoundBefore, "a tensor got its gradient out of sight"),
     (models.Scripted, "a tensor that was made out of sight"),
     (models.SetsData, "set data on a parameter or buffer"),
@@ -49,9 +53,11 @@ def test_refused_with_the_line(kind, reason):
 
 
 def test_outputs_that_are_no_trees_are_refused_with_a_hint():
-    with pytest.raises(Unsplittable, match=r"the model's output holds tensors in a Box, which is no pytree$"):
+    with pytest.raises(
+        Unsplittable, match=r"the model's output holds tensors in a Box, which is no pytree \(use a tuple"
+    ):
         record(models.BoxOut().double(), INPUTS, training=True)
-    with pytest.raises(Unsplittable, match=r"a DynamicCache, which is no pytree; pass use_cache=False$"):
+    with pytest.raises(Unsplittable, match=r"a DynamicCache, which is no pytree \(pass use_cache=False\)$"):
         record(models.CacheOut().double(), INPUTS, training=True)
 
 
@@ -72,11 +78,80 @@ def test_a_loss_that_reads_an_attribute_is_refused():
 
 
 def test_an_error_of_the_forward_is_told_in_one_line():
-    with pytest.raises(
-        Unsplittable, match=r"^models.py:\d+: recording the forward fails: RuntimeError"
-    ) as refusal:
+    with pytest.raises(Unsplittable, match=r"^models.py:\d+: recording fails: RuntimeError") as refusal:
         record(models.Base(), torch.randn(8, 3), training=True)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_loss_that_fails_on_random_numbers_gets_those_of_the_forward():
+    class Judges(models.KeepsAuxiliary):
+        def forward(self, x):
+            return super().forward(x).sigmoid()
+
+    model, targets = Judges().double(), torch.ones(8, 5, dtype=torch.float64)
+    record(model, INPUTS, training=True, loss=nn.functional.binary_cross_entropy, targets=targets)
+
+    def stale(out, targets):
+        return nn.functional.binary_cross_entropy(out, targets) + model.auxiliary
+
+    with pytest.raises(Unsplittable, match="the loss reads a tensor that the forward makes"):
+        record(model, INPUTS, training=True, loss=stale, targets=targets)
+
+
+class Balances(nn.Module):
+    """A loss that keeps a running mean, which must not see the recording's numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, out, targets):
+        self.calls += 1
+        self.mean.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+        return nn.functional.cross_entropy(out - self.mean, targets), torch.tensor(8.0)
+
+
+def test_a_loss_is_left_as_it_was():
+    loss = Balances()
+    record(models.Base().double(), INPUTS, training=True, loss=loss, targets=torch.zeros(8, dtype=torch.long))
+    assert loss.calls == 0 and not loss.mean.any()
+
+
+HOOKED = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+
+
+@pytest.mark.parametrize("register", HOOKED)
+@pytest.mark.parametrize("path, named", [("", "the model (Hooks)"), ("blocks.1", "blocks.1 (Pair)")])
+def test_hooks_of_a_module_that_is_opened_are_refused_before_they_run(register, path, named):
+    """Slices never call the module. `blocks` are opened only since hooks of their parts gather tensors."""
+    model, seen = models.Hooks().double(), []
+    getattr(model.get_submodule(path), register)(lambda *_: seen.append(1))
+    with pytest.raises(Unsplittable) as refusal:
+        record(model, INPUTS, training=True)
+    assert str(refusal.value) == (
+        f"{named} has hooks, which would run at the recording only (register them on its children)"
+    )
+    assert not seen or path
+
+
+def test_hooks_of_units_and_of_modules_without_parameters_run_in_slices():
+    class Activates(models.Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def between(self, x, i):
+            return self.act(x)
+
+    model, seen = Activates().double(), []
+    for path in ("act", "blocks.1.0"):
+        module = model.get_submodule(path)
+        module.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    made = record(model, INPUTS, training=True)
+    seen.clear()
+    in_slices(made, [], model, INPUTS, torch.sum)
+    assert seen == ["ReLU", "Linear", "ReLU", "ReLU"]
 
 
 class Leaves(models.Base):

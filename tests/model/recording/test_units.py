@@ -58,3 +58,10 @@ def test_every_parameter_below_the_root_is_in_one_unit():
     model = Model()
     held = [id(p) for unit in units_of(model).values() for p in unit.parameters()]
     assert len(held) == len(set(held)) and set(held) == {*map(id, model.parameters())}
+
+
+def test_a_module_without_parameters_is_a_unit_if_it_has_hooks():
+    model = Model()
+    assert "head.1" not in units_of(model)
+    model.head[1].register_forward_pre_hook(lambda *_: None)
+    assert "head.1" in units_of(model)

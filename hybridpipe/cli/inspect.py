@@ -1,0 +1,31 @@
+"""Inspect: the command that says what is made of a config's model. It measures nothing.
+
+Knows the config and the report; no MPI. Invariant: the model is that of the training, recorded on the first
+microbatch of its data.
+"""
+
+import json
+from dataclasses import asdict
+
+from hybridpipe.cli.profile import build_model, first_microbatch
+from hybridpipe.config import Config
+from hybridpipe.data.source import source_of
+from hybridpipe.model.explanation import Explanation
+from hybridpipe.model.layers import explain, layers_of
+from hybridpipe.report.model import model_text
+
+
+def inspect_model(config: Config) -> Explanation:
+    """Return what is made of the config's model.
+
+    Raises:
+        UserError: the model is no `nn.Module`, or the data set cannot be read.
+    """
+    model, loss = build_model(config), config.loss.build()
+    inputs, targets = first_microbatch(config, source_of("data", config.data.build()))
+    return explain(layers_of(model, inputs, loss, targets))
+
+
+def text_of(found: Explanation, as_json: bool) -> str:
+    """Return an explanation as text for people, or as JSON."""
+    return json.dumps(asdict(found)) if as_json else model_text(found)

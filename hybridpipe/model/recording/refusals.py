@@ -1,0 +1,30 @@
+"""Refusals: why a forward cannot be run in slices, and what to do instead, in one line.
+
+Knows names and lines only. Invariant: the line begins with that of the user's code where there is one, and a
+remedy stands at its end, in brackets.
+"""
+
+from hybridpipe.model.recording.events import Unsplittable
+
+PICKS = ("__getitem__", "nonzero", "masked_select", "argwhere", "unique")  # whose shapes follow from data
+
+
+def reads_data(where: str, name: str) -> Unsplittable:
+    """Return the refusal of glue from whose data Python would learn something."""
+    remedy = "multiply by a mask" if name in PICKS else "keep it a tensor, as torch.where does"
+    what = f"{name} reads data that only one stage has"
+    return Unsplittable(f"{where}: {what} ({remedy}, or do it inside a module)")
+
+
+def hides_tensors(what: str, kind: str) -> Unsplittable:
+    """Return the refusal of an object of this kind, which is no pytree, with tensors inside."""
+    remedy = "pass use_cache=False" if kind.endswith("Cache") else "use a tuple, a dict or a list"
+    return Unsplittable(f"{what} holds tensors in a {kind}, which is no pytree ({remedy})")
+
+
+def hooked_and_opened(path: str, kind: str) -> Unsplittable:
+    """Return the refusal of hooks on a module that is not called whole."""
+    where = path or "the model"
+    return Unsplittable(
+        f"{where} ({kind}) has hooks, which would run at the recording only (register them on its children)"
+    )

@@ -1,0 +1,70 @@
+"""Recorded stages: what messages call their tensors, and what plans they fit."""
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.model.layers import layers_of
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.stage.stage import Stage
+from hybridpipe.stage.weights import WeightVersions, check_no_foreign_weights, check_no_other_weights
+from tests.model.recording import models
+
+INPUTS = torch.randn(8, 20, dtype=torch.float64)
+
+
+class Scaled(models.Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(models.WIDTH))
+
+    def between(self, x, i):
+        return x * self.scale
+
+
+def test_a_tensor_is_described_by_the_path_of_its_module():
+    stage = layers_of(Scaled().double(), INPUTS).stage(1, 3)
+    described = {stage.key(path): stage.described(path) for path, _ in stage.module.named_parameters()}
+    assert described["blocks.1.0.weight"] == "blocks.1.0 (Linear), weight"
+    assert described["scale"] == "the model (Scaled), scale"
+
+
+def test_a_parameter_of_another_stage_is_described_by_its_key():
+    layers = layers_of(models.Base().double(), INPUTS)
+    last = layers.stage(layers.num_layers - 1, layers.num_layers)
+    outputs = torch.ones(2, 5, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"^the loss uses enter\.weight, which is not in the last stage"):
+        check_no_foreign_weights(layers.model.enter.weight.sum(), outputs, last)
+    with pytest.raises(ValueError, match=r"^the loss uses a parameter of shape \(3,\), which is not"):
+        check_no_foreign_weights(nn.Parameter(torch.ones(3)).sum(), outputs, last)
+
+
+class Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(models.WIDTH))
+        self.hidden = [self.weight]
+
+    def forward(self, x):
+        return x * self.hidden[0]
+
+
+def test_a_unit_that_hides_a_weight_is_named():
+    model = models.Base().double()
+    model.blocks[1] = Hides().double()
+    layers = layers_of(model, INPUTS)
+    stage = Stage(layers.stage(0, layers.num_layers - 1), torch.device("cpu"))
+    weights = WeightVersions(stage.module).current()
+    with pytest.raises(ValueError, match=r"^blocks.1 \(Hides\), weight: the parameter is used from another"):
+        stage.forward(0, None, 0, weights, inputs=INPUTS)
+    assert check_no_other_weights(torch.ones(2), stage.layers) is None
+
+
+def test_a_plan_of_other_layers_is_refused_with_the_reason_if_there_is_one():
+    several, one = layers_of(models.Base().double(), INPUTS), layers_of(nn.Linear(20, 2).double(), INPUTS)
+    plan = Plan((StageSpec(0, 1), StageSpec(1, 2)))
+    with pytest.raises(ValueError, match=r"^the plan cuts num_layers = 2, the model has 5 layers$"):
+        several.check_plan(plan)
+    told = "the model has 1 layer: its forward calls no modules between which to cut; use plan='dp'$"
+    with pytest.raises(ValueError, match=told):
+        one.check_plan(plan)
