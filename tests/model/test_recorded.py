@@ -55,8 +55,9 @@ def test_a_unit_that_hides_a_weight_is_named():
     layers = layers_of(model, INPUTS)
     stage = Stage(layers.stage(0, layers.num_layers - 1), torch.device("cpu"))
     weights = WeightVersions(stage.module).current()
+    form = stage.layers.form(len(INPUTS), lambda: INPUTS, training=True)
     with pytest.raises(ValueError, match=r"^blocks.1 \(Hides\), weight: the parameter is used from another"):
-        stage.forward(0, None, 0, weights, inputs=INPUTS)
+        stage.forward(0, None, 0, weights, inputs=INPUTS, form=form)
     assert check_no_other_weights(torch.ones(2), stage.layers) is None
 
 
