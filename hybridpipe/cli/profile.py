@@ -31,7 +31,7 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
             figures, the rest are its `others`.
 
     Raises:
-        UserError: the model cannot be cut into layers, or the data set has fewer samples than a size.
+        UserError: the factory makes no model, or the data set has fewer samples than a size.
     """
     keep_freed_memory()  # as training does; without it a gradient of 16 MB took twice as long
     model, dataset, loss = build_model(config), config.data.build(), config.loss.build()

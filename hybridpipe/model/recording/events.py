@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any, NamedTuple
@@ -173,7 +174,7 @@ class Event:
         """True for the call of a unit."""
         return self.function is None
 
-    @property
+    @cached_property
     def key(self) -> int:
         """Key of its random numbers, 32 bits: of the n-th call of its name."""
         return zlib.crc32(f"{self.name} {self.call}".encode())

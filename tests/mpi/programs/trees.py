@@ -8,6 +8,7 @@ trees.py uneven                   ranks whose data sets end at different samples
 import copy
 import zlib
 import sys
+import zlib
 from functools import partial
 
 import torch
