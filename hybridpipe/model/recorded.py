@@ -36,6 +36,7 @@ class RecordedModel:
         self.model, self.records, self._inputs = model, records, inputs
         self.record = self.typical(training=True)
         self.names = [layer.name for layer in self.record.layers]
+        self.first_names = _first_names(model)  # once, since a forward may replace buffers
 
     @property
     def num_layers(self) -> int:
@@ -72,10 +73,10 @@ class RecordedModel:
 
     def holders(self, plan: Plan) -> dict[str, tuple[int, ...]]:
         """Return the stages that hold each tensor, its owner first, by each of its keys in the model."""
-        ids = [set().union(*self.ids[stage.start : stage.stop]) for stage in plan.stages]
+        names = [set().union(*self.names_held[stage.start : stage.stop]) for stage in plan.stages]
         return {
-            name: tuple(s for s, held in enumerate(ids) if id(tensor) in held)
-            for name, tensor in _named(self.model, remove_duplicate=False)
+            name: tuple(s for s, held in enumerate(names) if first in held)
+            for name, first in self.first_names.items()
         }
 
     def check_plan(self, plan: Plan) -> None:
@@ -115,23 +116,25 @@ class RecordedModel:
         """Each layer's paths of units and names of weights; the first layer has the unused ones, too."""
         lookup = ModelLookup(self.model)
         slices = [Slice(self.record, layer.start, layer.stop, lookup) for layer in self.record.layers]
-        used = {id(t) for each in slices for path in each.units for t in _tensors(lookup.unit(path))}
-        used |= {id(lookup.weight(name)) for each in slices for name in each.weights}
-        unused = tuple(name for name, tensor in _named(self.model) if id(tensor) not in used)
+        units = {path for each in slices for path in each.units}
+        names = {_joined(path, name) for path in units for name in _names(lookup.unit(path))}
+        names |= {name for each in slices for name in each.weights}
+        used = {self.first_names[name] for name in names}
+        unused = tuple(name for name in dict.fromkeys(self.first_names.values()) if name not in used)
         held = [(each.units, each.weights) for each in slices]
         return [(held[0][0], (*held[0][1], *unused)), *held[1:]]
 
     @cached_property
-    def ids(self) -> list[set[int]]:
-        """Ids of the tensors that each layer holds."""
-        return [{id(tensor) for tensor in _tensors(_tree(self.model, *held))} for held in self.held]
+    def names_held(self) -> list[set[str]]:
+        """First name of each tensor that each layer holds."""
+        return [{self.first_names[name] for name in _names(_tree(self.model, *held))} for held in self.held]
 
     @cached_property
-    def keys(self) -> dict[int, list[str]]:
-        """Keys in the model's `state_dict()` of each of its tensors, by id; a tied one has several."""
-        keys: dict[int, list[str]] = {}
-        for key, tensor in self.model.state_dict(keep_vars=True).items():
-            keys.setdefault(id(tensor), []).append(key)
+    def keys(self) -> dict[str, list[str]]:
+        """Keys in the model's `state_dict()` of each of its tensors, by its first name."""
+        keys: dict[str, list[str]] = {}
+        for key in self.model.state_dict(keep_vars=True):
+            keys.setdefault(self.first_names[key], []).append(key)
         return keys
 
 
@@ -147,9 +150,10 @@ class RecordedStage(StageModule):
         self._end = None if stop == len(names) else names[stop]
         trees = [_tree(recorded.model, *held) for held in recorded.held[start:stop]]
         super().__init__(trees, start, names[start:stop])
-        self._before = set().union(*recorded.ids[:start])
-        outside = self._before.union(*recorded.ids[stop:])
-        self.shared_buffers = [path for path, buffer in self.module.named_buffers() if id(buffer) in outside]
+        self._before = set().union(*recorded.names_held[:start])
+        outside = self._before.union(*recorded.names_held[stop:])
+        buffers = self.module.named_buffers()
+        self.shared_buffers = [path for path, _ in buffers if self._first_name(path) in outside]
 
     def renew(self) -> None:
         """Forget the slices of records; call it between two runs."""
@@ -211,16 +215,19 @@ class RecordedStage(StageModule):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the stage's `state_dict()`, not detached, by each of their keys."""
-        held, keys = super().tensors(), self._recorded.keys
-        return {key: tensor for own, tensor in held.items() for key in keys.get(id(tensor), [own])}
+        held, keys = self.module.state_dict(keep_vars=True), self._recorded.keys
+        return {key: tensor for path, tensor in held.items() for key in keys[self._first_name(path)]}
 
     def parameters(self) -> dict[Tensor, str]:
         """Return the key of each parameter; a tied one has its first key in the model."""
-        return {p: self._recorded.keys[id(p)][0] for p in self.module.parameters()}
+        return {p: self._first_name(path) for path, p in self.module.named_parameters()}
 
     def owned_parameters(self) -> dict[Tensor, str]:
         """Return `parameters` without those that an earlier stage owns."""
-        return {p: key for p, key in self.parameters().items() if id(p) not in self._before}
+        return {p: key for p, key in self.parameters().items() if key not in self._before}
+
+    def _first_name(self, path: str) -> str:
+        return self._recorded.first_names[self.key(path)]
 
     def _slice(self, record: Record) -> Slice:
         if id(record) not in self._slices:
@@ -315,10 +322,21 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def _tensors(module: nn.Module) -> Iterable[Tensor]:
-    return (tensor for _, tensor in _named(module))
+def _names(module: nn.Module) -> Iterable[str]:
+    return (name for name, _ in _named(module))
 
 
-def _named(module: nn.Module, remove_duplicate: bool = True) -> Iterable[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=remove_duplicate)
-    yield from module.named_buffers(remove_duplicate=remove_duplicate)
+def _named(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yield every name of every parameter and buffer."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Return the first name of each tensor by each of its names."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in _named(module)}
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -63,19 +63,19 @@ def test_the_digest_tells_models_and_constants_apart_and_nothing_else():
             super().__init__()
             self.ramp = self.ramp * 2
 
-    assert made_of(models.ReadyMade).digest() == made_of(models.ReadyMade).digest()
-    assert made_of(models.ReadyMade).digest() != made_of(OtherRamp).digest()
-    assert made_of(models.ReadyMade).digest() != made_of(models.Base).digest()
+    assert made_of(models.ReadyMade).digest == made_of(models.ReadyMade).digest
+    assert made_of(models.ReadyMade).digest != made_of(OtherRamp).digest
+    assert made_of(models.ReadyMade).digest != made_of(models.Base).digest
 
 
 def test_the_digest_is_the_same_in_another_process():
     kinds = ("ReadyMade", "Methods", "Reentrant", "Checkpointed", "Random", "BoxIn")
     program = (
         "from tests.model.recording import models, test_record\n"
-        f"print(*(test_record.made_of(getattr(models, kind)).digest() for kind in {kinds}))"
+        f"print(*(test_record.made_of(getattr(models, kind)).digest for kind in {kinds}))"
     )
     printed = subprocess.check_output([sys.executable, "-W", "ignore", "-c", program], text=True, cwd=ROOT)
-    assert [*map(int, printed.split())] == [made_of(getattr(models, kind)).digest() for kind in kinds]
+    assert [*map(int, printed.split())] == [made_of(getattr(models, kind)).digest for kind in kinds]
     assert all(0 <= int(number) < 2**31 for number in printed.split())
 
 
