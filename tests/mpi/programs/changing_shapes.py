@@ -1,8 +1,8 @@
 """Under mpirun: minibatches and microbatches whose shapes change, against one process, in float64.
 
-    changing_shapes.py SCHEDULE PLAN...   a recorded model and an `nn.Sequential`, by fit with a collate_fn that
-                                          pads, with loader processes and without, by train_step, and evaluated
-    changing_shapes.py differing          ranks whose collate_fn pads to different lengths: told, in one line
+changing_shapes.py SCHEDULE PLAN...   a recorded model and an `nn.Sequential`, by fit with a collate_fn that
+                                      pads, with loader processes and without, by train_step, and evaluated
+changing_shapes.py differing          ranks whose collate_fn pads to different lengths: told, in one line
 """
 
 import sys
@@ -159,9 +159,15 @@ def stepped(kind: str, plan: Plan) -> None:
     trainer.close()
 
 
+def uneven(samples):
+    """Pad one microbatch of the third minibatch to another length on rank 1."""
+    late = torch.equal(samples[0][0], texts()[2 * MINIBATCH][0])
+    return padded(samples, more=int(late and len(samples) > 1 and RANK == 1))
+
+
 def differing() -> None:
     plan = plan_of("1-1-1", "1f1b", make("recorded"))
-    trainer = trainer_of("recorded", plan, partial(padded, more=int(RANK == 1)))
+    trainer = trainer_of("recorded", plan, uneven)
     trainer.fit(texts(), shuffle=False)
 
 
