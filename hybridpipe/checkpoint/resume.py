@@ -155,6 +155,7 @@ class _Reading:
     def __init__(self, worker: Worker, found: Found, allow_changed: bool) -> None:
         self.worker, self.found, self.allow_changed = worker, found, allow_changed
         self.exact = is_exact(found, worker.plan)
+        self.same_layers = found.plan.num_layers == worker.plan.num_layers  # else it was one layer, say
         self.layers = stage_modules(worker.executor)
         self.wanted = {key: t for layers in self.layers.values() for key, t in layers.tensors().items()}
         self.trained = set(parameters(worker.executor).values())
@@ -173,7 +174,9 @@ class _Reading:
         return self.result
 
     def stages(self) -> list[int]:
-        """Return the stages of the checkpoint's plan that contain layers of this rank."""
+        """Return the checkpoint's stages that contain layers of this rank; all, if it cuts others."""
+        if not self.same_layers:
+            return list(range(self.found.plan.num_stages))
         held = [self.worker.plan.stages[s] for s in self.layers]
         return [
             s
@@ -182,7 +185,9 @@ class _Reading:
         ]
 
     def owners(self) -> set[int]:
-        """Return the stages of the checkpoint's plan that own parameters of this rank."""
+        """Return the stages of the checkpoint's plan that own parameters of this rank, as far as it tells."""
+        if not self.same_layers:
+            return set()
         stages_of = self.worker.layers.holders(self.found.plan)
         return {stages_of[key][0] for key in self.trained}
 

@@ -229,7 +229,10 @@ class PointToPoint:
                     f"rank {peer} sent a message with tag {tag} where the plan expects {expected}: {told}"
                 )
             if found["form"] != (form := self._form(found["microbatch"])):  # the ranks' models took two paths
-                raise ProtocolError(f"rank {peer} sent a microbatch of another form than {form}: {told}")
+                raise ProtocolError(
+                    f"rank {peer} sent a microbatch of another form than {form}: {told}; inputs, and lengths "
+                    "to which a collate_fn pads, must be the same on all ranks"
+                )
 
     def _key(self, microbatch: int, stage: int) -> _SpecKey:
         cut, peer = min(stage, self._stage), self._rank_of(stage, microbatch)

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from hybridpipe.data.samples import Loaded, load
 from hybridpipe.data.source import source_of
-from hybridpipe.data.stream import LastLoaded, Minibatch, microbatch_sizes
+from hybridpipe.data.stream import LoadedOnce, Minibatch, microbatch_sizes
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import ceil_div
 
@@ -81,9 +81,9 @@ def minibatches(
     Args:
         load: returns microbatch b of minibatch i; by default it is loaded when it is needed.
     """
-    last = LastLoaded(load or (lambda i, b: microbatches[i, b]))
+    once = LoadedOnce(load or (lambda i, b: microbatches[i, b]))
     for i in range(len(microbatches)):
-        yield last.minibatch(i, microbatches.sizes(i))
+        yield once.minibatch(i, microbatches.sizes(i))
 
 
 def num_minibatches(dataset: Any, minibatch_size: int) -> int | None:

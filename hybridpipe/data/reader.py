@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridpipe.data.batches import Microbatches, minibatches
 from hybridpipe.data.samples import A_COLLATION, Loaded, collated
 from hybridpipe.data.source import CPU, Source, peeking, set_epoch
-from hybridpipe.data.stream import LastLoaded, Minibatch, microbatch_sizes
+from hybridpipe.data.stream import LoadedOnce, Minibatch, microbatch_sizes
 from hybridpipe.errors import UserError
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
 from hybridpipe.stage.state import pack
@@ -84,7 +84,7 @@ class Reader:
             if not more:
                 self.num_samples = known
             load = partial(self._load, samples)
-            yield LastLoaded(load).minibatch(number, microbatch_sizes(count, self._microbatch_size))
+            yield LoadedOnce(load).minibatch(number, microbatch_sizes(count, self._microbatch_size))
             samples, count, number = ahead, more, number + 1
 
     def _open(self) -> None:

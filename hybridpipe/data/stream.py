@@ -13,12 +13,20 @@ from typing import NamedTuple
 from hybridpipe.model.tensors import Tree, map_tensors, num_samples
 
 
+def _keep(_: int) -> None:
+    """Drop nothing: the tensors are in memory anyway."""
+
+
 class Minibatch(NamedTuple):
-    """One minibatch's microbatches: their sizes, and functions from a microbatch's index to its tensors."""
+    """One minibatch's microbatches: their sizes, and functions from a microbatch's index to its tensors.
+
+    `drop` is told of a microbatch whose tensors are used no more.
+    """
 
     sizes: Sequence[int]  # in samples
     inputs: Callable[[int], Tree]
     targets: Callable[[int], Tree]
+    drop: Callable[[int], None] = _keep
 
     @property
     def num_samples(self) -> int:
@@ -26,8 +34,11 @@ class Minibatch(NamedTuple):
         return sum(self.sizes)
 
 
-class LastLoaded:
-    """Loads microbatches and keeps the last one: a rank with the first and the last stage takes both parts.
+class LoadedOnce:
+    """Loads a microbatch at its first use and keeps it until it is dropped.
+
+    A rank may look at inputs long before it runs them, for the shapes of messages, and takes inputs and
+    targets one after the other.
 
     Args:
         load: returns inputs and targets of microbatch b of minibatch i.
@@ -35,17 +46,21 @@ class LastLoaded:
 
     def __init__(self, load: Callable[[int, int], tuple[Tree, Tree]]) -> None:
         self._load = load
-        self._at: tuple[int, int] | None = None
-        self._last: tuple[Tree, Tree]
+        self._kept: dict[tuple[int, int], tuple[Tree, Tree]] = {}
 
     def minibatch(self, i: int, sizes: Sequence[int]) -> Minibatch:
         """Return minibatch i, whose microbatches have these sizes."""
-        return Minibatch(sizes, partial(self._part, 0, i), partial(self._part, 1, i))
+        return Minibatch(
+            sizes, partial(self._part, 0, i), partial(self._part, 1, i), lambda b: self._drop(i, b)
+        )
 
     def _part(self, which: int, i: int, b: int) -> Tree:
-        if self._at != (i, b):
-            self._at, self._last = (i, b), self._load(i, b)
-        return self._last[which]
+        if (i, b) not in self._kept:
+            self._kept[i, b] = self._load(i, b)
+        return self._kept[i, b][which]
+
+    def _drop(self, i: int, b: int) -> None:
+        self._kept.pop((i, b), None)
 
 
 def microbatch_sizes(num_samples: int, microbatch_size: int) -> list[int]:
@@ -85,6 +100,10 @@ class StreamedMicrobatch(NamedTuple):
     def targets(self) -> Tree:
         """The loss's targets."""
         return self.minibatch.targets(self.microbatch)
+
+    def drop(self) -> None:
+        """Say that its tensors are used no more on this rank."""
+        self.minibatch.drop(self.microbatch)
 
     @property
     def share(self) -> float:

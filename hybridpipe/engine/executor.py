@@ -260,6 +260,8 @@ class ProgramRun:
         """Start sending the forward's output to the next stage."""
         m, c = instruction.microbatch, instruction.chunk
         self.executor.p2p[c].send_activation(m, self.values.pop((m, c)))
+        if c == len(self.executor.stages) - 1:
+            self.stream[m].drop()
 
     def receive_gradient(self, instruction: ReceiveGradient) -> None:
         """Wait for the gradients of the output and hold them for the backward."""
@@ -288,6 +290,7 @@ class ProgramRun:
             loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *of_loss)
             self._check_loss(loss, at.share)
             self.losses[m] = self.unchecked[m] = loss
+            at.drop()
         if not c:  # each of a rank's stages sees the same samples
             self.executor.statistics.num_samples += self.stream.sizes[m]
 
@@ -426,3 +429,4 @@ class InferenceRun(ProgramRun):
             self.values[m, c] = outputs
         else:
             self.on_outputs(m, outputs, self.executor.to_device(at.targets))
+            at.drop()

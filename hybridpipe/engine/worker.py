@@ -320,10 +320,10 @@ class Worker:
         return any(stage.loads(training) for stage in self.executor.stages for training in (True, False))
 
     def _loaded(self, program: RankProgram, training: bool) -> list[int]:
-        """Return the microbatches whose inputs or targets a program loads."""
+        """Return the microbatches whose inputs or targets a program loads, each once."""
         loads = [stage.loads(training) for stage in self.executor.stages]
         forwards = (each for each in program.instructions if isinstance(each, Forward))
-        return [each.microbatch for each in forwards if loads[each.chunk]]
+        return list(dict.fromkeys(each.microbatch for each in forwards if loads[each.chunk]))
 
     def leave_stream(self) -> None:
         """Allow all ranks to close the generator of `stream` early, at a resume point.

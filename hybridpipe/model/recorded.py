@@ -61,6 +61,7 @@ class RecordedModel:
         self._by_size: dict[tuple[int, bool], Record] = {}
         self.record = records.find(inputs, training=True, loss=loss, targets=targets)
         self.names = [layer.name for layer in self.record.layers]
+        self.first_names = _first_names(model)  # once, since a forward may replace buffers
 
     @property
     def num_layers(self) -> int:
@@ -84,19 +85,19 @@ class RecordedModel:
 
     def explain(self) -> Explanation:
         """Return what was made of the model, without what layers share."""
-        sizes = {id(p): p.numel() for p in self.model.parameters()}
+        sizes = {name: p.numel() for name, p in self.model.named_parameters()}
         inputs = input_names(self._inputs)
         layers = tuple(
             LayerFacts(
                 name=layer.name,
-                parameters=sum(sizes.get(each, 0) for each in ids),
+                parameters=sum(sizes.get(name, 0) for name in names),
                 units=layer.units,
                 crossing_bytes=layer.crossing_bytes,
                 crossing_tensors=len(part.gives),
                 free_calls=len(part.free),
                 inputs=tuple(inputs[i] for i in part.needs),
             )
-            for layer, ids, part in zip(self.record.layers, self.ids, self._slices, strict=True)
+            for layer, names, part in zip(self.record.layers, self.names_held, self._slices, strict=True)
         )
         parameters = dict(self.model.named_parameters())
         unused = tuple(name for name in self._unused if name in parameters)
@@ -127,10 +128,10 @@ class RecordedModel:
 
     def holders(self, plan: Plan) -> dict[str, tuple[int, ...]]:
         """Return the stages that hold each tensor, its owner first, by each of its keys in the model."""
-        ids = [set().union(*self.ids[stage.start : stage.stop]) for stage in plan.stages]
+        names = [set().union(*self.names_held[stage.start : stage.stop]) for stage in plan.stages]
         return {
-            name: tuple(s for s, held in enumerate(ids) if id(tensor) in held)
-            for name, tensor in _named(self.model, remove_duplicate=False)
+            name: tuple(s for s, held in enumerate(names) if first in held)
+            for name, first in self.first_names.items()
         }
 
     def check_plan(self, plan: Plan) -> None:
@@ -192,21 +193,23 @@ class RecordedModel:
     def _unused(self) -> tuple[str, ...]:
         """Names of the parameters and buffers that the forward does not use."""
         lookup = ModelLookup(self.model)
-        used = {id(t) for each in self._slices for path in each.units for t in _tensors(lookup.unit(path))}
-        used |= {id(lookup.weight(name)) for each in self._slices for name in each.weights}
-        return tuple(name for name, tensor in _named(self.model) if id(tensor) not in used)
+        units = {path for each in self._slices for path in each.units}
+        names = {_joined(path, name) for path in units for name in _names(lookup.unit(path))}
+        names |= {name for each in self._slices for name in each.weights}
+        used = {self.first_names[name] for name in names}
+        return tuple(name for name in dict.fromkeys(self.first_names.values()) if name not in used)
 
     @cached_property
-    def ids(self) -> list[set[int]]:
-        """Ids of the tensors that each layer holds."""
-        return [{id(tensor) for tensor in _tensors(_tree(self.model, *held))} for held in self.held]
+    def names_held(self) -> list[set[str]]:
+        """First name of each tensor that each layer holds."""
+        return [{self.first_names[name] for name in _names(_tree(self.model, *held))} for held in self.held]
 
     @cached_property
-    def keys(self) -> dict[int, list[str]]:
-        """Keys in the model's `state_dict()` of each of its tensors, by id; a tied one has several."""
-        keys: dict[int, list[str]] = {}
-        for key, tensor in self.model.state_dict(keep_vars=True).items():
-            keys.setdefault(id(tensor), []).append(key)
+    def keys(self) -> dict[str, list[str]]:
+        """Keys in the model's `state_dict()` of each of its tensors, by its first name."""
+        keys: dict[str, list[str]] = {}
+        for key in self.model.state_dict(keep_vars=True):
+            keys.setdefault(self.first_names[key], []).append(key)
         return keys
 
 
@@ -222,9 +225,10 @@ class RecordedStage(StageModule):
         self._end = None if stop == len(names) else names[stop]
         trees = [_tree(recorded.model, *held) for held in recorded.held[start:stop]]
         super().__init__(trees, start, names[start:stop])
-        self._before = set().union(*recorded.ids[:start])
-        outside = self._before.union(*recorded.ids[stop:])
-        self.shared_buffers = [path for path, buffer in self.module.named_buffers() if id(buffer) in outside]
+        self._before = set().union(*recorded.names_held[:start])
+        outside = self._before.union(*recorded.names_held[stop:])
+        buffers = self.module.named_buffers()
+        self.shared_buffers = [path for path, _ in buffers if self._first_name(path) in outside]
 
     def renew(self) -> None:
         """Forget the slices of records; call it between two runs."""
@@ -287,20 +291,24 @@ class RecordedStage(StageModule):
 
     def foreign(self, parameter: Tensor) -> str:
         """Return a description of a parameter that another stage holds."""
-        return self._recorded.keys.get(id(parameter), [super().foreign(parameter)])[0]
+        named = self._recorded.model.named_parameters()
+        return next((name for name, each in named if each is parameter), super().foreign(parameter))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the stage's `state_dict()`, not detached, by each of their keys."""
-        held, keys = super().tensors(), self._recorded.keys
-        return {key: tensor for own, tensor in held.items() for key in keys.get(id(tensor), [own])}
+        held, keys = self.module.state_dict(keep_vars=True), self._recorded.keys
+        return {key: tensor for path, tensor in held.items() for key in keys[self._first_name(path)]}
 
     def parameters(self) -> dict[Tensor, str]:
         """Return the key of each parameter; a tied one has its first key in the model."""
-        return {p: self._recorded.keys[id(p)][0] for p in self.module.parameters()}
+        return {p: self._first_name(path) for path, p in self.module.named_parameters()}
 
     def owned_parameters(self) -> dict[Tensor, str]:
         """Return `parameters` without those that an earlier stage owns."""
-        return {p: key for p, key in self.parameters().items() if id(p) not in self._before}
+        return {p: key for p, key in self.parameters().items() if key not in self._before}
+
+    def _first_name(self, path: str) -> str:
+        return self._recorded.first_names[self.key(path)]
 
     def _slice(self, record: Record) -> Slice:
         if id(record) not in self._slices:
@@ -402,10 +410,21 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def _tensors(module: nn.Module) -> Iterable[Tensor]:
-    return (tensor for _, tensor in _named(module))
+def _names(module: nn.Module) -> Iterable[str]:
+    return (name for name, _ in _named(module))
 
 
-def _named(module: nn.Module, remove_duplicate: bool = True) -> Iterable[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=remove_duplicate)
-    yield from module.named_buffers(remove_duplicate=remove_duplicate)
+def _named(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yield every name of every parameter and buffer."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Return the first name of each tensor by each of its names."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in _named(module)}
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -354,11 +354,13 @@ def _check_may_be_shared(
     if plan.is_asynchronous and any(key.rpartition(".")[2] in module._parameters for key, module in uses):
         reason = f"which the stages would update at different times under {plan.schedule}"
     if reason is not None:
-        (first, _), *others = uses
-        s, (last, _) = stages_of[first], others[-1]
+        (first, _), (last, _) = uses[0], uses[-1]
+        begin, *_, end = stages_of[first]
+        what = f"separates {first} (stage {begin}) and {last} (stage {end}), which are one tensor,"
+        if first == last:
+            what = f"lets stages {begin} and {end} share {first},"
         raise ValueError(
-            f"the plan separates {first} (stage {s[0]}) and {last} (stage {s[-1]}), which are one tensor, "
-            f"{reason}; keep the layers that share it in one stage, as plan='dp' does"
+            f"the plan {what} {reason}; keep the layers that share it in one stage, as plan='dp' does"
         )
 
 

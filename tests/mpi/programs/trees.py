@@ -6,7 +6,6 @@ trees.py uneven                   ranks whose data sets end at different samples
 """
 
 import copy
-import zlib
 import sys
 import zlib
 from functools import partial

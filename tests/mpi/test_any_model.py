@@ -1,0 +1,35 @@
+"""Models of any class under every kind of plan train what the user's own forward does in one process."""
+
+import pytest
+
+from tests.model import zoo_cases
+
+SYNCHRONOUS, ASYNCHRONOUS = "0,1,2,3,4,5,6,7", "8,9,10,11"  # of any_model.py's KINDS
+GROUPS = [
+    ("1,4", ["gpt2", "t5"]),
+    ("0,8", ["gpt2_padded", "llama"]),
+    ("2,9", ["bert", "vit"]),
+    ("3,6,8", ["resnet50", "batchnorm"]),
+    ("0,9", ["densenet121", "convnext"]),
+    ("0,10", ["unet", "in_place"]),
+    ("1,8,11", ["dlrm", "lstm", "autocast"]),
+]
+
+
+@pytest.mark.parametrize("numbers", [SYNCHRONOUS[:7], SYNCHRONOUS[8:]])
+def test_a_forward_with_everything(job, numbers):
+    done = job(4, "any_model.py", numbers, "everything", timeout_seconds=240)
+    assert done.stdout.count(": within") == len(numbers.split(",")), done.stdout
+
+
+def test_asynchronous_schedules_train_what_their_formulas_say_or_refuse(job):
+    done = job(4, "any_model.py", ASYNCHRONOUS, "unshared", "everything", timeout_seconds=240)
+    assert done.stdout.count(": within") == done.stdout.count(": refused") == 4, done.stdout
+
+
+@pytest.mark.skipif(not zoo_cases.NAMES, reason="there is no zoo.py beside the repository")
+@pytest.mark.parametrize("numbers, names", GROUPS, ids=lambda each: each if isinstance(each, str) else None)
+def test_real_models(job, numbers, names):
+    done = job(4, "any_model.py", numbers, *names, timeout_seconds=300)
+    told = done.stdout.count(": within") + done.stdout.count(": refused")
+    assert told == len(numbers.split(",")) * len(names), done.stdout

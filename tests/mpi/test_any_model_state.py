@@ -1,0 +1,78 @@
+"""Checkpoints of recorded models from plan to plan, and ranks that disagree about a forward."""
+
+import json
+
+from hybridpipe.checkpoint.plain import read_plain
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.enter = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(width, 3)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x):
+        x = self.enter(x)
+        skip = x
+        for block in self.blocks:
+            x = x + block(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.head(self.drop(x + skip))
+
+def data(samples=60, seed=0):
+    inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
+"""
+CONFIG = """
+[model]
+factory = "own:Net"
+[data]
+factory = "own:data"
+validation_args = { samples = 30, seed = 1 }
+[optimizer]
+factory = "torch.optim:Adam"
+args = { lr = 0.01 }
+[train]
+minibatch = 16
+microbatch = 4
+epochs = 2
+"""
+
+
+def test_a_checkpoint_goes_from_plan_to_plan_under_the_models_own_keys(job, tmp_path):
+    done = job(3, "any_model_state.py", "moved", str(tmp_path), timeout_seconds=180)
+    assert done.stdout.count(": the same") == 4, done.stdout
+
+
+def test_a_checkpoint_of_one_layer_is_resumed_as_many(job, tmp_path):
+    done = job(3, "any_model_state.py", "layered", str(tmp_path), timeout_seconds=180)
+    assert "one layer as many: the same" in done.stdout
+
+
+def test_ranks_whose_forwards_differ_are_told_before_anything_is_sent(job):
+    assert "told: the forward of the model" in job(3, "any_model_state.py", "differing").stdout
+
+
+def test_the_command_trains_and_resumes_a_class_of_ones_own(job, tmp_path):
+    (tmp_path / "own.py").write_text(MODEL)
+    config = tmp_path / "own.toml"
+    config.write_text(CONFIG)
+
+    def train(out, *more):
+        command = ("train", str(config), "--plan", "straight", "--out", str(tmp_path / out))
+        job(2, "hybridpipe", *command, *more)
+        return json.loads((tmp_path / out / "summary.json").read_text())["loss_last"]
+
+    expected = train("whole")
+    train("parts", "--set", "train.epochs=1")
+    assert train("parts", "--resume", "auto") == expected
+    whole, parts = (read_plain(tmp_path / out / "model.safetensors") for out in ("whole", "parts"))
+    assert list(whole) and whole.keys() == parts.keys() and whole["mean"].abs().sum()
+    assert all(tensor.equal(parts[key]) for key, tensor in whole.items())
