@@ -57,7 +57,7 @@ class Source:
     @property
     def shapes_vary(self) -> bool:
         """True if microbatches of as many samples may differ in shape; samples that are stacked have one."""
-        return self.collate_fn is not None or self.is_iterable
+        return self.collate_fn is not None
 
     def num_samples(self, minibatch_size: int) -> int | None:
         """Return the number of samples of an epoch; None where only the end tells it."""
