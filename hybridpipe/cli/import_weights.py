@@ -24,8 +24,7 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
     """Write the checkpoint `folder/step-00000000` with the weights of `source`, and return its path.
 
     Model, optimizer and seed are the config's; so is the data, of which a model that is no `nn.Sequential`
-    needs the first microbatch. One process writes a checkpoint of one rank, which any plan
-    can resume.
+    needs the first microbatch. One process writes a checkpoint of one rank, which any plan can resume.
 
     Raises:
         UserError: `source` is no safetensors file or does not fit the model, or `folder` holds checkpoints.
@@ -39,13 +38,14 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
     minibatch = config.train.minibatch
     microbatch = config.train.microbatch or minibatch
     layers: Layers | None = known_layers(model)
-    data = None
+    data, loss = None, config.loss.build()
     if layers is None:
         data = config.data.build()
-        layers = layers_of(model, first_minibatch(source_of("data", data), minibatch, microbatch).inputs(0))
+        first = first_minibatch(source_of("data", data), minibatch, microbatch)
+        layers = layers_of(model, first.inputs(0), loss, first.targets(0))
     trainer = Trainer(
         model,
-        loss=config.loss.build(),
+        loss=loss,
         optimizer=config.optimizer.build,
         plan=Plan((StageSpec(0, layers.num_layers),), num_microbatches=ceil_div(minibatch, microbatch)),
         minibatch_size=minibatch,

@@ -3,7 +3,6 @@
 A single process starts no MPI. Under mpirun all ranks measure at once, as they will compute in training.
 """
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,8 +35,8 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
     keep_freed_memory()  # as training does; without it a gradient of 16 MB took twice as long
     model, dataset, loss = build_model(config), config.data.build(), config.loss.build()
     source = source_of("data", dataset)
-    if max(sizes, default=0) > (source.num_samples(1) or math.inf):
-        samples = source.num_samples(1)
+    samples = source.num_samples(1)
+    if samples is not None and max(sizes, default=0) > samples:
         raise UserError(f"--microbatch: must be at most the data's {samples} samples, got {max(sizes)}")
     microbatch = first_microbatch(config, source, max(sizes, default=None))
     return _measuring()(partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes))

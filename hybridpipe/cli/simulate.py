@@ -58,7 +58,6 @@ def _changed(
 
     A plan fits one number of ranks: another number gets a new plan, with as many microbatches a rank.
     """
-
     changed = cluster_transform.changed(cluster, options.bandwidth, options.latency, options.ranks)
     if options.ranks is None:
         return plan, changed
@@ -71,7 +70,6 @@ def _changed(
 
 def _print_prediction(plan: Plan, before: Plan | None, as_json: bool) -> None:
     """Print a plan's prediction, beside that of the plan before the change if there was one."""
-
     assert plan.predicted is not None
     shown = {"after": plan} if before is None else {"before": before, "after": plan}
     if as_json and before is None:

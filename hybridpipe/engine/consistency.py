@@ -81,15 +81,20 @@ def check_data_alike(world: MPI.Comm, name: str, source: Source, seed: int) -> d
     return alike
 
 
-def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str]) -> None:
-    """Check that each load of a sample gives the same target, where several ranks load it.
+def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str], inputs_too: bool = False) -> None:
+    """Check that each load of a sample gives the same values, where several ranks load it.
+
+    Args:
+        inputs_too: stages behind the first need inputs, too, such as masks.
 
     Raises:
-        ValueError: targets change from load to load, and the plan has more than one stage.
+        ValueError: targets, or inputs, change from load to load, and ranks of several stages load them.
     """
-    if "target" in drawn_anew(facts_of_data) and plan.num_stages > 1:
+    anew = drawn_anew(facts_of_data)
+    part = "target" if "target" in anew else "input" if inputs_too and "inputs" in anew else None
+    if part is not None and plan.num_stages > 1:
         raise ValueError(
-            "a sample's target changes each time it is loaded, so inputs and targets, which different ranks "
+            f"a sample's {part} changes each time it is loaded, so inputs and targets, which different ranks "
             "load, would not match: draw random numbers from torch, random or numpy.random only"
         )
 

@@ -345,10 +345,10 @@ class ProgramRun:
         check, update = self.executor.check, self.executor.update
         covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # later ones wait
         losses = {m: self.unchecked.pop(m) for m in covered}
-        factor = self.executor.loss_weights.factor(losses, self.stream.sizes)
-        update.scale(factor)
+        weighed = self.executor.loss_weights.weigh(losses, self.stream.sizes)
+        update.scale(weighed.factor)
         values = {m: loss.value for m, loss in losses.items()}
-        if check is None or check.allows(values, self.stream, step, has_weight=factor > 0):
+        if check is None or check.allows(values, self.stream, step, has_weight=weighed.has_weight):
             update.step(count)
         else:  # counts as an update, so that versions keep the plan's numbers
             update.end_step(count)

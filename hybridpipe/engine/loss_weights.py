@@ -5,6 +5,7 @@ Invariant: all ranks that update together use the same factor, and the same one 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,18 @@ AddUp = Callable[[np.ndarray], np.ndarray]
 
 def _alone(numbers: np.ndarray) -> np.ndarray:
     return numbers
+
+
+class Weighed(NamedTuple):
+    """What the weights of an update's losses say.
+
+    Args:
+        factor: to multiply all gradients by, the same on all ranks that update together.
+        has_weight: False if the weights that are known here add up to 0, so that the loss is no number.
+    """
+
+    factor: float
+    has_weight: bool
 
 
 class LossWeights:
@@ -61,8 +74,8 @@ class LossWeights:
                 "schedule"
             )
 
-    def factor(self, losses: Mapping[int, MicrobatchLoss], sizes: Sequence[int]) -> float:
-        """Return the factor on the gradients of an update; 0 if its weights add up to 0.
+    def weigh(self, losses: Mapping[int, MicrobatchLoss], sizes: Sequence[int]) -> "Weighed":
+        """Return the factor on the gradients of an update.
 
         Collective over the ranks that update together, unless all of them know that the factor is 1. Without
         an exchange, other ranks do not learn of a sole weight of 0.
@@ -75,7 +88,7 @@ class LossWeights:
             ValueError: some losses are weighted and others are not.
         """
         if self._plan.is_asynchronous or len(sizes) == 1 or self._agreed is False:
-            return float(all(loss.weight != 0 for loss in losses.values()))
+            return Weighed(1.0, all(loss.weight != 0 for loss in losses.values()))
         numbers = np.zeros(len(sizes) + 1)
         for m, loss in losses.items():
             numbers[m] = loss.weight or 0.0
@@ -86,6 +99,6 @@ class LossWeights:
         self._own.see(num_weighted > 0)
         self._agreed = num_weighted > 0
         if not self._agreed:
-            return 1.0
+            return Weighed(1.0, True)
         total = sum(weights)
-        return sum(sizes) / total if total else 0.0
+        return Weighed(sum(sizes) / total, True) if total else Weighed(0.0, False)

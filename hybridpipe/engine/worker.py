@@ -315,6 +315,12 @@ class Worker:
         return [(i, m) for i, program in programs for m in self._loaded(program, training=False)]
 
     @property
+    def inputs_are_loaded_again(self) -> bool:
+        """True if a stage behind the first needs inputs of the model."""
+        later = (self.layers.stage(stage.start, stage.stop) for stage in self.plan.stages[1:])
+        return any(stage.needs_inputs(training=True) for stage in later)
+
+    @property
     def loads_samples(self) -> bool:
         """True on a rank that takes inputs or targets from the data set."""
         return any(stage.loads(training) for stage in self.executor.stages for training in (True, False))

@@ -228,9 +228,11 @@ class Update:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if factor != 1 and gradients:
-            torch._foreach_mul_(gradients, factor)
+        found = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        if factor != 1 and found:
+            parameters, gradients = zip(*found, strict=True)
+            for parameter, gradient in zip(parameters, torch._foreach_mul(gradients, factor), strict=True):
+                parameter.grad = gradient  # not in place: two gradients may share their memory
 
     def end_step(self, num_minibatches: int) -> None:
         """End a step, made or skipped: drop its gradients, and step the learning-rate scheduler."""

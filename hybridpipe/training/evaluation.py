@@ -64,13 +64,12 @@ def evaluate(
         may_stop: True to return None on all ranks once a rank was asked to stop.
     """
     worker.average_statistics()
-    totals, num_samples = np.zeros(metrics.width), 0
+    totals = np.zeros(metrics.width)
     previous: PendingLosses | None = None
     with worker.evaluating():
         for number, minibatch in enumerate(batches):
             faults.at("evaluate", step=step)
             current = worker.infer(minibatch, metrics, metrics.width, number)
-            num_samples += minibatch.num_samples
             if previous is not None:  # one minibatch late, which keeps the pipeline full and bounds its queue
                 totals += previous.wait().sum(axis=0)
                 if may_stop and previous.ask_to_stop():

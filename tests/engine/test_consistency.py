@@ -169,7 +169,10 @@ def test_a_target_that_is_drawn_anew_is_refused_where_stages_load_apart():
     fixed = {"inputs of dataset[0]": "0a1b2c3d", "target of dataset[0]": "0a1b2c3d"}
     drawn = {"target of dataset[0]": DRAWN_ANEW}
     check_repeatable(PLAN, fixed)
-    check_repeatable(PLAN, {"inputs of dataset[0]": DRAWN_ANEW})
+    inputs = {"inputs of dataset[0]": DRAWN_ANEW}
+    check_repeatable(PLAN, inputs)
+    with pytest.raises(ValueError, match="a sample's input changes each time it is loaded"):
+        check_repeatable(PLAN, inputs, inputs_too=True)  # a mask that a later stage loads
     check_repeatable(Plan((StageSpec(0, 2, 2),)), drawn)  # one rank loads both
     with pytest.raises(ValueError, match="a sample's target changes each time it is loaded"):
         check_repeatable(PLAN, drawn)

@@ -114,28 +114,28 @@ MEAN = MicrobatchLoss(torch.ones(()))
 
 def test_means_cost_one_exchange_in_a_training():
     weights, told = weights_of()
-    assert [weights.factor({0: MEAN, 1: MEAN}, [2, 2]) for _ in range(3)] == [1.0] * 3
+    assert [weights.weigh({0: MEAN, 1: MEAN}, [2, 2]).factor for _ in range(3)] == [1.0] * 3
     assert len(told) == 1
 
 
 def test_a_rank_without_a_loss_learns_of_weights_from_the_others():
     weights, told = weights_of("1f1b", [3.0, 0.0, 2], [1.0, 1.0, 2])
-    assert weights.factor({}, [2, 2]) == 4 / 3
-    assert weights.factor({}, [2, 1]) == 3 / 2
+    assert weights.weigh({}, [2, 2]).factor == 4 / 3
+    assert weights.weigh({}, [2, 1]).factor == 3 / 2
     assert len(told) == 2
 
 
 def test_a_minibatch_of_one_microbatch_is_not_exchanged_and_settles_nothing():
     weights, told = weights_of("1f1b", [0.0, 5.0, 1])
-    assert weights.factor({}, [2]) == 1.0 and weights.factor({0: pair(3.0)}, [2]) == 1.0
+    assert weights.weigh({}, [2]).factor == 1.0 and weights.weigh({0: pair(3.0)}, [2]).factor == 1.0
     assert not told
-    assert weights.factor({0: pair(3.0)}, [2, 2]) == 4 / 8
+    assert weights.weigh({0: pair(3.0)}, [2, 2]).factor == 4 / 8
 
 
 def test_without_weight_the_gradients_are_zero():
     weights, _ = weights_of()
-    assert weights.factor({0: pair(0.0), 1: pair(0.0)}, [2, 2]) == 0.0
-    assert weights.factor({0: pair(0.0)}, [2]) == 0.0
+    assert weights.weigh({0: pair(0.0), 1: pair(0.0)}, [2, 2]).factor == 0.0
+    assert weights.weigh({0: pair(0.0)}, [2]) == (1.0, False)  # its gradients are right as they are
 
 
 def test_means_and_pairs_are_refused_on_one_rank_and_across_ranks():
@@ -146,9 +146,9 @@ def test_means_and_pairs_are_refused_on_one_rank_and_across_ranks():
         weights.check(pair(1.0), 0.5, updates=True)
     weights, _ = weights_of("1f1b", [0.0, 1.0, 1])
     with pytest.raises(ValueError, match=told):
-        weights.factor({0: MEAN}, [2, 2])
+        weights.weigh({0: MEAN}, [2, 2])
     weights, _ = weights_of()
-    weights.factor({}, [2, 2])  # the others have returned means
+    weights.weigh({}, [2, 2])  # the others have returned means
     with pytest.raises(ValueError, match=told):
         weights.check(pair(1.0), 0.5, updates=True)
 

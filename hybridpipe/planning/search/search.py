@@ -347,7 +347,10 @@ def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = 
         problem.profile, problem.cluster, problem.num_microbatches, request, ranks, max_replicas
     )
     if not plans and not problem.is_alternative:
-        raise ValueError(f"schedule {problem.request.schedule} needs 4 layers that a cut may separate")
+        raise ValueError(
+            f"schedule {problem.request.schedule} needs 4 layers that a cut may separate, and "
+            "layers that share tensors must stay together: use schedule 1f1b"
+        )
     fitting = (plan for plan in plans if fits(plan, problem.profile, problem.cluster))
     return list(islice(fitting, NUM_INTERLEAVED)) or plans
 
