@@ -104,7 +104,7 @@ class PointToPoint:
         self._num_posted = self._num_consumed = 0
 
     def end(self) -> None:
-        """End a program: forget its microbatches, whose samples processes may hold."""
+        """End a program: forget its microbatches."""
         del self._form
 
     def send_activation(self, microbatch: int, value: TensorTree) -> None:

@@ -22,6 +22,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
 from hybridpipe.data.samples import comparable, drawn_anew, fingerprint
 from hybridpipe.data.source import Source
+from hybridpipe.model.layers import Layers
 from hybridpipe.model.tensors import Tree, expanded_dimensions, named_leaves, raw_bytes
 from hybridpipe.optim.gradient_sync import CYCLE_TIME
 from hybridpipe.optim.update import UpdateRule
@@ -81,17 +82,19 @@ def check_data_alike(world: MPI.Comm, name: str, source: Source, seed: int) -> d
     return alike
 
 
-def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str], inputs_too: bool = False) -> None:
+def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str], layers: Layers) -> None:
     """Check that each load of a sample gives the same values, where several ranks load it.
 
     Args:
-        inputs_too: stages behind the first need inputs, too, such as masks.
+        layers: the model's; stages behind the first may need inputs, too, such as masks.
 
     Raises:
         ValueError: targets, or inputs, change from load to load, and ranks of several stages load them.
     """
     anew = drawn_anew(facts_of_data)
-    part = "target" if "target" in anew else "input" if inputs_too and "inputs" in anew else None
+    later = (layers.stage(stage.start, stage.stop) for stage in plan.stages[1:])
+    inputs_too = "inputs" in anew and any(stage.needs_inputs(training=True) for stage in later)
+    part = "target" if "target" in anew else "input" if inputs_too else None
     if part is not None and plan.num_stages > 1:
         raise ValueError(
             f"a sample's {part} changes each time it is loaded, so inputs and targets, which different ranks "

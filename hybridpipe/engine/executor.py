@@ -145,6 +145,7 @@ class Executor:
         for stage, p2p in zip(self.stages, self.p2p, strict=True):
             stage.complete_gradients()
             p2p.end()
+        self.forms = []  # they hold the microbatches, whose samples processes may hold
         run.end()
         if run.events:
             yield run.take_result()
@@ -167,6 +168,7 @@ class Executor:
             self._execute(run, program, part)
         for p2p in self.p2p:
             p2p.end()
+        self.forms = []
 
     def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
         self.forms = [cache(partial(_form, stage, stream, training)) for stage in self.stages]

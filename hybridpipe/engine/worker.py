@@ -176,13 +176,16 @@ class Worker:
             ValueError: a module or a parameter was replaced.
         """
         self._structure.check()
-        settings, before = self._present_settings(), self._settings
-        self._settings = settings
-        if settings != before:
+        of_model, of_layers = self._settings
+        self._settings = self._present_settings()
+        if self._settings != (of_model, of_layers):
             self.layers.renew()
+            for stage in self.executor.stages:
+                stage.layers.renew()
+        if self._settings[0] != of_model:
             self.executor.renew()
 
-    def _present_settings(self) -> tuple[object, ...]:
+    def _present_settings(self) -> tuple[object, object]:
         return self._structure.settings(), self.layers.settings()
 
     def _make_program(self, num_microbatches: int, update: bool = True) -> RankProgram:
@@ -313,12 +316,6 @@ class Worker:
         """Return the (minibatch, microbatch) pairs that this rank loads in an evaluation, in order."""
         programs = enumerate(map(self._forward_program, counts))
         return [(i, m) for i, program in programs for m in self._loaded(program, training=False)]
-
-    @property
-    def inputs_are_loaded_again(self) -> bool:
-        """True if a stage behind the first needs inputs of the model."""
-        later = (self.layers.stage(stage.start, stage.stop) for stage in self.plan.stages[1:])
-        return any(stage.needs_inputs(training=True) for stage in later)
 
     @property
     def loads_samples(self) -> bool:

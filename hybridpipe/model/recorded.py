@@ -4,7 +4,7 @@ Knows the record and the model's modules; nothing of ranks and messages.
 Invariant: a stage holds the model's own modules and parameters, under the model's own names.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -151,17 +151,19 @@ class RecordedModel:
         check_shared(self.model, plan, self.holders(plan))
 
     def settings(self) -> object:
-        """Return the plain attributes of opened modules: numbers of theirs stand in the record."""
+        """Return the modules' plain attributes, which the record holds or depends on.
+
+        A number of an opened module's stands in the record. One of a unit's, such as a dropout's `p`, decides
+        whether the unit draws random numbers.
+        """
         return [
             [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN)]
-            for module in self._opened
+            for module in self._parts
         ]
 
     @cached_property
-    def _opened(self) -> list[nn.Module]:
-        units = {path for paths, _ in self.held for path in paths}
-        inside = {id(part) for path in units for part in self.model.get_submodule(path).modules()}
-        return [module for module in self.model.modules() if id(module) not in inside]
+    def _parts(self) -> list[nn.Module]:
+        return list(self.model.modules())
 
     def renew(self) -> None:
         """Forget the records, since settings, modes, hooks or requires_grad flags have changed."""
@@ -298,6 +300,12 @@ class RecordedStage(StageModule):
         """Return the tensors of the stage's `state_dict()`, not detached, by each of their keys."""
         held, keys = self.module.state_dict(keep_vars=True), self._recorded.keys
         return {key: tensor for path, tensor in held.items() for key in keys[self._first_name(path)]}
+
+    def weights(self, weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return a version's leaves by the keys of the parameters that they replace."""
+        wanted = {key for parameter, key in self.parameters().items() if parameter.requires_grad}
+        first, named = self._recorded.first_names, [item for leaves in weights for item in leaves.items()]
+        return {first[name]: leaf for name, leaf in named if first[name] in wanted}
 
     def parameters(self) -> dict[Tensor, str]:
         """Return the key of each parameter; a tied one has its first key in the model."""

@@ -456,7 +456,7 @@ class Trainer:
         if self._worker is None:
             self._make_plan(self._feed.first(source, self.microbatch_size))
         self.worker.renew()
-        consistency.check_repeatable(self.plan, facts, self.worker.inputs_are_loaded_again)
+        consistency.check_repeatable(self.plan, facts, self.worker.layers)
         return facts
 
     def _check_now(self, method: str) -> None:

@@ -168,14 +168,25 @@ def test_minibatches_are_compared_by_their_shapes_and_ends(other, same):
 def test_a_target_that_is_drawn_anew_is_refused_where_stages_load_apart():
     fixed = {"inputs of dataset[0]": "0a1b2c3d", "target of dataset[0]": "0a1b2c3d"}
     drawn = {"target of dataset[0]": DRAWN_ANEW}
-    check_repeatable(PLAN, fixed)
+    class Layers:
+        def __init__(self, needs):
+            self.needs = needs
+
+        def stage(self, start, stop):
+            return self
+
+        def needs_inputs(self, training):
+            return self.needs
+
+    plain = Layers(False)
+    check_repeatable(PLAN, fixed, plain)
     inputs = {"inputs of dataset[0]": DRAWN_ANEW}
-    check_repeatable(PLAN, inputs)
+    check_repeatable(PLAN, inputs, plain)
     with pytest.raises(ValueError, match="a sample's input changes each time it is loaded"):
-        check_repeatable(PLAN, inputs, inputs_too=True)  # a mask that a later stage loads
-    check_repeatable(Plan((StageSpec(0, 2, 2),)), drawn)  # one rank loads both
+        check_repeatable(PLAN, inputs, Layers(True))  # a mask that a later stage loads
+    check_repeatable(Plan((StageSpec(0, 2, 2),)), drawn, plain)  # one rank loads both
     with pytest.raises(ValueError, match="a sample's target changes each time it is loaded"):
-        check_repeatable(PLAN, drawn)
+        check_repeatable(PLAN, drawn, plain)
 
 
 def test_data_sets_are_compared_but_for_what_a_rank_draws_anew():

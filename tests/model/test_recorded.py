@@ -1,5 +1,7 @@
 """Recorded stages: what messages call their tensors, and what plans they fit."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,82 @@ def test_a_unit_that_hides_a_weight_is_named():
     with pytest.raises(ValueError, match=r"^blocks.1 \(Hides\), weight: the parameter is used from another"):
         stage.forward(0, None, 0, weights, inputs=INPUTS, form=form)
     assert check_no_other_weights(torch.ones(2), stage.layers) is None
+
+
+def test_a_version_of_the_weights_has_the_models_keys():
+    """They are saved in the middle of an epoch of an asynchronous schedule."""
+    stage = layers_of(Scaled().double(), INPUTS).stage(1, 3)
+    versions = WeightVersions(stage.module).current()
+    assert stage.weights(versions).keys() == set(stage.parameters().values())
+
+
+class Returns(models.Base):
+    def forward(self, x):
+        return super().forward(x), self.enter.weight
+
+
+def test_a_parameter_that_is_returned_is_held_by_the_last_stage():
+    layers = layers_of(Returns().double(), INPUTS)
+    plan = Plan(tuple(StageSpec(i, i + 1) for i in range(layers.num_layers)))
+    assert layers.holders(plan)["enter.weight"] == (0, layers.num_layers - 1)
+
+
+class KeepsInput(models.Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(20))
+
+    def forward(self, x):
+        self.last = x.mean(0)
+        return super().forward(x)
+
+
+def test_a_buffer_that_follows_from_the_inputs_is_kept():
+    model = KeepsInput().double()
+    stage = Stage(layers_of(model, INPUTS).stage(0, 5), torch.device("cpu"))
+    form = stage.layers.form(len(INPUTS), lambda: INPUTS, training=False)
+    stage.infer(0, None, 0, INPUTS, form)
+    assert torch.equal(model.last, INPUTS.mean(0))
+
+
+class Hooks(models.Base):
+    def forward(self, x):
+        hidden = self.enter(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 0.1 * gradient)
+        return self.head(hidden)
+
+
+class Draws(models.Base):
+    generator = torch.Generator()
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(20, generator=self.generator))
+
+
+class Writes(models.Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(models.WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        hidden = self.enter(x)
+        self.average.mul_(0.9)
+        return self.head(hidden + self.average)
+
+
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        (Hooks, "register_hook outside the units .call it inside a module"),
+        (Draws, "rand draws from a generator of the user's"),
+        (Writes, "mul_ writes to a tensor that is no buffer .register it as one"),
+    ],
+)
+def test_what_later_runs_would_not_see_is_refused(kind, told):
+    """Gradients, noise and averages would silently be others in stages and in later runs."""
+    layers = layers_of(kind().double(), INPUTS)
+    assert layers.num_layers == 1 and re.search(rf"^test_recorded.py:\d+: {told}", layers.why_whole)
 
 
 def test_a_plan_of_other_layers_is_refused_with_the_reason_if_there_is_one():

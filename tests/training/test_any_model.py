@@ -161,6 +161,34 @@ def test_a_number_that_users_change_is_taken_up(make_trainer):
     assert_same_weights(model, expected)
 
 
+class Drops(nn.Module):
+    """Has a dropout that does nothing at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 8)
+
+    def forward(self, value):
+        return self.second(self.drop(self.first(value)))
+
+
+def test_a_dropout_that_users_turn_on_drops(make_trainer):
+    """Recorded with p = 0 it returned its input, so what it returns later was not looked at."""
+    model, inputs = Drops().double(), torch.randn(4, 8).double()
+    expected = copy.deepcopy(model)
+    update = momentum(expected.parameters())
+    options = {"loss": nn.functional.mse_loss, "optimizer": momentum, "minibatch_size": 4}
+    trainer = make_trainer(model, plan=plan(model, inputs, 1), **options)
+    for step, p in enumerate((0.0, 0.5)):
+        model.drop.p = expected.drop.p = p
+        trainer.train_step(inputs, inputs)
+        update.zero_grad()
+        torch.manual_seed(random_key(0, step, 0, zlib.crc32(b"drop 0")))
+        nn.functional.mse_loss(expected(inputs), inputs).backward()
+        update.step()
+    assert_same_weights(model, expected)
+
+
 class Wanders(nn.Module):
     """Takes a path that its activations decide over."""
 

@@ -193,9 +193,14 @@ class Record:
         touched = [*event.made(), *(change for change in event.changes if isinstance(change, Value))]
         return (
             not event.weights.isdisjoint(self.written_weights)
+            or not self._assigned_values.isdisjoint(event.made())  # one stage keeps the buffer
             or not all(map(self.is_free, event.uses))
             or any(self.storage(value) in self._tainted for value in touched)
         )
+
+    @cached_property
+    def _assigned_values(self) -> set[Value]:
+        return {value for _, value in self.assigned}
 
     @cached_property
     def _tainted(self) -> set[int]:

@@ -42,6 +42,7 @@ from hybridpipe.model.rng import seed_generators
 
 UNRECORDED = ("_set_grad_enabled", "__repr__", "__format__", "__hash__")
 READERS = ("tolist", "numpy", "__array__")  # which the dispatcher does not see
+TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")  # a slice would run without them
 CHANGERS = ("set requires_grad", "set data", "requires_grad_")  # likewise
 CPU = torch.device("cpu")
 
@@ -181,6 +182,8 @@ class Recorder(TorchFunctionMode):
     def _event(self, name: str, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in UNRECORDED:
             return call(*args, **kwargs)
+        if name in TENSOR_HOOKS:
+            raise Unsplittable(f"{line_of_forward()}: {name} outside the units (call it inside a module)")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         line = line_of_forward()
         self._refuse_python_draws(line)
@@ -197,6 +200,7 @@ class Recorder(TorchFunctionMode):
             return out  # a shape or a type: a constant of this record
         if event.checked and not event.free and not event.is_unit:
             raise reads_data(line, name)
+        self._refuse_unseen(event, leaves)
         self._refuse_hidden(leaves, f"{line}: an argument of {name}", name if event.is_unit else None)
         if not event.is_unit:
             self._refuse_hidden(results, f"{line}: the result of {name}")
@@ -338,6 +342,21 @@ class Recorder(TorchFunctionMode):
                 "an earlier call)"
             )
         return Constant(tensor)
+
+    def _refuse_unseen(self, event: Event, leaves: list[Any]) -> None:
+        """Refuse glue whose effect a later run on another rank would not see."""
+        if event.is_unit:
+            return
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise Unsplittable(
+                f"{event.where}: {event.name} draws from a generator of the user's (leave it out: random "
+                "numbers are keyed)"
+            )
+        constants = (leaf.tensor for leaf in event.arguments if isinstance(leaf, Constant))
+        if any(storage_of(tensor) in self._watch.written for tensor in constants):
+            raise Unsplittable(
+                f"{event.where}: {event.name} writes to a tensor that is no buffer (register it as one)"
+            )
 
     def _refuse_hidden(self, leaves: list[Any], what: str, unit: str | None = None) -> None:
         """Refuse tensors in objects that are no pytrees; a unit that takes some is opened."""

@@ -135,7 +135,8 @@ class Slice:
         units = (event.name for event in events if event.is_unit)
         self.units = tuple(dict.fromkeys(map(str, itertools.chain(units, parts))))
         weights = {weight for event in events for weight in event.weights}
-        self.weights = tuple(sorted({*map(str, weights), *(w for w, _ in self._assigned)}))
+        returned = {leaf for leaf in record.outputs if self.last and leaf.__class__ is Weight}
+        self.weights = tuple(sorted({*map(str, weights | returned), *(w for w, _ in self._assigned)}))
         self._read = {leaf for event in events for leaf in event.arguments if leaf.__class__ is Weight}
         steps = self._steps(events, ends | {value for _, value in self._assigned})
         self._segments = [
