@@ -121,9 +121,9 @@ class PointToPoint:
             self._transport.send(encode_spec(spec), key.peer, self._tag(SPEC, microbatch, self._stage))
         elif known != spec:
             raise ProtocolError(
-                f"the output of stage {self._stage} changed for microbatches of {key.form} samples: "
-                f"{_describe(known)} before, {_describe(spec)} now; hybridpipe needs shapes and types that "
-                "depend on the number of samples only"
+                f"the output of stage {self._stage} changed for microbatches that look alike: "
+                f"{_describe(known)} before, {_describe(spec)} now; shapes and types must follow from those of "
+                "the inputs, and a data set whose samples differ in shape needs a collate_fn"
             )
         self._send(ACTIVATION, microbatch, self._stage, key.peer, spec, tensors)
 

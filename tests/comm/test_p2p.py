@@ -159,7 +159,7 @@ def test_what_changes_is_refused(other, told):
     pair.begin(2, 2)
     pair.forward(0, torch.randn(2, 3))
     with pytest.raises(
-        ProtocolError, match=f"output of stage 0 changed for microbatches of 2 samples: {told}"
+        ProtocolError, match=f"output of stage 0 changed for microbatches that look alike: {told}"
     ):
         pair.before.send_activation(1, other)
 
