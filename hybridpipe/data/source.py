@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from hybridpipe.data.beginning import set_epoch
+from hybridpipe.data.beginning import begun, set_epoch
 from hybridpipe.errors import UserError
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
 
@@ -196,15 +196,15 @@ def _check_dataset(name: str, source: Source) -> None:
     needed = "__iter__" if source.is_iterable else "__len__"
     if isinstance(dataset, str | Mapping) or not hasattr(dataset, needed):
         raise TypeError(f"{accepted}, got {kind}")
-    if source.is_iterable and _is_read_once(dataset):
-        raise TypeError(
-            f"{accepted}, got the {kind}, which can be read once: wrap it in an IterableDataset whose "
-            "__iter__ begins anew each time"
-        )
     if source.is_iterable and hasattr(dataset, "state_dict") != hasattr(dataset, "load_state_dict"):
         raise TypeError(
             f"{name} has only one of state_dict and load_state_dict, which together say where an epoch goes "
             "on: give it both"
+        )
+    if source.is_iterable and _is_read_once(dataset):
+        raise TypeError(
+            f"{accepted}, got the {kind}, which can be read once: wrap it in an IterableDataset whose "
+            "__iter__ begins anew each time"
         )
     if source.is_iterable and source.num_workers:
         raise ValueError(
@@ -217,7 +217,7 @@ def _check_dataset(name: str, source: Source) -> None:
 
 def _is_read_once(dataset: Any) -> bool:
     with preserved_state(CPU, python_too=True):
-        return iter(dataset) is iter(dataset)
+        return begun(dataset, epoch=0) is begun(dataset, epoch=0)
 
 
 def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
