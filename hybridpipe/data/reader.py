@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hybridpipe.data.batches import Microbatches, minibatches
+from hybridpipe.data.beginning import begun, has_state
 from hybridpipe.data.samples import A_COLLATION, Loaded, collated
-from hybridpipe.data.source import CPU, Source, peeking, set_epoch
+from hybridpipe.data.source import CPU, Source
 from hybridpipe.data.stream import LoadedOnce, Minibatch, microbatch_sizes
 from hybridpipe.errors import UserError
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
@@ -30,7 +31,7 @@ class Begin(NamedTuple):
 
     position: int = 0
     state: Any = None
-    is_end: bool = False  # nothing of the epoch is left; a state may be that of the next epoch's beginning
+    is_end: bool = False  # nothing of the epoch is left
 
 
 _AT_FIRST = Begin()
@@ -69,13 +70,19 @@ class Reader:
         self.num_samples: int | None = None  # in the epoch, once its end is known
 
     def minibatches(self) -> Iterator[Minibatch]:
-        """Yield the minibatches from `begin` on; `num_samples` is known with the last one."""
+        """Yield the minibatches from `begin` on; `num_samples` is known with the last one.
+
+        Raises:
+            UserError: there are none, and `begin` is not the epoch's end.
+        """
+        if self._begin.is_end:
+            return
         first = self._begin.position
         if self._reads:
             self._open()
-        if self._begin.is_end:
-            return
         samples, count = self._next(first)
+        if not count:
+            raise self._none_left()
         number, known = first, first * self._minibatch_size
         while count:
             self._keep_state(number + 1)
@@ -89,14 +96,19 @@ class Reader:
 
     def _open(self) -> None:
         """Begin to iterate at `begin`."""
-        dataset, begin = self._source.dataset, self._begin
-        set_epoch(dataset, self._epoch)
-        if begin.state is not None:
-            dataset.load_state_dict(copy.deepcopy(begin.state))
+        begin = self._begin
         with self._seeded(0):
-            self._samples = iter(dataset)
+            self._samples = begun(self._source.dataset, self._epoch, begin.state)
         for number in range(0 if begin.state is None else begin.position, begin.position):
             self._read(number)
+
+    def _none_left(self) -> UserError:
+        if not self._begin.position:
+            return self._source.empty_epoch(self._minibatch_size)
+        return UserError(
+            f"the data set ends before minibatch {self._begin.position + 1} of the epoch, where the training "
+            "goes on: it must give the samples that it gave before"
+        )
 
     def _next(self, number: int) -> tuple[list[Any], int]:
         """Return the samples of a minibatch, and their number, on which all ranks agree."""
@@ -128,7 +140,7 @@ class Reader:
         Raises:
             UserError: a checkpoint cannot hold the state.
         """
-        if not self._reads or not hasattr(self._source.dataset, "state_dict"):
+        if not self._reads or not has_state(self._source.dataset):
             return
         state = copy.deepcopy(self._source.dataset.state_dict())
         tensors: dict[str, Tensor] = {}
@@ -142,6 +154,5 @@ class Reader:
 def first_minibatch(source: Source, minibatch_size: int, microbatch_size: int, seed: int = 0) -> Minibatch:
     """Return the first minibatch in the data set's own order."""
     if source.is_iterable:
-        with peeking(source.dataset):
-            return next(Reader(source, minibatch_size, microbatch_size, seed).minibatches())
+        return next(Reader(source, minibatch_size, microbatch_size, seed).minibatches())
     return next(minibatches(Microbatches(source, minibatch_size, microbatch_size, seed=seed)))

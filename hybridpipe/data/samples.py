@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
-from hybridpipe.data.source import CPU, Collate, Source, peeking, set_epoch
+from hybridpipe.data.beginning import begun
+from hybridpipe.data.source import CPU, Collate, Source
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
 from hybridpipe.model.tensors import Tree, named_leaves, num_samples, raw_bytes
 
@@ -100,6 +101,10 @@ def fingerprint(name: str, source: Source, seed: int) -> dict[str, str]:
     first, again = _some(source, seed), _some(source, seed)
     if not first:
         raise ValueError(f"{name} must hold at least one sample, got none")
+    if len(first) != len(again):
+        raise ValueError(
+            f"{name} gives other samples each time it is iterated: let its __iter__ begin anew each time"
+        )
     pairs, same = (
         [_checked(f"{name}[{index}]", sample, index, source.collate_fn) for index, sample in drawn.items()]
         for drawn in (first, again)
@@ -119,9 +124,7 @@ def _some(source: Source, seed: int) -> dict[int, Any]:
     with preserved_state(CPU, python_too=True):
         if source.is_iterable:
             seed_generators(random_key(seed, 0, 0, A_SAMPLE), CPU, python_too=True)
-            set_epoch(source.dataset, 0)
-            with peeking(source.dataset):
-                return dict(enumerate(islice(source.dataset, NUM_COMPARED)))
+            return dict(enumerate(islice(begun(source.dataset, epoch=0), NUM_COMPARED)))
         count = len(source.dataset)
         generator = torch.Generator().manual_seed(random_key(seed, 0, count, A_SAMPLE))
         some = torch.randint(count, (NUM_COMPARED - 2,), generator=generator).tolist()

@@ -4,10 +4,9 @@ Not known here: ranks, and which samples are loaded when. Invariant: whatever a 
 its Source or refused in one line, except for what changes no number (pinned memory, prefetching).
 """
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from hybridpipe.data.beginning import begun, set_epoch
+from hybridpipe.errors import UserError
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
 
 Collate = Callable[[list[Any]], Any]  # the samples of a microbatch -> (inputs, targets), or a dict for both
@@ -36,7 +37,8 @@ class Source:
     Args:
         dataset: map-style, or one that is iterated (`is_iterable`).
         collate_fn: makes a microbatch of a list of samples; None: they are stacked.
-        sampler: indices of an epoch's samples in order; None: the data set's order, or a random one.
+        sampler: indices of an epoch's samples in order, of which its len() are taken; None: the data set's
+            order, or a random one.
         shuffle: True for a random order; None: as the caller of `fit` says.
         drop_last: leave out the samples behind the last full minibatch.
         num_workers: processes that load ahead; None: as the Trainer says.
@@ -44,7 +46,7 @@ class Source:
 
     dataset: Any
     collate_fn: Collate | None = None
-    sampler: Iterable[int] | None = None
+    sampler: Any = None
     shuffle: bool | None = None
     drop_last: bool = False
     num_workers: int | None = None
@@ -70,6 +72,9 @@ class Source:
         """Return the indices of an epoch's samples in order, the same on every rank.
 
         A sampler's draws from the generators of torch, NumPy and Python follow from seed and epoch.
+
+        Raises:
+            UserError: the epoch holds no samples.
         """
         if self.sampler is None:
             indices = _order(len(self.dataset), seed, epoch, shuffle)
@@ -77,28 +82,25 @@ class Source:
             with preserved_state(CPU, python_too=True):
                 seed_generators(random_key(seed, epoch, 0, AN_ORDER), CPU, python_too=True)
                 set_epoch(self.sampler, epoch)
-                indices = [int(index) for index in self.sampler]
-        return indices[: self._kept(len(indices), minibatch_size)]
+                indices = [int(index) for index in islice(self.sampler, len(self.sampler))]
+        kept = indices[: self._kept(len(indices), minibatch_size)]
+        if not kept:
+            raise self.empty_epoch(minibatch_size)
+        return kept
+
+    def empty_epoch(self, minibatch_size: int) -> UserError:
+        """Return the error of an epoch without a minibatch."""
+        if self.drop_last:
+            return UserError(
+                f"the data set holds fewer samples than a minibatch, {minibatch_size}, and drop_last drops "
+                "them: leave drop_last out, or make minibatch_size smaller"
+            )
+        return UserError(
+            "an epoch must hold at least one sample, and the data set, or its sampler, gives none"
+        )
 
     def _kept(self, count: int, minibatch_size: int) -> int:
         return count - count % minibatch_size if self.drop_last else count
-
-
-@contextmanager
-def peeking(dataset: Any) -> Iterator[None]:
-    """Put an iterable data set's state back after this context: its next epoch then begins as if unread."""
-    if not hasattr(dataset, "load_state_dict"):
-        yield
-        return
-    before = copy.deepcopy(dataset.state_dict())
-    yield
-    dataset.load_state_dict(before)
-
-
-def set_epoch(thing: Any, epoch: int) -> None:
-    """Tell a sampler or data set which epoch begins, if it has a method `set_epoch` for that."""
-    if hasattr(thing, "set_epoch"):
-        thing.set_epoch(epoch)
 
 
 def source_of(
@@ -111,7 +113,7 @@ def source_of(
         minibatch_size: a DataLoader's batch_size must be equal; None: it may be any.
 
     Raises:
-        TypeError: it is no data set.
+        TypeError: it is no data set, or can be read once only.
         ValueError: it is empty, or the DataLoader has an option that cannot be followed.
     """
     if isinstance(given, Source):
@@ -166,6 +168,18 @@ def _problems(
             "with a DistributedSampler: every rank passes the whole data set, of which hybridpipe loads each "
             "rank's part itself; leave the sampler out"
         )
+    if loader.generator is not None or getattr(loader.sampler, "generator", None) is not None:
+        yield (
+            "with a generator: the order of samples and their draws follow from the Trainer's seed; leave "
+            "the generator out"
+        )
+    if not (isinstance(loader.dataset, IterableDataset) or hasattr(loader.sampler, "__len__")):
+        yield "with a sampler without len(): give it a method __len__, the samples of an epoch"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        yield (
+            "that overrides __iter__, which would not be called: do in the data set or in collate_fn what it "
+            "does, and pass a plain DataLoader"
+        )
     if loader.worker_init_fn is not None:
         yield "with worker_init_fn, which would not be called: do in the data set what it does"
     if collate_fn is not None and loader.collate_fn not in (default_collate, collate_fn):
@@ -182,8 +196,16 @@ def _check_dataset(name: str, source: Source) -> None:
     needed = "__iter__" if source.is_iterable else "__len__"
     if isinstance(dataset, str | Mapping) or not hasattr(dataset, needed):
         raise TypeError(f"{accepted}, got {kind}")
-    if isinstance(dataset, Iterator):
-        raise TypeError(f"{accepted}, got the {kind}, which can be read once: wrap it in an IterableDataset")
+    if source.is_iterable and hasattr(dataset, "state_dict") != hasattr(dataset, "load_state_dict"):
+        raise TypeError(
+            f"{name} has only one of state_dict and load_state_dict, which together say where an epoch goes "
+            "on: give it both"
+        )
+    if source.is_iterable and _is_read_once(dataset):
+        raise TypeError(
+            f"{accepted}, got the {kind}, which can be read once: wrap it in an IterableDataset whose "
+            "__iter__ begins anew each time"
+        )
     if source.is_iterable and source.num_workers:
         raise ValueError(
             f"{name} is an IterableDataset, which each rank reads itself: leave num_workers = "
@@ -191,6 +213,11 @@ def _check_dataset(name: str, source: Source) -> None:
         )
     if not source.is_iterable and not len(dataset):
         raise ValueError(f"{name} must hold at least one sample, got none")
+
+
+def _is_read_once(dataset: Any) -> bool:
+    with preserved_state(CPU, python_too=True):
+        return begun(dataset, epoch=0) is begun(dataset, epoch=0)
 
 
 def _order(length: int, seed: int, epoch: int, shuffle: bool) -> list[int]:

@@ -71,10 +71,11 @@ def check_data_alike(world: MPI.Comm, name: str, source: Source, seed: int) -> d
     own = fingerprint(name, source, seed)
     with rank_status.waiting(COMPARED, range(world.size)):
         anew = set().union(*world.allgather(drawn_anew(own)))
-    if anew and source.is_iterable and world.size > 1:
+    if anew and source.is_iterable:
         raise ValueError(
-            f"{name}: its samples change each time it is iterated, so ranks would read different ones: draw "
-            "random numbers from torch, random or numpy.random only, or from generators seeded in __iter__"
+            f"{name} gives other samples each time it is iterated, so neither ranks nor a resumed training "
+            "would read the same: let __iter__ begin anew each time, and draw random numbers from torch, "
+            "random or numpy.random only, or from generators seeded in __iter__"
         )
     alike = comparable(own, anew)
     whole = "every rank passes the whole data set, of which hybridpipe loads each rank's part itself"

@@ -49,8 +49,18 @@ class Feed:
         return self._source("dataset", dataset, self._minibatch_size)
 
     def held_out_set(self, name: str, dataset: Any) -> Source:
-        """Return the source of a data set or DataLoader to evaluate on; its batch size may be any."""
-        return self._source(name, dataset, None)
+        """Return the source of a data set or DataLoader to evaluate on; its batch size may be any.
+
+        Raises:
+            TypeError, ValueError: as `training_set`, or samples would be dropped.
+        """
+        source = self._source(name, dataset, None)
+        if source.drop_last:
+            raise ValueError(
+                f"{name} is a DataLoader with drop_last, which would leave samples out of the figures: leave "
+                "drop_last out"
+            )
+        return source
 
     def _source(self, name: str, dataset: Any, batch_size: int | None) -> Source:
         source = source_of(name, dataset, self._collate_fn, batch_size)
@@ -110,7 +120,10 @@ class Feed:
         return Microbatches(source, self._minibatch_size, microbatch_size, seed=self._seed, **which)
 
     def _agreeing(self, worker: Worker, source: Source, microbatch_size: int, **options: Any) -> Reader:
-        """Return a reader on the ranks of the first and last stage, and on rank 0, which saves its state."""
+        """Return a reader on ranks that load samples, and on rank 0, which saves its state.
+
+        Those are the ranks of the first and last stage; with a `collate_fn`, whose shapes may vary, all.
+        """
         reads = worker.loads_samples or self._world.rank == 0
         sizes = self._minibatch_size, microbatch_size
         return Reader(source, *sizes, self._seed, agree=partial(_agreed, worker), reads=reads, **options)

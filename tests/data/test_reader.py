@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hybridpipe.data.reader import KEPT, Begin, Reader, first_minibatch
+from hybridpipe.data.samples import fingerprint
 from hybridpipe.data.source import Source
 from hybridpipe.errors import UserError
 
@@ -98,6 +99,44 @@ def test_it_goes_on_where_it_was_left(kind, read):
     assert set(reader.states) == ({2, 3, 4, 1} if kind is Stateful else set())
 
 
+class Rewinding(Stateful):
+    """Begins wherever its last state says, each time, as data sets of Hugging Face do."""
+
+    start = 0
+
+    def __iter__(self):
+        for n in range(self.start, self.length):
+            self.at = n + 1
+            yield torch.tensor([n]), torch.tensor([torch.rand(())])
+
+    def load_state_dict(self, state):
+        self.start = state["at"]
+
+
+@pytest.mark.parametrize("kind", [Stateful, Rewinding])
+def test_an_epoch_without_a_state_begins_as_if_nothing_was_read(kind):
+    dataset = kind(8)
+    whole = numbers(Reader(Source(dataset), 4, 4))
+    first_minibatch(Source(dataset), 4, 4)
+    fingerprints = [fingerprint("data", Source(dataset), seed=0)]
+    rest = Reader(Source(dataset), 4, 4, begin=Begin(1, {"at": 4}))
+    assert numbers(rest) == whole[1:] == [[[4, 5, 6, 7]]]
+    fingerprints.append(fingerprint("data", Source(dataset), seed=0))
+    assert fingerprints[0] == fingerprints[1]
+    ended = Reader(Source(dataset), 4, 4, begin=Begin(2, rest.states[2], is_end=True))
+    assert numbers(ended) == [] and numbers(Reader(Source(dataset), 4, 4, epoch=1)) == whole
+
+
+def test_an_epoch_without_a_minibatch_is_refused():
+    told = "the data set holds fewer samples than a minibatch, 4, and drop_last drops them"
+    with pytest.raises(UserError, match=told):
+        first_minibatch(Source(Stream(3), drop_last=True), 4, 4)
+    with pytest.raises(UserError, match="an epoch must hold at least one sample"):
+        numbers(Reader(Source(Stream(0)), 4, 4))
+    with pytest.raises(UserError, match="ends before minibatch 3 of the epoch, where the training goes on"):
+        numbers(Reader(Source(Stream(8)), 4, 4, begin=Begin(2)))
+
+
 def test_few_states_are_kept():
     reader = Reader(Source(Stateful(20)), 2, 2)
     assert len(list(reader.minibatches())) == 10 and set(reader.states) == set(range(11 - KEPT, 11))
@@ -106,7 +145,7 @@ def test_few_states_are_kept():
 def test_a_state_that_no_checkpoint_can_hold_is_told_before_anything_is_trained():
     class WithTensor(Stateful):
         def state_dict(self):
-            return {"generator": torch.get_rng_state()}
+            return {"at": self.at, "generator": torch.get_rng_state()}
 
     with pytest.raises(UserError, match=r"state_dict\(\) of the data set\.generator: .* got a tensor; use"):
         next(Reader(Source(WithTensor(4)), 2, 2).minibatches())

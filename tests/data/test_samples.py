@@ -6,7 +6,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from hybridpipe.data import samples
 from hybridpipe.data.batches import Microbatches
@@ -103,6 +103,24 @@ def test_keyed_draws_are_the_same_on_every_rank_and_others_say_nothing():
     own = fingerprint("data", Noisy(True), seed=0)
     assert own["inputs of data[0]"] == DRAWN_ANEW and drawn_anew(own) == {"inputs"}
     assert comparable(keyed, {"inputs"}) == comparable(own, {"inputs"})
+
+
+class Wrapping(IterableDataset):
+    """Iterates anew over what can be read once."""
+
+    def __init__(self, count: int) -> None:
+        self.samples = iter([(torch.ones(1) * i, i) for i in range(count)])
+
+    def __iter__(self):
+        yield from self.samples
+
+
+def test_a_wrapped_generator_is_told():
+    with pytest.raises(
+        ValueError, match=r"^data gives other samples each time it is iterated: let its __iter"
+    ):
+        fingerprint("data", Wrapping(8), seed=0)  # six, and then two
+    assert drawn_anew(fingerprint("data", Wrapping(12), seed=0)) == {"inputs", "target"}
 
 
 class Encoding(UserDict):

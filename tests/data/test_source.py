@@ -1,6 +1,7 @@
 """What a data set or a DataLoader says, and what of it is refused."""
 
 import random
+from itertools import count as counted
 
 import pytest
 import torch
@@ -32,6 +33,43 @@ class Reiterable:
         return iter(NUMBERS)
 
 
+class ReadOnce(IterableDataset):
+    def __init__(self):
+        self.samples = iter(NUMBERS)
+
+    def __iter__(self):
+        return self.samples
+
+
+class Saves(Stream):
+    def state_dict(self):
+        return {}
+
+
+class Endless:
+    """A sampler that says how many of its indices are an epoch."""
+
+    def __iter__(self):
+        return counted()
+
+    def __len__(self):
+        return 20
+
+
+class WithoutLength:
+    def __iter__(self):
+        return counted()
+
+
+class Doubling(DataLoader):
+    def __iter__(self):
+        return (2 * inputs for inputs, _ in super().__iter__())
+
+
+def seeded_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
 def loader(dataset=NUMBERS, **options) -> DataLoader:
     return DataLoader(dataset, **({"batch_size": 8} | options))
 
@@ -40,6 +78,7 @@ def loader(dataset=NUMBERS, **options) -> DataLoader:
     "dataset, told",
     [
         ((pair for pair in NUMBERS), "the generator, which can be read once: wrap it in an IterableDataset"),
+        (ReadOnce(), r"the ReadOnce, which can be read once: .* whose __iter__ begins anew each time"),
         ({"train": NUMBERS}, "got dict"),
         ("digits", "got str"),
         (3, "got int"),
@@ -53,6 +92,11 @@ def test_what_is_no_data_set_is_refused(dataset, told):
 def test_an_empty_data_set_is_refused():
     with pytest.raises(ValueError, match="dataset must hold at least one sample, got none"):
         source_of("dataset", [])
+
+
+def test_half_a_state_protocol_is_refused():
+    with pytest.raises(TypeError, match="dataset has only one of state_dict and load_state_dict"):
+        source_of("dataset", Saves())
 
 
 @pytest.mark.parametrize(
@@ -127,8 +171,28 @@ def test_a_samplers_order_follows_from_seed_and_epoch(sampler, count):
     assert "order of dataset" in fingerprint("dataset", source, seed=0)
 
 
+def test_of_a_sampler_without_end_as_many_indices_are_taken_as_it_says():
+    assert source_of("dataset", loader(sampler=Endless())).order(8, 0, 0, shuffle=False) == [*range(20)]
+
+
+@pytest.mark.parametrize("dataset", [NUMBERS, torch.arange(7)])
+def test_an_epoch_without_samples_is_refused(dataset):
+    with pytest.raises(
+        ValueError, match="holds fewer samples than a minibatch, 32, and drop_last drops them"
+    ):
+        source_of("dataset", loader(dataset, drop_last=True)).order(32, 0, 0, shuffle=False)
+    with pytest.raises(ValueError, match="must hold at least one sample, and the data set, or its sampler"):
+        source_of("dataset", loader(dataset, sampler=[])).order(8, 0, 0, shuffle=False)
+
+
 def test_a_sampler_that_draws_from_its_own_generator_is_refused():
-    own = RandomSampler(NUMBERS, num_samples=7, generator=torch.Generator().manual_seed(0))
+    class Own(Halves):
+        generators = random.Random(0)
+
+        def __iter__(self):
+            return iter(self.generators.sample(range(20), 10))
+
+    own = Own()
     with pytest.raises(ValueError, match="its sampler gives another order each time"):
         fingerprint("dataset", source_of("dataset", loader(sampler=own)), seed=0)
 
@@ -143,6 +207,13 @@ def test_a_sampler_that_draws_from_its_own_generator_is_refused():
             "that makes batches of its own",
         ),
         (loader(sampler=DistributedSampler(NUMBERS, 2, 0)), "with a DistributedSampler: every rank passes"),
+        (
+            loader(shuffle=True, generator=seeded_generator()),
+            r"with a generator: .* follow from the Trainer's",
+        ),
+        (loader(sampler=RandomSampler(NUMBERS, generator=seeded_generator())), "with a generator: the order"),
+        (loader(sampler=WithoutLength()), r"with a sampler without len\(\): give it a method __len__"),
+        (Doubling(NUMBERS, 8), "that overrides __iter__, which would not be called"),
         (loader(worker_init_fn=print, num_workers=1), "with worker_init_fn, which would not be called"),
         (loader(collate_fn=list), "with a collate_fn of its own, and the Trainer has another"),
         (loader(multiprocessing_context="spawn", num_workers=1), "with a multiprocessing_context"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from hybridpipe.comm.status import rank_status
 from hybridpipe.data.samples import DRAWN_ANEW
@@ -209,6 +210,25 @@ def test_data_sets_are_compared_but_for_what_a_rank_draws_anew():
     assert found["len(dataset)"] == "3"
     assert len({text for name, text in found.items() if name.startswith("inputs")}) == 1
     assert len({text for name, text in found.items() if name.startswith("target")}) == 3
+
+
+def test_an_iterable_that_gives_other_samples_each_time_is_refused_on_one_rank_too():
+    samples = iter([(torch.ones(1), i) for i in range(12)])
+
+    class Wrapping(IterableDataset):
+        def __iter__(self):
+            yield from samples
+
+    class Alone:
+        size = 1
+
+        def allgather(self, mine):
+            return [mine]
+
+    with pytest.raises(
+        ValueError, match=r"^dataset gives other samples each time it is iterated, so neither"
+    ):
+        check_data_alike(Alone(), "dataset", Source(Wrapping()), seed=0)
 
 
 def test_a_model_is_told_by_its_layers_tensors_modes_and_what_is_trained():

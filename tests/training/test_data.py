@@ -165,6 +165,30 @@ def test_a_data_set_that_is_iterated_resumes_exactly(make, tmp_path, kind, stopp
         assert torch.equal(second.full_state_dict()[key], tensor)
 
 
+def test_an_epoch_that_ends_with_a_full_minibatch_resumes_at_its_end(make, tmp_path):
+    without_end, stopped, resumed = make(), make(), make()
+    expected = [entry["loss"] for entry in without_end.fit(Stateful(16), 3)]
+    data = Stateful(16)
+    stopped.stop_from(2)
+    stopped.fit(data, 3, checkpoint=Checkpointing(tmp_path, every=1))
+    assert stopped.step == 2
+    stopped.fit(data, 3)
+    resumed.resume(tmp_path)
+    resumed.fit(data, 3)  # it is alike, wherever the first training left it
+    for trainer in (stopped, resumed):
+        assert trainer.step == 6 and [entry["loss"] for entry in trainer.history] == expected
+
+
+def test_data_sets_that_leave_nothing_are_refused(make):
+    few = DataLoader(seeded(5), batch_size=8, drop_last=True)
+    with pytest.raises(ValueError, match="holds fewer samples than a minibatch, 8, and drop_last drops them"):
+        make().fit(few)
+    with pytest.raises(
+        ValueError, match="validation is a DataLoader with drop_last, which would leave samples"
+    ):
+        make().fit(seeded(8), validation=few)
+
+
 def test_a_stopped_epoch_goes_on_in_the_same_process(make):
     whole_run, stopped = make(), make()
     expected = whole_run.fit(Stateful(20))
