@@ -122,8 +122,8 @@ class PointToPoint:
         elif known != spec:
             raise ProtocolError(
                 f"the output of stage {self._stage} changed for microbatches that look alike: "
-                f"{_describe(known)} before, {_describe(spec)} now; shapes and types must follow from those of "
-                "the inputs, and a data set whose samples differ in shape needs a collate_fn"
+                f"{_describe(known)} before, {_describe(spec)} now; shapes and types must follow from those "
+                "of the inputs, and a data set whose samples differ in shape needs a collate_fn"
             )
         self._send(ACTIVATION, microbatch, self._stage, key.peer, spec, tensors)
 

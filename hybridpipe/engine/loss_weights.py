@@ -20,7 +20,7 @@ def _alone(numbers: np.ndarray) -> np.ndarray:
 
 
 class Weighed(NamedTuple):
-    """What the weights of an update's losses say.
+    """Outcome of adding up the weights of an update's losses.
 
     Args:
         factor: to multiply all gradients by, the same on all ranks that update together.
