@@ -57,7 +57,8 @@ class RecordedModel:
         loss: Loss | None = None,
         targets: Any = None,
     ) -> None:
-        self.model, self.records, self._inputs = model, records, inputs
+        self.model, self.records = model, records
+        self._inputs = map_tensors(Tensor.clone, inputs)  # users may refill theirs
         self._by_size: dict[tuple[int, bool], Record] = {}
         self.record = records.find(inputs, training=True, loss=loss, targets=targets)
         self.names = [layer.name for layer in self.record.layers]
@@ -143,8 +144,8 @@ class RecordedModel:
         """
         check_num_layers(plan, self.num_layers, self.why_whole)
         for s, stage in enumerate(plan.stages):
-            for path, _ in self.held[stage.start : stage.stop] if stage.replicas > 1 else ():
-                for unit in path:
+            for units, _ in self.held[stage.start : stage.stop] if stage.replicas > 1 else ():
+                for unit in units:
                     check_no_sync_norm(
                         unit, self.model.get_submodule(unit), f"{plan.name} replicates stage {s}"
                     )
