@@ -26,6 +26,9 @@ MAGIC = 0x6879627270697065  # "hybrpipe"
 SPEC_BYTES = 4096
 
 
+MOST_SIZES = 256  # of which buffers are kept for reuse
+
+
 class ProtocolError(RuntimeError):
     """A message is not the one that the plan expects."""
 
@@ -180,6 +183,8 @@ class Buffers:
     def take(self, num_bytes: int) -> Tensor:
         """Return a buffer of `num_bytes` bytes with arbitrary content."""
         free = self._free[num_bytes]
+        if len(self._free) > MOST_SIZES:
+            del self._free[next(iter(self._free))]  # the oldest; buffers in use then end with their tensors
         if free:
             memory = free.pop()
         else:

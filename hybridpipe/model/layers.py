@@ -54,6 +54,9 @@ class Layers(Protocol):
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
 
+    def expects(self, inputs: Any) -> bool:
+        """Return True if stages that do not see inputs like these know their shapes."""
+
     def settings(self) -> object:
         """Return what users may change between two runs beside modes, hooks and flags."""
 
@@ -112,6 +115,10 @@ class SequentialLayers:
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
         sequential.check_plan(self.model, plan, self.why_whole)
+
+    def expects(self, inputs: Any) -> bool:
+        """Return True: shapes are told with the first message."""
+        return True
 
     def settings(self) -> object:
         """Return nothing: layers are called as they are."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hybridpipe.model.attributes import attributes
 from hybridpipe.model.explanation import (
     RECORDED,
     Explanation,
@@ -19,9 +20,10 @@ from hybridpipe.model.explanation import (
     forbidden_cuts,
     input_names,
 )
-from hybridpipe.model.recording.events import PLAIN, Event, Unsplittable, call_arguments
+from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments
 from hybridpipe.model.recording.record import Record
-from hybridpipe.model.recording.records import Records
+from hybridpipe.model.recording.records import MOST_SHAPES, Records
+from hybridpipe.model.recording.refusals import random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.sequential import (
     Seed,
@@ -151,16 +153,19 @@ class RecordedModel:
                     )
         check_shared(self.model, plan, self.holders(plan))
 
+    def expects(self, inputs: Any) -> bool:
+        """Return True if inputs differ from the first ones in the number of samples and in numbers only."""
+        return _forms(inputs) == _forms(self._inputs)
+
     def settings(self) -> object:
-        """Return the modules' plain attributes, which the record holds or depends on.
+        """Return the modules' attributes and buffers, which the record holds or depends on.
 
         A number of an opened module's stands in the record. One of a unit's, such as a dropout's `p`, decides
-        whether the unit draws random numbers.
+        whether the unit draws random numbers. Buffers that the forward itself replaces do not count.
         """
-        return [
-            [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN)]
-            for module in self._parts
-        ]
+        replaced = {name for name, _ in self.record.assigned}
+        buffers = [(name, id(each)) for name, each in self.model.named_buffers() if name not in replaced]
+        return attributes(self._parts), buffers
 
     @cached_property
     def _parts(self) -> list[nn.Module]:
@@ -234,9 +239,10 @@ class RecordedStage(StageModule):
         self.shared_buffers = [path for path, _ in buffers if self._first_name(path) in outside]
 
     def renew(self) -> None:
-        """Forget the slices of records; call it between two runs."""
-        self._slices: dict[int, Slice] = {}
-        self._told: dict[tuple[int, bool], Record] = {}  # by form, and training
+        """Forget the slices of records, and adopt the model's present buffers; call it between two runs."""
+        self._slices: dict[int, Slice] = {}  # by the digest of the record, which is the form
+        for layer in self.module:
+            _adopt_buffers(self._recorded.model, layer)
         self._lookup = _StageLookup(self._recorded.model, self.module)
 
     def needs_inputs(self, training: bool) -> bool:
@@ -261,7 +267,7 @@ class RecordedStage(StageModule):
             record = self._recorded.records.find(inputs(), training)
         else:
             record = self._recorded.of_size(num_samples, training)
-        self._told[record.digest, training] = record
+        self._slice(record)
         return record.digest
 
     def run(self, received: Any, inputs: Any, seed: Seed, training: bool, form: int = 0) -> Any:
@@ -272,7 +278,10 @@ class RecordedStage(StageModule):
         def seed_event(event: Event) -> None:
             seed(event.key, event.draws_python)
 
-        return self._slice(self._told[form, training]).run(taken, leaves, seed_event)
+        try:
+            return self._slices[form].run(taken, leaves, seed_event)
+        except Diverged as error:  # guards that inputs decide over hold, as `form` has seen
+            raise random_path(str(error)) from None
 
     def signature(self) -> str:
         """Return a text that is equal for layers that take as long, if they receive equal values."""
@@ -320,11 +329,13 @@ class RecordedStage(StageModule):
         return self._recorded.first_names[self.key(path)]
 
     def _slice(self, record: Record) -> Slice:
-        if id(record) not in self._slices:
+        if record.digest not in self._slices:
             start = 0 if self._begin is None else record.cut(self._begin)
             stop = len(record.events) if self._end is None else record.cut(self._end)
-            self._slices[id(record)] = Slice(record, start, stop, self._lookup, guards=False)
-        return self._slices[id(record)]
+            self._slices[record.digest] = Slice(record, start, stop, self._lookup, guards=False)
+            if len(self._slices) > MOST_SHAPES:
+                del self._slices[next(iter(self._slices))]  # the oldest
+        return self._slices[record.digest]
 
 
 class _StageLookup:
@@ -400,6 +411,18 @@ def _tree(model: nn.Module, units: Collection[str], weights: Iterable[str]) -> n
         elif held is not owner:
             held.register_buffer(name, owner._buffers[name], name not in owner._non_persistent_buffers_set)
     return root
+
+
+def _forms(inputs: Any) -> list[tuple[Any, ...]]:
+    return [(tensor.shape[1:], tensor.dtype) for tensor in tensors_in(inputs)]
+
+
+def _adopt_buffers(model: nn.Module, tree: nn.Module) -> None:
+    """Put the model's present buffers into a tree of plain modules: users may have replaced some."""
+    for path, held in tree.named_modules():
+        owner = model.get_submodule(path)
+        if held is not owner:
+            held._buffers.update({name: owner._buffers[name] for name in held._buffers})
 
 
 def _made(root: nn.Module, path: str) -> nn.Module:

@@ -90,7 +90,7 @@ class Feed:
 
         Under an asynchronous schedule the rest begins with the stream.
         """
-        worker.expect_shapes(source.shapes_vary)
+        worker.expect_shapes(self._shapes_vary(worker, source))
         if source.is_iterable:
             progress = state.begin_epoch(None, shuffle=False)
             done, total = progress.resume_point(self._minibatch_size)
@@ -107,11 +107,18 @@ class Feed:
 
     def evaluation(self, worker: Worker, source: Source, microbatch_size: int) -> Iterator[Minibatch]:
         """Yield the minibatches of a data set, in its own order."""
-        worker.expect_shapes(source.shapes_vary)
+        worker.expect_shapes(self._shapes_vary(worker, source))
         if source.is_iterable:
             return self._agreeing(worker, source, microbatch_size).minibatches()
         microbatches = self._microbatches(source, microbatch_size)
         return loaded(microbatches, worker.loads_to_infer, self._processes(source))
+
+    def _shapes_vary(self, worker: Worker, source: Source) -> bool:
+        """Return True if every stage must look at the inputs to know their shapes."""
+        if source.shapes_vary or source.is_iterable:
+            return source.shapes_vary
+        inputs, _ = self._microbatches(source, microbatch_size=1)[0, 0]
+        return not worker.layers.expects(inputs)
 
     def _processes(self, source: Source) -> int:
         return self._num_workers if source.num_workers is None else source.num_workers

@@ -125,9 +125,34 @@ class Writes(models.Base):
         return self.head(hidden + self.average)
 
 
+class CountsOnly(models.Base):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.enter(x))
+
+
+class CountsThenChanges(CountsOnly):
+    """Two recordings agree, and a later call would take another path."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out if self.calls < 1000 else out * 0.5
+
+
+class Seeds(models.Base):
+    def forward(self, x):
+        torch.manual_seed(0)
+        return self.head(self.enter(x))
+
+
 @pytest.mark.parametrize(
     "kind, told",
     [
+        (CountsOnly, "before it the forward changes calls of the model in each call, .* recording only"),
+        (CountsThenChanges, "before it the forward changes calls of the model in each call"),
+        (Seeds, "before it the forward seeds torch's random numbers"),
         (Hooks, "register_hook outside the units .call it inside a module"),
         (Draws, "rand draws from a generator of the user's"),
         (Writes, "mul_ writes to a tensor that is no buffer .register it as one"),
@@ -137,6 +162,78 @@ def test_what_later_runs_would_not_see_is_refused(kind, told):
     """Gradients, noise and averages would silently be others in stages and in later runs."""
     layers = layers_of(kind().double(), INPUTS)
     assert layers.num_layers == 1 and re.search(rf"^test_recorded.py:\d+: {told}", layers.why_whole)
+
+
+class RarelySkips(models.Base):
+    """Leaves a block out once in 10 000 draws, which no trial at the recording meets."""
+
+    def forward(self, x):
+        x = self.enter(x)
+        if torch.rand(()) > 1e-4:
+            x = self.blocks[0](x)
+        return self.head(x)
+
+
+def test_a_rare_random_path_is_told_when_it_comes():
+    """The record has one path, which would silently be taken always."""
+    stage = Stage(layers_of(RarelySkips().double(), INPUTS).stage(0, 3), torch.device("cpu"))
+    form = stage.layers.form(len(INPUTS), lambda: INPUTS, training=False)
+    runs = (stage.infer(0, None, step, INPUTS, form) for step in range(100_000))
+    with pytest.raises(ValueError, match="random numbers decide which way the forward takes"):
+        for _ in runs:
+            pass
+
+
+class InRegion(models.Base):
+    """Writes within a checkpoint to what another module has made in it."""
+
+    def region(self, x):
+        return self.head(nn.functional.relu_(self.enter(x)))
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.region, x, use_reentrant=False)
+
+
+def test_no_cut_divides_a_checkpoint_that_writes_across_it():
+    """The part behind the cut would write a second time when it is computed again."""
+    record = layers_of(InRegion().double(), INPUTS).record
+    names = [event.name for event in record.events]
+    assert "writes in place within a checkpoint" in record.forbidden[names.index("relu_")]
+    assert names.index("head") not in record.forbidden
+
+
+class Listed(models.Base):
+    """Reads numbers from a list, and adds a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [2.0]
+        self.register_buffer("shift", torch.zeros(20, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.head(self.enter(x + self.shift) * self.scales[0])
+
+
+@pytest.mark.parametrize("change", ["list", "buffer"])
+def test_a_list_or_a_buffer_that_users_change_is_taken_up(change):
+    """A number of the list stands in the record, and the stage held the first buffer."""
+    model = Listed().double()
+    layers = layers_of(model, INPUTS)
+    stage, before = Stage(layers.stage(0, 2), torch.device("cpu")), layers.settings()
+
+    def outputs():
+        form = stage.layers.form(len(INPUTS), lambda: INPUTS, training=False)
+        return stage.infer(0, None, 0, INPUTS, form)
+
+    assert torch.equal(outputs(), model(INPUTS)) and layers.settings() == before
+    if change == "list":
+        model.scales[0] = 3.0
+    else:
+        model.shift = torch.ones(20, dtype=torch.float64)
+    assert layers.settings() != before
+    layers.renew()
+    stage.layers.renew()
+    assert torch.equal(outputs(), model(INPUTS))
 
 
 def test_a_plan_of_other_layers_is_refused_with_the_reason_if_there_is_one():

@@ -134,6 +134,13 @@ def test_hooks_of_a_model_that_is_called_whole_run(make_trainer):
     assert len(called) == 2
 
 
+def test_a_data_set_of_another_shape_than_the_first_is_expected():
+    """Stages that need no inputs would take its samples for those of the first."""
+    layers = layers_of(texts(), batch(2))
+    longer = {name: torch.cat([tensor, tensor], dim=1) for name, tensor in batch(3).items()}
+    assert layers.expects(batch(3, seed=1)) and not layers.expects(longer)
+
+
 class Tempered(nn.Module):
     """Divides by a plain attribute, which users change between epochs."""
 

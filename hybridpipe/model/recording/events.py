@@ -4,6 +4,7 @@ Knows torch, and no model: modules, parameters and buffers are named, never held
 Invariant: an event says everything that is needed to make its call again.
 """
 
+import hashlib
 import os
 import re
 import sys
@@ -21,10 +22,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hybridpipe.errors import UserError
+from hybridpipe.model.attributes import PLAIN
 from hybridpipe.model.tensors import raw_bytes
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
-PLAIN = (bool, int, float, complex, str, bytes, slice, type(None), type(...), type)
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _PACKAGES = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
 _NOT_THE_USERS = (*(package + os.sep for package in _PACKAGES), "/contextlib.py", "/functools.py")
@@ -228,8 +229,9 @@ def fact(leaf: Any) -> Any:
 
 
 def digest(parts: Sequence[Any]) -> int:
-    """Return a hash of 31 bits that is the same in every process, without memory addresses."""
-    return zlib.crc32(_ADDRESS.sub("", repr(parts)).encode()) & 0x7FFFFFFF
+    """Return a hash of 63 bits that is the same in every process, without memory addresses."""
+    text = _ADDRESS.sub("", repr(parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 def line_of_forward() -> str:

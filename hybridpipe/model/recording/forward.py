@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from hybridpipe.model.recording.carried import Name, refuse_carried
 from hybridpipe.model.recording.compute import random_like
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments, line_of
 from hybridpipe.model.recording.reads import LossReads
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.recorder import Recorder
-from hybridpipe.model.recording.refusals import hooked_and_opened
+from hybridpipe.model.recording.refusals import hooked_and_opened, random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.recording.units import has_hooks, units_of
 from hybridpipe.model.recording.watch import Watch, tensors_in
@@ -117,6 +118,7 @@ def _agreeing(task: _Task, fake: FakeTensorMode | None) -> tuple[Record, Recorde
     opened: dict[str, str] = {}
     before: list[Any] = []
     differing = 0
+    carried: Mapping[Name, str] = {}
     for _ in range(MOST_RECORDINGS):
         units = units_of(task.model, opened, task.share)
         _refuse_hooks(task.hooked, units)
@@ -129,7 +131,9 @@ def _agreeing(task: _Task, fake: FakeTensorMode | None) -> tuple[Record, Recorde
         found.opened = opened
         signature = found.signature()
         if signature == before:
+            refuse_carried(carried, recorder.carried.changed)
             return found, recorder
+        carried = recorder.carried.changed
         differing += bool(before)
         if differing == MOST_THAT_DIFFER:
             raise Unsplittable(_difference(found, before, signature))
@@ -166,9 +170,7 @@ def _refuse_random_path(record: Record, model: nn.Module, leaves: list[Any]) -> 
         try:
             guards.run((), leaves, seed)
         except Diverged as error:
-            raise Unsplittable(
-                f"{error}: random numbers decide which way the forward takes (draw them inside a module)"
-            ) from None
+            raise random_path(str(error)) from None
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.events import (
     Ambient,
-    Constant,
     Event,
     Unsplittable,
     Value,
@@ -134,7 +133,7 @@ class Record:
 
     @cached_property
     def digest(self) -> int:
-        """Hash of 31 bits, equal on ranks that hold the same model and take the same path."""
+        """Hash of 63 bits, equal on ranks that hold the same model and take the same path."""
         values = [(tuple(info.shape), str(info.dtype), info.gradient_from) for info in self.values]
         return digest([*(event.signature(content) for event in self.events), self._ends(content), values])
 
@@ -280,7 +279,31 @@ class Record:
             if users[0] < cut <= users[-1]:
                 line = self.events[next(user for user in users if user >= cut)].where
                 return f"{line}: {weight} is written to, and used on both sides"
+        return self._divides_region(cut)
+
+    def _divides_region(self, cut: int) -> str | None:
+        """Return the reason if the cut divides a checkpoint that writes behind it to what was made before it.
+
+        The part behind would write again when it is computed again.
+        """
+        region = self.events[cut].ambient.checkpointed
+        if not region or self.events[cut - 1].ambient.checkpointed != region:
+            return None
+        for i in range(cut, len(self.events)):
+            if self.events[i].ambient.checkpointed != region:
+                return None
+            if not self.changed_storages(i).isdisjoint(map(self.storage, self.crossing(cut).values)):
+                return f"{self.events[i].where}: writes in place within a checkpoint, across the cut"
         return None
+
+    @cached_property
+    def random_guards(self) -> set[int]:
+        """Indices of the guards that follow from random numbers, which each run draws anew."""
+        random: set[int] = set()
+        for i, event in enumerate(self.events):
+            if event.free and (event.draws or any(self.values[v].maker in random for v in event.uses)):
+                random.add(i)
+        return {i for i in random if self.events[i].checked}
 
     # --- layers ---
 
@@ -323,7 +346,3 @@ class Record:
                 return layer.start
         raise Unsplittable(f"the forward of these inputs has no cut before {first!r}")
 
-    def constants(self) -> list[Constant]:
-        """Return the tensors that the forward finds ready."""
-        leaves = itertools.chain(self.outputs, *(event.arguments for event in self.events))
-        return [leaf for leaf in leaves if isinstance(leaf, Constant)]

@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hybridpipe.model.attributes import PLAIN
+from hybridpipe.model.recording.carried import Carried
 from hybridpipe.model.recording.compute import compute
 from hybridpipe.model.recording.events import (
-    PLAIN,
     PLAIN_OF_TORCH,
     Ambient,
     Constant,
@@ -86,7 +87,8 @@ class Recorder(TorchFunctionMode):
         self._touched: set[Weight] = set()  # weights used inside the present event
         self._calls: Counter[str] = Counter()
         self._regions: list[Any] = []  # the hooks of each checkpoint region
-        self._python_state = _python_state()
+        self.carried = Carried(model, units.values())
+        self._python_state, self._torch_state = _python_state(), torch.get_rng_state()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
         """Run the forward on copies of its arguments.
@@ -102,6 +104,7 @@ class Recorder(TorchFunctionMode):
         with self._intercepted(), self:
             self.outputs = self._model(*args, **kwargs)
         self._refuse_python_draws("the end of the forward")
+        self.carried.end()
         leaves, spec = pytree.tree_flatten(self.outputs)
         self._refuse_hidden(leaves, "the model's output")
         return Record(
@@ -187,6 +190,7 @@ class Recorder(TorchFunctionMode):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         line = line_of_forward()
         self._refuse_python_draws(line)
+        self.carried.look(line)
         event = Event(name, function, spec, self._ambient(), line, self._calls[name])
         event.arguments = [self._reference(leaf) for leaf in leaves]
         event.weights = {argument for argument in event.arguments if argument.__class__ is Weight}
@@ -219,6 +223,7 @@ class Recorder(TorchFunctionMode):
         finally:
             event.draws_python = _python_state() != seeded
             self._inside = None
+            self.carried.pass_over()
             torch.set_rng_state(before[0])
             random.setstate(before[1])
             np.random.set_state(before[2])
@@ -366,6 +371,10 @@ class Recorder(TorchFunctionMode):
             self.escapes[unit] = f"{line_of_forward()}: it takes tensors in a {type(leaf).__name__}"
 
     def _refuse_python_draws(self, line: str) -> None:
+        if not torch.equal(torch.get_rng_state(), self._torch_state):
+            raise Unsplittable(
+                f"{line}: before it the forward seeds torch's random numbers (leave it out: they are keyed)"
+            )
         if _python_state() != self._python_state:
             raise Unsplittable(
                 f"{line}: before it the forward draws Python's or NumPy's random numbers outside its units "

@@ -22,6 +22,7 @@ from hybridpipe.types import Loss
 
 CPU = torch.device("cpu")
 SHARE = 1 / 4  # of the parameters: a larger unit hinders the balance of four ranks; each event takes 5 us
+MOST_SHAPES = 512  # of which records are kept
 WHOLE = 1.0  # no module is opened for its size
 
 
@@ -67,6 +68,8 @@ class Records:
         """
         leaves, spec = pytree.tree_flatten(call_arguments(inputs))
         paths = self._paths[str(spec), tuple(map(_described, leaves)), training]
+        while len(self._paths) > MOST_SHAPES:
+            del self._paths[next(iter(self._paths))]  # the oldest
         reason = ""
         for path in paths:
             try:

@@ -22,6 +22,12 @@ def hides_tensors(what: str, kind: str) -> Unsplittable:
     return Unsplittable(f"{what} holds tensors in a {kind}, which is no pytree ({remedy})")
 
 
+def random_path(told: str) -> Unsplittable:
+    """Return the refusal of random numbers that decide over the path; `told` says which guard differs."""
+    what = "random numbers decide which way the forward takes"
+    return Unsplittable(f"{told}: {what} (draw them inside a module)")
+
+
 def hooked_and_opened(path: str, kind: str) -> Unsplittable:
     """Return the refusal of hooks on a module that is not called whole."""
     where = path or "the model"

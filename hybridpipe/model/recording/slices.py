@@ -110,7 +110,8 @@ class Slice:
         """Choose the events.
 
         Args:
-            guards: check the guards in each run; False where they are known to hold (`Records.find`).
+            guards: check all guards in each run; False where those that follow from the inputs are known to
+                hold (`Records.find`).
         """
         self._record, self._lookup = record, lookup
         self.last = stop == len(record.events)
@@ -125,7 +126,7 @@ class Slice:
         used = {value for i in chosen for value in record.events[i].uses} | ends
         needs = {value for value in used if record.values[value].maker < 0} - set(self.takes)
         self.needs = tuple(i for i, leaf in enumerate(record.inputs) if _is_value(leaf) and leaf in needs)
-        chosen = chosen if guards else _chosen(record, own, ends)
+        chosen = chosen if guards else _chosen(record, own | record.random_guards, ends)
         events = [record.events[i] for i in chosen]
         self.free = tuple(event for event in events if event.free)
         self._copied = {i for i in self.needs if record.storage(record.inputs[i]) in record.rewritten()}

@@ -165,7 +165,8 @@ class Leaves(models.Base):
         self.seen: list[int] = []
 
     def forward(self, x):
-        self.seen.append(1)
+        if not self.seen:
+            self.seen.append(1)
         self.fresh = self.enter(x)
         self.steps += 1
         self.mean = self.mean + 1

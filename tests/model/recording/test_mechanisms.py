@@ -37,7 +37,6 @@ RIGHT_EVERYWHERE = [
     models.InPlaceUnits,
     models.Normalised,
     models.Routed,
-    models.CountsOnly,
 ]
 RIGHT_WHERE_ALLOWED = [models.Assigned, models.NormTwice, models.AliasFromUnit, models.ClampsParameter]
 DRAW = (models.Random, models.PythonRandomInside, models.NeverSkips)

@@ -76,7 +76,7 @@ def test_the_digest_is_the_same_in_another_process():
     )
     printed = subprocess.check_output([sys.executable, "-W", "ignore", "-c", program], text=True, cwd=ROOT)
     assert [*map(int, printed.split())] == [made_of(getattr(models, kind)).digest for kind in kinds]
-    assert all(0 <= int(number) < 2**31 for number in printed.split())
+    assert all(0 <= int(number) < 2**63 for number in printed.split())
 
 
 def test_a_slice_takes_weights_as_they_are_at_each_run():
