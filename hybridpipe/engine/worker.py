@@ -236,7 +236,7 @@ class Worker:
         Every stage then looks at the inputs. All ranks must say the same.
         """
         for stage in self.executor.stages:
-            stage.layers.shapes_vary = vary
+            stage.layers.shapes_vary = vary and self.plan.num_stages > 1
 
     def zero_grad(self) -> None:
         """Drop all gradients, as zero_grad() does in any training loop."""
