@@ -45,6 +45,7 @@ class Records:
         self._model, self._share, self._most = model, share, most
         self._lookup = ModelLookup(model)
         self._paths: dict[Hashable, list[_Path]] = defaultdict(list)
+        self._numbers: dict[Hashable, set[Hashable]] = defaultdict(set)  # that came with a shape
 
     def on(self, model: nn.Module) -> "Records":
         """Return these records for a copy of the model."""
@@ -56,6 +57,7 @@ class Records:
     def clear(self) -> None:
         """Forget all records, since modes, hooks or flags have changed."""
         self._paths.clear()
+        self._numbers.clear()
 
     def find(self, inputs: Any, training: bool, loss: Loss | None = None, targets: Any = None) -> Record:
         """Return the record of these inputs' path; it is made at the first such call.
@@ -67,7 +69,15 @@ class Records:
             Unsplittable: the forward cannot be run in slices, or takes too many paths.
         """
         leaves, spec = pytree.tree_flatten(call_arguments(inputs))
-        paths = self._paths[str(spec), tuple(map(_described, leaves)), training]
+        shapes = str(spec), tuple((t.shape, t.dtype) for t in leaves if isinstance(t, Tensor)), training
+        numbers = tuple(content(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        if len(self._numbers[shapes] | {numbers}) > self._most:
+            raise Unsplittable(
+                f"inputs of one shape come with more than {self._most} different numbers, each of which is "
+                "recorded: pass tensors instead"
+            )
+        self._numbers[shapes].add(numbers)
+        paths = self._paths[*shapes, numbers]
         while len(self._paths) > MOST_SHAPES:
             del self._paths[next(iter(self._paths))]  # the oldest
         reason = ""
@@ -98,10 +108,6 @@ class Records:
 
     def _path(self, found: Record) -> _Path:
         return _Path(found, Slice(found, 0, 0, self._lookup))
-
-
-def _described(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else content(leaf)
 
 
 def _seed(event: Event) -> None:

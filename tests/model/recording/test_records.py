@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridpipe.model.recording import Diverged, ModelLookup, Records, Slice, Unsplittable
+from hybridpipe.model.recording import records as module
 
 from . import models
 from .slicing import cut_places, difference, in_slices, plain_forward, seed
@@ -113,3 +114,32 @@ def test_a_unit_with_much_of_the_parameters_is_opened_if_it_can_be(reads, names)
     records = Records(Uneven(reads))
     assert [layer.name for layer in records.find(torch.randn(3, 2), True).layers] == names
     assert [layer.name for layer in records.find(torch.randn(4, 2), True).layers] == names
+
+
+class Mixes(nn.Module):
+    """Takes a number beside a tensor, as for mixing samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(20, 5)
+
+    def forward(self, x, share):
+        return self.head(x * share)
+
+
+def test_a_number_that_is_another_in_each_step_is_refused():
+    """Each number is a record of its own, so every step would be recorded."""
+    records, x = Records(Mixes()), torch.randn(8, 20)
+    for n in range(8):
+        records.find({"x": x, "share": n / 8}, training=True)
+    records.find({"x": x, "share": 0.0}, training=True)
+    with pytest.raises(Unsplittable, match="more than 8 different numbers, .* pass tensors instead"):
+        records.find({"x": x, "share": 1.0}, training=True)
+
+
+def test_the_records_of_as_many_shapes_are_kept(monkeypatch):
+    monkeypatch.setattr(module, "MOST_SHAPES", 2)
+    records = Records(Mixes())
+    kept = [records.find({"x": torch.randn(n, 20), "share": 1.0}, training=True) for n in (1, 2, 3)]
+    again = [records.find({"x": torch.randn(n, 20), "share": 1.0}, training=True) for n in (3, 2)]
+    assert again[0] is kept[2] and again[1] is kept[1] and len(records._paths) == 2
