@@ -6,18 +6,20 @@ Invariant: under any plan, the training equals one started by `--resume FILE.saf
 
 from pathlib import Path
 
+from torch import nn
+
 from hybridpipe.checkpoint.directory import checkpoints
 from hybridpipe.checkpoint.resume import load_plain
+from hybridpipe.cli.data import data_of, first_microbatch, in_one_line
 from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config import Config
-from hybridpipe.data.reader import first_minibatch
-from hybridpipe.data.source import source_of
 from hybridpipe.errors import UserError
 from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.training.trainer import Trainer
+from hybridpipe.types import Loss
 
 
 def import_weights(config: Config, source: Path, folder: Path) -> Path:
@@ -27,7 +29,8 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
     needs the first microbatch. One process writes a checkpoint of one rank, which any plan can resume.
 
     Raises:
-        UserError: `source` is no safetensors file or does not fit the model, or `folder` holds checkpoints.
+        UserError: `source` is no safetensors file or does not fit the model, `folder` holds checkpoints, or
+            the config is one that `train` refuses.
     """
     if found := checkpoints(folder):
         raise UserError(
@@ -35,28 +38,35 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
         )
     model = build_model(config)
     load_plain(MPI.COMM_SELF, model, source)
-    minibatch = config.train.minibatch
-    microbatch = config.train.microbatch or minibatch
     layers: Layers | None = known_layers(model)
     data, loss = None, config.loss.build()
     if layers is None:
-        data = config.data.build()
-        first = first_minibatch(source_of("data", data), minibatch, microbatch)
-        layers = layers_of(model, first.inputs(0), loss, first.targets(0))
-    trainer = Trainer(
+        data = data_of(config)
+        inputs, targets = first_microbatch(config, data)
+        layers = layers_of(model, inputs, loss, targets)
+    with in_one_line(TypeError, ValueError):
+        trainer = _trainer(config, model, loss, layers.num_layers)
+    try:
+        if data is not None:
+            with in_one_line(TypeError, ValueError):
+                trainer.prepare(data)
+        return trainer.save(folder)
+    finally:
+        trainer.close()
+
+
+def _trainer(config: Config, model: nn.Module, loss: Loss, num_layers: int) -> Trainer:
+    """Return a trainer of one rank and one stage."""
+    minibatch = config.train.minibatch
+    count = ceil_div(minibatch, config.train.microbatch or minibatch)
+    return Trainer(
         model,
         loss=loss,
         optimizer=config.optimizer.build,
-        plan=Plan((StageSpec(0, layers.num_layers),), num_microbatches=ceil_div(minibatch, microbatch)),
+        plan=Plan((StageSpec(0, num_layers),), num_microbatches=count),
         minibatch_size=minibatch,
         lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
         seed=config.train.seed,
         device="cpu",
         world=MPI.COMM_SELF,
     )
-    try:
-        if data is not None:
-            trainer.prepare(data)
-        return trainer.save(folder)
-    finally:
-        trainer.close()

@@ -7,9 +7,9 @@ microbatch of its data.
 import json
 from dataclasses import asdict
 
-from hybridpipe.cli.profile import build_model, first_microbatch
+from hybridpipe.cli.data import data_of, first_microbatch
+from hybridpipe.cli.profile import build_model
 from hybridpipe.config import Config
-from hybridpipe.data.source import source_of
 from hybridpipe.model.explanation import Explanation
 from hybridpipe.model.layers import explain, layers_of
 from hybridpipe.report.model import model_text
@@ -19,10 +19,10 @@ def inspect_model(config: Config) -> Explanation:
     """Return what is made of the config's model.
 
     Raises:
-        UserError: the model is no `nn.Module`, or the data set cannot be read.
+        UserError: the model is no `nn.Module`, or the data are missing or refused.
     """
     model, loss = build_model(config), config.loss.build()
-    inputs, targets = first_microbatch(config, source_of("data", config.data.build()))
+    inputs, targets = first_microbatch(config, data_of(config))
     return explain(layers_of(model, inputs, loss, targets))
 
 

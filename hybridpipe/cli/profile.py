@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from hybridpipe import environment
+from hybridpipe.cli.data import data_of, first_microbatch
 from hybridpipe.config import Config
-from hybridpipe.data.reader import first_minibatch
-from hybridpipe.data.source import Source, source_of
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.measure.layers import measure
 from hybridpipe.model.sequential import num_layers
-from hybridpipe.model.tensors import Tree
 from hybridpipe.planning.profile import ModelProfile
 
 
@@ -30,11 +28,10 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
             figures, the rest are its `others`.
 
     Raises:
-        UserError: the factory makes no model, or the data set has fewer samples than a size.
+        UserError: the factory makes no model, or the data are missing, refused or fewer samples than a size.
     """
     keep_freed_memory()  # as training does; without it a gradient of 16 MB took twice as long
-    model, dataset, loss = build_model(config), config.data.build(), config.loss.build()
-    source = source_of("data", dataset)
+    model, source, loss = build_model(config), data_of(config), config.loss.build()
     samples = source.num_samples(1)
     if samples is not None and max(sizes, default=0) > samples:
         raise UserError(f"--microbatch: must be at most the data's {samples} samples, got {max(sizes)}")
@@ -55,17 +52,6 @@ def build_model(config: Config) -> nn.Module:
     except TypeError as error:
         raise UserError(f"{config.model.where}: {error}") from None
     return model
-
-
-def first_microbatch(config: Config, source: Source, samples: int | None = None) -> tuple[Tree, Tree]:
-    """Return inputs and targets of the first microbatch of the config's data.
-
-    Args:
-        samples: in the microbatch; None for the config's microbatch.
-    """
-    count = samples or config.train.microbatch or config.train.minibatch
-    batch = first_minibatch(source, count, count)
-    return batch.inputs(0), batch.targets(0)
 
 
 def circumstances(profile: ModelProfile) -> str:

@@ -169,6 +169,7 @@ def test_minibatches_are_compared_by_their_shapes_and_ends(other, same):
 def test_a_target_that_is_drawn_anew_is_refused_where_stages_load_apart():
     fixed = {"inputs of dataset[0]": "0a1b2c3d", "target of dataset[0]": "0a1b2c3d"}
     drawn = {"target of dataset[0]": DRAWN_ANEW}
+
     class Layers:
         def __init__(self, needs):
             self.needs = needs
