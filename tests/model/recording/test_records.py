@@ -133,7 +133,7 @@ def test_a_number_that_is_another_in_each_step_is_refused():
     for n in range(8):
         records.find({"x": x, "share": n / 8}, training=True)
     records.find({"x": x, "share": 0.0}, training=True)
-    with pytest.raises(Unsplittable, match="more than 8 different numbers, .* pass tensors instead"):
+    with pytest.raises(Unsplittable, match=r"more than 8 different numbers, .* pass tensors instead"):
         records.find({"x": x, "share": 1.0}, training=True)
 
 
