@@ -100,7 +100,7 @@ class Factory:
 
 @dataclass(frozen=True)
 class DataConfig(Factory):
-    """The data sets: the factory returns a map-style one of (inputs, targets).
+    """The data sets: the factory returns one, or a DataLoader of one (`hybridpipe.data.source.source_of`).
 
     Args:
         validation_args: replace or extend `args` for the held-out set; None: there is none.

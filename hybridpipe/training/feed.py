@@ -129,7 +129,8 @@ class Feed:
     def _agreeing(self, worker: Worker, source: Source, microbatch_size: int, **options: Any) -> Reader:
         """Return a reader on ranks that load samples, and on rank 0, which saves its state.
 
-        Those are the ranks of the first and last stage; with a `collate_fn`, whose shapes may vary, all.
+        Those are the ranks of the first and the last stage, and of others that use inputs; where shapes may
+        vary, all that hold a stage.
         """
         reads = worker.loads_samples or self._world.rank == 0
         sizes = self._minibatch_size, microbatch_size

@@ -86,7 +86,7 @@ class Trainer:
         predict: also measure model and machines for a given plan, for its prediction in the summary.
         seed: seed of the order of samples and of all random numbers of layers and data sets.
         num_workers: loader processes of each rank that loads samples; 0 loads them when they are needed.
-        collate_fn: makes (inputs, targets), or a dict that is both, of a list of samples; by default stacks.
+        collate_fn: makes (inputs, targets), or a dict that is both, of a list of samples; None stacks them.
         device: of this rank; by default one GPU for each rank of the host if there are any, else the CPU.
         world: the ranks that train together; by default MPI.COMM_WORLD.
         hang_timeout: seconds in one instruction or one wait for other ranks, after which a rank reports the
@@ -284,8 +284,8 @@ class Trainer:
     ) -> list[dict[str, Any]]:
         """Train on a data set whose samples are pairs (inputs, target) or dicts, or on a DataLoader of one.
 
-        Each rank loads only the microbatches that its stage needs. Seed and epoch determine the order. After
-        `resume` the first epoch is the rest of the checkpoint's.
+        Each rank loads only the microbatches that its stage needs, but iterates a whole IterableDataset. Seed
+        and epoch determine the order. After `resume` the first epoch is the rest of the checkpoint's.
 
         Args:
             validation: data set to evaluate on after each epoch.

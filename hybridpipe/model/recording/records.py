@@ -21,7 +21,7 @@ from hybridpipe.model.rng import preserved_state
 from hybridpipe.types import Loss
 
 CPU = torch.device("cpu")
-SHARE = 1 / 4  # of the parameters: a larger unit hinders the balance of four ranks; each event takes 5 us
+SHARE = 1 / 4  # of the parameters: a larger unit hinders four ranks' balance; an event takes 5 us (docs/log)
 MOST_SHAPES = 512  # of which records are kept
 WHOLE = 1.0  # no module is opened for its size
 
