@@ -17,6 +17,7 @@ from torch import nn
 from hybridpipe.config import load_config
 from hybridpipe.launch import mpirun
 from hybridpipe.model.recording.events import call_arguments
+from tests.libraries import skip_without_transformers
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -38,18 +39,14 @@ def ids(path: Path) -> str:
     return path.name
 
 
-def skip_without_transformers(name: str) -> None:
+def skip_what_cannot_run(name: str) -> None:
     if name in HUGGING_FACE:
-        transformers = pytest.importorskip("transformers")
-        try:  # its models are loaded at their first use, and need packages that fit each other
-            assert transformers.GPT2LMHeadModel and transformers.BertForSequenceClassification
-        except ImportError as error:
-            pytest.skip(str(error))
+        skip_without_transformers()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=ids)
 def test_config_names_what_is_there(path):
-    skip_without_transformers(path.stem)
+    skip_what_cannot_run(path.stem)
     load_config(path).check()
     train = tomllib.loads(path.read_text())["train"]
     assert train["minibatch"] % train["microbatch"] == 0
@@ -75,7 +72,7 @@ def microbatch(name: str, size: int):
 @pytest.mark.parametrize("path", CONFIGS, ids=ids)
 def test_one_microbatch(path):
     """Forward and backward of the model as it is, on samples of the shape that the data set has."""
-    skip_without_transformers(path.stem)
+    skip_what_cannot_run(path.stem)
     config = load_config(path)
     torch.manual_seed(0)
     model = config.model.build()
@@ -204,7 +201,7 @@ def script(ranks: int, path: Path, *words: str, **environment: str) -> subproces
 @pytest.mark.timeout(300)  # each measures model and machines, on cores that other tests may use
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet", "unet"])
 def test_a_script_trains_on_two_ranks(name, files):
-    skip_without_transformers(name)
+    skip_what_cannot_run(name)
     done = script(2, EXAMPLES / f"{name}.py", str(files))
     assert done.returncode == 0, done.stdout
     losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), held out", done.stdout, re.M)]
@@ -224,7 +221,7 @@ def test_a_script_without_transformers_says_so_in_one_line(name, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_the_readmes_first_example_trains(tmp_path, monkeypatch):
-    skip_without_transformers("gpt2")
+    skip_without_transformers()
     monkeypatch.chdir(ROOT)
     first = programs((ROOT / "README.md").read_text())[0]
     told = (
@@ -265,7 +262,7 @@ def test_sharp_bits_print_what_the_page_says(tmp_path):
 
 
 def test_sentences_are_questions_and_others_in_turns(files):
-    skip_without_transformers("bert")
+    skip_without_transformers()
     text, bert = import_module("text"), import_module("bert")
     found = bert.sentences(root=str(files), limit=4)
     assert [(text.decode(words.tolist()), is_question) for words, is_question in found] == [

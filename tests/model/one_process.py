@@ -157,8 +157,9 @@ class OneProcess:
         return total / sum(count(targets) for _, targets, _ in batches)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters, each under its first name."""
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        """Return the parameters, each under all of its names."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: parameter.detach().clone() for name, parameter in named}
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         path, _, attribute = name.rpartition(".")

@@ -17,7 +17,7 @@ from hybridpipe.model.layers import layers_of
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.model.tensors import received, tensors_of
 from hybridpipe.stage.stage import Stage
-from tests.model import zoo_cases
+from tests import zoo
 from tests.model.everything import Everything, batch, loss
 from tests.model.one_process import OneProcess, count, take
 
@@ -148,8 +148,8 @@ def test_every_cut_of_a_forward_with_everything(tied):
     check(Everything(tied).double(), loss, batches)
 
 
-@pytest.mark.parametrize("name", zoo_cases.NAMES)
+@pytest.mark.parametrize("name", zoo.SPLIT)
 def test_every_cut_of_real_models(name):
-    case = zoo_cases.case_of(name)
-    batches = [Minibatch(*each) for each in zoo_cases.minibatches(name)]
-    check(case.model, case.loss, batches, zoo_cases.tolerance(name))
+    case = zoo.case_of(name)
+    batches = [Minibatch(*each) for each in zoo.minibatches(name)]
+    check(case.model, case.loss, batches, zoo.tolerance(name))

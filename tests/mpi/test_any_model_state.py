@@ -3,6 +3,7 @@
 import json
 
 from hybridpipe.checkpoint.plain import read_plain
+from tests.mpi.project import write_project
 
 MODEL = """
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    def __init__(self, width=16):
+    def __init__(self, width):
         super().__init__()
         self.enter = nn.Linear(8, width)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
@@ -25,24 +26,6 @@ class Net(nn.Module):
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return self.head(self.drop(x + skip))
-
-def data(samples=60, seed=0):
-    inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
-    return torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
-"""
-CONFIG = """
-[model]
-factory = "own:Net"
-[data]
-factory = "own:data"
-validation_args = { samples = 30, seed = 1 }
-[optimizer]
-factory = "torch.optim:Adam"
-args = { lr = 0.01 }
-[train]
-minibatch = 16
-microbatch = 4
-epochs = 2
 """
 
 
@@ -61,9 +44,7 @@ def test_ranks_whose_forwards_differ_are_told_before_anything_is_sent(job):
 
 
 def test_the_command_trains_and_resumes_a_class_of_ones_own(job, tmp_path):
-    (tmp_path / "own.py").write_text(MODEL)
-    config = tmp_path / "own.toml"
-    config.write_text(CONFIG)
+    config = write_project(tmp_path, MODEL, "Net")
 
     def train(out, *more):
         command = ("train", str(config), "--plan", "straight", "--out", str(tmp_path / out))

@@ -8,33 +8,15 @@ from pathlib import Path
 import pytest
 
 from hybridpipe.files import read_cluster, read_plan, read_profile
+from tests.mpi.project import write_project
 
 MODEL = """
 import torch
 from torch import nn
 
-def net(width=32):
+def net(width):
     first, last = nn.Linear(8, width), nn.Linear(width, 3)
     return nn.Sequential(first, nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
-
-def data(samples=60, seed=0):
-    inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
-    return torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
-"""
-CONFIG = """
-[model]
-factory = "small:net"
-args = { width = 16 }
-[data]
-factory = "small:data"
-validation_args = { samples = 30, seed = 1 }
-[optimizer]
-factory = "torch.optim:Adam"
-args = { lr = 0.01 }
-[train]
-minibatch = 16
-microbatch = 4
-epochs = 3
 """
 SUMMARY = {  # DESIGN's list
     "plan", "ranks", "samples_per_second", "minibatch_seconds_median", "predicted_minibatch_seconds",
@@ -111,8 +93,7 @@ compare small.toml
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "small.py").write_text(MODEL)
-    (tmp_path / "small.toml").write_text(CONFIG)
+    write_project(tmp_path, MODEL)
     return tmp_path
 
 

@@ -13,37 +13,19 @@ import pytest
 from hybridpipe.checkpoint.directory import last_good, read_manifest
 from hybridpipe.health import exit_report
 from hybridpipe.launch import restarts
+from tests.mpi.project import write_project
 
 MODEL = """
 import os, resource, signal
 import torch
 from torch import nn
 
-def net():
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 3))
-
-def data(samples=60, seed=0):
+def net(width):
     if "SMALL_FILES" in os.environ and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-    inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
-    return torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
-"""
-CONFIG = """
-[model]
-factory = "small:net"
-[data]
-factory = "small:data"
-validation_args = { samples = 30, seed = 1 }
-[optimizer]
-factory = "torch.optim:Adam"
-args = { lr = 0.01 }
-[train]
-minibatch = 16
-microbatch = 4
-epochs = 3
-[checkpoint]
-every = 5
+    first, last = nn.Linear(8, width), nn.Linear(width, 3)
+    return nn.Sequential(first, nn.ReLU(), nn.Linear(width, width), nn.Dropout(0.1), last)
 """
 SYNCHRONOUS = [
     "2-1-1:gpipe", "1-2-1:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "4:1f1b:recompute",
@@ -94,12 +76,11 @@ def test_a_stream_that_is_stopped_in_its_middle(job, tmp_path):
 @pytest.fixture
 def train(job, tmp_path):
     """`hybridpipe train` on two ranks, and where it wrote to."""
-    (tmp_path / "small.py").write_text(MODEL)
-    (tmp_path / "small.toml").write_text(CONFIG)
+    config = write_project(tmp_path, MODEL, more="[checkpoint]\nevery = 5\n")
     out = tmp_path / "out"
 
     def run(*options: str, ranks: int = 2, **given) -> tuple[str, Path]:
-        command = ["hybridpipe", "train", str(tmp_path / "small.toml"), "--out", str(out), *options]
+        command = ["hybridpipe", "train", str(config), "--out", str(out), *options]
         return job(ranks, *command, **given).stdout, out
 
     return run

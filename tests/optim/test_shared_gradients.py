@@ -1,7 +1,5 @@
 """Gradients of parameters that several stages hold, summed by ranks that are threads."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ from hybridpipe.comm.messages import ProtocolError
 from hybridpipe.optim import shared_gradients
 from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.planning.plan import Place
-from tests.engine.helpers import make_plan
+from tests.engine.helpers import each_in_a_thread, make_plan
 from tests.engine.inprocess import Mailboxes, QueueTransport
 
 
@@ -26,7 +24,7 @@ class Ranks:
                 transport = QueueTransport(mailboxes, rank, timeout_seconds=2.0)
                 held = {parameter: groups[i] for i, parameter in own.items()}
                 self.parameters[s, r] = own
-                self.shared[s, r] = SharedGradients(self.plan, Place(s, r), held, transport)
+                self.shared[rank] = SharedGradients(self.plan, Place(s, r), held, transport)
 
     def give(self, index: int, *gradients: torch.Tensor | None) -> None:
         """Give each stage's copies of a parameter a gradient, the same on all replicas."""
@@ -35,21 +33,7 @@ class Ranks:
                 own[index].grad = None if gradients[s] is None else gradients[s].clone()
 
     def exchange(self) -> None:
-        errors = []
-
-        def run(shared: SharedGradients) -> None:
-            try:
-                shared.exchange()
-            except Exception as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(shared,)) for shared in self.shared.values()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        each_in_a_thread(self.plan, lambda rank: self.shared[rank].exchange(), barriers=())
 
     def gradients(self, index: int) -> list[torch.Tensor | None]:
         return [own[index].grad for own in self.parameters.values() if index in own]
@@ -118,6 +102,6 @@ def test_holders_at_different_updates_are_told():
     ranks = Ranks("1-1", (0, 1))
     ranks.give(0, noise(0), noise(1))
     ranks.exchange()
-    ranks.shared[0, 0]._num_exchanges += 1
+    ranks.shared[0]._num_exchanges += 1
     with pytest.raises(ProtocolError, match=r"step 1 instead of 2|step 2 instead of 1"):
         ranks.exchange()

@@ -11,6 +11,7 @@ from torch import nn
 from hybridpipe import Plan, StageSpec
 from hybridpipe.model.layers import layers_of
 from hybridpipe.model.rng import random_key
+from tests.libraries import skip_without_transformers
 from tests.training.helpers import assert_same_weights, momentum
 
 
@@ -141,12 +142,31 @@ def test_a_data_set_of_another_shape_than_the_first_is_expected():
     assert layers.expects(batch(3, seed=1)) and not layers.expects(longer)
 
 
+def check_changes(make_trainer, model: nn.Module, path: str, attribute: str, values) -> None:
+    """Train beside one process, with an attribute of a module set anew before each minibatch."""
+    model = model.double()
+    expected, inputs = copy.deepcopy(model), torch.randn(4, 8).double()
+    update = momentum(expected.parameters())
+    options = {"loss": nn.functional.mse_loss, "optimizer": momentum, "minibatch_size": 4}
+    trainer = make_trainer(model, plan=plan(model, inputs[:2], 2), **options)
+    for step, value in enumerate(values):
+        for each in (model, expected):
+            setattr(each.get_submodule(path), attribute, value)
+        trainer.train_step(inputs, inputs)
+        update.zero_grad()
+        for m, part in enumerate(inputs.chunk(2)):
+            torch.manual_seed(random_key(0, step, m, zlib.crc32(b"drop 0")))
+            (nn.functional.mse_loss(expected(part), part) / 2).backward()
+        update.step()
+    assert_same_weights(model, expected)
+
+
 class Tempered(nn.Module):
     """Divides by a plain attribute, which users change between epochs."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.temperature = nn.Linear(3, 3), nn.Linear(3, 3), 1.0
+        self.first, self.second, self.temperature = nn.Linear(8, 8), nn.Linear(8, 8), 1.0
 
     def forward(self, value):
         return self.second(torch.tanh(self.first(value) / self.temperature))
@@ -154,18 +174,7 @@ class Tempered(nn.Module):
 
 def test_a_number_that_users_change_is_taken_up(make_trainer):
     """It stands in the record as a constant, which would be used for ever."""
-    model, inputs = Tempered().double(), torch.randn(4, 3).double()
-    expected = copy.deepcopy(model)
-    update = momentum(expected.parameters())
-    options = {"loss": nn.functional.mse_loss, "optimizer": momentum, "minibatch_size": 4}
-    trainer = make_trainer(model, plan=plan(model, inputs, 2), **options)
-    for temperature in (1.0, 0.25):
-        model.temperature = expected.temperature = temperature
-        trainer.train_step(inputs, inputs)
-        update.zero_grad()
-        nn.functional.mse_loss(expected(inputs), inputs).backward()
-        update.step()
-    assert_same_weights(model, expected)
+    check_changes(make_trainer, Tempered(), "", "temperature", (1.0, 0.25))
 
 
 class Drops(nn.Module):
@@ -181,19 +190,7 @@ class Drops(nn.Module):
 
 def test_a_dropout_that_users_turn_on_drops(make_trainer):
     """Recorded with p = 0 it returned its input, so what it returns later was not looked at."""
-    model, inputs = Drops().double(), torch.randn(4, 8).double()
-    expected = copy.deepcopy(model)
-    update = momentum(expected.parameters())
-    options = {"loss": nn.functional.mse_loss, "optimizer": momentum, "minibatch_size": 4}
-    trainer = make_trainer(model, plan=plan(model, inputs, 1), **options)
-    for step, p in enumerate((0.0, 0.5)):
-        model.drop.p = expected.drop.p = p
-        trainer.train_step(inputs, inputs)
-        update.zero_grad()
-        torch.manual_seed(random_key(0, step, 0, zlib.crc32(b"drop 0")))
-        nn.functional.mse_loss(expected(inputs), inputs).backward()
-        update.step()
-    assert_same_weights(model, expected)
+    check_changes(make_trainer, Drops(), "drop", "p", (0.0, 0.5))
 
 
 class Wanders(nn.Module):
@@ -248,11 +245,9 @@ def test_a_checkpoint_has_the_models_own_keys_and_goes_on(make_trainer, tmp_path
 
 
 def hugging_face(name: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    try:  # its models are loaded here, and need packages that fit each other
-        assert transformers.GPT2LMHeadModel and transformers.BertForTokenClassification
-    except ImportError as error:
-        pytest.skip(str(error))
+    skip_without_transformers()
+    import transformers
+
     torch.manual_seed(0)
     if name == "gpt2":
         sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}

@@ -13,7 +13,7 @@ from torch import nn
 from hybridpipe import Plan, StageSpec
 from hybridpipe.errors import UserError
 from hybridpipe.model.layers import layers_of
-from tests.model.recording import models
+from tests.model.recording import models, refused
 from tests.training.helpers import cross_entropy, momentum
 
 TWO = Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=2)
@@ -47,7 +47,7 @@ class Cached(models.Base):
 
     def forward(self, x):
         x = self.enter(x)
-        return {"logits": self.head(x), "past": models.DynamicCache(x)}
+        return {"logits": self.head(x), "past": refused.DynamicCache(x)}
 
 
 def hooked() -> nn.Module:
@@ -69,28 +69,28 @@ def summed(model):
     return lambda outputs, targets: (cross_entropy(outputs, targets) + model.auxiliary, 1.0)
 
 
-HERE = r"^models.py:\d+: "
+HERE = r"^refused.py:\d+: "
 KINDS = {
-    "item": (models.ReadsActivation, None, HERE + "item reads data .* as torch.where does"),
+    "item": (refused.ReadsActivation, None, HERE + "item reads data .* as torch.where does"),
     "random path": (
-        models.LayerDrop,
+        refused.LayerDrop,
         None,
         HERE + r"item gave .* random numbers decide .* \(draw them",
     ),
     "python's random": (
-        models.DrawsPython,
+        refused.DrawsPython,
         None,
         HERE + r"before it .* \(use torch's, such as torch.rand",
     ),
     "hidden": (Cached, of_logits, r"^the model's output holds .* no pytree \(pass use_cache=False\)"),
     "aliasing": (Aliases, None, r"^test_refusals.py:\d+: writes to memory .* \(write out of place\)"),
-    "vmap": (models.Maps, None, HERE + r"vmap or grad outside the units \(call it inside a module\)"),
+    "vmap": (refused.Maps, None, HERE + r"vmap or grad outside the units \(call it inside a module\)"),
     "attribute": (
-        models.KeepsAuxiliary,
+        refused.KeepsAuxiliary,
         of_auxiliary,
         r"^test_refusals.py:\d+: the loss reads .* \(return it\)",
     ),
-    "pair": (models.KeepsAuxiliary, summed, r"^test_refusals.py:\d+: the loss reads a tensor"),
+    "pair": (refused.KeepsAuxiliary, summed, r"^test_refusals.py:\d+: the loss reads a tensor"),
     "hooks": (hooked, None, r"^the model \(Base\) has hooks, .* \(register them on its children\)"),
 }
 
@@ -144,7 +144,7 @@ def test_a_plan_by_name_is_refused_where_the_loss_reads_the_model(kind, make_tra
 
 def test_a_plan_of_one_stage_trains_it_as_plain_pytorch_does(make_trainer):
     """With what the stages would have lost: the loss's attribute, and hooks of the model itself."""
-    model, called = models.KeepsAuxiliary().double(), []
+    model, called = refused.KeepsAuxiliary().double(), []
     model.register_forward_hook(lambda *_: called.append(1))
     expected = copy.deepcopy(model)
     options = {"optimizer": momentum, "plan": Plan((StageSpec(0, 1),)), "minibatch_size": 4}

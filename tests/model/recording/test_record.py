@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from hybridpipe.model.recording import ModelLookup, Slice, call_arguments, record
 
 from . import models
-from .slicing import cut_places, difference, in_slices, plain_forward, seed
+from .slicing import cut_places, difference, in_slices, own_forward, seed
 
 ROOT = Path(__file__).parents[3]
 INPUTS = torch.linspace(-1, 1, 160, dtype=torch.float64).reshape(8, 20)
@@ -137,5 +137,5 @@ def test_a_record_of_one_object_runs_on_a_copy():
     def loss(out):
         return out.square().mean()
 
-    expected = plain_forward(other, INPUTS, loss)
+    expected = own_forward(other, INPUTS, loss)
     assert difference(in_slices(made, cut_places(made), other, INPUTS, loss), expected) is None

@@ -9,7 +9,7 @@ from hybridpipe.model.recording import Diverged, ModelLookup, Records, Slice, Un
 from hybridpipe.model.recording import records as module
 
 from . import models
-from .slicing import cut_places, difference, in_slices, plain_forward, seed
+from .slicing import cut_places, difference, in_slices, own_forward, seed
 
 FULL = torch.rand(8, 20, dtype=torch.float64)
 PADDED = FULL * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)[:, None]
@@ -36,7 +36,7 @@ def test_a_guard_tells_paths_apart():
     assert full.digest != padded.digest
     for inputs, found in ((FULL, full), (PADDED, padded)):
         assert records.find(inputs, training=True) is found
-        expected = plain_forward(model, inputs, loss)
+        expected = own_forward(model, inputs, loss)
         assert difference(in_slices(found, cut_places(found), model, inputs, loss), expected) is None
 
 

@@ -4,7 +4,7 @@ from torch.nn import functional as F
 
 from hybridpipe.model.recording import record
 
-from .slicing import cut_places, difference, in_slices, plain_forward
+from .slicing import cut_places, difference, in_slices, own_forward
 
 
 class Residual(nn.Module):
@@ -36,6 +36,6 @@ def test_slices_do_what_the_forward_does():
     made = record(model, inputs, training=True)
     cuts = cut_places(made)
     assert [layer.name for layer in made.layers] == ["enter", *(f"blocks.{i}.0" for i in range(3)), "head"]
-    expected = plain_forward(model, inputs, loss)
+    expected = own_forward(model, inputs, loss)
     for chosen in ([], *([cut] for cut in cuts), cuts):
         assert difference(in_slices(made, chosen, model, inputs, loss), expected) is None, chosen

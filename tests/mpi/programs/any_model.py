@@ -19,7 +19,8 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.model.layers import layers_of
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
-from tests.model import everything, zoo_cases
+from tests import zoo
+from tests.model import everything
 from tests.model.asynchronous_process import AsynchronousProcess
 from tests.model.one_process import OneProcess, count, take
 
@@ -84,9 +85,9 @@ def subject(name: str) -> Subject:
             (*everything.batch(size, length, seed=length), 3) for size, length in ((8, 6), (5, 9), (1, 4))
         ]
         return Subject(name, everything.Everything(name == "everything").double(), everything.loss, batches)
-    case = zoo_cases.case_of(name)
-    batches = [(inputs, targets, 3) for inputs, targets, _ in zoo_cases.minibatches(name)]
-    return Subject(name, case.model, case.loss, batches, zoo_cases.tolerance(name))
+    case = zoo.case_of(name)
+    batches = [(inputs, targets, 3) for inputs, targets, _ in zoo.minibatches(name)]
+    return Subject(name, case.model, case.loss, batches, zoo.tolerance(name))
 
 
 def plan_of(kind: Kind, layers: RecordedModel) -> Plan:
@@ -122,12 +123,8 @@ def difference(trainer: Trainer, expected: dict[str, Any], buffers: dict[str, li
         held = dict(stage.layers.tensors())
         held |= {stage.layers.key(path): buffer for path, buffer in stage.module.named_buffers()}
         for name, tensor in held.items():
-            if name in buffers:
-                wanted = buffers[name][place.replica % len(buffers[name])]
-            elif name in expected:
-                wanted = expected[name]
-            else:
-                continue  # another name of a tied parameter
+            copies = buffers.get(name)
+            wanted = copies[place.replica % len(copies)] if copies else expected[name]
             assert tensor.shape == wanted.shape, (name, tensor.shape, wanted.shape)
             gap = (tensor.detach().double() - wanted.double()).abs().max().item() if tensor.numel() else 0.0
             assert gap == gap, name
@@ -162,6 +159,9 @@ def finish(given: Subject, kind: Kind, trainer: Trainer, process: Any, worst: fl
     own = [name for name, held in process.buffers.items() if len(held) > 1 and "norm" not in name]
     if state is not None:
         assert list(state) == list(process.model.state_dict()), "the keys are the model's own"
+        gaps = [(state[name] - tensor).abs().max().item() for name, tensor in process.parameters().items()]
+        worst = max(worst, *gaps)
+        assert worst <= given.tolerance, f"{given.name} {kind}: whole state {worst}"
         process.model.load_state_dict(state)
         for name, buffer in process.model.named_buffers():
             if name not in state:

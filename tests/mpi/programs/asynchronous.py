@@ -9,20 +9,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from exactness import MICROBATCH, OPTIMIZERS, SEED, make_trainer
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
 import asynchronous_reference as reference
 
-from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe import Plan, StageSpec
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
-MICROBATCH, COUNT, SEED = 2, 3, 7
-NUM_MINIBATCHES = 40
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adam": partial(torch.optim.Adam, lr=0.01),
-}
+COUNT, NUM_MINIBATCHES = 3, 40
 RULES = {
     "pipedream": {"schedule": "pipedream"},
     "vertical": {"schedule": "pipedream", "vertical_sync": True},
@@ -59,16 +55,8 @@ def check(replicas: list[int], rule: str, name: str, scheduler=None, warm_up: in
     plan = Plan(stages, **RULES[rule])
     minibatch = MICROBATCH * (COUNT if rule == "2bw" else 1)
     data = make_data(minibatch)
-    trainer = Trainer(
-        make_model(),
-        loss=nn.functional.cross_entropy,
-        optimizer=OPTIMIZERS[name],
-        plan=plan,
-        minibatch_size=minibatch,
-        lr_scheduler=scheduler,
-        delay_warm_up=warm_up,
-        seed=SEED,
-    )
+    options = {"lr_scheduler": scheduler, "delay_warm_up": warm_up}
+    trainer = make_trainer(make_model(), plan, name, minibatch, **options)
     losses: list[float] = []
     trainer.fit(data, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
     state = trainer.full_state_dict()

@@ -8,6 +8,8 @@ stages on each rank, 1-1x2.
 import copy
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -61,24 +63,28 @@ def seed_all(step: int, microbatch: int, layer: int) -> None:
     torch.manual_seed(key), random.seed(key), np.random.seed(key % 2**32)
 
 
+def backward(model: nn.Sequential, step: int, inputs, targets) -> float:
+    """Add up the gradients of a minibatch, microbatch by microbatch; return its mean loss."""
+    total = 0.0
+    for m, first in enumerate(range(0, len(inputs), MICROBATCH)):
+        x, y = inputs[first : first + MICROBATCH], targets[first : first + MICROBATCH]
+        for i, layer in enumerate(model):
+            seed_all(step, m, i)
+            x = layer(x)
+        loss = nn.functional.cross_entropy(x, y) * (len(y) / len(targets))
+        loss.backward()
+        total += loss.item()
+    return total
+
+
 def reference(optimizer_factory, epochs):
     model, data = make_model(), make_data()
     optimizer, losses, step = optimizer_factory(model.parameters()), [], 0
     for _ in range(epochs):
         for start in range(0, SAMPLES, MINIBATCH):
-            inputs, targets = data[start : start + MINIBATCH]
-            total = 0.0
-            for m, first in enumerate(range(0, len(inputs), MICROBATCH)):
-                x, y = inputs[first : first + MICROBATCH], targets[first : first + MICROBATCH]
-                for i, layer in enumerate(model):
-                    seed_all(step, m, i)
-                    x = layer(x)
-                loss = nn.functional.cross_entropy(x, y) * (len(y) / len(targets))
-                loss.backward()
-                total += loss.item()
+            losses.append(backward(model, step, *data[start : start + MINIBATCH]))
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(total)
             step += 1
     return model.state_dict(), losses
 
@@ -97,28 +103,47 @@ def make_plan(name: str, schedule: str, recompute: bool = False) -> Plan:
     )
 
 
-def check(plan: Plan, name: str, expected, expected_losses, epochs) -> None:
-    trainer = Trainer(
-        make_model(),
+def make_trainer(model, plan, optimizer: str, minibatch_size: int = MINIBATCH, **options) -> Trainer:
+    return Trainer(
+        model,
         loss=nn.functional.cross_entropy,
-        optimizer=OPTIMIZERS[name],
+        optimizer=OPTIMIZERS[optimizer],
         plan=plan,
-        minibatch_size=MINIBATCH,
+        minibatch_size=minibatch_size,
         seed=SEED,
+        **options,
     )
-    losses = []
+
+
+def updates_after(step: int, accumulated: int) -> bool:
+    return (step + 1) % accumulated == 0
+
+
+def train_steps(trainer: Trainer, minibatches, accumulated: int) -> Iterator[None]:
+    """Train on minibatches, as many an update; pause after each."""
+    for step, minibatch in enumerate(minibatches):
+        with nullcontext() if updates_after(step, accumulated) else trainer.no_sync():
+            trainer.train_step(*minibatch)
+        yield
+
+
+def compare(state, expected) -> float:
+    """Compare the parameters with those of one process; return the largest difference."""
+    torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-10)  # sees a NaN, as max does not
+    return max((state[key] - expected[key]).abs().max().item() for key in expected)
+
+
+def check(plan: Plan, name: str, expected, expected_losses, epochs) -> None:
+    trainer, losses = make_trainer(make_model(), plan, name), []
     trainer.fit(make_data(), epochs, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
     state = trainer.full_state_dict()
     all_losses = trainer.world.allgather(losses)
     assert all(other == losses for other in all_losses), f"losses differ between ranks: {all_losses}"
     worst_loss = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
     if state is not None:
-        assert state.keys() == expected.keys()
-        worst = max((state[key] - expected[key]).abs().max().item() for key in expected)
-        what = f"{plan.name} {plan.schedule} {name}"
-        print(f"{what}: parameters within {worst:.1e}, losses within {worst_loss:.1e}", flush=True)
-        torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-10)  # sees a NaN, as max does not
+        what = f"{plan.name} {plan.schedule} {name}: parameters within {compare(state, expected):.1e}"
         torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-10)
+        print(f"{what}, losses within {worst_loss:.1e}", flush=True)
     trainer.close()
 
 

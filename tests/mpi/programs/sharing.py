@@ -7,10 +7,19 @@ or "auto".
 """
 
 import sys
-from contextlib import nullcontext
 
 import torch
-from exactness import MICROBATCH, MINIBATCH, OPTIMIZERS, SEED, make_plan, seed_all
+from exactness import (
+    MICROBATCH,
+    MINIBATCH,
+    OPTIMIZERS,
+    backward,
+    compare,
+    make_plan,
+    make_trainer,
+    train_steps,
+    updates_after,
+)
 from torch import nn
 
 from hybridpipe import Trainer
@@ -49,20 +58,11 @@ def minibatches():
     return [torch.randint(0, TOKENS, (2, size), generator=generator) for size in sizes]
 
 
-def updates_after(step: int, accumulated: int) -> bool:
-    return (step + 1) % accumulated == 0
-
-
 def reference(factory, clip_grad_norm, accumulated):
     model = make_model()
     optimizer, unused, clipped = factory(model.parameters()), 0, 0
-    for step, (inputs, targets) in enumerate(minibatches()):
-        for m, first in enumerate(range(0, len(inputs), MICROBATCH)):
-            x, y = inputs[first : first + MICROBATCH], targets[first : first + MICROBATCH]
-            for i, layer in enumerate(model):
-                seed_all(step, m, i)
-                x = layer(x)
-            (nn.functional.cross_entropy(x, y) * (len(y) / len(targets))).backward()
+    for step, minibatch in enumerate(minibatches()):
+        backward(model, step, *minibatch)
         if updates_after(step, accumulated):
             unused += model[1].block.weight.grad is None
             if clip_grad_norm is not None:
@@ -91,27 +91,15 @@ def check_copies(trainer: Trainer) -> int:
 
 def check(plan, optimizer: str, clip_grad_norm, accumulated: int, expected) -> None:
     size = MICROBATCH if plan == "auto" else None
-    trainer = Trainer(
-        make_model(),
-        loss=nn.functional.cross_entropy,
-        optimizer=OPTIMIZERS[optimizer],
-        plan=plan,
-        minibatch_size=MINIBATCH,
-        microbatch_size=size,
-        clip_grad_norm=clip_grad_norm,
-        seed=SEED,
-    )
-    for step, minibatch in enumerate(minibatches()):
-        with nullcontext() if updates_after(step, accumulated) else trainer.no_sync():
-            trainer.train_step(*minibatch)
+    options = {"microbatch_size": size, "clip_grad_norm": clip_grad_norm}
+    trainer = make_trainer(make_model(), plan, optimizer, **options)
+    for _ in train_steps(trainer, minibatches(), accumulated):
         copies = check_copies(trainer)
     plan, state = trainer.plan, trainer.full_state_dict()
     if state is not None:
-        assert state.keys() == expected.keys() and (copies or plan.num_ranks == 1)
-        torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-10)
-        worst = max((state[key] - expected[key]).abs().max().item() for key in expected)
+        assert copies or plan.num_ranks == 1
         what = f"{plan.name} {plan.schedule} {optimizer}, {accumulated} minibatches an update"
-        print(f"{what}: parameters within {worst:.1e}, {copies} copies equal", flush=True)
+        print(f"{what}: parameters within {compare(state, expected):.1e}, {copies} copies equal", flush=True)
     trainer.close()
 
 
