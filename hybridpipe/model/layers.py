@@ -10,11 +10,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from hybridpipe.errors import UserError
-from hybridpipe.model import sequential
+from hybridpipe.model import plan_fit, sequential
+from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, Explanation, LayerFacts
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.model.recording import LossReadsForward, Records, Unsplittable
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
 from hybridpipe.types import Loss
@@ -136,13 +137,13 @@ class SequentialLayers:
         if not self._measurable:
             by_name = "a plan by name measures a copy of the model, which this loss does not read"
             raise UserError(f"{self.why_whole}; {by_name}: give a Plan of one stage")
-        return SequentialLayers(sequential.copied(self.model), self.why_whole)
+        return SequentialLayers(copied(self.model), self.why_whole)
 
 
 def shared_parameters(layers: Layers) -> tuple[SharedParameter, ...]:
-    """Return what several layers of a model share (`sequential.shared_parameters`)."""
+    """Return what several layers of a model share (`plan_fit.shared_parameters`)."""
     one_by_one = Plan(tuple(StageSpec(i, i + 1) for i in range(layers.num_layers)))
-    return sequential.shared_parameters(layers.model, layers.holders(one_by_one))
+    return plan_fit.shared_parameters(layers.model, layers.holders(one_by_one))
 
 
 def explain(layers: Layers) -> Explanation:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.attributes import attributes
+from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import (
     RECORDED,
     Explanation,
@@ -20,19 +21,13 @@ from hybridpipe.model.explanation import (
     forbidden_cuts,
     input_names,
 )
+from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, check_shared
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import MOST_SHAPES, Records
 from hybridpipe.model.recording.refusals import random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
-from hybridpipe.model.sequential import (
-    Seed,
-    StageModule,
-    check_no_sync_norm,
-    check_num_layers,
-    check_shared,
-    copied,
-)
+from hybridpipe.model.stage_module import Seed, StageModule, joined
 from hybridpipe.model.tensors import map_tensors, tensors_in, tensors_of
 from hybridpipe.planning.plan import Plan
 from hybridpipe.types import Loss
@@ -202,7 +197,7 @@ class RecordedModel:
         """Names of the parameters and buffers that the forward does not use."""
         lookup = ModelLookup(self.model)
         units = {path for each in self._slices for path in each.units}
-        names = {_joined(path, name) for path in units for name in _names(lookup.unit(path))}
+        names = {joined(path, name) for path in units for name in _names(lookup.unit(path))}
         names |= {name for each in self._slices for name in each.weights}
         used = {self.first_names[name] for name in names}
         return tuple(name for name in dict.fromkeys(self.first_names.values()) if name not in used)
@@ -456,7 +451,3 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     """Return the first name of each tensor by each of its names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in _named(module)}
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

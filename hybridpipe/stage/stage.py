@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, tensors_in, tensors_of
 from hybridpipe.stage.deferred import Deferring
 from hybridpipe.stage.losses import MicrobatchLoss, checked

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, tensors_in, tensors_of
 
 # One mapping a layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied

@@ -8,7 +8,7 @@ from torch import nn
 from hybridpipe.cli import sleeping
 from hybridpipe.cli.sleeping import Pace, sleeping_loss
 from hybridpipe.cli.sleeping import SleepingLayer as layer
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.profile import LayerProfile
 from hybridpipe.stage.stage import Stage
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hybridpipe.data.stream import Minibatch, Stream
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.optim.nonfinite import NonfiniteCheck, NotFinite
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place

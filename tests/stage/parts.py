@@ -6,7 +6,7 @@
 import torch
 from torch import nn
 
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import tensors_of
 from hybridpipe.stage.stage import Stage
 from tests.stage.helpers import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.stage.losses import LossSum, MicrobatchLoss, SameKind, checked
 from hybridpipe.stage.stage import Stage
 from tests.stage.helpers import batch, double

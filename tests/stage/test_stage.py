@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hybridpipe.model.rng import random_key
-from hybridpipe.model.sequential import StageModule, stage_module
+from hybridpipe.model.sequential import stage_module
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import map_tensors, received, tensors_of
 from hybridpipe.stage.stage import Stage
 from tests.stage.helpers import Call, OnFirst, batch, double, fork, join

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from hybridpipe.errors import UserError
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.stage.state import (
     BATCHES_AGREED,
     SAMPLES_SEEN,

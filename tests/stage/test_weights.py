@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.stage.weights import (
     WeightVersions,
     check_no_foreign_weights,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridpipe.model.sequential import StageModule
+from hybridpipe.model.stage_module import StageModule
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.wgrad import ENOUGH_ROWS, WeightGradients
 

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.events import Event, Unsplittable, fact
 from hybridpipe.model.recording.refusals import reads_data
-from hybridpipe.model.recording.watch import Watch, tensors_in
+from hybridpipe.model.recording.watch import Watch
+from hybridpipe.model.tensors import tensors_in
 
 
 def compute(

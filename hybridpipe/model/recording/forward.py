@@ -26,7 +26,8 @@ from hybridpipe.model.recording.recorder import Recorder
 from hybridpipe.model.recording.refusals import hooked_and_opened, random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.recording.units import has_hooks, units_of
-from hybridpipe.model.recording.watch import Watch, tensors_in
+from hybridpipe.model.recording.watch import Watch
+from hybridpipe.model.tensors import tensors_in
 from hybridpipe.types import Loss
 
 MOST_RECORDINGS = 16  # each opens units, or is compared with the one before

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hybridpipe.model.recording.events import LossReadsForward, line_of_forward
-from hybridpipe.model.recording.watch import tensors_in
+from hybridpipe.model.tensors import tensors_in
 
 
 class LossReads(TorchFunctionMode):

@@ -38,8 +38,9 @@ from hybridpipe.model.recording.events import (
 )
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.refusals import hides_tensors, reads_data
-from hybridpipe.model.recording.watch import Watch, storage_of, tensors_in
-from hybridpipe.model.rng import seed_generators
+from hybridpipe.model.recording.watch import Watch, storage_of
+from hybridpipe.model.rng import preserved_state, seed_generators
+from hybridpipe.model.tensors import tensors_in
 
 UNRECORDED = ("_set_grad_enabled", "__repr__", "__format__", "__hash__")
 READERS = ("tolist", "numpy", "__array__")  # which the dispatcher does not see
@@ -213,20 +214,17 @@ class Recorder(TorchFunctionMode):
 
     def _run(self, event: Event, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make the call; it draws its own random numbers, and none that follow."""
-        before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        seed_generators(event.key, CPU, python_too=True)
-        seeded = _python_state()
-        self._inside, self._touched = event.name, set()
-        self._watch.reset()
-        try:
-            return compute(event, call, args, kwargs, self._fake, self._watch)
-        finally:
-            event.draws_python = _python_state() != seeded
-            self._inside = None
-            self.carried.pass_over()
-            torch.set_rng_state(before[0])
-            random.setstate(before[1])
-            np.random.set_state(before[2])
+        with preserved_state(CPU, python_too=True):
+            seed_generators(event.key, CPU, python_too=True)
+            seeded = _python_state()
+            self._inside, self._touched = event.name, set()
+            self._watch.reset()
+            try:
+                return compute(event, call, args, kwargs, self._fake, self._watch)
+            finally:
+                event.draws_python = _python_state() != seeded
+                self._inside = None
+                self.carried.pass_over()
 
     def _learn(self, event: Event, results: list[Any]) -> None:
         """Note what the call did."""

@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from hybridpipe.model.tensors import tensors_in
 
 HIDDEN_WRITES = slice(3, 5)  # running mean and variance among the arguments of batch_norm
 TRAINS = 5  # of its arguments: the statistics are updated
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors among the leaves of a tree."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:
