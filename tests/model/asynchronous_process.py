@@ -66,8 +66,8 @@ class AsynchronousProcess(OneProcess):
             return
         factor = rate_factors(self.replicas, self.rule, first, True, 0)[s]
         newest = dict(self.versions[s][-1])
-        for name, gradient in self.sums[s].items():
-            newest[name] = newest[name] - self.rate * factor * gradient
+        for name, gradient in self.sums[s].items():  # added as SGD does: float32 norms magnify one bit
+            newest[name] = newest[name].add(gradient, alpha=-self.rate * factor)
         self.versions[s].append(newest)
         self.sums[s] = {}
 

@@ -113,7 +113,7 @@ class OneProcess:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter -= self.rate * parameter.grad.to_dense()
+                    parameter.add_(parameter.grad.to_dense(), alpha=-self.rate)  # as SGD does, to the bit
                     parameter.grad = None
         return total
 
