@@ -110,13 +110,6 @@ def test_a_sequential_that_does_more_than_call_its_children_is_one_layer():
     assert num_layers(nn.Sequential(Residual(nn.Linear(2, 2)), Scaled(nn.Linear(2, 2)))) == 2
 
 
-def test_the_plan_must_know_the_number_of_layers():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    check_plan(model, plan(0, 1, 3))
-    with pytest.raises(ValueError, match="num_layers = 2, the model has 3 layers"):
-        check_plan(model, plan(0, 1, 2))
-
-
 def tied() -> nn.Sequential:
     first, last = nn.Linear(2, 2), nn.Linear(2, 2)
     last.weight = first.weight
@@ -136,31 +129,6 @@ def test_a_parameter_is_held_by_every_stage_that_uses_it_and_owned_by_the_first(
     assert second.owned_parameters() == {model[2].bias: "2.bias"}
     assert second.tensors().keys() == {"2.weight", "2.bias"}
     assert set(holders(model, plan(0, 3)).values()) == {(0,)}
-
-
-def test_stages_that_update_at_different_times_may_not_share_a_parameter():
-    told = (
-        r"separates 0\.weight \(stage 0\) and 2\.weight \(stage 1\), .* at different times under pipedream;"
-    )
-    check_plan(tied(), plan(0, 3, schedule="pipedream"))
-    with pytest.raises(ValueError, match=told):
-        check_plan(tied(), plan(0, 1, 3, schedule="pipedream"))
-
-
-def test_a_shared_embedding_may_not_have_sparse_gradients():
-    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Tanh(), nn.Linear(2, 3, bias=False))
-    model[2].weight = model[0].weight
-    check_plan(model, plan(0, 3))
-    with pytest.raises(ValueError, match=r"separates 0\.weight .* whose gradients are sparse"):
-        check_plan(model, plan(0, 1, 3))
-
-
-def test_a_cut_may_not_separate_two_uses_of_a_buffer_that_training_writes_to():
-    norm = nn.BatchNorm1d(2, affine=False)
-    model = nn.Sequential(norm, nn.Linear(2, 2), norm)
-    check_plan(model, plan(0, 3))
-    with pytest.raises(ValueError, match=r"separates 0\.running_mean \(stage 0\) and 2\.running_mean"):
-        check_plan(model, plan(0, 2, 3))
 
 
 def test_a_buffer_that_nobody_writes_to_may_be_in_several_stages():
