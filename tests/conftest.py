@@ -1,8 +1,12 @@
 """What tests of trainers in a world of one rank share. Loads torch only where it is used: few need it."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Open MPI's component for libfabric sleeps a second in each MPI_Init, of which the tests have hundreds.
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 JOBS = ("benchmarks", "campaigns", "launch", "measure", "mpi")  # folders whose tests need the cores
 
