@@ -16,7 +16,14 @@ from typing import Any, cast
 
 from hybridpipe.errors import REMEDIES, UserError, suggest
 from hybridpipe.files import parse, read_text
-from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive, positive_int
+from hybridpipe.planning.checks import (
+    ON_NONFINITE,
+    PRECISIONS,
+    non_negative_int,
+    one_of,
+    positive,
+    positive_int,
+)
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.request import AUTO, PlanRequest
 
@@ -143,6 +150,7 @@ class TrainConfig:
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
+    precision: str = "fp32"
     compression: str = NO_COMPRESSION
     on_nonfinite: str = "stop"
     target_accuracy: float | None = None
@@ -159,6 +167,7 @@ class TrainConfig:
         if self.clip_grad_norm is not None:
             positive("clip_grad_norm", self.clip_grad_norm)
         non_negative_int("delay_warm_up", self.delay_warm_up)
+        one_of("precision", self.precision, PRECISIONS)
         one_of("compression", self.compression, COMPRESSIONS)
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.target_accuracy is not None:

@@ -24,6 +24,7 @@ ORDER = [
     "report",
     "model",
     "device",
+    "precision",
     "config",
     "files",
     "environment",

@@ -12,6 +12,7 @@ from hybridpipe.cli.profile import build_model
 from hybridpipe.config import Config
 from hybridpipe.model.explanation import Explanation
 from hybridpipe.model.layers import explain, layers_of
+from hybridpipe.precision import Precision
 from hybridpipe.report.model import model_text
 
 
@@ -23,7 +24,7 @@ def inspect_model(config: Config) -> Explanation:
     """
     model, loss = build_model(config), config.loss.build()
     inputs, targets = first_microbatch(config, data_of(config))
-    return explain(layers_of(model, inputs, loss, targets))
+    return explain(layers_of(model, inputs, loss, targets, Precision(config.train.precision)))
 
 
 def text_of(found: Explanation, as_json: bool) -> str:

@@ -18,6 +18,7 @@ from hybridpipe.errors import UserError
 from hybridpipe.measure.layers import measure
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.precision import Precision
 
 
 def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
@@ -36,7 +37,8 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
     if samples is not None and max(sizes, default=0) > samples:
         raise UserError(f"--microbatch: must be at most the data's {samples} samples, got {max(sizes)}")
     microbatch = first_microbatch(config, source, max(sizes, default=None))
-    return _measuring()(partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes))
+    measured = partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes)
+    return _measuring()(partial(measured, precision=Precision(config.train.precision)))
 
 
 def build_model(config: Config) -> nn.Module:

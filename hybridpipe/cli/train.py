@@ -216,6 +216,7 @@ def _trainer(
         clip_grad_norm=config.train.clip_grad_norm,
         scale_learning_rate=config.train.scale_learning_rate,
         delay_warm_up=config.train.delay_warm_up,
+        precision=config.train.precision,
         compression=config.train.compression,
         predict=config.plan.predict,
         seed=config.train.seed,

@@ -9,7 +9,7 @@ import math
 import struct
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,16 +35,21 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of one tensor that crosses a cut."""
+    """Shape and type of one tensor that crosses a cut.
+
+    Args:
+        sent: its type on the way.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    sent: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's elements in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Size of the tensor's elements on the way, in bytes."""
+        return math.prod(self.shape) * self.sent.itemsize
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,30 @@ class Spec:
     def gradients(self) -> "Spec":
         """Spec of the gradients' message: a byte for each gradient, 0 if it is missing, and the gradients."""
         wanted = tuple(tensor for tensor in self.tensors if tensor.requires_grad)
-        return Spec((TensorSpec((len(wanted),), torch.uint8, False), *wanted))
+        return Spec((flags_spec(len(wanted)), *wanted))
 
 
-def spec_of(tensors: Sequence[Tensor], single: bool = False) -> Spec:
-    """Return the spec of tensors."""
-    return Spec(tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), single)
+def flags_spec(count: int) -> TensorSpec:
+    """Return the spec of a byte for each of `count` gradients."""
+    return TensorSpec((count,), torch.uint8, False, torch.uint8)
+
+
+def _as_it_is(dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+def spec_of(
+    tensors: Sequence[Tensor],
+    single: bool = False,
+    sent: Callable[[torch.dtype], torch.dtype] = _as_it_is,
+) -> Spec:
+    """Return the spec of tensors.
+
+    Args:
+        sent: returns the type in which a tensor of some type is sent.
+    """
+    specs = (TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, sent(t.dtype)) for t in tensors)
+    return Spec(tuple(specs), single)
 
 
 def encode_spec(spec: Spec) -> Tensor:
@@ -89,7 +112,7 @@ def encode_spec(spec: Spec) -> Tensor:
     Raises:
         ValueError: the spec is too long.
     """
-    tensors = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in spec.tensors]
+    tensors = [[list(t.shape), _types(t), t.requires_grad] for t in spec.tensors]
     text = json.dumps({"single": spec.single, "tensors": tensors}).encode()
     if len(text) > SPEC_BYTES:
         raise ValueError(
@@ -102,15 +125,20 @@ def encode_spec(spec: Spec) -> Tensor:
 def decode_spec(buffer: Tensor) -> Spec:
     """Return the spec that `encode_spec` was given."""
     fields = json.loads(buffer.numpy().tobytes())
-    tensors = (
-        TensorSpec(tuple(shape), getattr(torch, dtype), requires_grad)
-        for shape, dtype, requires_grad in fields["tensors"]
-    )
+    tensors = []
+    for shape, types, requires_grad in fields["tensors"]:
+        dtype, *sent = [getattr(torch, name) for name in types.split(" ")]
+        tensors.append(TensorSpec(tuple(shape), dtype, requires_grad, *sent or [dtype]))
     return Spec(tuple(tensors), fields["single"])
 
 
+def _types(tensor: TensorSpec) -> str:
+    """Return the names of a tensor's type and, if that differs, of the type that is sent."""
+    return " ".join(str(each).removeprefix("torch.") for each in dict.fromkeys((tensor.dtype, tensor.sent)))
+
+
 def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor | None], header: Sequence[int]) -> None:
-    """Write header and tensors into `buffer`, from any device and memory layout; None is skipped."""
+    """Write header and tensors into `buffer`, from any device, type and memory layout; None is skipped."""
     _HEADER.pack_into(buffer.numpy().data, 0, MAGIC, spec.num_bytes, *header, *[0] * (6 - len(header)))
     for view, tensor in zip(views(buffer, spec), tensors, strict=True):
         if tensor is not None:
@@ -136,9 +164,9 @@ def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Seque
 
 
 def views(buffer: Tensor, spec: Spec) -> tuple[Tensor, ...]:
-    """Return the message's tensors, which share the buffer's memory."""
+    """Return the message's tensors as they are sent, which share the buffer's memory."""
     return tuple(
-        buffer[start : start + tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
+        buffer[start : start + tensor.num_bytes].view(tensor.sent).view(tensor.shape)
         for start, tensor in zip(spec.offsets, spec.tensors, strict=False)
     )
 

@@ -28,6 +28,7 @@ from hybridpipe.model.tensors import TensorTree, received, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
+from hybridpipe.precision import FP32, Precision
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
 LARGEST_TAG = 2**15 - 1  # every MPI library allows it
@@ -73,8 +74,15 @@ class PointToPoint:
     object a stage, over one transport.
     """
 
-    def __init__(self, plan: Plan, stage: int, transport: Transport, device: torch.device) -> None:
-        self._stage, self._transport, self._device = stage, transport, device
+    def __init__(
+        self,
+        plan: Plan,
+        stage: int,
+        transport: Transport,
+        device: torch.device,
+        precision: Precision = FP32,
+    ) -> None:
+        self._stage, self._transport, self._device, self._sent = stage, transport, device, precision.sent
         self._chunk = stage // plan.num_groups
         self._num_stages = plan.num_stages
         self._num_tags = LARGEST_TAG // (KINDS * plan.num_stages)
@@ -114,7 +122,7 @@ class PointToPoint:
             ProtocolError: shapes or types differ from those of earlier microbatches of the same form.
         """
         tensors = tensors_of(value)
-        spec = spec_of(tensors, single=isinstance(value, Tensor))
+        spec = spec_of(tensors, isinstance(value, Tensor), self._sent)
         key = self._key(microbatch, self._stage + 1)
         known = self._specs.setdefault(key, spec)
         if known is spec:
@@ -188,7 +196,8 @@ class PointToPoint:
         posted = self._posted.pop(instruction)
         posted.pending.wait(partial(self._check_peer, posted.peer))
         posted.check()
-        return tuple(tensor.to(self._device) for tensor in views(posted.buffer, posted.spec))
+        sent = zip(views(posted.buffer, posted.spec), posted.spec.tensors, strict=True)
+        return tuple(tensor.to(self._device, spec.dtype) for tensor, spec in sent)
 
     def _post_until(self, count: int) -> None:
         """Post the program's next receives, as far as their sizes are known."""

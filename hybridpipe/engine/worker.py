@@ -131,7 +131,7 @@ class Worker:
             place,
             self.device,
             stages,
-            [PointToPoint(plan, s, self.transport, self.device) for s in held],
+            [PointToPoint(plan, s, self.transport, self.device, self.layers.precision) for s in held],
             sync,
             rule.build(parameters, plan, place.stage, self._sum_over_stages, elsewhere),
             NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks, elsewhere),

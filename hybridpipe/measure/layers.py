@@ -26,6 +26,7 @@ from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import Tree, map_tensors, norms
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
+from hybridpipe.precision import FP32, Precision
 from hybridpipe.stage.recompute import copied
 from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Agree, Loss, OptimizerFactory
@@ -50,6 +51,7 @@ def measure(
     device: torch.device | None = None,
     agree: Agree = float,
     sizes: Sequence[int] = (),
+    precision: Precision = FP32,
 ) -> ModelProfile:
     """Measure every layer of a copy of the model on one microbatch.
 
@@ -58,8 +60,9 @@ def measure(
         inputs, targets, loss: as for `Rehearsal`.
         optimizer, agree, sizes: as for `Rehearsal.measure`.
         device: where the layers run; by default the CPU.
+        precision: in which they run.
     """
-    layers = layers_of(model, inputs, loss, targets).copied()
+    layers = layers_of(model, inputs, loss, targets, precision).copied()
     return Rehearsal(layers, inputs, targets, loss, device).measure(optimizer, agree, sizes)
 
 

@@ -76,8 +76,10 @@ def observe(stages: Sequence[Stage], inputs: Tree, targets: Tree) -> list[Observ
                 crossing = tensors_of(outputs)
             else:
                 stage.forward_loss(0, value, targets, share=1.0, step=0, inputs=given, form=form)
-        returned = total_bytes(tensor for tensor in crossing if tensor.requires_grad)
-        found.append(Observed(form, before, (), LayerBytes(counting[-1], total_bytes(crossing), returned)))
+        sent_bytes = stage.layers.precision.sent_bytes
+        passed_on = sent_bytes(crossing)
+        returned = sent_bytes(tensor for tensor in crossing if tensor.requires_grad)
+        found.append(Observed(form, before, (), LayerBytes(counting[-1], passed_on, returned)))
     gradients: tuple[Tensor | None, ...] = ()
     for i, stage in reversed(list(enumerate(stages))):
         found[i] = found[i]._replace(gradients=gradients)

@@ -18,6 +18,7 @@ from hybridpipe.model.recording import LossReadsForward, Records, Unsplittable
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
+from hybridpipe.precision import FP32, Precision
 from hybridpipe.types import Loss
 
 
@@ -27,6 +28,10 @@ class Layers(Protocol):
     @property
     def model(self) -> nn.Module:
         """The user's model."""
+
+    @property
+    def precision(self) -> Precision:
+        """The precision in which the layers run."""
 
     @property
     def num_layers(self) -> int:
@@ -78,13 +83,20 @@ class SequentialLayers:
     Args:
         why_whole: the reason why a model is one layer, for the message to a plan of several.
         measurable: False if its loss reads the model itself, so that a copy cannot be measured.
+        precision: in which the layers run.
 
     Raises:
         TypeError, ValueError: the model has no layers that can be called one after the other.
     """
 
-    def __init__(self, model: nn.Module, why_whole: str = "", measurable: bool = True) -> None:
-        self.model, self.num_layers = model, sequential.num_layers(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        why_whole: str = "",
+        measurable: bool = True,
+        precision: Precision = FP32,
+    ) -> None:
+        self.model, self.num_layers, self.precision = model, sequential.num_layers(model), precision
         self.path = self.why_whole = why_whole
         self._measurable = measurable
 
@@ -103,11 +115,11 @@ class SequentialLayers:
 
     def stage(self, start: int, stop: int) -> StageModule:
         """Return the layers from `start` up to, not including, `stop`."""
-        return sequential.stage_module(self.model, start, stop)
+        return sequential.stage_module(self.model, start, stop, self.precision)
 
     def single(self) -> list[StageModule]:
         """Return each layer as a stage by itself that shares nothing, for measurements."""
-        return sequential.single_layers(self.model)
+        return sequential.single_layers(self.model, self.precision)
 
     def holders(self, plan: Plan) -> dict[str, tuple[int, ...]]:
         """Return the stages that hold each tensor, its owner first, by each of its keys in the model."""
@@ -137,7 +149,7 @@ class SequentialLayers:
         if not self._measurable:
             by_name = "a plan by name measures a copy of the model, which this loss does not read"
             raise UserError(f"{self.why_whole}; {by_name}: give a Plan of one stage")
-        return SequentialLayers(copied(self.model), self.why_whole)
+        return SequentialLayers(copied(self.model), self.why_whole, precision=self.precision)
 
 
 def shared_parameters(layers: Layers) -> tuple[SharedParameter, ...]:
@@ -151,18 +163,26 @@ def explain(layers: Layers) -> Explanation:
     return replace(layers.explain(), shared=shared_parameters(layers))
 
 
-def known_layers(model: nn.Module) -> SequentialLayers | None:
+def known_layers(model: nn.Module, precision: Precision = FP32) -> SequentialLayers | None:
     """Return the layers of a model that shows them; None if its forward must be recorded first."""
-    return SequentialLayers(model) if sequential.is_sequential(model) else None
+    return SequentialLayers(model, precision=precision) if sequential.is_sequential(model) else None
 
 
-def layers_of(model: nn.Module, inputs: Any, loss: Loss | None = None, targets: Any = None) -> Layers:
+def layers_of(
+    model: nn.Module,
+    inputs: Any,
+    loss: Loss | None = None,
+    targets: Any = None,
+    precision: Precision = FP32,
+) -> Layers:
     """Return the layers of any model; one whose forward or loss cannot run in stages is one layer.
 
     Args:
         inputs, loss, targets: as for `RecordedModel`.
     """
     try:
-        return known_layers(model) or RecordedModel(model, Records(model), inputs, loss, targets)
+        known = known_layers(model, precision)
+        return known or RecordedModel(model, Records(model, precision), inputs, loss, targets)
     except Unsplittable as error:
-        return SequentialLayers(model, str(error), measurable=not isinstance(error, LossReadsForward))
+        measurable = not isinstance(error, LossReadsForward)
+        return SequentialLayers(model, str(error), measurable, precision)

@@ -54,7 +54,7 @@ class RecordedModel:
         loss: Loss | None = None,
         targets: Any = None,
     ) -> None:
-        self.model, self.records = model, records
+        self.model, self.records, self.precision = model, records, records.precision
         self._inputs = map_tensors(Tensor.clone, inputs)  # users may refill theirs
         self._by_size: dict[tuple[int, bool], Record] = {}
         self.record = records.find(inputs, training=True, loss=loss, targets=targets)
@@ -90,7 +90,7 @@ class RecordedModel:
                 name=layer.name,
                 parameters=sum(sizes.get(name, 0) for name in names),
                 units=layer.units,
-                crossing_bytes=layer.crossing_bytes,
+                crossing_bytes=self.precision.sent_bytes(self.record.what_crosses(layer.stop)),
                 crossing_tensors=len(part.gives),
                 free_calls=len(part.free),
                 inputs=tuple(inputs[i] for i in part.needs),
@@ -227,7 +227,7 @@ class RecordedStage(StageModule):
         self._begin = None if start == 0 else names[start]
         self._end = None if stop == len(names) else names[stop]
         trees = [_tree(recorded.model, *held) for held in recorded.held[start:stop]]
-        super().__init__(trees, start, names[start:stop])
+        super().__init__(trees, start, names[start:stop], precision=recorded.precision)
         self._before = set().union(*recorded.names_held[:start])
         outside = self._before.union(*recorded.names_held[stop:])
         buffers = self.module.named_buffers()

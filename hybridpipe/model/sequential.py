@@ -10,6 +10,7 @@ from torch import nn
 from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, check_shared, uses_of
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.plan import Plan
+from hybridpipe.precision import FP32, Precision
 
 WHOLE = ""  # the name of the one layer of a model that no plan can cut: the model itself
 
@@ -30,7 +31,7 @@ def num_layers(model: nn.Module) -> int:
     return len(_layers_of(model))
 
 
-def stage_module(model: nn.Module, start: int, stop: int) -> StageModule:
+def stage_module(model: nn.Module, start: int, stop: int, precision: Precision = FP32) -> StageModule:
     """Return the layers from `start` up to, not including, `stop`."""
     layers = list(_layers_of(model).items())[start:stop]
     names = [name for name, _ in layers]
@@ -39,12 +40,13 @@ def stage_module(model: nn.Module, start: int, stop: int) -> StageModule:
         inside = [key for key, _ in uses if _layer_of(key, names) in names]
         if len(inside) < len(uses):
             shared |= dict.fromkeys(inside, uses[0][0])
-    return StageModule([layer for _, layer in layers], start, names, shared)
+    return StageModule([layer for _, layer in layers], start, names, shared, precision)
 
 
-def single_layers(model: nn.Module) -> list[StageModule]:
+def single_layers(model: nn.Module, precision: Precision = FP32) -> list[StageModule]:
     """Return each layer as a stage by itself that shares nothing, for measurements."""
-    return [StageModule([layer], i, [name]) for i, (name, layer) in enumerate(_layers_of(model).items())]
+    layers = enumerate(_layers_of(model).items())
+    return [StageModule([layer], i, [name], precision=precision) for i, (name, layer) in layers]
 
 
 def holders(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:

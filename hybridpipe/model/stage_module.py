@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hybridpipe.model.rng import may_draw_from_python
 from hybridpipe.model.signature import module_signature
 from hybridpipe.model.tensors import Tree, tensors_in
+from hybridpipe.precision import FP32, Precision
 
 SHAPES = 2**32  # forms from here on are of shapes, those below are numbers of samples
 
@@ -30,6 +31,7 @@ class StageModule:
         first_layer: index of the first layer in the whole model.
         names: the layers' names in the model; by default their indices.
         shared: the first key in the model of each tensor that layers outside the stage hold, too, by its key.
+        precision: in which the layers run.
 
     Attributes:
         shapes_vary: microbatches of as many samples may differ in shape; their inputs tell them apart.
@@ -43,8 +45,9 @@ class StageModule:
         first_layer: int = 0,
         names: Sequence[str] | None = None,
         shared: Mapping[str, str] | None = None,
+        precision: Precision = FP32,
     ) -> None:
-        self.module, self.first_layer = nn.Sequential(*layers), first_layer
+        self.module, self.first_layer, self.precision = nn.Sequential(*layers), first_layer, precision
         self.names = names or [str(first_layer + i) for i in range(len(layers))]
         self._calls: list[Callable[[Tree], Tree]] = [
             layer if name or type(layer).forward is nn.Sequential.forward else partial(_call_with, layer)

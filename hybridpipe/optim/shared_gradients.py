@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.messages import Spec, TensorSpec, check_header, pack, views
+from hybridpipe.comm.messages import Spec, TensorSpec, check_header, flags_spec, pack, views
 from hybridpipe.comm.p2p import HEADER_NAMES, KINDS, SHARED_TAG
 from hybridpipe.comm.transport import Pending, Transport
 from hybridpipe.planning.plan import Place, Plan
@@ -107,8 +107,8 @@ class SharedGradients:
 
 def _spec(parameters: Sequence[Tensor]) -> Spec:
     """Return the spec of a message: a byte for each gradient, 0 if it is missing, and the gradients."""
-    gradients = (TensorSpec(tuple(p.shape), p.dtype, False) for p in parameters)
-    return Spec((TensorSpec((len(parameters),), torch.uint8, False), *gradients))
+    gradients = (TensorSpec(tuple(p.shape), p.dtype, False, p.dtype) for p in parameters)
+    return Spec((flags_spec(len(parameters)), *gradients))
 
 
 def _parts(buffer: Tensor) -> list[Tensor]:

@@ -21,6 +21,7 @@ from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, p
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
+from hybridpipe.precision import FP32, Precision
 from hybridpipe.types import OptimizerFactory
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -68,6 +69,7 @@ class UpdateRule:
     delay_warm_up: int = 0
     compression: str = NO_COMPRESSION  # of gradients in the all-reduce over replicas
     on_nonfinite: str = "stop"
+    precision: Precision = FP32
 
     def __post_init__(self) -> None:
         one_of("compression", self.compression, COMPRESSIONS)

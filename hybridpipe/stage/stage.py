@@ -198,9 +198,11 @@ class Stage:
         self, microbatch: int, received: TensorTree | None, step: int, inputs: Tree = None, form: int = 0
     ) -> Tree:
         """Run the layers without a graph; nothing is stashed."""
-        with torch.no_grad():
+        precision = self.layers.precision
+        with torch.no_grad(), precision.forward(self.device):
             seed = partial(self._seed, step, microbatch)
-            return self.layers.run(received, inputs, seed, training=False, form=form)
+            value = self.layers.run(received, inputs, seed, training=False, form=form)
+        return value if self.loss is None else map_tensors(precision.raised, value)
 
     def backward(
         self, slot: int, gradients: Sequence[Tensor | None] = (), is_final: bool = False
@@ -317,11 +319,13 @@ class Stage:
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
         received = map_tensors(_enter, call.received)
-        value = self.layers.run(received, call.inputs, seed, training=True, form=call.form)
+        with self.layers.precision.forward(self.device):
+            value = self.layers.run(received, call.inputs, seed, training=True, form=call.form)
         self._check_unchanged(before)
         if call.share is None:
             return _passed_on(value), None
         assert self.loss is not None
+        value = map_tensors(self.layers.precision.raised, value)
         seed(self.layers.loss_key, self._loss_draws_from_python)
         loss = checked(self.loss(value, call.targets))
         if not self._loss_checked:

@@ -103,7 +103,7 @@ class PlanMaker:
         predicts: bool = False,
     ) -> None:
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
-        self._layers: Layers | None = known_layers(model)  # None until the forward is recorded
+        self._layers: Layers | None = known_layers(model, rule.precision)  # None before a recording
         self._predicts = predicts
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # microbatch sizes that "auto" may also choose
@@ -184,7 +184,7 @@ class PlanMaker:
         """
         if self._layers is None:
             microbatch = minibatch.inputs(0), self._loss, minibatch.targets(0)
-            layers = layers_of(self._model, *microbatch)
+            layers = layers_of(self._model, *microbatch, self._rule.precision)
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
         return self._layers

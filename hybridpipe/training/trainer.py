@@ -36,6 +36,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.timeline import Timeline
+from hybridpipe.precision import Precision
 from hybridpipe.report.model import model_text
 from hybridpipe.training import planmaker
 from hybridpipe.training import validation as valid
@@ -67,22 +68,21 @@ class Trainer:
             "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
         cluster: a `Cluster` or the path of a cluster.json of as many ranks, instead of a measurement.
         minibatch_size: samples behind one update, over all ranks.
-        microbatch_size: samples of a microbatch, for a plan by name. By default it is an equal share for each
-            rank; "auto" also tries a half and a quarter of it. BatchNorm's statistics are a microbatch's. A
-            `Plan` has its own number of microbatches.
-        schedule, asynchronous, vertical_sync, max_in_flight, recompute: requirements for a plan by name
-            (`PlanRequest`). The schedule "auto" is the fastest, by default among the synchronous ones.
+        microbatch_size: samples of a microbatch, for a plan by name; a `Plan` has its own number of them. By
+            default each rank's equal share; "auto" also tries a half and a quarter of it.
+        schedule, asynchronous, vertical_sync, max_in_flight, recompute: for a plan by name (`PlanRequest`).
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
             step_size=100)`. It counts minibatches; those of `no_sync` and the one after them count as one.
         clip_grad_norm: largest norm of the whole model's gradient, to which larger ones are scaled down. Not
             under asynchronous schedules, where no such norm exists.
         scale_learning_rate: under pipedream, multiply a stage's learning rate by its replicas over the first
             stage's, because it updates more seldom by that factor (PipeDream's code).
-        delay_warm_up: under asynchronous schedules, number of minibatches in which a stage whose gradients
-            are d updates late takes smaller steps: d times smaller at first, then less and less so (PipeMare,
-            MLSys 2021, section 3.1). Not under pipedream-2bw, where d is 1 in every stage.
-        compression: "fp16" sends float32 gradients between replicas as float16, in half the bytes. Sums then
-            have three digits, and those beyond 65504 are infinite.
+        delay_warm_up: under asynchronous schedules, but not pipedream-2bw: number of minibatches in which a
+            stage whose gradients are d updates late takes smaller steps, at first by d (PipeMare, MLSys 2021,
+            section 3.1).
+        precision: "bf16" computes the forward under autocast in bfloat16, and sends float32 activations and
+            their gradients over cuts as bfloat16. Weights, their gradients and the loss stay as they are.
+        compression: "fp16" sends float32 gradients between replicas as float16: three digits, up to 65504.
         predict: also measure model and machines for a given plan, for its prediction in the summary.
         seed: seed of the order of samples and of all random numbers of layers and data sets.
         num_workers: loader processes of each rank that loads samples; 0 loads them when they are needed.
@@ -91,9 +91,8 @@ class Trainer:
         world: the ranks that train together; by default MPI.COMM_WORLD.
         hang_timeout: seconds in one instruction or one wait for other ranks, after which a rank reports the
             state of every rank and ends the job; 0 for never.
-        on_nonfinite: reaction to a NaN or infinite loss or gradient. "stop" ends the job with one line that
-            names it; "skip" leaves the update out, on all ranks or, under asynchronous schedules, on all
-            replicas of the stage; "ignore" does not check.
+        on_nonfinite: where a loss or gradient is NaN or infinite: "stop" ends the job and names it, "skip"
+            leaves the update out, on all ranks or an asynchronous stage's replicas; "ignore" does not check.
         metrics: functions by name for evaluation, called with (outputs, targets) of a microbatch; each
             returns (sum, count), and `evaluate` returns sum over count of the data set. One called "accuracy"
             replaces the accuracy that is counted for targets that are classes.
@@ -123,6 +122,7 @@ class Trainer:
         clip_grad_norm: float | None = None,
         scale_learning_rate: bool = True,
         delay_warm_up: int = 0,
+        precision: str = "fp32",
         compression: str = NO_COMPRESSION,
         predict: bool = False,
         seed: int = 0,
@@ -146,7 +146,7 @@ class Trainer:
         self._feed = Feed(self.world, self.seed, minibatch_size, num_workers, collate_fn)
         delay_warm_up = valid.integer("delay_warm_up", delay_warm_up, least=0)
         rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
-        self.rule = UpdateRule(*rates, compression, on_nonfinite)
+        self.rule = UpdateRule(*rates, compression, on_nonfinite, Precision(precision))
         keep_freed_memory()
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
         given, schedule = planmaker.read_given(plan, schedule)

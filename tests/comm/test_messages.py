@@ -31,6 +31,10 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
+def tensor_spec(shape, dtype, requires_grad=False, sent=None) -> TensorSpec:
+    return TensorSpec(shape, dtype, requires_grad, sent or dtype)
+
+
 def sent(tensors) -> tuple[torch.Tensor, ...]:
     """Return tensors packed into a message and unpacked again."""
     spec = spec_of(tensors)
@@ -122,9 +126,10 @@ def test_foreign_bytes_are_told():
 
 SPECS = [
     Spec((), single=False),
-    Spec((TensorSpec((), torch.float32, True),), single=True),
-    Spec((TensorSpec((2, 0, 3), torch.bool, False), TensorSpec((7,), torch.bfloat16, True)), single=False),
-    Spec(tuple(TensorSpec((i,), dtype, dtype.is_floating_point) for i, dtype in enumerate(DTYPES))),
+    Spec((tensor_spec((), torch.float32, True),), single=True),
+    Spec((tensor_spec((2, 0, 3), torch.bool), tensor_spec((7,), torch.bfloat16, True)), single=False),
+    Spec((tensor_spec((3,), torch.float32, True, torch.bfloat16), tensor_spec((3,), torch.int64))),
+    Spec(tuple(tensor_spec((i,), dtype, dtype.is_floating_point) for i, dtype in enumerate(DTYPES))),
 ]
 
 
@@ -136,9 +141,20 @@ def test_a_spec_survives_its_encoding(spec):
 
 
 def test_what_cannot_be_described_is_refused():
-    spec = Spec((TensorSpec((1, 2, 3, 4), torch.float32, True),) * 200)
+    spec = Spec((tensor_spec((1, 2, 3, 4), torch.float32, True),) * 200)
     with pytest.raises(ValueError, match=r"must fit in 4096 bytes, got \d+ bytes for 200 tensors"):
         encode_spec(spec)
+
+
+def test_a_tensor_may_travel_in_half_its_bytes():
+    tensors = [torch.tensor([1.0, 1 / 3, 1e30], requires_grad=True), torch.tensor([7])]
+    spec = spec_of(tensors, sent=lambda dtype: torch.bfloat16 if dtype == torch.float32 else dtype)
+    buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
+    pack(buffer, spec, tensors, HEADER)
+    values, integers = views(buffer, spec)
+    assert spec.tensors[0].num_bytes == 6 and spec.tensors[0].dtype == torch.float32
+    assert torch.equal(values, tensors[0].detach().bfloat16()) and torch.equal(integers, tensors[1])
+    assert spec.gradients.tensors[1] == spec.tensors[0]
 
 
 def test_gradients_come_back_for_what_requires_one():

@@ -27,7 +27,8 @@ from hybridpipe.model.recording.refusals import hooked_and_opened, random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.recording.units import has_hooks, units_of
 from hybridpipe.model.recording.watch import Watch
-from hybridpipe.model.tensors import tensors_in
+from hybridpipe.model.tensors import map_tensors, tensors_in
+from hybridpipe.precision import FP32, Precision
 from hybridpipe.types import Loss
 
 MOST_RECORDINGS = 16  # each opens units, or is compared with the one before
@@ -47,6 +48,7 @@ class _Task(NamedTuple):
     share: float
     watch: Watch
     hooked: Mapping[str, nn.Module]
+    precision: Precision
 
 
 def record(
@@ -57,20 +59,21 @@ def record(
     loss: Loss | None = None,
     targets: Any = None,
     share: float = 1.0,
+    precision: Precision = FP32,
 ) -> Record:
     """Record a model's forward.
 
     Units compute shapes only, glue that follows from the inputs alone computes for real. A unit without
     known shapes runs on random numbers. A forward whose glue fake tensors cannot run is recorded for real.
-    Parameters and buffers on the meta device need no numbers. Record in the contexts, such as autocast, in
-    which the slices will run. A loss gets random numbers in place of what the model returns; where it fails
-    on them, all is recorded for real.
+    Parameters and buffers on the meta device need no numbers. A loss gets random numbers in place of what the
+    model returns; where it fails on them, all is recorded for real.
 
     Args:
         inputs: a dict goes by keyword, a tuple or list by position, anything else alone.
         training: record with gradients and in the modules' own modes; otherwise under `eval()` and `no_grad`.
         loss: takes what the model returns, and `targets`; it is checked to read nothing else of the forward.
         share: modules with more than this part of the parameters are opened, in (0, 1].
+        precision: in which the slices will run.
 
     Raises:
         Unsplittable: the forward, or the loss, cannot be run in slices.
@@ -79,7 +82,7 @@ def record(
     own = [model, loss] if isinstance(loss, nn.Module) else [model]
     watch = Watch(tensor for each in own for tensor in (*each.parameters(), *each.buffers()))
     hooked = {path: module for path, module in model.named_modules() if has_hooks(module)}
-    task = _Task(model, args, kwargs, loss, targets, share, watch, hooked)
+    task = _Task(model, args, kwargs, loss, targets, share, watch, hooked, precision)
     with _untouched(*own), torch.set_grad_enabled(training):
         if not training:
             model.eval()
@@ -92,7 +95,8 @@ def record(
                 raise
             except Exception:  # glue that does not know its shapes, or a loss that is not for any numbers
                 made = _checked(task, None)
-            _refuse_random_path(made, model, pytree.tree_leaves((args, kwargs)))
+            with precision.recording():
+                _refuse_random_path(made, model, pytree.tree_leaves((args, kwargs)))
             return made
         except Unsplittable:
             raise
@@ -109,6 +113,7 @@ def _checked(task: _Task, fake: FakeTensorMode | None) -> Record:
     if task.loss is not None:
         # not fake: a loss may pick tokens by a mask
         outputs = recorder.outputs if fake is None else random_like(recorder.outputs)
+        outputs = map_tensors(task.precision.raised, outputs)
         with task.watch, LossReads(recorder.made, outputs):
             task.loss(outputs, task.targets)
     return made
@@ -124,7 +129,8 @@ def _agreeing(task: _Task, fake: FakeTensorMode | None) -> tuple[Record, Recorde
         units = units_of(task.model, opened, task.share)
         _refuse_hooks(task.hooked, units)
         recorder = Recorder(task.model, units, task.watch, fake)
-        found = recorder.run(task.args, task.kwargs)
+        with task.precision.recording():
+            found = recorder.run(task.args, task.kwargs)
         task.watch.restore()
         if recorder.escapes:
             opened, before = opened | recorder.escapes, []

@@ -49,7 +49,6 @@ class RecordedLayer:
         start: index of its first event.
         stop: index behind its last event.
         name: label of its only unit call, "first..last" of several; with "#2" for a second call.
-        crossing_bytes: bytes of the values that cross behind it; 0 for the last layer.
         units: paths of the units that it calls.
         weights: parameters and buffers that it uses, free glue left out.
     """
@@ -57,7 +56,6 @@ class RecordedLayer:
     start: int
     stop: int
     name: str
-    crossing_bytes: int
     units: tuple[str, ...]
     weights: tuple[str, ...]
 
@@ -259,9 +257,9 @@ class Record:
         uses = {value: i for i, event in enumerate(self.events) for value in event.uses}
         return uses | dict.fromkeys(self.output_values, len(self.events))
 
-    def crossing_bytes(self, cut: int) -> int:
-        """Return the bytes of the values that cross a cut."""
-        return sum(self.values[value].bytes for value in self.crossing(cut).values)
+    def what_crosses(self, cut: int) -> list[ValueInfo]:
+        """Return the values that cross a cut; none behind the last event."""
+        return [self.values[value] for value in self.crossing(cut).values] if cut < len(self.events) else []
 
     @cached_property
     def forbidden(self) -> Mapping[int, str]:
@@ -318,7 +316,11 @@ class Record:
     def _best_cut(self, places: Sequence[int]) -> int | None:
         """Return the cheapest allowed place, the latest of equals."""
         allowed = [cut for cut in places if cut not in self.forbidden]
-        return min(allowed, key=lambda cut: (self.crossing_bytes(cut), -cut), default=None)
+
+        def cost(cut: int) -> tuple[int, int]:
+            return sum(value.bytes for value in self.what_crosses(cut)), -cut
+
+        return min(allowed, key=cost, default=None)
 
     def _layer(self, start: int, stop: int) -> RecordedLayer:
         events = self.events[start:stop]
@@ -329,7 +331,6 @@ class Record:
             start=start,
             stop=stop,
             name=RANGE.join(dict.fromkeys(names)),
-            crossing_bytes=self.crossing_bytes(stop) if stop < len(self.events) else 0,
             units=tuple(dict.fromkeys(event.name for event in calls)),
             weights=tuple(sorted(map(str, weights))),
         )

@@ -18,6 +18,7 @@ from hybridpipe.model.recording.forward import record
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.rng import preserved_state
+from hybridpipe.precision import FP32, Precision
 from hybridpipe.types import Loss
 
 CPU = torch.device("cpu")
@@ -34,22 +35,25 @@ class _Path(NamedTuple):
 class Records:
     """Records of one model."""
 
-    def __init__(self, model: nn.Module, *, share: float = SHARE, most: int = 8) -> None:
+    def __init__(
+        self, model: nn.Module, precision: Precision = FP32, *, share: float = SHARE, most: int = 8
+    ) -> None:
         """Begin without records.
 
         Args:
+            precision: in which the model is recorded and run.
             share: modules with more than this part of the parameters are opened, in (0, 1]; unless the first
                 forward can only be recorded with such modules whole.
             most: paths that are recorded for one structure and shape of inputs.
         """
-        self._model, self._share, self._most = model, share, most
+        self._model, self.precision, self._share, self._most = model, precision, share, most
         self._lookup = ModelLookup(model)
         self._paths: dict[Hashable, list[_Path]] = defaultdict(list)
         self._numbers: dict[Hashable, set[Hashable]] = defaultdict(set)  # that came with a shape
 
     def on(self, model: nn.Module) -> "Records":
         """Return these records for a copy of the model."""
-        copies = Records(model, share=self._share, most=self._most)
+        copies = Records(model, self.precision, share=self._share, most=self._most)
         for key, paths in self._paths.items():
             copies._paths[key] = [copies._path(path.record) for path in paths]
         return copies
@@ -83,14 +87,15 @@ class Records:
         reason = ""
         for path in paths:
             try:
-                with preserved_state(CPU, python_too=False):
+                with preserved_state(CPU, python_too=False), self.precision.recording():
                     path.guards.run((), leaves, _seed)
                 return path.record
             except Diverged as error:
                 reason = str(error)
         if len(paths) >= self._most:
             raise Unsplittable(f"more than {self._most} paths for inputs of one shape: {reason}")
-        made = partial(record, self._model, inputs, training=training, loss=loss, targets=targets)
+        of_loss = {"loss": loss, "targets": targets, "precision": self.precision}
+        made = partial(record, self._model, inputs, training=training, **of_loss)
         found = self._opening(made)
         paths.append(self._path(found))
         return found

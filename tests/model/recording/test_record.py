@@ -45,7 +45,8 @@ def test_layers_cover_the_events_and_charge_what_crosses():
     made = made_of(models.Aliases)
     assert made.layers[0].start == 0 and made.layers[-1].stop == len(made.events)
     assert [a.stop for a in made.layers[:-1]] == cut_places(made)
-    assert [layer.crossing_bytes for layer in made.layers] == [8 * 12 * 8, *[2 * 8 * 12 * 8] * 3, 0]
+    crossing = [sum(value.bytes for value in made.what_crosses(layer.stop)) for layer in made.layers]
+    assert crossing == [8 * 12 * 8, *[2 * 8 * 12 * 8] * 3, 0]
     assert made.layers[1].units == ("blocks.0.0",)
     assert made.layers[1].weights == ("blocks.0.0.bias", "blocks.0.0.weight")
     assert len({layer.name for layer in made.layers}) == len(made.layers)
