@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpipe.planning.checks import PRECISIONS, one_of
 
-_LOW = {"bf16": torch.bfloat16}
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Precision:
     def low(self) -> torch.dtype | None:
         """The type of 16 bits; None where there is none."""
         return _LOW.get(self.name)
+
+    @property
+    def scales_loss(self) -> bool:
+        """True if small gradients would vanish unless losses are scaled."""
+        return self.low == torch.float16
 
     def forward(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context for one microbatch's forward, without its loss."""

@@ -208,6 +208,9 @@ class _Reading:
         result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
         mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.trained}
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
+        match state.meta.get("loss_scale"):
+            case [float(value), int(updates)]:
+                result.loss_scale = value, updates
         if mine:
             result.parameters |= mine
             self.optimizers.add(str(state.meta.get("optimizer")))

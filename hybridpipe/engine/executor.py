@@ -288,7 +288,7 @@ class ProgramRun:
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, received, at.step, *given, form)
         else:
-            of_loss = *given, at.minibatch.num_samples, form
+            of_loss = *given, at.minibatch.num_samples, form, self.executor.update.loss_scale.value
             loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *of_loss)
             self._check_loss(loss, at.share)
             self.losses[m] = self.unchecked[m] = loss
@@ -350,10 +350,11 @@ class ProgramRun:
         weighed = self.executor.loss_weights.weigh(losses, self.stream.sizes)
         update.scale(weighed.factor)
         values = {m: loss.value for m, loss in losses.items()}
-        if check is None or check.allows(values, self.stream, step, has_weight=weighed.has_weight):
+        of_loss = weighed.has_weight, update.loss_scale
+        if check is None or check.allows(values, self.stream, step, *of_loss):
             update.step(count)
         else:  # counts as an update, so that versions keep the plan's numbers
-            update.end_step(count)
+            update.skip(count)
         self.applied += count
         self.covered += count
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridpipe.engine.executor import Executor
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import overwrite
+from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
 from hybridpipe.stage.state import (
@@ -68,6 +69,7 @@ class NewState:
         model: the model's tensors, by key.
         parameters: the optimizer's state of each parameter, by key.
         num_minibatches: minibatches trained on so far, for the learning rate.
+        loss_scale: its value, and the updates since it last changed; None: there was none.
         newest: the version of the present weights, counted in updates of the stream.
         versions: older weights that microbatches in flight use, by version and key.
         random: states of the random generators; None leaves them as they are.
@@ -80,6 +82,7 @@ class NewState:
     parameters: dict[str, OfParameter] = field(default_factory=dict)
     scheduler: SchedulerState | None = None
     num_minibatches: int = 0
+    loss_scale: tuple[float, int] | None = None
     newest: int = 0
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random: Generators | None = None
@@ -156,6 +159,8 @@ def _put_update(executor: Executor, new: NewState) -> None:
         update.catch_up(new.num_minibatches)
         return
     update.num_minibatches = new.num_minibatches
+    if update.loss_scale.changes and new.loss_scale is not None:
+        update.loss_scale = LossScale(*new.loss_scale, changes=True)
     if update.scheduler is not None and new.scheduler is not None:
         update.scheduler.load_state_dict(new.scheduler.state)
 
@@ -174,6 +179,8 @@ def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[
     update = executor.update
     state = State(prefixed("model", {**layers.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
+    if update.loss_scale.changes:
+        state.meta["loss_scale"] = update.loss_scale.value, update.loss_scale.updates
     batches = executor.statistics.num_batches[executor.held.index(s)]
     state.meta[BATCHES_AGREED] = {layers.key(path): number for path, number in batches.items()}
     if update.optimizer is not None:

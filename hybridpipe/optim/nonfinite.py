@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridpipe.data.stream import Stream
 from hybridpipe.model.tensors import dense, norms, not_finite
+from hybridpipe.optim.loss_scale import UNSCALED, LossScale
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.stage import Stage
 
@@ -65,33 +66,47 @@ class NonfiniteCheck:
         self.num_skipped = 0
 
     def allows(
-        self, losses: Mapping[int, Tensor], stream: Stream, step: int, has_weight: bool = True
+        self,
+        losses: Mapping[int, Tensor],
+        stream: Stream,
+        step: int,
+        has_weight: bool = True,
+        scale: LossScale = UNSCALED,
     ) -> bool:
         """Return True if the update at `step` may be made; the same on all ranks that update together.
+
+        A gradient that a smaller scale of the loss may keep finite is no error: the update is skipped under
+        every policy.
 
         Args:
             losses: by microbatch of the stream; means, or sums of (sum, weight).
             has_weight: False if the weights of the losses add up to 0, so that the minibatch's loss is NaN.
+            scale: of the loss, by which the gradients were divided already.
 
         Raises:
             NotFinite: a number is not finite, under policy "stop".
         """
-        if self._policy == "ignore":
+        if self._policy == "ignore" and not scale.changes:
             return True
         found = None
         if losses and not has_weight:
             found = self._last + 1, self._without_weight(stream[min(losses)].step)
         elif not self._seem_finite(losses):
             found = next(self._bad(losses, stream, step), None)
-        if self._policy == "stop":
-            if found is not None:
+        if found is not None and not (scale.explains_overflow and found[0] <= self._last):
+            if self._policy == "stop":
                 raise NotFinite(found[1], self._stagger_seconds)
+            if self._policy == "ignore":
+                found = None
+        if self._policy == "stop" and not scale.changes:
             return True
         # the largest number chooses the rank that reports: nearest the origin, and one of its replicas
         mine = 0 if found is None else (1 + found[0]) * self._num_ranks + self._rank
         largest = self._agree(mine)
         if found is not None and mine == largest:
             what = f"hybridpipe: rank {self._rank}: {found[1]}; the update is skipped"
+            if scale.explains_overflow:
+                what += f", and the loss scale is now {scale.after(overflowed=True).value:g}"
             print(what, file=sys.stderr, flush=True)
         self.num_skipped += largest > 0
         return largest == 0

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.optim.fused import fused
+from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
@@ -89,6 +90,11 @@ class UpdateRule:
                     f"clip_grad_norm must not be given under {plan.schedule}, got {self.clip_grad_norm}: its "
                     "stages update at different times, so there is no norm of all gradients"
                 )
+        if self.precision.scales_loss and plan.is_asynchronous:
+            raise ValueError(
+                f"precision must not be {self.precision.name!r} under {plan.schedule}: its stages update at "
+                "different times and cannot agree on the scale of a loss; use 'bf16', which needs none"
+            )
         if self.delay_warm_up and not plan.is_asynchronous:
             raise ValueError(
                 f"delay_warm_up must be 0 under {plan.schedule}, whose gradients are never late, "
@@ -141,6 +147,7 @@ class UpdateRule:
             add_up,
             parameters,
             elsewhere,
+            DYNAMIC if self.precision.scales_loss else UNSCALED,
         )
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
@@ -187,6 +194,7 @@ class Update:
         add_up: returns the sum of a number over all stages; collective, called only with `max_norm`.
         parameters: the gradients of these are dropped after an update; by default the optimizer's.
         elsewhere: parameters whose gradients another stage counts in the norm.
+        loss_scale: the factor on the losses; by default none.
 
     Raises:
         ValueError: `step` of the optimizer or the scheduler needs an argument, or a parameter group has no
@@ -202,8 +210,9 @@ class Update:
         add_up: Callable[[float], float] = float,
         parameters: Sequence[Tensor] | None = None,
         elsewhere: Collection[Tensor] = (),
+        loss_scale: LossScale = UNSCALED,
     ) -> None:
-        self.optimizer, self.scheduler = optimizer, None
+        self.optimizer, self.scheduler, self.loss_scale = optimizer, None, loss_scale
         self.given = Given.of(optimizer)
         self.learning_rate = learning_rate or LearningRate()
         if optimizer is not None:
@@ -226,11 +235,18 @@ class Update:
             factor = self.learning_rate.factor(self.num_minibatches)
             with _multiplied(self.optimizer, factor), fused(self.optimizer):
                 self.optimizer.step()
+        self.loss_scale = self.loss_scale.after(overflowed=False)
+        self.end_step(num_minibatches)
+
+    def skip(self, num_minibatches: int = 1) -> None:
+        """Drop the gradients of `num_minibatches` minibatches, since a number is not finite."""
+        self.loss_scale = self.loss_scale.after(overflowed=True)
         self.end_step(num_minibatches)
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients by `factor`."""
+        """Multiply all gradients by `factor`, and divide them by the loss scale."""
         found = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        factor /= self.loss_scale.value
         if factor != 1 and found:
             parameters, gradients = zip(*found, strict=True)
             for parameter, gradient in zip(parameters, torch._foreach_mul(gradients, factor), strict=True):

@@ -45,6 +45,7 @@ class _Call(NamedTuple):
     share: float | None = None  # None if no loss follows
     num_samples: int = 1  # of the minibatch
     form: int = 0
+    scale: float = 1.0  # of the loss
 
 
 _Later = WeightHalf | MicrobatchRows  # the sinks of deferred weight gradients
@@ -174,12 +175,14 @@ class Stage:
         inputs: Tree = None,
         num_samples: int = 1,
         form: int = 0,
+        scale: float = 1.0,
     ) -> MicrobatchLoss:
-        """Run the layers and the loss, and stash the loss times its `MicrobatchLoss.factor`.
+        """Run the layers and the loss, and stash the loss times its `MicrobatchLoss.factor` and `scale`.
 
         Args:
             share: this microbatch's fraction of the minibatch's samples.
             num_samples: samples of the minibatch; used for a loss that returns (sum, weight).
+            scale: by which the gradients shall be larger than the loss's.
             microbatch, received, step, weights, slot, inputs, form: as in `forward`.
 
         Returns:
@@ -189,8 +192,8 @@ class Stage:
             ValueError: the loss is neither a mean nor a pair, or uses parameters from outside the stage.
         """
         key = _slot(slot, microbatch)
-        call = _Call(key, microbatch, step, received, inputs, weights, targets, share, num_samples, form)
-        loss = self._forward(call).loss
+        given = received, inputs, weights, targets, share, num_samples, form, scale
+        loss = self._forward(_Call(key, microbatch, step, *given)).loss
         assert loss is not None
         return loss
 
@@ -331,7 +334,7 @@ class Stage:
         if not self._loss_checked:
             check_no_foreign_weights(loss.value, value, self.layers)
             self._loss_checked = True
-        return loss.value * loss.factor(call.share, call.num_samples), loss.detached()
+        return loss.value * (loss.factor(call.share, call.num_samples) * call.scale), loss.detached()
 
     def _seed(self, step: int, microbatch: int, place: int, python_too: bool) -> None:
         seed_generators(random_key(self.seed, step, microbatch, place), self.device, python_too)
