@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridpipe import Plan
 from hybridpipe.model.recorded import RecordedModel
+from hybridpipe.precision import FP32, Precision
 from tests.engine.asynchronous_reference import rate_factors, versions_of
 from tests.model.one_process import OneProcess
 
@@ -28,8 +29,9 @@ class AsynchronousProcess(OneProcess):
         rate: float,
         plan: Plan,
         replicas: Mapping[str, int],
+        precision: Precision = FP32,
     ) -> None:
-        super().__init__(model, layers.record.opened, loss, rate, 0, replicas)
+        super().__init__(model, layers.record.opened, loss, rate, 0, replicas, precision)
         self.rule = {"pipedream": "vertical" if plan.vertical_sync else "pipedream"}.get(plan.schedule, "2bw")
         self.replicas = [stage.replicas for stage in plan.stages]
         self.rounds = [1] * len(plan.stages) if self.rule == "2bw" else self.replicas

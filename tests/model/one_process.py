@@ -20,7 +20,10 @@ from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.units import units_of
 from hybridpipe.model.rng import random_key
+from hybridpipe.model.tensors import map_tensors
+from hybridpipe.precision import FP32, Precision
 
+CPU = torch.device("cpu")
 LOSS = -1  # the loss's place in random keys
 
 
@@ -89,6 +92,7 @@ class OneProcess:
     Args:
         opened: paths of modules that are no units, in a record of the model.
         replicas: number of replicas that have a buffer of their own, by the buffer's name; 1 by default.
+        precision, scale: autocast's, and the factor on the loss in a backward.
     """
 
     def __init__(
@@ -99,7 +103,10 @@ class OneProcess:
         rate: float,
         seed: int = 0,
         replicas: Mapping[str, int] | None = None,
+        precision: Precision = FP32,
+        scale: float = 1.0,
     ) -> None:
+        self.precision, self.scale = precision, scale
         self.model, self.loss, self.rate, self.seed = copy.deepcopy(model), loss, rate, seed
         self.keyed = Keyed(self.model, opened)
         self.buffers = {
@@ -113,7 +120,8 @@ class OneProcess:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter.add_(parameter.grad.to_dense(), alpha=-self.rate)  # as SGD does, to the bit
+                    gradient = parameter.grad.to_dense() / self.scale
+                    parameter.add_(gradient, alpha=-self.rate)  # as SGD does, to the bit
                     parameter.grad = None
         return total
 
@@ -124,11 +132,12 @@ class OneProcess:
             part, wanted = take(inputs, start, start + size), take(targets, start, start + size)
             self.keyed.begin(lambda place, m=m: random_key(self.seed, step, m, place))
             with self.own_buffers(first + m):
-                with self.keyed:
+                with self.keyed, self.precision.forward(CPU):
                     outputs = call(self.model, part)
+                outputs = map_tensors(self.precision.raised, outputs)
                 seed_all(random_key(self.seed, step, m, LOSS))
                 value = self.loss(outputs, wanted) * (count(wanted) / whole)
-                value.backward()
+                (value * self.scale).backward()
             total += value.item()
         return total
 
@@ -151,7 +160,9 @@ class OneProcess:
             for inputs, targets, size in batches:
                 for start in range(0, count(targets), size):
                     wanted = take(targets, start, start + size)
-                    outputs = call(self.model, take(inputs, start, start + size))
+                    with self.precision.forward(CPU):
+                        outputs = call(self.model, take(inputs, start, start + size))
+                    outputs = map_tensors(self.precision.raised, outputs)
                     total += self.loss(outputs, wanted).item() * count(wanted)
         self.model.train()
         return total / sum(count(targets) for _, targets, _ in batches)
