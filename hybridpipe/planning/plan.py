@@ -111,12 +111,12 @@ class Plan:
             2019, section 3.3).
         max_in_flight: the most microbatches that a replica may stash, fewer than the schedule would; saves
             memory.
+        recompute: every stage recomputes, whatever the stages say.
         in_flight: the microbatches whose split backward has not begun, in the stage that has most; the others
             have theirs in proportion. None: those of 1f1b (ZB-H1). More fill the bubble at the start.
         weight_lag: the microbatches by which the weights' half of a split backward follows the inputs' half,
             in the stage that has fewest in flight; the others lag in proportion. None: no stage stashes more
             than the one that has most in flight. More fill the bubble at the end.
-        recompute: every stage recomputes, whatever the stages say.
         predicted: the simulator's figures, if it has run.
 
     Raises:
@@ -130,9 +130,9 @@ class Plan:
     chunks: int = 1
     vertical_sync: bool = False
     max_in_flight: int | None = None
+    recompute: bool = False
     in_flight: int | None = None
     weight_lag: int | None = None
-    recompute: bool = False
     predicted: Prediction | None = None
     format: str = PLAN_FORMAT
 

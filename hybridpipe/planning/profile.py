@@ -67,11 +67,11 @@ class LayerProfile:
         weight_seconds: the half of a split backward that computes the weight gradients. None: not measured.
         input_seconds: the other half, with the additional cost in the forward. Together they take a little
             longer than `backward_seconds`. None: `backward_seconds` less `weight_seconds`.
-        split_bytes: bytes that one microbatch keeps between the halves of a split backward: what weight
-            gradients are computed from. None: all that it kept until then.
         accumulate_seconds: the part of `backward_seconds`, and of the weights' half, that adds weight
             gradients to those of earlier microbatches; an update's first microbatch has none to add to.
         joined: the joint computation of weight gradients for several microbatches. None: there is none.
+        split_bytes: bytes that one microbatch keeps between the halves of a split backward: what weight
+            gradients are computed from. None: all that it kept until then.
     """
 
     name: str
@@ -84,9 +84,9 @@ class LayerProfile:
     gradient_bytes: int | None = None
     weight_seconds: float | None = None
     input_seconds: float | None = None
-    split_bytes: int | None = None
     accumulate_seconds: float = 0.0
     joined: JoinedProducts | None = None
+    split_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds"):
