@@ -23,20 +23,21 @@ from hybridpipe.planning.cost.formula import (
     stage_costs,
     stage_speed,
 )
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, until_backward
 from hybridpipe.planning.simulator.predict import predict
 
 # Lags to try beyond the one that is needed, as shares of the number of stages.
 BEYOND = (0, 1 / 8, 1 / 4, 1 / 2)
+TIE = 1e-9  # relative: times that differ by less are equal
 
 
 def filled(plan: Plan, profile: ModelProfile, cluster: Cluster, fits: Callable[[Plan], bool]) -> Plan | None:
     """Return a plan that splits backwards with more in flight and a longer lag, with its prediction.
 
     Of those that fit it is the one whose slowest rank takes least time, which is the pace of minibatches that
-    follow each other. None: there is no memory for any.
+    follow each other. None: no rank takes less time, or there is no memory for more.
 
     Args:
         fits: True for a plan that every rank has the memory for.
@@ -44,16 +45,20 @@ def filled(plan: Plan, profile: ModelProfile, cluster: Cluster, fits: Callable[[
     in_flight, lag = _needed(plan, profile, cluster)
     usual = max(until_backward(plan, UNLIMITED))
     more = _most(range(usual + 1, in_flight + 1), lambda count: fits(replace(plan, in_flight=count)))
-    plan = replace(plan, in_flight=more)
+    fuller = replace(plan, in_flight=more, predicted=None)
     fullest = ceil_div(plan.num_microbatches, plan.replicas[-1])
-    found = []
-    for late in _lags(plan, lag, fullest, fits):
-        timeline, prediction = predict(replace(plan, weight_lag=late), profile, cluster)
-        found.append((timeline.slowest_rank_seconds, late, prediction))
-    if not found:
-        return None
-    _, late, prediction = min(found, key=lambda each: each[:2])
-    return replace(plan, weight_lag=late, predicted=prediction)
+    best, least = None, _slowest_rank(plan, profile, cluster)[0]
+    for late in _lags(fuller, lag, fullest, fits):
+        made = replace(fuller, weight_lag=late)
+        seconds, prediction = _slowest_rank(made, profile, cluster)
+        if seconds < least * (1 - TIE):
+            best, least = replace(made, predicted=prediction), seconds
+    return best
+
+
+def _slowest_rank(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[float, Prediction]:
+    timeline, prediction = predict(plan, profile, cluster)
+    return timeline.slowest_rank_seconds, prediction
 
 
 def _lags(plan: Plan, needed: int, fullest: int, fits: Callable[[Plan], bool]) -> Iterator[int]:

@@ -187,7 +187,7 @@ def _searched(problems: Sequence[_Problem]) -> list[Candidate]:
     found = ranked(candidate for problem in problems for candidate in _candidates(problem))
     if not found:
         raise NoPlanFits(_how_far(problems[0]))
-    return ranked([*found, *_filled(found, problems[0])])
+    return ranked([*_filled(found, problems[0]), *found])  # first where equal: their pace is higher
 
 
 def _filled(found: Sequence[Candidate], problem: _Problem) -> Iterator[Candidate]:

@@ -37,6 +37,9 @@ def test_what_is_found_fits_into_memory(room):
     cluster = replace(MESSAGES, memory_bytes=100 * room + 2)
     made = plan([1] * 4, 32, "zero-bubble")
     found = fill(made, EQUAL, cluster)
+    if room == 4:  # enough for ZB-H1 alone
+        assert found is None
+        return
     assert max(peak_memory_bytes(EQUAL, found)) <= 100 * room + 2
     assert found.predicted.minibatch_seconds <= predict(made, EQUAL, cluster)[1].minibatch_seconds
 
@@ -47,9 +50,15 @@ def test_without_memory_for_any_lag_nothing_is_found():
 
 
 def test_layers_that_take_no_time_are_no_reason_for_more_than_there_is():
+    """A first stage would need any number in flight, and a last one any number of weight gradients."""
+    profile = model(layer(0, 0), *[layer(1, 2, 1)] * 3, layer(0, 0))
+    found = fill(plan([1] * 5, 12, "zero-bubble"), profile, free(5))
+    assert (found.in_flight, found.weight_lag) == (12, 12)
+
+
+def test_a_pipeline_without_a_bubble_stays_as_it_is():
     profile = model(layer(0, 0), layer(1, 2, 1), layer(0, 0))
-    found = fill(plan([1] * 3, 6, "zero-bubble"), profile, free(3))
-    assert (found.in_flight, found.weight_lag) == (6, 6)
+    assert fill(plan([1] * 3, 6, "zero-bubble"), profile, free(3)) is None
 
 
 def test_a_search_returns_the_numbers_and_what_is_best_without_them():
@@ -57,3 +66,11 @@ def test_a_search_returns_the_numbers_and_what_is_best_without_them():
     best, *others = search(profile, Cluster.flat(4, 100.0, 0.5), 32, schedule="zero-bubble")
     assert best.plan.in_flight == 10 and best.plan.predicted is not None
     assert {each.plan.in_flight for each in others} == {None}
+
+
+def test_of_equally_long_plans_the_one_of_the_higher_pace_is_first():
+    """ZB-H1 and ZB-H2 end at the same time, but the ranks of ZB-H2 are free for the next minibatch before."""
+    profile = model(*[replace(each, parameter_bytes=1000) for each in EQUAL.layers])
+    best, other, *_ = search(profile, Cluster.flat(4, 100.0, 0.0), 32, schedule="zero-bubble")
+    assert best.seconds == pytest.approx(other.seconds)
+    assert (best.plan.in_flight, other.plan.in_flight) == (7, None)
