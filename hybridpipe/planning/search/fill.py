@@ -5,7 +5,7 @@ rank has the memory that it needs. Source: ZB-2p (Qi et al., ICLR 2024, section 
 
 A first microbatch takes some time to the last stage and back. The first stage has no bubble if it forwards
 others during that time, and the last stage, which starts later, ends no later if it has weight gradients left
-for that long. The simulator decides between a few lags, since whole microbatches never fit exactly.
+for that long. The simulator decides between two lags, since whole microbatches never fit exactly.
 """
 
 import math
@@ -28,8 +28,8 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, until_backward
 from hybridpipe.planning.simulator.predict import predict
 
-# Lags to try beyond the one that is needed, as shares of the number of stages.
-BEYOND = (0, 1 / 8, 1 / 4, 1 / 2)
+# Lags to try beyond the one that is needed, as shares of the number of stages: each stage's is rounded.
+BEYOND = (0, 1 / 2)
 TIE = 1e-9  # relative: times that differ by less are equal
 
 
