@@ -223,10 +223,10 @@ def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:
 
 
 def _depth(plan: Plan) -> int:
-    """Return the microbatches in flight in a full pipeline; for GPipe, which is never full, 1F1B's."""
+    """Return the microbatches that a full pipeline holds; for GPipe, which is never full, 1F1B's."""
     if not plan.traits.has_warm_up:
         plan = replace(plan, schedule=DEFAULT)
-    return in_flight_per_stage(plan, UNLIMITED)[0] * plan.replicas[0]
+    return max(in_flight_per_stage(plan, UNLIMITED)[0], plan.weight_lag or 0) * plan.replicas[0]
 
 
 def _instructions_per_microbatch(plan: Plan) -> int:
