@@ -10,7 +10,7 @@ REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs 
     "an MPI library": f"{TRAINING} (or load one: module load openmpi)",
     "scikit-learn": "pip install 'hybridpipe[examples]'",
 }
-_LONGEST_LIST = 12  # names; a longer list is left out of the line
+_LONGEST_LIST = 16  # names; a longer list is left out of the line
 
 
 class UserError(ValueError):

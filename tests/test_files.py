@@ -119,7 +119,8 @@ CLUSTER = """\
   "wakeup_seconds": [0.0, 0.001],
   "replicated_speed": 0.9,
   "overlap": 0.5,
-  "allreduce_factor": 1.0
+  "allreduce_factor": 1.0,
+  "waits_for_messages": true
 }
 """
 
@@ -193,6 +194,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         ("stages[1].ranks", [-2], "must be an integer >= 0, got -2"),
         ("stages[0].stop", ABSENT, "is required, but missing"),
         ("stages[0].stop", 0, "must be an integer >= 1, got 0"),
+        ("weight_lag", 3, "must not be given under 1f1b, got 3: it goes with zero-bubble"),
         ("stages[0].start", -3, "must be an integer >= 0, got -3"),
         ("stages[1].start", 18, "must be 17, where the stage before ends, got 18"),
         ("stages[1].stop", 17, "must be > start = 17, got 17: a stage holds at least one layer"),
@@ -233,6 +235,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
     ],
     "cluster.json": [
         ("levels", [], "must hold at least one level, got none"),
+        ("waits_for_messages", "yes", "must be a valid boolean, got 'yes'"),
         ("levels[0].ranks", 0, "must be an integer >= 1, got 0"),
         ("levels[0].bandwidth", 0, "must be a finite number > 0, got 0"),
         ("levels[0].bandwith", 1, "unknown field (did you mean 'bandwidth'? allowed: name, ranks, "),
@@ -365,6 +368,8 @@ def plans(draw: st.DrawFn) -> Plan:
         vertical_sync=schedule == "pipedream" and draw(st.booleans()),
         max_in_flight=draw(st.none() | counts) if schedule in ("1f1b", *ASYNCHRONOUS) else None,
         recompute=draw(st.booleans()),
+        in_flight=draw(st.none() | counts) if schedule == "zero-bubble" else None,
+        weight_lag=draw(st.none() | counts) if schedule == "zero-bubble" else None,
         predicted=predicted,
     )
 
@@ -401,6 +406,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         draw(st.lists(seconds, max_size=3).map(tuple)),
         draw(rates),
         draw(st.floats(0, 1)),
+        waits_for_messages=draw(st.booleans()),
     )
 
 

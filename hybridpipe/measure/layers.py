@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -185,9 +185,10 @@ class Rehearsal:
         for i, (name, stage) in enumerate(zip(self.names, self.stages, strict=True)):
             took = {kind: value for (kind, layer), value in seconds.items() if layer == which[i]}
             batching, observed = microbatch.batching[which[i]], microbatch.layers[i].bytes
-            layers.append(
-                _layer_profile(name, took, updates.get(i, 0.0), batching, _parameter_bytes(stage), observed)
+            layer = _layer_profile(
+                name, took, updates.get(i, 0.0), batching, _parameter_bytes(stage), observed
             )
+            layers.append(replace(layer, split_bytes=microbatch.split_bytes[which[i]]))
         return Measurement(microbatch.num_samples, tuple(layers))
 
 
@@ -213,12 +214,14 @@ class _Microbatch:
 
     Args:
         batching: batched products of each layer that is run, once they have run.
+        split_bytes: bytes that each of these keeps between the halves of its backward, once that has run.
     """
 
     inputs: Tree
     targets: Tree
     layers: list[Observed]
     batching: dict[int, _Batching] = field(default_factory=dict)
+    split_bytes: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -418,6 +421,7 @@ def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_F
         (stage.backward_input if stage.split_backward else stage.backward)(0, gradients)
         took["backward", i] = watch.since(began)
         if stage.split_backward:  # at once: less memory is kept than after all layers' input gradients
+            microbatch.split_bytes[i] = stage.split_bytes(0)
             began = watch.now()
             stage.backward_weight(0)
             took["weight backward", i] = watch.since(began)

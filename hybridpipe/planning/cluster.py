@@ -139,6 +139,8 @@ class Cluster:
             nothing, in [0, 1]. The rest takes processor time, measured while all ranks of the machine
             compute.
         allreduce_factor: bytes that an all-reduce moves for each byte of a gradient (COMPRESSIONS).
+        waits_for_messages: a rank computes nothing while it sends or receives, as where sends and receives
+            block (DeepSpeed). False: messages overlap with computing, as this package's do.
     """
 
     levels: tuple[Level, ...]
@@ -152,6 +154,7 @@ class Cluster:
     replicated_speed: float = 1.0
     overlap: float = 1.0
     allreduce_factor: float = 1.0
+    waits_for_messages: bool = False
     format: str = CLUSTER_FORMAT
 
     def __post_init__(self) -> None:
@@ -285,6 +288,18 @@ class Cluster:
             return Ring(figures.latency_seconds, sent / figures.bandwidth, figures.wait_seconds)
         bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
         return Ring(2 * (m - 1) * level.latency_seconds, sent / bandwidth)
+
+    def occupied_seconds(self, num_bytes: Bytes, num_messages: int = 1) -> Bytes:
+        """Return the least seconds that messages with `num_bytes` in all keep a rank from computing.
+
+        They are handled, and where ranks wait for their messages sent over the fastest link.
+        """
+        seconds = self.handling_seconds(num_bytes, num_messages)
+        if self.waits_for_messages:
+            latency = min(level.latency_seconds for level in self.levels)
+            bandwidth = max(level.bandwidth for level in self.levels)
+            seconds = seconds + num_messages * latency + num_bytes / bandwidth
+        return seconds
 
     def handling_seconds(self, num_bytes: Bytes, num_messages: int = 1) -> Bytes:
         """Return the processor seconds, at one end, of messages with `num_bytes` in all."""

@@ -15,6 +15,8 @@ from hybridpipe.planning.checks import MAX_RANKS, non_negative_int, plain, posit
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
+# What a plan whose backwards are split may say, and the check of each.
+SPLIT_OPTIONS = {"in_flight": positive_int, "weight_lag": non_negative_int}
 
 
 class Place(NamedTuple):
@@ -110,6 +112,11 @@ class Plan:
         max_in_flight: the most microbatches that a replica may stash, fewer than the schedule would; saves
             memory.
         recompute: every stage recomputes, whatever the stages say.
+        in_flight: the microbatches whose split backward has not begun, in the stage that has most; the others
+            have theirs in proportion. None: those of 1f1b (ZB-H1). More fill the bubble at the start.
+        weight_lag: the microbatches by which the weights' half of a split backward follows the inputs' half,
+            in the stage that has fewest in flight; the others lag in proportion. None: no stage stashes more
+            than the one that has most in flight. More fill the bubble at the end.
         predicted: the simulator's figures, if it has run.
 
     Raises:
@@ -124,6 +131,8 @@ class Plan:
     vertical_sync: bool = False
     max_in_flight: int | None = None
     recompute: bool = False
+    in_flight: int | None = None
+    weight_lag: int | None = None
     predicted: Prediction | None = None
     format: str = PLAN_FORMAT
 
@@ -134,7 +143,7 @@ class Plan:
             raise ValueError("stages must hold at least one stage, got none")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
-        for name in ("num_microbatches", "num_layers", "chunks", "max_in_flight"):
+        for name in ("num_microbatches", "num_layers", "chunks", "max_in_flight", *SPLIT_OPTIONS):
             object.__setattr__(self, name, plain(getattr(self, name)))
         positive_int("num_microbatches", self.num_microbatches)
         positive_int("chunks", self.chunks)
@@ -164,6 +173,9 @@ class Plan:
                 f"got {self.num_microbatches}"
             )
         check_takes(self.schedule, self.vertical_sync, self.max_in_flight)
+        for name in SPLIT_OPTIONS:
+            if getattr(self, name) is not None:
+                self._check_split_option(name, getattr(self, name))
         if not self.traits.interleaves:
             if self.chunks != 1:
                 raise ValueError(f"chunks must be 1 unless schedule is interleaved-1f1b, got {self.chunks}")
@@ -183,6 +195,15 @@ class Plan:
                     f"stages[{s}].ranks must be those of stages[{s % self.num_groups}], "
                     f"{list(self.stages[s % self.num_groups].ranks)}, got {list(stage.ranks)}"
                 )
+
+    def _check_split_option(self, name: str, count: int) -> None:
+        """Raises ValueError unless the schedule splits backwards, and the count is one."""
+        SPLIT_OPTIONS[name](name, count)
+        if not self.traits.splits_backward:
+            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.splits_backward)
+            raise ValueError(
+                f"{name} must not be given under {self.schedule}, got {count}: it goes with {takers}"
+            )
 
     @classmethod
     def data_parallel(

@@ -70,6 +70,8 @@ class LayerProfile:
         accumulate_seconds: the part of `backward_seconds`, and of the weights' half, that adds weight
             gradients to those of earlier microbatches; an update's first microbatch has none to add to.
         joined: the joint computation of weight gradients for several microbatches. None: there is none.
+        split_bytes: bytes that one microbatch keeps between the halves of a split backward: what weight
+            gradients are computed from. None: all that it kept until then.
     """
 
     name: str
@@ -84,14 +86,16 @@ class LayerProfile:
     input_seconds: float | None = None
     accumulate_seconds: float = 0.0
     joined: JoinedProducts | None = None
+    split_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds"):
             non_negative(name, getattr(self, name))
         for name in ("parameter_bytes", "output_bytes", "activation_bytes"):
             non_negative_int(name, getattr(self, name))
-        if self.gradient_bytes is not None:
-            non_negative_int("gradient_bytes", self.gradient_bytes)
+        for name in ("gradient_bytes", "split_bytes"):
+            if getattr(self, name) is not None:
+                non_negative_int(name, getattr(self, name))
         for name in ("weight_seconds", "input_seconds"):
             if getattr(self, name) is not None:
                 non_negative(name, getattr(self, name))
@@ -285,6 +289,7 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
     """Return a function from a layer at each of `sizes` to the layer at `samples`."""
     right = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)  # 0 where only one size is known
     left = max(right - 1, 0)
+    factor = samples / sizes[right]
 
     def seconds(low: float, high: float) -> float:
         if left == right:
@@ -292,9 +297,11 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
         slope = (high - low) / (sizes[right] - sizes[left])
         return max(0.0, low + slope * (samples - sizes[left]))
 
+    def num_bytes(at_right: int | None) -> int | None:
+        return None if at_right is None else round(at_right * factor)
+
     def layer(*measured: LayerProfile) -> LayerProfile:
         low, high = measured[left], measured[right]
-        factor = samples / sizes[right]
         backward = seconds(low.backward_seconds, high.backward_seconds)
         weight = of_inputs = joined = None
         if low.joined is not None and high.joined is not None and high.joined.microbatches > factor:
@@ -320,7 +327,8 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
             accumulate_seconds=min(seconds(low.accumulate_seconds, high.accumulate_seconds), backward),
             joined=joined,
             output_bytes=round(high.output_bytes * factor),
-            gradient_bytes=None if high.gradient_bytes is None else round(high.gradient_bytes * factor),
+            gradient_bytes=num_bytes(high.gradient_bytes),
+            split_bytes=num_bytes(high.split_bytes),
             activation_bytes=round(high.activation_bytes * factor),
         )
 

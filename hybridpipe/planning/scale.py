@@ -26,13 +26,14 @@ def scaled_cluster(cluster: Cluster, scale: float) -> Cluster:
 
 
 def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
-    returned = layer.gradient_bytes
+    returned, split = layer.gradient_bytes, layer.split_bytes
     return replace(
         layer,
         parameter_bytes=round(layer.parameter_bytes / scale),
         output_bytes=round(layer.output_bytes / scale),
         activation_bytes=round(layer.activation_bytes / scale),
         gradient_bytes=None if returned is None else round(returned / scale),
+        split_bytes=None if split is None else round(split / scale),
         joined=None,  # a replay sleeps instead of computing: it neither joins products nor accumulates
         accumulate_seconds=0.0,
     )

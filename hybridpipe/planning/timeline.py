@@ -130,6 +130,19 @@ class Timeline:
         )
 
     @property
+    def slowest_rank_seconds(self) -> float:
+        """The longest time from the first computing to the end of a rank.
+
+        Minibatches that follow each other take no longer each, if no rank waits for others in between.
+        """
+        computing = (
+            (next((each for each in events if type(each.instruction) in COMPUTE), events[0]), events[-1])
+            for events in self.events.values()
+            if events
+        )
+        return max((last.end_seconds - first.start_seconds for first, last in computing), default=0.0)
+
+    @property
     def bubble_fraction(self) -> float:
         """The idle share of all ranks' time, in [0, 1]; waiting for messages and all-reduces counts as idle.
 

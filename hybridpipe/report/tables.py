@@ -262,6 +262,10 @@ def _particulars(plan: Plan) -> str:
         parts.append("weights one update old")
     if plan.max_in_flight is not None:
         parts.append(f"at most {plan.max_in_flight} in flight")
+    if plan.in_flight is not None:
+        parts.append(f"{plan.in_flight} in flight")
+    if plan.weight_lag is not None:
+        parts.append(f"weight gradients {plan.weight_lag} microbatches late")
     recomputing = [s for s in range(plan.num_stages) if plan.recomputes(s)]
     if len(recomputing) == plan.num_stages:
         parts.append("activations recomputed")

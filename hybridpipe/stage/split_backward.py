@@ -55,6 +55,14 @@ class WeightHalf:
         """Defer the gradients of a weight and its bias to `finish`."""
         self._uses.append(use)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept until `finish`: what the deferred gradients are computed from, and the others."""
+        tensors = [tensor for use in self._uses for tensor in (use.inputs, use.gradient)]
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        others = sum(stand_in.nbytes for stand_in in self._leaf_of if stand_in.grad is not None)
+        return others + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
     def finish(self) -> None:
         """Compute the deferred gradients; each leaf gets its gradient as soon as all uses are added."""
         missing = Counter(stand_in for use in self._uses for stand_in in _trained(use))

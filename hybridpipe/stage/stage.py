@@ -256,6 +256,10 @@ class Stage:
         self._weight_halves[slot] = half
         return of_inputs
 
+    def split_bytes(self, slot: int) -> int:
+        """Return the bytes kept between `backward_input` and `backward_weight`."""
+        return self._weight_halves[slot].num_bytes
+
     def backward_weight(self, slot: int) -> None:
         """Run the other half of `backward`: parameter gradients add up in `.grad`."""
         self._weight_halves.pop(slot).finish()

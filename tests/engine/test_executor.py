@@ -110,6 +110,18 @@ def test_every_plan_equals_one_process(name, schedule, recompute):
     assert_same(result, one_process(model, data, cross_entropy, momentum))
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["stashed", "recomputed"])
+@pytest.mark.parametrize("in_flight, weight_lag", [(7, None), (8, 12), (None, 5), (1, 3), (5, 0)])
+@pytest.mark.parametrize("name", ["1-1-1-1", "2-1-2", "1-3", "3-2"])
+def test_more_in_flight_and_a_longer_lag_equal_one_process(name, in_flight, weight_lag, recompute):
+    """Zero-bubble's two numbers change when weight gradients are computed, not what they are."""
+    model, data = mlp(), minibatches(24, 24, 7, 1)
+    numbers = {"in_flight": in_flight, "weight_lag": weight_lag, "recompute": recompute}
+    plan = make_plan(name, len(model), 12, "zero-bubble", **numbers)
+    result = in_threads(plan, model, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(model, data, cross_entropy, momentum))
+
+
 @pytest.mark.parametrize("name, chunks", [("1-1", 2), ("2-2", 2), ("1-1-1", 2), ("3-3", 3), ("1-1", 3)])
 def test_several_stages_on_a_rank_equal_one_process(name, chunks):
     model, data = nn.Sequential(*mlp(), nn.Linear(CLASSES, CLASSES).double()), minibatches(12, 12, 7, 1)

@@ -94,6 +94,17 @@ def test_bytes_of_an_mlp():
     ]
 
 
+def test_bytes_between_the_halves_of_a_split_backward():
+    """A layer keeps what its weights' gradients are computed from; a norm's are there, so they are kept."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    assert figures(profile_of(model), "split_bytes") == [
+        (5 * 4 + 5 * 8) * FLOAT,  # input and gradient of the output
+        0,
+        2 * 8 * FLOAT,  # gradients of weight and bias
+        (5 * 8 + 5 * 3) * FLOAT,
+    ]
+
+
 def test_parameters_of_several_layers_are_told():
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 4))

@@ -5,12 +5,12 @@ import pytest
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 
 INTERLEAVED = [schedule for schedule in SYNCHRONOUS if TRAITS[schedule].interleaves]
-# With and without recomputation where a schedule splits the backward, as in exactness.py.
+# Two ways where a schedule splits the backward, as in exactness.py.
 OTHERS = [
-    (schedule, recompute)
+    (schedule, way)
     for schedule in SYNCHRONOUS
     if schedule not in INTERLEAVED
-    for recompute in ((False, True) if TRAITS[schedule].splits_backward else (False,))
+    for way in range(2 if TRAITS[schedule].splits_backward else 1)
 ]
 OPTIMIZERS = 2
 

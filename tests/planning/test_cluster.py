@@ -149,3 +149,9 @@ def test_a_cluster_has_as_many_ranks_as_a_plan_may_have():
     assert Cluster.flat(MAX_RANKS, 1.0, 0.0).num_ranks == MAX_RANKS
     with pytest.raises(ValueError, match=f"ranks must be an integer <= {MAX_RANKS}, got"):
         Cluster.flat(MAX_RANKS + 1, 1.0, 0.0)
+
+
+def test_messages_that_a_rank_waits_for_keep_it_from_computing():
+    cluster = replace(Cluster.flat(2, 10.0, 0.5), message_seconds=0.25)
+    assert cluster.occupied_seconds(20.0, 2) == 0.5
+    assert replace(cluster, waits_for_messages=True).occupied_seconds(20.0, 2) == 0.5 + 2 * 0.5 + 2.0

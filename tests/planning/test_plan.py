@@ -42,6 +42,16 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
         ),
         (lambda: plan([1], 2, max_in_flight=0), "max_in_flight must be an integer >= 1, got 0"),
         (lambda: plan([1], 2, "gpipe", max_in_flight=3), "max_in_flight must not be given under gpipe"),
+        (lambda: plan([1], 2, "zero-bubble", in_flight=0), "in_flight must be an integer >= 1, got 0"),
+        (lambda: plan([1], 2, "zero-bubble", weight_lag=-1), "weight_lag must be an integer >= 0, got -1"),
+        (
+            lambda: plan([1], 2, weight_lag=3),
+            "weight_lag must not be given under 1f1b, got 3: it goes with zero-bubble",
+        ),
+        (
+            lambda: plan([1], 2, "zero-bubble", max_in_flight=3),
+            "max_in_flight must not be given under zero-bubble",
+        ),
         (lambda: Plan(stages((0, 2, 1)), chunks=0), "chunks must be an integer >= 1, got 0"),
         (lambda: plan([1, 1], 2, chunks=2), "chunks must be 1 unless schedule is interleaved-1f1b, got 2"),
         (

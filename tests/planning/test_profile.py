@@ -93,6 +93,11 @@ def test_no_time_is_negative_however_steep_the_line():
     assert steep.scaled_to(1).layers[0].forward_seconds == 0
 
 
+def test_what_is_kept_between_halves_goes_with_the_samples():
+    whole = model(layer(), replace(layer(), split_bytes=12), samples=4)
+    assert [each.split_bytes for each in whole.scaled_to(2).layers] == [None, 6]
+
+
 def test_what_comes_back_over_a_cut():
     assert layer(output=7).returned_bytes == 7
     tokens = replace(layer(output=7), gradient_bytes=0)

@@ -6,7 +6,7 @@ from hybridpipe.planning.scale import scaled_cluster, scaled_profile
 from hybridpipe.planning.simulator.predict import predict
 from tests.planning.helpers import model, plan
 
-LAYER = LayerProfile("layer", 1.0, 2.0, 8_000, 1_600, 640, 0.5, gradient_bytes=800)
+LAYER = LayerProfile("layer", 1.0, 2.0, 8_000, 1_600, 640, 0.5, gradient_bytes=800, split_bytes=400)
 CLUSTER = Cluster(
     (
         Level("server", 2, 4e3, 0.01),
@@ -20,7 +20,7 @@ CLUSTER = Cluster(
 def test_sizes_are_divided_and_times_kept():
     (layer,) = scaled_profile(model(LAYER), 8).layers
     assert (layer.parameter_bytes, layer.output_bytes, layer.activation_bytes) == (1_000, 200, 80)
-    assert layer.gradient_bytes == 100
+    assert (layer.gradient_bytes, layer.split_bytes) == (100, 50)
     assert (layer.forward_seconds, layer.backward_seconds, layer.update_seconds) == (1.0, 2.0, 0.5)
     (level,) = scaled_cluster(CLUSTER, 8).levels[1:]
     assert (level.bandwidth, level.shared_bandwidth, level.burst_bytes) == (125.0, 62.5, 10.0)

@@ -194,6 +194,11 @@ def test_an_asynchronous_plan_is_explained():
     assert "stale weights: those of the input stage, at most 1 in flight" in text
 
 
+def test_zero_bubbles_numbers_are_told():
+    made = Plan((StageSpec(0, 1), StageSpec(1, 3)), "zero-bubble", 8, in_flight=3, weight_lag=4)
+    assert ", 3 in flight, weight gradients 4 microbatches late" in told(made, CHAIN, FREE)
+
+
 def test_ranks_that_hold_several_stages_are_explained():
     """Two ranks, one layer a stage: each computes 6 s a microbatch, in both of its stages together."""
     profile = ModelProfile(tuple(layer(str(i)) for i in range(4)), 1)

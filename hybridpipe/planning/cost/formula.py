@@ -313,9 +313,9 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
     gradients = [sum(bucket.num_bytes for bucket in cost.buckets) for cost in costs]
     share = compute_share(cluster, plan.ranks)
     handling = np.zeros(len(costs) + 1)
-    handling[1:-1] = cluster.handling_seconds((sent + returned)[:-1], 2)
+    handling[1:-1] = cluster.occupied_seconds((sent + returned)[:-1], 2)
     sending = np.zeros(len(costs))
-    sending[1:] = cluster.handling_seconds(returned[:-1], 1)
+    sending[1:] = cluster.occupied_seconds(returned[:-1], 1)
     rings = [cluster.ring(stage.ranks) for stage in plan.stages]
     return stage_terms(
         plan.schedule,

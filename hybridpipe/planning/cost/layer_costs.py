@@ -158,9 +158,9 @@ class LayerCosts:
         """
         cluster, rounds = self.cluster, self.per_update(kind.replicas)
         parameters = self.between("parameters", width)
-        handling = cluster.handling_seconds(self.moved, 2)
+        handling = cluster.occupied_seconds(self.moved, 2)
         handling[[0, -1]] = 0.0
-        sending = cluster.handling_seconds(self.returned[:-1])
+        sending = cluster.occupied_seconds(self.returned[:-1])
         sending[0] = 0.0
         splits, none = self.request.traits.splits_backward, np.zeros(1)
         has_products = self.of_update("products", rounds).any()

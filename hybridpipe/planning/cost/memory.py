@@ -7,7 +7,8 @@ Summed over the stages that the rank holds; a parameter that several of them use
 schedule has one version of the weights. PipeDream has one for each microbatch in flight (SOSP 2019, section
 3.3), with vertical sync one for each version that the input stage still uses. 2BW has two (ICML 2021, section
 3.1). With recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al.
-2019, section 2.3). Where backwards are split, a microbatch keeps its stash until the weights' half.
+2019, section 2.3). Where backwards are split, a microbatch keeps until the weights' half what gradients of
+weights are computed from, where the profile says so (`LayerProfile.split_bytes`), or else its stash.
 """
 
 import math
@@ -20,14 +21,14 @@ from numpy.typing import NDArray
 
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import (
     ceil_div,
-    in_flight_per_stage,
     interleaved_stash,
     per_update,
     until_backward,
     versions,
+    weight_lags,
 )
 from hybridpipe.planning.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Step
 from hybridpipe.planning.sharing import counted_bytes, exchanged_bytes
@@ -54,27 +55,37 @@ class StageMemory(NamedTuple):
         parameters: one version of the weights.
         resident: weights, gradients, inputs kept for deferred products, the optimizer's state, and messages.
         stash: bytes that each microbatch keeps from its forward on.
-        working: further bytes that it keeps once its backward has begun.
+        working: further bytes that it keeps during its backward.
+        split: bytes that it keeps between the halves of a split backward.
     """
 
     parameters: Floats
     resident: Floats
     stash: Floats
     working: Floats
+    split: Floats
 
     def peak(
-        self, replicas: Ints | int, versions: Ints | int, in_flight: Ints | int, begun: Ints | int = 1
+        self,
+        replicas: Ints | int,
+        versions: Ints | int,
+        in_flight: Ints | int,
+        late: Ints | int = 0,
+        lag: Ints | int = 0,
     ) -> Floats:
         """Return the peak of a rank that holds one stage.
 
         Args:
-            in_flight: microbatches that it stashes at most.
-            begun: those of them whose backward has begun.
+            in_flight: the most microbatches that it stashes, one of which is in its backward.
+            late: those that are then between the halves of theirs.
+            lag: the most that are when another one's backward begins; as many fewer are stashed then.
         """
+        held = in_flight * self.stash + late * self.split + self.working
+        if np.any(self.split):
+            later = (in_flight + late - lag) * self.stash + lag * self.split
+            held = np.maximum(held, later + np.maximum(self.working, self.split - self.stash))
         peak: Floats = self.resident + _fusion_bytes(self.parameters, replicas)
-        peak += (versions - 1) * self.parameters
-        peak += in_flight * self.stash + begun * self.working
-        return peak
+        return peak + (versions - 1) * self.parameters + held
 
 
 def stage_memory(
@@ -86,6 +97,7 @@ def stage_memory(
     kept: Floats,
     state_factor: float,
     recompute: NDArray[np.bool_] | bool,
+    split: Floats | float = 0.0,
 ) -> StageMemory:
     """Return the memory of stages; all arrays, of bytes, broadcast against each other.
 
@@ -97,6 +109,7 @@ def stage_memory(
         received, sent: activations of a microbatch over the cuts before and behind; 0 where there is none.
         kept: inputs for deferred products (`LayerProfile.kept`), and messages with gradients of shared
             parameters, one sent and one received for each other group of ranks.
+        split: of a microbatch between the halves of a split backward.
     """
     messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
     return StageMemory(
@@ -104,6 +117,7 @@ def stage_memory(
         np.rint(parameters * (2 + state_factor)) + kept + messages,
         np.where(recompute, received, received + inside),
         np.where(recompute, inside, 0.0),
+        np.asarray(split, dtype=np.float64),
     )
 
 
@@ -117,7 +131,7 @@ def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
     if plan.traits.interleaves:
         each = [_interleaved_peak(profile, plan, group) for group in range(plan.num_groups)]
     else:
-        counts = versions_per_stage(plan), in_flight_per_stage(plan, plan.num_microbatches), _begun(plan)
+        counts = versions_per_stage(plan), *_most_held(plan)
         stages = _stages(profile, plan, range(plan.num_stages))
         each = stages.peak(np.array(plan.replicas), *map(np.array, counts)).tolist()
     return tuple(int(peak) for group, peak in enumerate(each) for _ in plan.stages[group].ranks)
@@ -138,9 +152,10 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
                 profile.layers[stage.start - 1].output_bytes if stage.start else 0,
                 layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
                 sum(layer.kept(plan.schedule, rounds) for layer in layers) + 2 * sum(exchanged[s].values()),
+                _split_bytes(layers) if plan.traits.splits_backward else math.nan,
             )
         )
-    parameters, inside, received, sent, kept = np.array(rows, dtype=np.float64).T
+    parameters, inside, received, sent, kept, split = np.array(rows, dtype=np.float64).T
     return stage_memory(
         parameters=parameters,
         inside=inside,
@@ -149,7 +164,13 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
         kept=kept,
         state_factor=profile.state_factor,
         recompute=np.array([plan.recomputes(s) for s in numbers]),
+        split=np.where(np.isnan(split), received + inside, split),
     )
+
+
+def _split_bytes(layers: Sequence[LayerProfile]) -> float:
+    """Return the bytes that a microbatch keeps between the halves of its backward; NaN where not known."""
+    return sum(math.nan if layer.split_bytes is None else layer.split_bytes for layer in layers)
 
 
 def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> float:
@@ -166,18 +187,15 @@ def _resident(stages: StageMemory, replicas: int) -> float:
     return float(stages.resident.sum() + _fusion_bytes(stages.parameters.sum(), replicas))
 
 
-def _begun(plan: Plan) -> list[int]:
-    """Return the most microbatches of each stage whose backward has begun: the one that is computed.
-
-    Where backwards are split, those whose weights' half is still to come count as well.
-    """
-    if not plan.traits.splits_backward:
-        return [1] * plan.num_stages
+def _most_held(plan: Plan) -> tuple[list[int], list[int], list[int]]:
+    """Return `in_flight`, `late` and `lag` of `StageMemory.peak` for each stage."""
     held = until_backward(plan, plan.num_microbatches)
-    return [
-        min(max(held) - here + 1, ceil_div(plan.num_microbatches, replicas))
-        for here, replicas in zip(held, plan.replicas, strict=True)
-    ]
+    if not plan.traits.splits_backward:
+        return list(held), [0] * len(held), [0] * len(held)
+    most = [ceil_div(plan.num_microbatches, replicas) for replicas in plan.replicas]
+    lags = weight_lags(plan, held)
+    late = [min(lag, count - here) for lag, count, here in zip(lags, most, held, strict=True)]
+    return list(held), late, [min(lag, count - 1) for lag, count in zip(lags, most, strict=True)]
 
 
 def versions_per_stage(plan: Plan) -> tuple[int, ...]:
@@ -247,8 +265,9 @@ class Versions:
 def curves(profile: ModelProfile, plan: Plan, timeline: Timeline) -> dict[int, Curve]:
     """Return the bytes that each rank holds over time, in stage order; never more than `peak_memory_bytes`.
 
-    A microbatch's stash exists from the start of its forward to the end of its backward or of its weights'
-    half. With recomputation the backward adds the recomputed activations. Under an asynchronous schedule an
+    A microbatch's stash exists from the start of its forward to the end of its backward. With recomputation
+    the backward adds the recomputed activations. What is left after the inputs' half of a split backward is
+    there until the end of the weights' half. Under an asynchronous schedule an
     update makes a new version where a microbatch still uses the one before, and a version ends with the last
     microbatch that uses it.
     """
@@ -266,7 +285,15 @@ def _steps(
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
     resident = int(_resident(stages, plan.replicas[group]))
     parameters = int(stages.parameters[0])
-    stash_of, working_of = (each.astype(int).tolist() for each in (stages.stash, stages.working))
+    stash_of, working_of, split_of = (
+        each.astype(int).tolist() for each in (stages.stash, stages.working, stages.split)
+    )
+    begun = [a + b for a, b in zip(stash_of, working_of, strict=True)]
+    ended = {  # bytes that are freed
+        Backward: begun,
+        BackwardInput: [a - b for a, b in zip(begun, split_of, strict=True)],
+        BackwardWeight: split_of,
+    }
     kept: Versions | None = None
     if plan.is_asynchronous:
         forwards = [event.instruction for event in events if isinstance(event.instruction, Forward)]
@@ -288,8 +315,8 @@ def _steps(
             case Step() if kept:
                 kept.update()
                 yield start, held()
-        if isinstance(instruction, Backward | BackwardWeight):
-            stash -= stash_of[instruction.chunk] + working_of[instruction.chunk]
+        if isinstance(instruction, Backward | BackwardInput | BackwardWeight):
+            stash -= ended[type(instruction)][instruction.chunk]
             if kept:
                 kept.returned(instruction.microbatch)
             yield end, held()

@@ -5,7 +5,7 @@ schedule runs each microbatch's forward before its backward, once each. A synchr
 asynchronous one updates as it goes. Sources: GPipe (Huang et al. 2019, section 2.3); 1F1B and its round robin
 over replicas (PipeDream, SOSP 2019, sections 3.2 and 3.3); 1F1B with a flush, and double-buffered weights
 (PipeDream-2BW, ICML 2021, sections 2.1 and 3.1); interleaved 1F1B (Narayanan et al., SC 2021, section 2.2.2);
-ZB-H1 (Qi et al., ICLR 2024, section 2.2).
+ZB-H1, ZB-H2 and what lies between (Qi et al., ICLR 2024, section 2).
 """
 
 import math
@@ -43,6 +43,11 @@ class Stash(NamedTuple):
 def ceil_div(a: int, b: int) -> int:
     """Return `a / b` rounded up."""
     return -(-a // b)
+
+
+def round_div(a: int, b: int) -> int:
+    """Return `a / b` rounded to the nearest integer, half up."""
+    return (2 * a + b) // (2 * b)
 
 
 def per_update(schedule: str, num_microbatches: int, replicas: int) -> int:
@@ -87,40 +92,70 @@ def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
         return _interleaved_in_flight(plan, num_microbatches)
     held = until_backward(plan, num_microbatches)
     if plan.traits.splits_backward:
-        return tuple(min(max(held), ceil_div(num_microbatches, replicas)) for replicas in plan.replicas)
+        each = zip(held, weight_lags(plan, held), plan.replicas, strict=True)
+        return tuple(min(here + lag, ceil_div(num_microbatches, replicas)) for here, lag, replicas in each)
     return held
 
 
 def until_backward(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
-    """Return `in_flight` of each stage's replica 0, within the plan's limit, for ranks that hold one stage.
+    """Return the most microbatches of each stage's replica 0 that wait for their backward.
+
+    These are the schedule's (`in_flight`), fewer within `max_in_flight`, or as the plan's `in_flight` says,
+    for ranks that hold one stage. A split backward counts with its inputs' half.
 
     Args:
         num_microbatches: of the minibatch or, under an asynchronous schedule, of the stream.
     """
+    if plan.in_flight is not None:
+        counts = _by_schedule(plan, UNLIMITED)
+        more, most = plan.in_flight - 1, max(max(counts) - 1, 1)
+        wanted = _let_pass(plan, [1 + round_div((held - 1) * more, most) for held in counts])
+        each = zip(wanted, plan.replicas, strict=True)
+        return tuple(min(held, ceil_div(num_microbatches, replicas)) for held, replicas in each)
+    counts, limit = _by_schedule(plan, num_microbatches), plan.max_in_flight
+    if limit is None or limit >= max(counts):
+        return counts
+    # In proportion, so that none waits longer than the others. With the limit on the first stages alone, the
+    # others would run ahead and then wait: 4 in flight in 8 equal stages took 2.5 times as long.
+    return tuple(_let_pass(plan, [ceil_div(held * limit, max(counts)) for held in counts]))
+
+
+def weight_lags(plan: Plan, held: Sequence[int]) -> tuple[int, ...]:
+    """Return the microbatches by which the weights' half follows the inputs' half in each stage.
+
+    By default no stage stashes more than the one that has most in flight. `Plan.weight_lag` is that of a
+    stage with fewest in flight; the others lag in proportion.
+
+    Args:
+        held: `until_backward`.
+    """
+    if plan.weight_lag is None:
+        return tuple(max(held) - here for here in held)
+    counts = _by_schedule(plan, UNLIMITED)
+    most, between = max(counts), max(max(counts) - min(counts), 1)
+    return tuple(round_div((most - here) * plan.weight_lag, between) for here in counts)
+
+
+def _by_schedule(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
+    """Return `in_flight` of each stage's replica 0."""
     counts: list[int] = []
     behind = 0
     for replicas in reversed(plan.replicas):
         counts.append(in_flight(plan.schedule, num_microbatches, replicas, behind, plan.num_microbatches))
         behind = replicas * counts[-1]
-    counts.reverse()
-    if plan.max_in_flight is None or plan.max_in_flight >= max(counts):
-        return tuple(counts)
-    return tuple(_limited(plan, counts, plan.max_in_flight))
+    return tuple(reversed(counts))
 
 
-def _limited(plan: Plan, counts: Sequence[int], limit: int) -> Iterator[int]:
-    """Yield the counts of all stages, reduced in proportion, so that none waits longer than the others.
+def _let_pass(plan: Plan, wanted: Sequence[int]) -> Iterator[int]:
+    """Yield the counts that are wanted in flight, reduced to those that the stages before let pass.
 
-    With the limit on the first stages alone, the others would run ahead and then wait: 4 in flight in 8 equal
-    stages took 2.5 times as long. With h in flight on each of r replicas, a stage forwards microbatch m
-    before it has the gradient of m - (h - 1) r, and after that of m - h r. It must therefore hold no more
-    than every stage before it lets pass, or nothing would advance. Under PipeDream a gradient counts only
-    once its round is complete.
+    With h in flight on each of r replicas, a stage forwards microbatch m before it has the gradient of
+    m - (h - 1) r, and after that of m - h r. It must therefore hold no more than every stage before it lets
+    pass, or nothing would advance. Under PipeDream a gradient counts only once its round is complete.
     """
-    rounds = plan.traits.whole_minibatch
-    most, room = max(counts), UNLIMITED
-    for held, replicas in zip(counts, plan.replicas, strict=True):
-        held = min(ceil_div(held * limit, most), 1 + room // replicas if rounds else ceil_div(room, replicas))
+    rounds, room = plan.traits.whole_minibatch, UNLIMITED
+    for count, replicas in zip(wanted, plan.replicas, strict=True):
+        held = min(count, 1 + room // replicas if rounds else ceil_div(room, replicas))
         room = min(room, (held - rounds) * replicas)
         yield held
 
@@ -143,11 +178,13 @@ def one_f_one_b(microbatches: Sequence[int], in_flight: int) -> Iterator[Instruc
 
 
 def zero_bubble(microbatches: Sequence[int], in_flight: int, lag: int) -> Iterator[Instruction]:
-    """Yield ZB-H1: 1F1B with split backwards, whose weights' half fills the bubble.
+    """Yield 1F1B with split backwards, whose weights' half fills the bubble.
+
+    ZB-H1 has 1F1B's microbatches in flight, ZB-H2 nearly twice as many; both lag as `weight_lags` does by
+    default.
 
     Args:
-        lag: microbatches by which the weights' half follows the inputs' half. It is the difference to the
-            first stage's microbatches in flight, so that no rank stashes more than that stage.
+        lag: microbatches by which the weights' half follows the inputs' half.
     """
     late: deque[int] = deque()
     for instruction in _alternate(microbatches, in_flight):
@@ -318,7 +355,7 @@ def _interleaved_of(rank: _Rank) -> Iterator[Instruction]:
 
 
 def _zero_bubble_of(rank: _Rank) -> Iterator[Instruction]:
-    return zero_bubble(rank.microbatches, rank.held, max(rank.in_flight) - rank.held)
+    return zero_bubble(rank.microbatches, rank.held, weight_lags(rank.plan, rank.in_flight)[rank.place.stage])
 
 
 def _pipedream_of(rank: _Rank) -> Iterator[Instruction]:

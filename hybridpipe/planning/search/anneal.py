@@ -235,8 +235,11 @@ class _Space:
                 pairwise(draft.edges), placed * self.start.chunks, draft.recompute, strict=True
             )
         )
+        start = self.start
+        if not TRAITS[draft.schedule].splits_backward:
+            start = replace(start, in_flight=None, weight_lag=None)
         return replace(
-            self.start,
+            start,
             stages=stages,
             schedule=draft.schedule,
             num_microbatches=draft.num_microbatches,

@@ -13,6 +13,7 @@ ones, which change the mathematics.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from hybridpipe.planning.cluster import Cluster
@@ -25,6 +26,7 @@ from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
 from hybridpipe.planning.search.bound import least_seconds
+from hybridpipe.planning.search.fill import filled
 from hybridpipe.planning.search.interleave import interleaved_plans
 from hybridpipe.planning.search.partition import partition
 from hybridpipe.planning.search.placement import dealt
@@ -68,6 +70,12 @@ class Candidate:
         """Predicted time of a minibatch."""
         assert self.plan.predicted is not None
         return self.plan.predicted.minibatch_seconds
+
+    @property
+    def seconds_without_bubble(self) -> float:
+        """The least time of a minibatch in which the ranks compute as much, however it is scheduled."""
+        assert self.plan.predicted is not None
+        return self.seconds * (1 - self.plan.predicted.bubble_fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +187,19 @@ def _searched(problems: Sequence[_Problem]) -> list[Candidate]:
     found = ranked(candidate for problem in problems for candidate in _candidates(problem))
     if not found:
         raise NoPlanFits(_how_far(problems[0]))
-    return found
+    return ranked([*_filled(found, problems[0]), *found])  # first where equal: their pace is higher
+
+
+def _filled(found: Sequence[Candidate], problem: _Problem) -> Iterator[Candidate]:
+    """Yield the best plan that splits backwards with its numbers chosen, if it may then be the best."""
+    split = (each for each in found if each.plan.traits.splits_backward and each.plan.num_stages > 1)
+    for best in islice(split, 1):
+        profile = problem.profile.scaled_to(best.samples)
+        may_fit = partial(fits, profile=profile, cluster=problem.cluster)
+        if is_simulated(best.plan) and best.seconds_without_bubble < found[0].seconds:
+            plan = filled(best.plan, profile, problem.cluster, may_fit)
+            if plan is not None:
+                yield replace(best, plan=plan)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -1,7 +1,8 @@
 """Predict: a timeline and its figures, from programs or from a plan; no torch, no MPI.
 
-Sends are buffered, as the engine's `Isend`. A synchronous minibatch is simulated from its start to its flush;
-an asynchronous pipeline until its pace repeats, or over the minibatches of `_window`.
+Sends are buffered, as the engine's `Isend`, or last until the message has arrived (`waiting`). A synchronous
+minibatch is simulated from its start to its flush; an asynchronous pipeline until its pace repeats, or over
+the minibatches of `_window`.
 """
 
 import math
@@ -18,6 +19,7 @@ from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, in_fli
 from hybridpipe.planning.schedules.instructions import Backward, Program
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.simulator.simulator import Deadlock, Simulation
+from hybridpipe.planning.simulator.waiting import WaitingSimulation
 from hybridpipe.planning.timeline import Event, Timeline
 
 __all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"]
@@ -48,7 +50,8 @@ def simulate(
     Raises:
         Deadlock: nothing can advance, although some rank is not done.
     """
-    return Simulation(programs, plan, costs, cluster, until).run()
+    kind = WaitingSimulation if cluster.waits_for_messages else Simulation
+    return kind(programs, plan, costs, cluster, until).run()
 
 
 def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeline, Prediction]:
@@ -220,10 +223,10 @@ def _returned(timeline: Timeline, plan: Plan, minibatch: int) -> float:
 
 
 def _depth(plan: Plan) -> int:
-    """Return the microbatches in flight in a full pipeline; for GPipe, which is never full, 1F1B's."""
+    """Return the microbatches that a full pipeline holds; for GPipe, which is never full, 1F1B's."""
     if not plan.traits.has_warm_up:
         plan = replace(plan, schedule=DEFAULT)
-    return in_flight_per_stage(plan, UNLIMITED)[0] * plan.replicas[0]
+    return max(in_flight_per_stage(plan, UNLIMITED)[0], plan.weight_lag or 0) * plan.replicas[0]
 
 
 def _instructions_per_microbatch(plan: Plan) -> int:

@@ -80,7 +80,7 @@ class Replicas:
 class Message:
     """A message between two ranks, created by the send or the receive, whichever comes first."""
 
-    __slots__ = ("arrived", "key", "num_bytes", "receiver", "route", "sender")
+    __slots__ = ("arrived", "is_late", "is_sent", "key", "num_bytes", "receiver", "route", "sender")
     sender: Rank
     route: Route
 
@@ -89,3 +89,4 @@ class Message:
         self.num_bytes = 0.0
         self.receiver: Rank | None = None  # once it waits
         self.arrived = False
+        self.is_sent = self.is_late = False  # for `waiting`: under way, and its receiver came after that

@@ -415,9 +415,14 @@ class Simulation:
     def arrive(self, message: Message) -> None:
         """Note the arrival of a message and wake a rank that waits for it."""
         message.arrived = True
+        if message.receiver is not None:
+            self.wake_receiver(message)
+
+    def wake_receiver(self, message: Message) -> None:
+        """Continue a rank that has waited for a message."""
         rank = message.receiver
-        if rank is not None:
-            self.wake(rank, rank.processors[0].num_jobs + 1, self.taken_late, message)
+        assert rank is not None
+        self.wake(rank, rank.processors[0].num_jobs + 1, self.taken_late, message)
 
     def taken_late(self, message: Message) -> None:
         """Take a message for which the receiver has waited."""

@@ -89,7 +89,11 @@ def reference(optimizer_factory, epochs):
     return model.state_dict(), losses
 
 
-def make_plan(name: str, schedule: str, recompute: bool = False) -> Plan:
+# Where a schedule splits the backward: recomputed, more in flight than usual, and as long a lag as there is.
+SPLIT_OPTIONS = ({}, {"recompute": True, "in_flight": 7, "weight_lag": 5})
+
+
+def make_plan(name: str, schedule: str, **options) -> Plan:
     name, _, chunks = name.partition("x")
     replicas = [int(count) for count in name.split("-")] * int(chunks or 1)
     edges = [round(i * 7 / len(replicas)) for i in range(len(replicas) + 1)]
@@ -99,7 +103,7 @@ def make_plan(name: str, schedule: str, recompute: bool = False) -> Plan:
         schedule=schedule,
         num_microbatches=MINIBATCH // MICROBATCH,
         chunks=int(chunks or 1),
-        recompute=recompute,
+        **options,
     )
 
 
@@ -157,8 +161,8 @@ def main() -> None:
             for schedule in SYNCHRONOUS:
                 traits = TRAITS[schedule]
                 if traits.interleaves == ("x" in plan):
-                    for recompute in (False, True) if traits.splits_backward else (False,):
-                        check(make_plan(plan, schedule, recompute), name, expected, losses, epochs)
+                    for options in SPLIT_OPTIONS if traits.splits_backward else SPLIT_OPTIONS[:1]:
+                        check(make_plan(plan, schedule, **options), name, expected, losses, epochs)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,32 @@ def test_zero_bubble_keeps_activations_until_the_weights_half():
     assert peak_memory_bytes(profile, recomputed) == (6 + 4, 3 * 1 + 2 * 6 + 6, 3 * 1 + 3 * 6 + 4)
 
 
+def test_zero_bubble_keeps_between_the_halves_what_the_profile_says():
+    layers = [replace(layer(activation=5, output=1), split_bytes=2)] * 3
+    assert peak_memory_bytes(model(*layers), plan([1] * 3, 8, "zero-bubble")) == (
+        3 * 6 + 4,
+        2 * 7 + 1 * 2 + 6,
+        1 * 7 + 2 * 2 + 4,
+    )
+
+
+def test_more_in_flight_and_a_longer_lag_take_memory_where_they_are():
+    """Of 3 stages with 5, 3 and 1 in flight, the last is 6 microbatches late, the second 3."""
+    profile = model(*[replace(layer(activation=5, output=1), split_bytes=2)] * 3)
+    made = plan([1] * 3, 8, "zero-bubble", in_flight=5, weight_lag=6)
+    assert peak_memory_bytes(profile, made) == (5 * 6 + 4, 3 * 7 + 3 * 2 + 6, 1 * 7 + 6 * 2 + 4)
+    # In a minibatch of 4, three are between the halves when the last one is in flight
+    short = replace(made, num_microbatches=4)
+    assert peak_memory_bytes(profile, short) == (4 * 6 + 4, 3 * 7 + 1 * 2 + 6, 1 * 7 + 3 * 2 + 4)
+
+
+def test_halves_may_keep_more_than_the_whole():
+    """The gradients of outputs come on top. At the end of the last inputs' half all four are between."""
+    profile = model(*[replace(layer(activation=5), split_bytes=50)] * 2)
+    made = plan([1] * 2, 4, "zero-bubble", weight_lag=4)
+    assert peak_memory_bytes(profile, made) == (5 + 50, 4 * 50)
+
+
 def test_a_rank_that_holds_several_stages_holds_what_they_hold():
     """Two ranks, four stages: rank 0 has F0 F1 F0.1 F1.1 before the first backward, rank 1 one less."""
     profile = model(*[layer(parameters=10 * 10**i, activation=10**i) for i in range(4)])
@@ -211,8 +237,26 @@ def made(case, schedule, **options):
 @given(CASES)
 @settings(deadline=None, derandomize=True, max_examples=50)
 def test_the_most_over_time_is_the_peak(schedule, case):
-    """On some replica of each stage; others may have fewer microbatches."""
-    chosen, profile, cluster = made(case, schedule)
+    check_most_over_time(*made(case, schedule))
+
+
+@given(
+    CASES,
+    st.lists(st.none() | st.integers(0, 300), min_size=4, max_size=4),
+    st.none() | st.integers(1, 12),
+    st.none() | st.integers(0, 12),
+)
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_the_most_over_time_is_the_peak_with_any_lag(case, split_bytes, in_flight, weight_lag):
+    numbers = {"in_flight": in_flight, "weight_lag": weight_lag}
+    chosen, profile, cluster = made(case, "zero-bubble", **numbers)
+    kept = zip(profile.layers, split_bytes, strict=False)
+    layers = tuple(replace(each, split_bytes=num_bytes) for each, num_bytes in kept)
+    check_most_over_time(chosen, replace(profile, layers=layers), cluster)
+
+
+def check_most_over_time(chosen, profile, cluster):
+    """The peak is reached on some replica of each stage; others may have fewer microbatches."""
     timeline, prediction = predict(chosen, profile, cluster)
     seen = curves(profile, chosen, timeline)
     most = {rank: max(bytes_ for _, bytes_ in curve) for rank, curve in seen.items()}

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from hybridpipe.planning.schedules.generators import (
     in_flight_per_stage,
     programs,
+    until_backward,
     version_of,
+    weight_lags,
 )
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
@@ -104,6 +106,38 @@ def test_pipedream(replicas, count, place, expected):
 )
 def test_zero_bubble(replicas, num_microbatches, place, expected):
     assert computing("zero-bubble", replicas, num_microbatches, *place) == expected
+
+
+@pytest.mark.parametrize(
+    "stage, expected",
+    [
+        # Qi et al., ICLR 2024, figure 3, bottom
+        (0, "F0 F1 F2 F3 F4 F5 F6 I0 W0 F7 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 I7 W7 all-reduce step"),
+        (1, "F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 F7 I3 W1 I4 W2 I5 W3 I6 W4 I7 W5 W6 W7 all-reduce step"),
+        (3, "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7 all-reduce step"),
+    ],
+)
+def test_zero_bubble_with_2p_less_1_in_flight_is_zb_h2(stage, expected):
+    assert computing("zero-bubble", [1] * 4, 8, stage, in_flight=7) == expected
+
+
+@pytest.mark.parametrize(
+    "replicas, ahead, late, in_flight, lags",
+    [
+        ((1, 1, 1, 1), None, None, (4, 3, 2, 1), (0, 1, 2, 3)),
+        ((1, 1, 1, 1), 8, None, (8, 6, 3, 1), (0, 2, 5, 7)),
+        ((1, 1, 1, 1), 8, 10, (8, 6, 3, 1), (0, 3, 7, 10)),
+        ((1, 1, 1, 1), 1, 10, (1, 1, 1, 1), (0, 3, 7, 10)),
+        ((1, 1, 1, 1), None, 0, (4, 3, 2, 1), (0, 0, 0, 0)),
+        ((1, 4, 1), 17, 8, (17, 3, 1), (0, 7, 8)),  # 9, 2 and 1 by the schedule
+        ((1, 4, 1), 2, None, (2, 1, 1), (0, 1, 1)),
+        ((3,), 5, 5, (1,), (0,)),  # nothing waits
+    ],
+)
+def test_more_in_flight_and_a_longer_lag_are_shared_out(replicas, ahead, late, in_flight, lags):
+    made = plan(replicas, 80, "zero-bubble", in_flight=ahead, weight_lag=late)
+    held = until_backward(made, 80)
+    assert (held, weight_lags(made, held)) == (in_flight, lags)
 
 
 @pytest.mark.parametrize(

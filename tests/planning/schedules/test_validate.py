@@ -36,6 +36,9 @@ def cases(draw):
     options = {}
     if traits.takes_max_in_flight:
         options["max_in_flight"] = draw(st.none() | st.integers(1, 6))
+    if traits.splits_backward:
+        options["in_flight"] = draw(st.none() | st.integers(1, 12))
+        options["weight_lag"] = draw(st.none() | st.integers(0, 12))
     if traits.versions == "stashed":
         options["vertical_sync"] = draw(st.booleans())
     return plan(replicas, size, schedule, **options), count
@@ -75,6 +78,8 @@ def grid():
         for limit in (1, 2, 3) if traits.takes_max_in_flight else ():
             synced = stashes and limit == 2
             yield plan(replicas, limited[0], schedule, max_in_flight=limit, vertical_sync=synced), limited[1]
+        for ahead, late in itertools.product((1, 4, 7), (0, 3, 20)) if traits.splits_backward else ():
+            yield plan(replicas, 9, schedule, in_flight=ahead, weight_lag=late), 7
     shapes = itertools.product((2, 3, 5), (1, 2, 3), (2, 3), (1, 4, 6, 15), interleaved)
     for groups, replicas, chunks, count, schedule in shapes:
         yield plan([replicas] * groups, 15, schedule, chunks=chunks), count

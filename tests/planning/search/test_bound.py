@@ -149,3 +149,11 @@ def test_three_replicas_send_to_two_receivers_in_turns():
     _, one, _ = least_seconds(plan([3, 2], 1, "pipedream"), ModelProfile((front, BEHIND), 1), slow)
     alone = 300 * 4 / 3 / 100  # at half its rate while messages are under way
     assert one == approx((1 + min(2 * alone, alone + 8 / 2) + 0.5) / 3)
+
+
+@pytest.mark.parametrize("made", [plan([2, 1], 1, "pipedream"), plan([2, 1], 6)], ids=["pipedream", "1f1b"])
+def test_waiting_for_messages_leaves_the_bounds(made):
+    waiting = replace(SWITCH, waits_for_messages=True)
+    assert list(least_seconds(made, TWO, waiting)) == list(least_seconds(made, TWO, SWITCH))
+    least = max(least_seconds(made, TWO, waiting))
+    assert least <= predict(made, TWO, waiting)[1].minibatch_seconds

@@ -90,6 +90,15 @@ def test_a_straight_line_goes_through_two_short_minibatches(monkeypatch):
         assert extended.samples_per_second == pytest.approx(whole.samples_per_second)
 
 
+def test_a_lag_longer_than_the_pipeline_is_filled_too(monkeypatch):
+    profile = model(layer(1.0, 2.0, 1), layer(1.0, 2.0, 1))
+    long = plan([1, 1], 80, "zero-bubble", in_flight=3, weight_lag=9)
+    whole = predict(long, profile, free(2))[1].minibatch_seconds
+    monkeypatch.setattr(module, "MAX_INSTRUCTIONS", 100)
+    assert module._representative(long) == (27, 45)
+    assert predict(long, profile, free(2))[1].minibatch_seconds == pytest.approx(whole)
+
+
 def test_what_is_simulated_is_known_beforehand(monkeypatch):
     synchronous, asynchronous = plan([1, 1], 12), plan([1, 1, 1], 1, "pipedream")
     monkeypatch.setattr(module, "MAX_INSTRUCTIONS", 10 * 8)  # the longer one of two

@@ -1,0 +1,76 @@
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.search.fill import filled
+from hybridpipe.planning.search.search import fits
+from hybridpipe.planning.simulator.predict import predict
+from tests.planning.helpers import free, layer, model, plan, search
+
+EQUAL = model(*[replace(layer(1, 2, 1, activation=100), weight_seconds=1)] * 4)
+MESSAGES = Cluster.flat(4, bandwidth=1e300, latency_seconds=0.5)
+
+
+def fill(made, profile, cluster):
+    return filled(made, profile, cluster, partial(fits, profile=profile, cluster=cluster))
+
+
+def test_equal_times_and_free_messages_give_zb_h2():
+    """2 p - 1 in flight, and 2 (p - 1) weight gradients left for the time to the first stage and back."""
+    found = fill(plan([1] * 4, 16, "zero-bubble"), EQUAL, free(4))
+    assert (found.in_flight, found.weight_lag) == (7, 6)
+    timeline, prediction = predict(found, EQUAL, free(4))
+    assert timeline.slowest_rank_seconds == pytest.approx(3 * 16)  # no bubble at all
+    assert found.predicted == prediction
+
+
+def test_messages_want_more_in_flight_and_a_longer_lag():
+    found = fill(plan([1] * 4, 32, "zero-bubble"), EQUAL, MESSAGES)
+    assert (found.in_flight, found.weight_lag) == (10, 9)
+
+
+@pytest.mark.parametrize("room", [4, 5, 6, 9, 30])
+def test_what_is_found_fits_into_memory(room):
+    cluster = replace(MESSAGES, memory_bytes=100 * room + 2)
+    made = plan([1] * 4, 32, "zero-bubble")
+    found = fill(made, EQUAL, cluster)
+    if room == 4:  # enough for ZB-H1 alone
+        assert found is None
+        return
+    assert max(peak_memory_bytes(EQUAL, found)) <= 100 * room + 2
+    assert found.predicted.minibatch_seconds <= predict(made, EQUAL, cluster)[1].minibatch_seconds
+
+
+def test_without_memory_for_any_lag_nothing_is_found():
+    made = plan([1] * 4, 32, "zero-bubble")
+    assert fill(made, EQUAL, replace(MESSAGES, memory_bytes=300)) is None
+
+
+def test_layers_that_take_no_time_are_no_reason_for_more_than_there_is():
+    """A first stage would need any number in flight, and a last one any number of weight gradients."""
+    profile = model(layer(0, 0), *[layer(1, 2, 1)] * 3, layer(0, 0))
+    found = fill(plan([1] * 5, 12, "zero-bubble"), profile, free(5))
+    assert (found.in_flight, found.weight_lag) == (12, 12)
+
+
+def test_a_pipeline_without_a_bubble_stays_as_it_is():
+    profile = model(layer(0, 0), layer(1, 2, 1), layer(0, 0))
+    assert fill(plan([1] * 3, 6, "zero-bubble"), profile, free(3)) is None
+
+
+def test_a_search_returns_the_numbers_and_what_is_best_without_them():
+    profile = model(*[replace(each, parameter_bytes=1000) for each in EQUAL.layers])  # dear to reduce
+    best, *others = search(profile, Cluster.flat(4, 100.0, 0.5), 32, schedule="zero-bubble")
+    assert best.plan.in_flight == 10 and best.plan.predicted is not None
+    assert {each.plan.in_flight for each in others} == {None}
+
+
+def test_of_equally_long_plans_the_one_of_the_higher_pace_is_first():
+    """ZB-H1 and ZB-H2 end at the same time, but the ranks of ZB-H2 are free for the next minibatch before."""
+    profile = model(*[replace(each, parameter_bytes=1000) for each in EQUAL.layers])
+    best, other, *_ = search(profile, Cluster.flat(4, 100.0, 0.0), 32, schedule="zero-bubble")
+    assert best.seconds == pytest.approx(other.seconds)
+    assert (best.plan.in_flight, other.plan.in_flight) == (7, None)
