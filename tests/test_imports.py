@@ -24,7 +24,6 @@ ORDER = [
     "report",
     "model",
     "device",
-    "precision",
     "config",
     "files",
     "environment",

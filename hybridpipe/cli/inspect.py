@@ -12,7 +12,7 @@ from hybridpipe.cli.profile import build_model
 from hybridpipe.config import Config
 from hybridpipe.model.explanation import Explanation
 from hybridpipe.model.layers import explain, layers_of
-from hybridpipe.precision import Precision
+from hybridpipe.model.precision import Precision
 from hybridpipe.report.model import model_text
 
 

@@ -16,9 +16,9 @@ from hybridpipe.config import Config
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.measure.layers import measure
+from hybridpipe.model.precision import Precision
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.precision import Precision
 
 
 def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:

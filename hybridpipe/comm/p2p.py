@@ -24,11 +24,11 @@ from hybridpipe.comm.messages import (
     views,
 )
 from hybridpipe.comm.transport import Pending, Transport
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.tensors import TensorTree, received, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
-from hybridpipe.precision import FP32, Precision
 
 LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
 LARGEST_TAG = 2**15 - 1  # every MPI library allows it

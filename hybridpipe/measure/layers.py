@@ -22,11 +22,11 @@ from hybridpipe.measure.observed import LayerBytes, Observed, observe, stand_ins
 from hybridpipe.measure.stopwatch import Stopwatch, Took
 from hybridpipe.model import tensors
 from hybridpipe.model.layers import Layers, layers_of, shared_parameters
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import Tree, map_tensors, norms
 from hybridpipe.optim.fused import fused
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
-from hybridpipe.precision import FP32, Precision
 from hybridpipe.stage.recompute import copied
 from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Agree, Loss, OptimizerFactory

@@ -13,12 +13,12 @@ from hybridpipe.errors import UserError
 from hybridpipe.model import plan_fit, sequential
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, Explanation, LayerFacts
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.model.recording import LossReadsForward, Records, Unsplittable
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
-from hybridpipe.precision import FP32, Precision
 from hybridpipe.types import Loss
 
 

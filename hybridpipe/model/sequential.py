@@ -8,9 +8,9 @@ from collections.abc import Collection
 from torch import nn
 
 from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, check_shared, uses_of
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.plan import Plan
-from hybridpipe.precision import FP32, Precision
 
 WHOLE = ""  # the name of the one layer of a model that no plan can cut: the model itself
 

@@ -10,10 +10,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.rng import may_draw_from_python
 from hybridpipe.model.signature import module_signature
 from hybridpipe.model.tensors import Tree, tensors_in
-from hybridpipe.precision import FP32, Precision
 
 SHAPES = 2**32  # forms from here on are of shapes, those below are numbers of samples
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
-from hybridpipe.precision import FP32, Precision
 from hybridpipe.types import OptimizerFactory
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]

@@ -28,6 +28,7 @@ from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
 from hybridpipe.model.layers import explain
+from hybridpipe.model.precision import Precision
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import non_negative
@@ -36,7 +37,6 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.timeline import Timeline
-from hybridpipe.precision import Precision
 from hybridpipe.report.model import model_text
 from hybridpipe.training import planmaker
 from hybridpipe.training import validation as valid

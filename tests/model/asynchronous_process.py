@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hybridpipe import Plan
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recorded import RecordedModel
-from hybridpipe.precision import FP32, Precision
 from tests.engine.asynchronous_reference import rate_factors, versions_of
 from tests.model.one_process import OneProcess
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recording.units import units_of
 from hybridpipe.model.rng import random_key
 from hybridpipe.model.tensors import map_tensors
-from hybridpipe.precision import FP32, Precision
 
 CPU = torch.device("cpu")
 LOSS = -1  # the loss's place in random keys

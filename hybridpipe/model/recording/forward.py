@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recording.carried import Name, refuse_carried
 from hybridpipe.model.recording.compute import random_like
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments, line_of
@@ -28,7 +29,6 @@ from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.recording.units import has_hooks, units_of
 from hybridpipe.model.recording.watch import Watch
 from hybridpipe.model.tensors import map_tensors, tensors_in
-from hybridpipe.precision import FP32, Precision
 from hybridpipe.types import Loss
 
 MOST_RECORDINGS = 16  # each opens units, or is compared with the one before

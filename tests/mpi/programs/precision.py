@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.model.layers import layers_of
+from hybridpipe.model.precision import Precision
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.optim.loss_scale import INITIAL
-from hybridpipe.precision import Precision
 from tests.model.asynchronous_process import AsynchronousProcess
 from tests.model.one_process import OneProcess
 
