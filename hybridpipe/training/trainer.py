@@ -136,7 +136,7 @@ class Trainer:
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
-        valid.check_trainable(model, loss, optimizer, lr_scheduler)
+        valid.check_trainable(model, loss, optimizer, lr_scheduler, precision)
         self._metrics = MicrobatchMetrics(loss, metrics)
         minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)
         non_negative("hang_timeout", hang_timeout)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hybridpipe.data.source import Source
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
 from hybridpipe.planning.plan import Plan
@@ -49,16 +50,19 @@ def sizes(minibatch_size: Any, microbatch_size: Any) -> tuple[int, int | None]:
     return minibatch_size, microbatch_size
 
 
-def check_trainable(model: nn.Module, loss: Any, optimizer: Any, lr_scheduler: Any) -> None:
+def check_trainable(
+    model: nn.Module, loss: Any, optimizer: Any, lr_scheduler: Any, precision: str = FP32.name
+) -> None:
     """Check the model, its loss, and the factories that each stage calls for its own parameters.
 
     Raises:
         TypeError: an argument has another type, or the model is no `nn.Module`.
-        ValueError: as `check_model` and `check_loss`.
+        ValueError: as `check_model`, `check_loss` and `check_precision`.
     """
     num_layers(model)
     check_model(model)
     check_loss(loss, model)
+    check_precision(precision, model)
     _check_factory("optimizer", optimizer, "parameters", "partial(torch.optim.SGD, lr=0.1)")
     if lr_scheduler is not None:
         example = "partial(torch.optim.lr_scheduler.StepLR, step_size=100)"
@@ -70,6 +74,23 @@ def _check_factory(name: str, factory: Any, called_with: str, example: str) -> N
     if not callable(factory):
         made = f"the {type(factory).__name__} object itself" if hasattr(factory, "step") else repr(factory)
         raise TypeError(f"{wanted}, got {made}")
+
+
+def check_precision(precision: str, model: nn.Module) -> None:
+    """Check that autocast lowers what is trained.
+
+    Raises:
+        ValueError: the precision is unknown, or a trained parameter is not in float32.
+    """
+    if Precision(precision) == FP32:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"precision={precision!r} needs trained parameters in float32, got {name} in {dtype}: call "
+                "model.float(), or leave precision at 'fp32', under which a model keeps its own types"
+            )
 
 
 def check_loss(loss: Any, model: nn.Module) -> None:

@@ -1,0 +1,126 @@
+"""Trainers in low precision beside PyTorch's own loop with autocast and GradScaler."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe import NotFinite, Plan, StageSpec
+from hybridpipe.errors import UserError
+from hybridpipe.optim.loss_scale import INITIAL
+from tests.training.helpers import seeded_mlp
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def weighed(outputs, targets):
+    classes, weights = targets
+    return (nn.functional.cross_entropy(outputs, classes, reduction="none") * weights).mean()
+
+
+def minibatches(huge: int = -1):
+    """Eight minibatches; the loss of one of them is a million times larger."""
+    generator, width = torch.Generator().manual_seed(3), seeded_mlp()[0].in_features
+    for i in range(8):
+        classes = torch.randint(0, 2, (8,), generator=generator)
+        weights = torch.full((8,), 1e6 if i == huge else 1.0)
+        yield torch.randn(8, width, generator=generator), (classes, weights)
+
+
+@pytest.fixture
+def make(make_trainer):
+    def trainer(precision, schedule="1f1b", **options):
+        model, count = seeded_mlp().float(), 1 if schedule == "pipedream" else 2
+        plan = Plan((StageSpec(0, len(model)),), schedule, num_microbatches=count)
+        given = {"loss": weighed, "optimizer": SGD, "plan": plan, "minibatch_size": 8}
+        return make_trainer(model, precision=precision, **(given | options))
+
+    return trainer
+
+
+def in_plain_pytorch(precision, huge):
+    """Two microbatches a minibatch, as PyTorch's recipe for gradient accumulation says."""
+    model = seeded_mlp().float()
+    optimizer, scaler = SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    for inputs, (classes, weights) in minibatches(huge):
+        for part in (slice(0, 4), slice(4, 8)):
+            with torch.autocast("cpu", LOW[precision]):
+                outputs = model(inputs[part])
+            scaler.scale(weighed(outputs.float(), (classes[part], weights[part])) / 2).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model, scaler.get_scale()
+
+
+CASES = [("bf16", -1, 1), ("fp16", -1, INITIAL), ("fp16", 3, INITIAL / 2)]
+
+
+@pytest.mark.parametrize("precision, huge, scale", CASES)
+def test_it_trains_what_pytorchs_own_loop_does(precision, huge, scale, make):
+    trainer = make(precision)
+    for inputs, targets in minibatches(huge):
+        trainer.train_step(inputs, targets)
+    model, told = in_plain_pytorch(precision, huge)
+    assert trainer.worker.executor.update.loss_scale.value == told == scale
+    assert trainer.worker.executor.num_skipped == (huge >= 0)
+    for own, other in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-6)  # SGD's steps are fused here
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_resumed_training_goes_on_bit_for_bit_with_its_scale(precision, make, tmp_path):
+    trainer, losses = make(precision), {}
+    for i, (inputs, targets) in enumerate(minibatches(huge=2)):
+        losses[i] = trainer.train_step(inputs, targets)
+        if i == 4:
+            trainer.save(tmp_path)
+    resumed = make(precision)
+    resumed.resume(tmp_path)
+    assert resumed.step == 5
+    for i, (inputs, targets) in enumerate(minibatches()):
+        if i > 4:
+            assert resumed.train_step(inputs, targets) == losses[i]
+    update, of_resumed = trainer.worker.executor.update, resumed.worker.executor.update
+    assert of_resumed.loss_scale == update.loss_scale
+    for own, other in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_another_precision_is_a_changed_setting(make, tmp_path):
+    trainer = make("fp16")
+    trainer.train_step(*next(minibatches()))
+    trainer.save(tmp_path)
+    with pytest.raises(UserError, match=r"precision.*'bf16'.*'fp16'"):
+        make("bf16").resume(tmp_path)
+    other = make("bf16")
+    assert any("precision" in line for line in other.resume(tmp_path, allow_changed=True))
+    assert other.worker.executor.update.loss_scale.value == 1
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow(make):
+    trainer = make("fp16")
+    inputs, (classes, weights) = next(minibatches())
+    with pytest.raises(NotFinite, match=r"the loss of step 0.*is not finite"):
+        trainer.train_step(inputs, (classes, weights * torch.inf))
+
+
+def test_asynchronous_stages_have_no_common_scale(make):
+    with pytest.raises(ValueError, match=r"precision must not be 'fp16' under pipedream: .*; use 'bf16'"):
+        make("fp16", schedule="pipedream")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types_than_float32_are_refused_since_autocast_leaves_them(dtype, make_trainer):
+    told = r"precision='bf16' needs trained parameters in float32, got 0\.weight in (float64|bfloat16): call"
+    with pytest.raises(ValueError, match=told):
+        make_trainer(seeded_mlp().to(dtype), loss=weighed, optimizer=SGD, minibatch_size=8, precision="bf16")
+
+
+def test_an_unknown_precision_is_refused(make):
+    with pytest.raises(ValueError, match=r"precision must be .*got 'half'"):
+        make("half")
