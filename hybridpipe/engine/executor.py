@@ -100,7 +100,8 @@ class Executor:
         self.forms: list[Callable[[int], int]] = []  # of the present run, by chunk
         self.stashed: StashedWeights | None = None
         if plan.is_asynchronous and place is not None:
-            self.stashed = StashedWeights(plan, place, stages[0].module, self.statistics)
+            layers = stages[0].layers
+            self.stashed = StashedWeights(plan, place, layers.module, self.statistics, layers.precision)
 
     def renew(self) -> None:
         """Adopt the layers' present modes, hooks and requires_grad. Collective over the stage's replicas."""
@@ -172,7 +173,8 @@ class Executor:
 
     def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
         self.forms = [cache(partial(_form, stage, stream, training)) for stage in self.stages]
-        for form, p2p in zip(self.forms, self.p2p, strict=True):
+        for stage, form, p2p in zip(self.stages, self.forms, self.p2p, strict=True):
+            stage.begin()
             p2p.begin(program.instructions, form, step, training)
 
     def _execute(self, run: "ProgramRun", program: RankProgram, part: Part) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.generators import versions
 from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates
@@ -40,10 +41,15 @@ class StashedWeights:
     keeps_forward_state = True
 
     def __init__(
-        self, plan: Plan, place: Place, layers: nn.Sequential, statistics: RunningStatistics
+        self,
+        plan: Plan,
+        place: Place,
+        layers: nn.Sequential,
+        statistics: RunningStatistics,
+        precision: Precision = FP32,
     ) -> None:
         self._plan, self._stage = plan, place.stage
-        self.versions = WeightVersions(layers)
+        self.versions = WeightVersions(layers, precision)
         self._layers, self._statistics = layers, statistics
         self._number = versions(plan, place.stage)
         self._replicas = plan.replicas[place.stage]
@@ -60,6 +66,7 @@ class StashedWeights:
     def begin(self, point: ResumePoint) -> None:
         """Start a stream, or continue it at a resume point."""
         self._of, self._forward_states = {}, {}
+        self.versions.begin()
         self._first = self.versions.newest - num_updates(self._plan, self._stage, point)
         self.versions.keep_from(self._first)
 

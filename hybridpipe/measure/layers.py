@@ -441,6 +441,8 @@ def _measure_updates(
 ) -> tuple[dict[int, float], int]:
     """Return the seconds of each trained layer's update, and the bytes of the optimizer's state.
 
+    Copies of the weights in another type count with that state.
+
     Args:
         in_between: runs a forward and a backward between two steps, which fills the caches as training does.
     """
@@ -473,7 +475,7 @@ def _measure_updates(
         for value in state.values()
         if isinstance(value, Tensor) and value.numel() > 1
     )
-    return updates, state_bytes
+    return updates, state_bytes + sum(stage.copied_bytes for stage in stages)
 
 
 def _dtype(stages: list[Stage], inputs: Tree) -> str:

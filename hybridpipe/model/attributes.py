@@ -1,12 +1,16 @@
 """Attributes: what modules keep beside parameters, buffers and children, as texts that can be compared.
 
-Knows modules, nothing of records. Invariant: two lists are equal only if numbers, texts, plain containers and
-configuration objects among the attributes are.
+Knows modules and their classes, nothing of records. Invariant: two lists are equal only if numbers, texts,
+plain containers, configuration objects and the states of random generators among the attributes are.
 """
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, slice, type(None), type(...), type)
@@ -30,12 +34,44 @@ def attributes(modules: Iterable[nn.Module], tensors: bool = True) -> list[tuple
     return found
 
 
+def class_attributes(modules: Iterable[nn.Module]) -> list[tuple[str, Any]]:
+    """Return the same of the modules' classes, and the plain globals that their `forward` names."""
+    classes = dict.fromkeys(base for module in modules for base in type(module).__mro__)
+    found = (pair for kind in classes if not _is_foreign(kind) for pair in _of_class(kind))
+    return [(name, _content(value, set(), tensors=True)) for name, value in found]
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "builtins", "typing")
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield a class's own attributes, and the plain globals that its `forward` names."""
+    for name, value in vars(kind).items():
+        if not name.startswith("__") and not callable(value):
+            yield name, value
+    forward = vars(kind).get("forward")
+    if isinstance(forward, FunctionType):
+        for name in forward.__code__.co_names:
+            value = forward.__globals__.get(name)
+            if isinstance(value, PLAIN) and not isinstance(value, type):
+                yield name, value
+
+
 def _content(value: Any, seen: set[int], tensors: bool, depth: int = 3) -> Any:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
         return (id(value), value._version) if tensors else Tensor
-    if depth == 0 or isinstance(value, nn.Module) or callable(value):
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if depth == 0 or isinstance(value, nn.Module | type | FunctionType | MethodType | BuiltinFunctionType):
         return type(value)
     if isinstance(value, dict):
         return [(repr(key), _content(each, seen, tensors, depth - 1)) for key, each in value.items()]
@@ -43,7 +79,15 @@ def _content(value: Any, seen: set[int], tensors: bool, depth: int = 3) -> Any:
         return [_content(each, seen, tensors, depth - 1) for each in value]
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
-    if id(value) in seen or not hasattr(value, "__dict__"):
+    held = dict(getattr(value, "__dict__", {}))
+    held |= {name: getattr(value, name, None) for name in _slots(type(value))}
+    if id(value) in seen or not held:
         return type(value)
     seen.add(id(value))
-    return [(name, _content(each, seen, tensors, depth - 1)) for name, each in vars(value).items()]
+    return [(name, _content(each, seen, tensors, depth - 1)) for name, each in held.items()]
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        yield from (names,) if isinstance(names, str) else names

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpipe.planning.checks import PRECISIONS, one_of
 
-_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-params": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Precision:
 
     Args:
         name: one of PRECISIONS. "fp32" leaves every type as the model has it; under the others autocast
-            computes in a type of 16 bits what tolerates it (torch.amp's lists).
+            computes in a type of 16 bits what tolerates it (torch.amp's lists). "bf16-params" also calls the
+            layers with copies of their matrices in that type, made once an update instead of once a forward.
     """
 
     name: str = "fp32"
@@ -34,6 +35,19 @@ class Precision:
     def low(self) -> torch.dtype | None:
         """The type of 16 bits; None where there is none."""
         return _LOW.get(self.name)
+
+    @property
+    def lowers_weights(self) -> bool:
+        """True if layers are called with copies of their weights, `copied`."""
+        return self.name == "bf16-params"
+
+    def copied(self, parameter: Tensor) -> Tensor:
+        """Return the numbers of a trained parameter as a stage is called with them.
+
+        They share the parameter's memory, unless it is a matrix that is lowered; norms' and biases' stay.
+        """
+        lowers = self.lowers_weights and parameter.dtype == torch.float32 and parameter.dim() > 1
+        return parameter.data.to(self.low) if lowers else parameter.data
 
     @property
     def scales_loss(self) -> bool:

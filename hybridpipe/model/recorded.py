@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpipe.model.attributes import attributes
+from hybridpipe.model.attributes import attributes, class_attributes
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import (
     RECORDED,
@@ -160,7 +160,7 @@ class RecordedModel:
         """
         replaced = {name for name, _ in self.record.assigned}
         buffers = [(name, id(each)) for name, each in self.model.named_buffers() if name not in replaced]
-        return attributes(self._parts), buffers
+        return attributes(self._parts), class_attributes(self._parts), buffers
 
     @cached_property
     def _parts(self) -> list[nn.Module]:
@@ -183,8 +183,22 @@ class RecordedModel:
     @cached_property
     def held(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Each layer's paths of units and names of weights; the first layer has the unused ones, too."""
-        held = [(each.units, each.weights) for each in self._slices]
-        return [(held[0][0], (*held[0][1], *self._unused)), *held[1:]]
+        (units, weights), *held = [(each.units, each.weights) for each in self._slices]
+        modules = dict.fromkeys(self._unused_module(name) or "" for name in self._unused)
+        modules.pop("", None)
+        alone = [name for name in self._unused if self._unused_module(name) is None]
+        return [((*units, *modules), (*weights, *alone)), *held]
+
+    def _unused_module(self, name: str) -> str | None:
+        """Return the path of the largest module around an unused tensor in which nothing is used.
+
+        None: something in the tensor's own module is. Other inputs, or an evaluation, may call the module.
+        """
+        used = {*(path for each in self._slices for path in each.units), *self._used}
+        found, path = None, name.rpartition(".")[0]
+        while path and not any(f"{each}.".startswith(f"{path}.") for each in used):
+            found, path = path, path.rpartition(".")[0]
+        return found
 
     @cached_property
     def _slices(self) -> list[Slice]:
@@ -194,13 +208,17 @@ class RecordedModel:
 
     @cached_property
     def _unused(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers that the forward does not use."""
+        """First names of the parameters and buffers that the forward does not use."""
+        return tuple(name for name in dict.fromkeys(self.first_names.values()) if name not in self._used)
+
+    @cached_property
+    def _used(self) -> set[str]:
+        """First names of the others."""
         lookup = ModelLookup(self.model)
         units = {path for each in self._slices for path in each.units}
         names = {joined(path, name) for path in units for name in _names(lookup.unit(path))}
         names |= {name for each in self._slices for name in each.weights}
-        used = {self.first_names[name] for name in names}
-        return tuple(name for name in dict.fromkeys(self.first_names.values()) if name not in used)
+        return {self.first_names[name] for name in names}
 
     @cached_property
     def names_held(self) -> list[set[str]]:
@@ -345,6 +363,9 @@ class _StageLookup:
         for layer in self._layers:
             if (found := _at(layer, path)) is not None:
                 return found
+        whole = self._model.get_submodule(path)
+        if next(iter(_named(whole)), None) is None:  # nothing to train: any stage may run it
+            return whole
         raise self._missing(path)
 
     def weight(self, name: str) -> Tensor:
@@ -377,8 +398,8 @@ class _StageLookup:
 
     def _missing(self, name: str) -> Unsplittable:
         return Unsplittable(
-            f"the forward of these inputs uses {name} in a stage that did not use it with the first inputs: "
-            "begin with inputs that use it there, or use plan='dp'"
+            f"this forward uses {name}, which the first training step did not use, so that the first stage "
+            "holds it and this one does not: begin with inputs and settings that use it, or use plan='dp'"
         )
 
 

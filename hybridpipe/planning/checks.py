@@ -11,7 +11,7 @@ LARGEST, SMALLEST = 1e30, 1e-30
 MAX_RANKS = 2**20  # beyond any machine; a slip in a file must not fill the memory with ranks
 # Policies for a loss or gradient that is not finite; `Trainer` documents them.
 ON_NONFINITE = ("stop", "skip", "ignore")
-PRECISIONS = ("fp32", "bf16", "fp16")  # of a microbatch's forward and backward; `Trainer` documents them
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")  # of a microbatch; `Trainer` documents them
 
 
 def plain(value: Any) -> Any:

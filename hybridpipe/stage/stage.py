@@ -4,13 +4,13 @@ Knows its layers, their place in the model and the loss behind the last one; no 
 Invariant: the stash holds a microbatch's graph, or its inputs, from its forward to its backward, not longer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
 from hybridpipe.model.stage_module import StageModule
@@ -22,6 +22,7 @@ from hybridpipe.stage.split_backward import WeightHalf
 from hybridpipe.stage.weights import (
     Substitution,
     Weights,
+    WeightVersions,
     check_no_foreign_weights,
     check_no_other_weights,
     trained_parameters,
@@ -46,6 +47,7 @@ class _Call(NamedTuple):
     num_samples: int = 1  # of the minibatch
     form: int = 0
     scale: float = 1.0  # of the loss
+    collects: bool = False  # the weights are the stage's own copies, whose gradients the parameters get
 
 
 _Later = WeightHalf | MicrobatchRows  # the sinks of deferred weight gradients
@@ -97,14 +99,23 @@ class Stage:
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self._substitution = Substitution(self.module)
-        self._wgrad = WeightGradients(self.module)
+        lowers = layers.precision.lowers_weights
+        self._copies = WeightVersions(self.module, layers.precision) if lowers else None
+        self._wgrad = WeightGradients(nn.Sequential() if lowers else self.module)  # copies change
         self.can_batch_wgrad = not self._wgrad.is_empty  # a layer is large enough for batching to pay
         self._deferring = Deferring(self.module) if split_backward else self._wgrad.deferring
         self._weights_checked, self._loss_checked = False, not check_loss
         self.renew()
 
+    def begin(self) -> None:
+        """Adopt the parameters' present numbers; call it before each run."""
+        if self._copies is not None:
+            self._copies.begin()
+
     def renew(self) -> None:
         """Adopt the layers' present modes, hooks and requires_grad flags; call it between two runs."""
+        if self._copies is not None:
+            self._copies.renew(self.module)
         self._buffers = ChangingBuffers(self.module)
         self._loss_draws_from_python = self.loss is not None and may_draw_from_python(self.loss)
         self.layers.renew()
@@ -123,6 +134,11 @@ class Stage:
     def num_stashed(self) -> int:
         """Number of microbatches whose backward, or its second half, is still to come."""
         return len(self._stash) + len(self._weight_halves)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies of its weights with which the stage calls its layers."""
+        return 0 if self._copies is None else self._copies.extra_bytes
 
     @property
     def not_split(self) -> list[str]:
@@ -201,10 +217,11 @@ class Stage:
         self, microbatch: int, received: TensorTree | None, step: int, inputs: Tree = None, form: int = 0
     ) -> Tree:
         """Run the layers without a graph; nothing is stashed."""
-        precision = self.layers.precision
+        precision, seed = self.layers.precision, partial(self._seed, step, microbatch)
+        weights = None if self._copies is None else self._copies.current()
         with torch.no_grad(), precision.forward(self.device):
-            seed = partial(self._seed, step, microbatch)
-            value = self.layers.run(received, inputs, seed, training=False, form=form)
+            run = partial(self.layers.run, received, inputs, seed, training=False, form=form)
+            value: Tree = self._substitution.run(run, weights)
         return value if self.loss is None else map_tensors(precision.raised, value)
 
     def backward(
@@ -263,8 +280,12 @@ class Stage:
     def backward_weight(self, slot: int) -> None:
         """Run the other half of `backward`: parameter gradients add up in `.grad`."""
         self._weight_halves.pop(slot).finish()
+        if self._copies is not None:
+            self._copies.collect(self._copies.current())
 
     def _forward(self, call: _Call) -> _Graph:
+        if call.weights is None and self._copies is not None:
+            call = call._replace(weights=self._copies.current(), collects=True)
         if not self.recompute:
             graph = self._graph(call)
             self._stash[call.slot] = _Stashed(call._replace(targets=None), graph)
@@ -292,8 +313,18 @@ class Stage:
         with nullcontext() if later is None else later.collected(is_final):
             if roots:
                 ends, of_ends = zip(*roots, strict=True)
-                self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
+                with self._collecting(call):
+                    self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
         return tuple(tensor.grad for tensor in tensors_in(call.received)), later
+
+    @contextmanager
+    def _collecting(self, call: _Call) -> Iterator[None]:
+        """Move gradients from the stage's own copies to the parameters as they arrive."""
+        if self._copies is None or call.weights is None or not call.collects:
+            yield
+            return
+        with self._copies.handing_over(call.weights):
+            yield
 
     def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
         later: _Later | None = None

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, tensors_in, tensors_of
 
@@ -138,8 +139,8 @@ def check_no_other_weights(outputs: TensorTree, layers: StageModule) -> None:
         if leaf in names:
             raise ValueError(
                 f"{layers.described(names[leaf])}: the parameter is used from another place than the module "
-                "that it is registered with, so the layer cannot be called with older weights, as "
-                "asynchronous schedules require"
+                "that it is registered with, so the layer cannot be called with other weights, as "
+                "asynchronous schedules and precision='bf16-params' require"
             )
 
 
@@ -182,9 +183,14 @@ class WeightVersions:
     their storage until an update comes. If the version is then in use, or will still be asked for, it keeps
     that storage and the Parameters get a copy. So a stage whose backward directly follows its forward, such
     as the last, copies nothing. Frozen parameters belong to no version.
+
+    Args:
+        precision: may call the layers with copies in another type (`Precision.copied`), whose gradients are
+            added up in the Parameter's own.
     """
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], precision: Precision = FP32) -> None:
+        self._precision = precision
         self._newest = 0
         self._oldest: int | None = None  # the oldest version that may still be asked for; None: the newest
         self._held: dict[int, Weights] = {}  # the newest version and those that may still be asked for
@@ -231,6 +237,10 @@ class WeightVersions:
             raise LookupError(f"weights of version {number} are not kept; kept: {kept}")
         return self._held[number]
 
+    def begin(self) -> None:
+        """Adopt the Parameters' present numbers as the newest version; no microbatch uses it."""
+        self._held.pop(self._newest, None)
+
     def keep_from(self, number: int) -> None:
         """Keep version `number` and all later ones, and drop older ones.
 
@@ -249,7 +259,8 @@ class WeightVersions:
         else:
             self._held.pop(number, None)
         for parameter, leaf in zip(self._parameters, self._leaves.get(number, []), strict=False):
-            if leaf() is not None:
+            held = leaf()
+            if held is not None and held.data_ptr() == parameter.data_ptr():
                 parameter.data = parameter.data.clone()
         yield
         self._newest += 1
@@ -297,7 +308,9 @@ class WeightVersions:
         for parameter, leaf in pairs:
             if leaf.grad is not None:
                 parameters.append(parameter)
-                gradients.append(leaf.grad if factor == 1.0 else leaf.grad * factor)
+                gradients.append(leaf.grad.to(parameter.dtype))  # no other name may hold it (`hand_over`)
+                if factor != 1.0:
+                    gradients[-1] = gradients[-1] * factor
                 leaf.grad = None
         hand_over(gradients, parameters)
 
@@ -327,12 +340,15 @@ class WeightVersions:
         self._newest, self._oldest = newest, min([newest, *older])
         self._held, self._leaves = {}, {}
         for number, values in older.items():
-            self._hold(number, {p: values[p].requires_grad_() for p in self._parameters})
+            self._hold(number, {p: self._leaf(values[p]) for p in self._parameters})
 
     def _share(self, number: int) -> Weights:
         # .data instead of .detach(), which would share autograd's version counter: autograd would then refuse
         # a backward after the optimizer has changed the Parameters in their new storage.
-        return self._hold(number, {p: p.data.requires_grad_() for p in self._parameters})
+        return self._hold(number, {p: self._leaf(p) for p in self._parameters})
+
+    def _leaf(self, parameter: Tensor) -> Tensor:
+        return self._precision.copied(parameter).requires_grad_()
 
     def _hold(self, number: int, leaf_of: Mapping[Tensor, Tensor]) -> Weights:
         self._leaves[number] = [weakref.ref(leaf) for leaf in leaf_of.values()]

@@ -73,7 +73,7 @@ class CheckpointManager:
         self._sizes, self._world, self._state, self._recorder = sizes, world, state, recorder
         self._settings = settings
         self._data: Mapping[str, str] = {}  # fingerprint of the last data set
-        self._allow_changed = False
+        self._allow_changed = self._later = False
         self._found: Found | None = None  # checkpoint to load once there is a worker
         self._found_data: Found | None = None  # checkpoint whose data set must be compared
         self._came_from: Path | None = None
@@ -127,11 +127,13 @@ class CheckpointManager:
         }
 
     def find(
-        self, source: Path, model: nn.Module, or_anew: bool, allow_changed: bool
+        self, source: Path, model: nn.Module, or_anew: bool, allow_changed: bool, later: bool
     ) -> tuple[Found | None, list[str]]:
         """Find a checkpoint for `load`; a file of weights is loaded at once. Collective.
 
         Args:
+            later: there is no worker yet. The train state is the checkpoint's from now on, and whatever is
+                refused in `load` is refused again.
             or_anew: allow a folder without checkpoints.
             allow_changed: allow settings that differ from the checkpoint's; the new ones are used.
 
@@ -155,11 +157,14 @@ class CheckpointManager:
             if found.run.get(name) != value:
                 got = shown(found.run.get(name))
                 raise UserError(f"{where}: {name}: the training has {value}, the checkpoint {got}")
-        EpochProgress.read(found.run.get("so_far"), where)
+        progress = EpochProgress.read(found.run.get("so_far"), where)
         _past(found)
         self._allow_changed = allow_changed
         self._compare(found, _settings_of(found), self._settings())
         self._found = self._found_data = found
+        self._later = later
+        if later:
+            self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         return found, [*found.notes, f"resuming from {found.path}: {found.place}"]
 
     def check_data(self, facts: Mapping[str, str]) -> None:
@@ -171,10 +176,11 @@ class CheckpointManager:
         Raises:
             UserError: the data sets differ, and changes are not allowed.
         """
-        found, self._found_data, self._data = self._found_data, None, facts
+        found, self._data = self._found_data, facts
         then = None if found is None else found.run.get("data")
         if found is not None and isinstance(then, dict):
             self._compare(found, then, facts)
+        self._found_data = None  # only now, so that what is refused once is refused again
 
     def _compare(self, found: Found, then: Mapping[str, object], now: Mapping[str, str]) -> None:
         """Refuse or report each setting that both have and that differs.
@@ -196,18 +202,26 @@ class CheckpointManager:
         """Load the found checkpoint, if there is one. Collective.
 
         Raises:
-            UserError: it does not fit; no state has changed.
+            UserError: it does not fit; no state has changed. A worker that was made for it is closed.
         """
-        found, self._found = self._found, None
+        found = self._found
         if found is None:
             return
-        for line in load(worker, found, self._allow_changed):
+        try:
+            lines = load(worker, found, self._allow_changed)
+        except UserError:
+            if self._later:
+                worker.close()
+            else:
+                self._found = self._found_data = None
+            raise
+        for line in lines:
             self._tell_changed(line)
         progress = EpochProgress.read(found.run["so_far"], str(found.path))
         if not is_exact(found, worker.plan):  # another pipeline starts its stream here
             progress.stream_start = progress.position
         self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
-        self._came_from = found.path
+        self._found, self._came_from = None, found.path
         self._recorder.continue_from(_past(found))
 
     def close(self) -> None:

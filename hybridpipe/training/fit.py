@@ -53,10 +53,13 @@ class FitLoop:
     def run(self, epochs: int) -> None:
         """Train on at most `epochs` epochs and, with a keeper, save the end. Collective.
 
+        An epoch whose minibatches were all trained on before a checkpoint is ended first, and does not count.
         With a keeper, no epoch is begun if a rank was asked to stop before.
         """
         if self._keeper is not None and self._worker.share(np.zeros(0)).ask_to_stop():
             self._state.preempted, epochs = True, 0
+        elif self._state.only_ends_epoch(self._minibatch_size):
+            epochs += 1
         for _ in range(epochs):
             self._train()
             if self._stops() or not self._end_epoch():

@@ -162,6 +162,11 @@ class TrainState:
             )
         return begun
 
+    def only_ends_epoch(self, minibatch_size: int) -> bool:
+        """Return True if all minibatches of an epoch are trained on, and its validation is still to come."""
+        point = self.resume_point(minibatch_size)
+        return self.progress is not None and point.done == point.total
+
     def end_epoch(self, validation: dict[str, float] | None) -> dict[str, Any]:
         """Count the epoch as complete, and return its entry of the history."""
         assert self.progress is not None

@@ -80,8 +80,8 @@ class Trainer:
         delay_warm_up: under asynchronous schedules, but not pipedream-2bw: number of minibatches in which a
             stage whose gradients are d updates late takes smaller steps, at first by d (PipeMare, MLSys 2021,
             section 3.1).
-        precision: "bf16" computes the forward under autocast in bfloat16, and sends float32 activations and
-            their gradients over cuts as bfloat16. Weights, their gradients and the loss stay as they are.
+        precision: "bf16" and "fp16" compute the forward under autocast, and send float32 values and gradients
+            over cuts in 16 bits; "bf16-params" also casts matrices, once an update.
         compression: "fp16" sends float32 gradients between replicas as float16: three digits, up to 65504.
         predict: also measure model and machines for a given plan, for its prediction in the summary.
         seed: seed of the order of samples and of all random numbers of layers and data sets.
@@ -285,7 +285,7 @@ class Trainer:
         """Train on a data set whose samples are pairs (inputs, target) or dicts, or on a DataLoader of one.
 
         Each rank loads only the microbatches that its stage needs, but iterates a whole IterableDataset. Seed
-        and epoch determine the order. After `resume` the first epoch is the rest of the checkpoint's.
+        and epoch determine the order. After `resume` the first epoch is the rest of one, if any is left.
 
         Args:
             validation: data set to evaluate on after each epoch.
@@ -304,9 +304,8 @@ class Trainer:
             the result of `evaluate`.
 
         Raises:
-            Preempted: with `checkpoint`, after a signal to any rank; all ranks have stopped and saved.
-            UserError: the state cannot be saved.
-            NotSaved: a checkpoint could not be written.
+            Preempted: with `checkpoint`, after a signal to any rank; all have stopped and saved.
+            UserError, NotSaved: a checkpoint cannot be saved or written.
             ValueError: inside `no_sync`; or a target without `validation`, or target_accuracy with targets
                 that are no classes.
         """
@@ -387,7 +386,8 @@ class Trainer:
         self.state.check_call("resume", with_gradients=False)
         of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
         consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
-        found, lines = self._checkpoints.find(Path(source), self.model, or_anew, allow_changed)
+        given = Path(source), self.model, or_anew, allow_changed
+        found, lines = self._checkpoints.find(*given, later=self._worker is None)
         if found is not None and self._worker is not None:
             self._checkpoints.load(self._worker)
         elif found is not None and (line := self._maker.prefer(found.plan, found.run.get("ranks"))):
@@ -492,9 +492,9 @@ class Trainer:
         self._start(plan)
 
     def _start(self, plan: Plan) -> None:
-        layers = self._maker.known_layers
-        layers.check_plan(plan)
+        self._maker.known_layers.check_plan(plan)
         self.recorder.begin()
-        trained = layers, plan, self.loss, self.rule
-        self._worker = Worker(*trained, self.world, self.device, self.seed, self._maker.progress_thread)
-        self._checkpoints.load(self._worker)
+        trained = self._maker.known_layers, plan, self.loss, self.rule
+        worker = Worker(*trained, self.world, self.device, self.seed, self._maker.progress_thread)
+        self._checkpoints.load(worker)
+        self._worker = worker

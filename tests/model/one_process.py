@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -31,10 +32,11 @@ def seed_all(key: int) -> None:
     torch.manual_seed(key), random.seed(key), np.random.seed(key % 2**32)
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments that inputs are."""
     if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def take(tree: Any, start: int, stop: int) -> Any:
@@ -132,14 +134,22 @@ class OneProcess:
             part, wanted = take(inputs, start, start + size), take(targets, start, start + size)
             self.keyed.begin(lambda place, m=m: random_key(self.seed, step, m, place))
             with self.own_buffers(first + m):
+                copies = self.copies()
                 with self.keyed, self.precision.forward(CPU):
-                    outputs = call(self.model, part)
+                    outputs = functional_call(self.model, copies, *arguments(part))
                 outputs = map_tensors(self.precision.raised, outputs)
                 seed_all(random_key(self.seed, step, m, LOSS))
                 value = self.loss(outputs, wanted) * (count(wanted) / whole)
                 (value * self.scale).backward()
             total += value.item()
         return total
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return the matrices in low precision, if the model is called with such; they pass gradients on."""
+        if not self.precision.lowers_weights:
+            return {}
+        named = self.model.named_parameters()
+        return {name: p.to(self.precision.low) for name, p in named if p.dim() > 1}
 
     @contextmanager
     def own_buffers(self, microbatch: int) -> Iterator[None]:
@@ -160,8 +170,9 @@ class OneProcess:
             for inputs, targets, size in batches:
                 for start in range(0, count(targets), size):
                     wanted = take(targets, start, start + size)
+                    given = arguments(take(inputs, start, start + size))
                     with self.precision.forward(CPU):
-                        outputs = call(self.model, take(inputs, start, start + size))
+                        outputs = functional_call(self.model, self.copies(), *given)
                     outputs = map_tensors(self.precision.raised, outputs)
                     total += self.loss(outputs, wanted).item() * count(wanted)
         self.model.train()

@@ -9,7 +9,7 @@ from hybridpipe.model.stage_module import StageModule
 from hybridpipe.stage.stage import Stage
 
 CPU = torch.device("cpu")
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = {"bf16": torch.bfloat16, "bf16-params": torch.bfloat16, "fp16": torch.float16}
 
 
 def test_fp32_changes_nothing():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hybridpipe.model.layers import layers_of
+from hybridpipe.model.recording import Unsplittable
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.weights import WeightVersions, check_no_foreign_weights, check_no_other_weights
@@ -97,6 +98,41 @@ def test_a_buffer_that_follows_from_the_inputs_is_kept():
     form = stage.layers.form(len(INPUTS), lambda: INPUTS, training=False)
     stage.infer(0, None, 0, INPUTS, form)
     assert torch.equal(model.last, INPUTS.mean(0))
+
+
+class Calibrated(models.Base):
+    """Calls a layer in evaluation only, and one of two branches, which another step may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calibrate = nn.Sequential(nn.Linear(5, 5), nn.ReLU())
+        self.branches = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x, branch=0):
+        x = self.branches[branch](super().forward(x))
+        return x if self.training else self.calibrate(x)
+
+
+def test_one_stage_runs_modules_that_the_first_forward_did_not_use():
+    """It held their parameters only, and calling them failed."""
+    model = Calibrated().double()
+    layers = layers_of(model, INPUTS)
+    stage = Stage(layers.stage(0, layers.num_layers), torch.device("cpu"))
+    inputs = INPUTS, 1
+    with torch.no_grad():
+        expected = model.eval()(*inputs)
+    form = stage.layers.form(len(INPUTS), lambda: inputs, training=False)
+    assert torch.equal(stage.infer(0, None, 0, inputs, form), expected)
+    assert stage.layers.tensors().keys() == model.state_dict().keys()
+
+
+def test_a_later_stage_says_that_the_first_holds_what_was_not_used():
+    model = Calibrated().double()
+    layers = layers_of(model, INPUTS)
+    last = Stage(layers.stage(1, layers.num_layers), torch.device("cpu"))
+    model.eval()
+    with pytest.raises(Unsplittable, match=r"uses calibrate\.0, which the first training step did not use"):
+        last.layers.form(len(INPUTS), lambda: INPUTS, training=False)
 
 
 class Hooks(models.Base):

@@ -29,9 +29,11 @@ def net(width):
 """
 SYNCHRONOUS = [
     "2-1-1:gpipe", "1-2-1:1f1b", "2-2x2:interleaved-1f1b", "1-1-1:zero-bubble", "4:1f1b:recompute",
+    "1-2-1:1f1b:fp16",
 ]  # fmt: skip
 ASYNCHRONOUS = [
     "1-2-1:pipedream", "1-3:pipedream:vertical", "1-1-1-1:pipedream:limited:recompute", "2-2:pipedream-2bw",
+    "1-1-1-1:pipedream:bf16-params",
 ]  # fmt: skip
 
 

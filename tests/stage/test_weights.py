@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpipe.model.precision import Precision
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.stage.weights import (
     WeightVersions,
@@ -396,3 +397,30 @@ def test_an_earlier_run_that_left_no_version_keeps_the_newest():
     newest = values(versions.current())
     change(versions, model)
     assert all(map(torch.equal, values(versions.version(3)), newest))
+
+
+def test_matrices_are_copied_in_another_type_and_their_gradients_come_back_in_float32():
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    versions = WeightVersions(model, Precision("bf16-params"))
+    (linear, norm), data = versions.current(), model[0].weight.data_ptr()
+    assert linear["weight"].dtype == torch.bfloat16 and linear["bias"].dtype == torch.float32
+    assert norm["weight"].data_ptr() == model[1].weight.data_ptr()
+    assert versions.extra_bytes == 2 * 3 * 2
+    linear["weight"].grad = torch.full((2, 3), 1 / 3).bfloat16()
+    versions.collect([linear, norm])
+    assert model[0].weight.grad.dtype == torch.float32
+    assert torch.equal(model[0].weight.grad, torch.full((2, 3), 1 / 3).bfloat16().float())
+    with versions.update(), torch.no_grad():
+        model[0].weight += 1  # the copy is in use, and keeps its numbers without a copy of the parameter
+    assert model[0].weight.data_ptr() == data
+    assert torch.equal(versions.current()[0]["weight"], model[0].weight.bfloat16())
+    assert not torch.equal(linear["weight"], model[0].weight.bfloat16())
+
+
+def test_numbers_that_users_change_between_two_runs_are_copied_anew():
+    model = nn.Sequential(nn.Linear(3, 2))
+    versions = WeightVersions(model, Precision("bf16-params"))
+    versions.current()
+    model[0].weight.data.fill_(2.0)
+    versions.begin()
+    assert torch.equal(versions.current()[0]["weight"], torch.full((2, 3), 2.0).bfloat16())

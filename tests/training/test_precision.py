@@ -13,7 +13,7 @@ from tests.training.helpers import seeded_mlp
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = {"bf16": torch.bfloat16, "bf16-params": torch.bfloat16, "fp16": torch.float16}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -57,7 +57,7 @@ def in_plain_pytorch(precision, huge):
     return model, scaler.get_scale()
 
 
-CASES = [("bf16", -1, 1), ("fp16", -1, INITIAL), ("fp16", 3, INITIAL / 2)]
+CASES = [("bf16", -1, 1), ("bf16-params", -1, 1), ("fp16", -1, INITIAL), ("fp16", 3, INITIAL / 2)]
 
 
 @pytest.mark.parametrize("precision, huge, scale", CASES)

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from hybridpipe import Plan, StageSpec
 from hybridpipe.checkpoint.directory import read_manifest
 from hybridpipe.checkpoint.manifest import MANIFEST, to_text
+from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.errors import UserError
 from hybridpipe.optim import update
 from tests.training.helpers import seeded, seeded_mlp
@@ -55,6 +56,51 @@ def saved(make, folder: Path, **options) -> Path:
     trainer = make(**options)
     trainer.fit(data(), shuffle=False)
     return trainer.save(folder)
+
+
+@pytest.mark.parametrize("every", [None, 5, 3])
+def test_another_epoch_is_another_epoch_wherever_the_last_checkpoint_lies(make, tmp_path, every):
+    """With one at the end of the epoch, before its validation, the next fit trained nothing."""
+    first = make()
+    first.fit(data(), 2, shuffle=False, checkpoint=Checkpointing(tmp_path, every))
+    second = make()
+    second.resume(tmp_path)
+    assert second.step == 10  # as soon as it is resumed
+    second.fit(data(), 1, shuffle=False)
+    assert (second.step, second.epoch, len(second.history)) == (15, 3, 3)
+
+
+@pytest.fixture
+def make_by_name(make_trainer):
+    """Trainers whose plan waits for the first minibatch, as their model's forward must be recorded."""
+
+    class Recorded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = seeded_mlp()
+
+        def forward(self, x):
+            return self.layers(x)
+
+    def trainer(lr=0.1):
+        plan = Plan((StageSpec(0, 2),), num_microbatches=4)
+        options = {"loss": cross_entropy, "optimizer": sgd(lr), "plan": plan, "minibatch_size": 8}
+        return make_trainer(Recorded(), **options)
+
+    return trainer
+
+
+def test_what_is_refused_later_is_refused_each_time(make_by_name, tmp_path):
+    """The second fit trained from scratch, without a word."""
+    first = make_by_name()
+    first.fit(data(), shuffle=False)
+    first.save(tmp_path)
+    second = make_by_name(lr=0.04)
+    second.resume(tmp_path)
+    assert (second.step, second.epoch) == (5, 1)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"lr: the training has 0\.04, the checkpoint 0\.1"):
+            second.fit(data(), shuffle=False)
 
 
 def in_plain_pytorch(first, then, schedulers) -> nn.Sequential:

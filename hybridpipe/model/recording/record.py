@@ -345,5 +345,8 @@ class Record:
         for layer in self.layers:
             if layer.name.split(RANGE)[0] == first:
                 return layer.start
-        raise Unsplittable(f"the forward of these inputs has no cut before {first!r}")
+        raise Unsplittable(
+            f"this forward has no cut before {first!r}, where the plan cuts that of the first training step: "
+            "it takes another path; begin with inputs and settings that take it, or use plan='dp'"
+        )
 

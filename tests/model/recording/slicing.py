@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hybridpipe.model import rng
 from hybridpipe.model.recording import Event, ModelLookup, Record, Slice, call_arguments
-from tests.model.one_process import Keyed, call
+from tests.model.one_process import Keyed, arguments
 
 CPU = torch.device("cpu")
 Loss = Callable[[Any], Tensor]
@@ -66,7 +66,8 @@ def own_forward(
     keyed = Keyed(model, opened)
     keyed.begin(lambda key: key)
     with keyed:
-        outputs = call(model, pytree.tree_map_only(Tensor, torch.clone, inputs))
+        args, kwargs = arguments(pytree.tree_map_only(Tensor, torch.clone, inputs))
+        outputs = model(*args, **kwargs)
     value = loss(outputs)
     if backward:
         value.backward()

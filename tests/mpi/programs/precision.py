@@ -25,7 +25,7 @@ from tests.model.one_process import OneProcess
 
 RATE, WIDTH, CLASSES = 0.1, 16, 5
 WORLD = MPI.COMM_WORLD
-DIGITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one rounding, relative
+DIGITS = {"bf16": 2.0**-8, "bf16-params": 2.0**-8, "fp16": 2.0**-11}  # of one rounding, relative
 LAST_BITS = 2e-6
 
 

@@ -6,6 +6,7 @@
     resuming.py rest FOLDER SPEC       gone on with from there
 
 A SPEC is such as 1-2-1:pipedream:vertical or 1-1x2:interleaved-1f1b; with "tied" two layers share a weight.
+A last word may be a precision.
 The data set draws noise from all three of a process's generators, so that a lost random state shows.
 """
 
@@ -25,6 +26,7 @@ from hybridpipe.checkpoint.directory import read_manifest
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.engine.rank_state import parameters
+from hybridpipe.planning.checks import PRECISIONS
 from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.stage.state import State, read_optimizer, under
 
@@ -66,7 +68,12 @@ def make_data(num_minibatches: int, noise: float = 0.1) -> Noisy:
     return Noisy(num_minibatches * MICROBATCH * COUNT - 2, noise)
 
 
-def make_model(tied: bool = False) -> nn.Sequential:
+class AsFloat32(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+def make_model(tied: bool = False, low: bool = False) -> nn.Sequential:
     torch.manual_seed(1)
     layers = [
         nn.Linear(5, 9),
@@ -80,7 +87,9 @@ def make_model(tied: bool = False) -> nn.Sequential:
     ]
     if tied:
         layers[5].weight = layers[3].weight
-    return nn.Sequential(*layers).double()
+    if low:
+        layers[0] = nn.Sequential(AsFloat32(), layers[0])
+    return nn.Sequential(*layers).to(torch.float32 if low else torch.float64)
 
 
 def make_plan(spec: str) -> Plan:
@@ -96,14 +105,16 @@ def make_plan(spec: str) -> Plan:
 
 def make_trainer(spec: str, optimizer: str) -> Trainer:
     plan = make_plan(spec)
+    precision = next((word for word in spec.split(":")[2:] if word in PRECISIONS), "fp32")
     return Trainer(
-        make_model(tied=spec.endswith(":tied")),
+        make_model(tied=spec.endswith(":tied"), low=precision != "fp32"),
         loss=nn.functional.cross_entropy,
         optimizer=OPTIMIZERS[optimizer],
         lr_scheduler=SCHEDULER,
         plan=plan,
         minibatch_size=MICROBATCH * COUNT,
         seed=SEED,
+        precision=precision,
     )
 
 
