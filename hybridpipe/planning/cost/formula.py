@@ -5,16 +5,22 @@ synchronous minibatch of M microbatches the formula is
 
     sum over stages w  +  sum over cuts c                fill and drain of the pipeline
     + max over stages (ceil(M/m) - 1) w + e + u          its slowest stage, or
-      max over cuts   x after the first                  its busiest link
+      max over cuts   x after the first                  its busiest link, or
+      max over stages (ceil(M/m) / h - 1) s              its longest wait for gradients
 
     w   forward, backward and handling of messages of one microbatch: f + b + h
     e   the part of the all-reduce that is hidden neither by the backward nor by the handling of the gradient
         sent after it
     u   the optimizer's step, the exchange of shared parameters' gradients, and the deferred products of the
         last backward (`Plan.defers_wgrad`); products that the stage before waits for are in the sum instead
-    c   the way of one microbatch over the cut and back, with latency
+    c   the way of one microbatch over the cut and back, with latency, while the others of a round are on it
     x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
         direction that carries more, charged at both ends
+    s   the part of the sum from the stage to the end: the way of a microbatch there and back
+    h   the microbatches that a replica may have on that way (`round_trips`)
+
+The last line matters where links are slow: a replica of 1F1B that has h microbatches on their way computes no
+further one until a gradient is back. Two equal stages take (w + c) / 2 + w / 2 a microbatch, not w.
 
 With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019). With one
 stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
@@ -30,12 +36,10 @@ stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
 
 An asynchronous pipeline never drains. A minibatch takes
 
-    max over stages (w + e + u) / m    and    max over cuts x for one minibatch
+    max over stages (w + e + u) / m    and    max over cuts x for one minibatch    and    s / (h m)
 
 as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole. Under pipedream-2bw, which updates
-once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u. The formula neglects two effects that
-the simulator sees: with fewer microbatches than stages two versions do not keep the pipeline full
-(PipeDream-2BW, ICML 2021, section 3.1), and `max_in_flight` costs time.
+once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u, and M s / (h m) counts.
 """
 
 from collections import Counter
@@ -51,7 +55,7 @@ from hybridpipe.planning.cluster import Cluster, Ring
 from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
-from hybridpipe.planning.schedules.generators import ceil_div, per_update
+from hybridpipe.planning.schedules.generators import ceil_div, in_flight, per_update
 from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.planning.sharing import counted_bytes, exchange_of, exchanged_bytes
 
@@ -361,6 +365,24 @@ def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool) -> Floats
     return cut_figures(cluster, ranks, np.stack([before, before + 1]), plan.num_microbatches, asynchronous)
 
 
+def round_trips(
+    schedule: str, num_microbatches: int, replicas: int, behind: int, max_in_flight: int | None
+) -> float:
+    """Return how often the way of a microbatch from a stage to the end and back is in the maximum.
+
+    A replica has about as many microbatches on that way as there are ranks from its stage to the end, shared
+    out among the stage's replicas. That is `in_flight` without its rounding up at every stage.
+
+    Args:
+        behind: ranks of all later stages together.
+    """
+    held = in_flight(schedule, num_microbatches, replicas, behind, num_microbatches)
+    held = min(held, max_in_flight or held)
+    if TRAITS[schedule].is_asynchronous:
+        return num_microbatches / (held * replicas)
+    return ceil_div(num_microbatches, replicas) / held - 1.0
+
+
 def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     """Return the seconds of a minibatch by the closed formula above, which `partition` minimises.
 
@@ -370,24 +392,48 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     return estimate_from_costs(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster)
 
 
-def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
-    """Return `estimate`, given `stage_costs`."""
+def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster, waits: bool = True) -> float:
+    """Return `estimate`, given `stage_costs`.
+
+    Args:
+        waits: False leaves out the waiting for gradients.
+    """
     terms = plan_terms(plan, costs, cluster)
+    ways, busiest = _cuts(plan, costs, cluster)
     if plan.traits.interleaves:
         fill, slowest = _interleaved(plan, terms)
-    else:
-        replicas = np.array(plan.replicas)
-        filling, maxima = stage_parts(
-            plan.schedule, plan.num_microbatches, replicas, terms.work, terms.weight, terms.after
-        )
-        fill, slowest = (filling + terms.held_up).sum(), maxima.max()
-    if plan.num_stages > 1:
-        sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
-        latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
-        fill += (2 * latency + per_byte * (sent + returned)).sum()
-        group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
-        slowest = max(slowest, np.bincount(group, busy_per_byte * np.maximum(sent, returned)).max())
-    return float(slowest if plan.is_asynchronous else fill + slowest)
+        return float(fill + ways.sum() + max(slowest, busiest))
+    filling, maxima = stage_parts(
+        plan.schedule, plan.num_microbatches, np.array(plan.replicas), terms.work, terms.weight, terms.after
+    )
+    to_the_end = np.cumsum((filling + terms.held_up + ways)[::-1])[::-1]
+    slowest = max(maxima.max(), busiest)
+    if waits:
+        slowest = max(slowest, (_round_trips(plan) * to_the_end).max())
+    return float(slowest if plan.is_asynchronous else to_the_end[0] + slowest)
+
+
+def _round_trips(plan: Plan) -> Floats:
+    """Return `round_trips` of each stage."""
+    behind = plan.num_ranks - np.cumsum(plan.replicas)
+    return np.array(
+        [
+            round_trips(plan.schedule, plan.num_microbatches, m, ranks, plan.max_in_flight)
+            for m, ranks in zip(plan.replicas, behind.tolist(), strict=True)
+        ]
+    )
+
+
+def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, float]:
+    """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds."""
+    ways = np.zeros(plan.num_stages)
+    if plan.num_stages == 1:
+        return ways, 0.0
+    sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
+    latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
+    ways[:-1] = 2 * latency + per_byte * (sent + returned)
+    group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
+    return ways, float(np.bincount(group, busy_per_byte * np.maximum(sent, returned)).max())
 
 
 def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:

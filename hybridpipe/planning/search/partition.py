@@ -324,8 +324,8 @@ class _Search:
         slacks = SLACKS if len(fastest[0].slots) > 1 else ()
         bounds = [just_above(fastest[0].slowest), *(slack * fastest[0].slowest for slack in slacks)]
         short = program.least_sums(bounds, [0.0] + [1.0] * len(slacks))
-        fewest = next(short)  # fewest ranks, as the weight of seconds is 0; it is as fast as the fastest
-        yield from ((program, path) for path in (fewest, *fastest[1:]) if path)
+        fewest = next(short)  # fewest ranks, as the weight of seconds is 0; as fast where no gradient is waited for
+        yield from ((program, path) for path in (fewest, *fastest) if path)
         if fewest is not None and len(fewest.slots) == 1:
             return
         programs: dict[tuple[int, ...], StageProgram] = {}

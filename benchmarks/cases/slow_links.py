@@ -1,0 +1,91 @@
+"""Slow links: the plan that `plan` gives beside what `--search 1000` makes of it, on links of three speeds.
+
+    python benchmarks/run.py slow_links                    two hours
+    python benchmarks/run.py slow_links --simulated 0      the plans alone, three minutes
+
+PipeDream's published profiles (see published.py) on 4, 8 and 16 ranks of one switch of 10, 1 and 0.1 Gbit/s,
+50 us a message, four microbatches a rank. "left" is the part of a minibatch's time that the longer search
+still takes away: what a user could gain by typing an option.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import results
+from cases.published import SAMPLES, profile_of
+from jobs import Run
+from results import Row, milliseconds, number
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.search.anneal import anneal_candidates
+from hybridpipe.planning.search.search import search, short_name
+
+RANKS = (4, 8, 16)
+GBITS = (10.0, 1.0, 0.1)
+SCHEDULES = ("1f1b", "pipedream", "auto")
+MICROBATCHES_PER_RANK = 4
+LATENCY_SECONDS = 50e-6
+BYTES_OF_GBIT = 1.25e8
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the number of plans that the longer search simulates."""
+    parser.add_argument("--simulated", type=int, metavar="N", default=1000, help="plans; default: 1000")
+
+
+def measure(run: Run) -> Iterator[Row]:
+    """Plan every profile on every cluster under every schedule."""
+    for model in SAMPLES:
+        for num_ranks in RANKS:
+            for gbits in GBITS:
+                group = f"{model}, {num_ranks} ranks, {gbits:g} Gbit/s"
+                for schedule in SCHEDULES:
+                    if run.wants(group, schedule):
+                        figures = compared(model, num_ranks, gbits, schedule, run.options.simulated)
+                        yield Row(group, schedule, run.round, figures)
+
+
+def compared(
+    model: str, num_ranks: int, gbits: float, schedule: str, num_simulated: int
+) -> dict[str, object]:
+    """Return the plan and what the longer search finds, with their predicted seconds a minibatch."""
+    profile = profile_of(model)
+    cluster = Cluster.flat(num_ranks, gbits * BYTES_OF_GBIT, LATENCY_SECONDS)
+    count = 1 if schedule == "pipedream" else MICROBATCHES_PER_RANK * num_ranks
+    request = PlanRequest(schedule)
+    began = time.process_time()
+    found = search(profile, cluster, count, request)
+    planning_seconds = time.process_time() - began
+    longer = anneal_candidates(found, profile, cluster, num_simulated, request)
+    return {
+        "plan": _told(found[0].plan),
+        "seconds": found[0].seconds,
+        "planning_seconds": planning_seconds,
+        "longer": _told(longer[0].plan),
+        "longer_seconds": longer[0].seconds,
+    }
+
+
+def _told(plan) -> str:
+    return f"{short_name(plan)} {plan.schedule}"
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Return the problems that the longer search improves by more than 3 %, and a summary."""
+    return results.table(map(_line, rows))
+
+
+def _line(row: Row) -> dict[str, str]:
+    return {
+        "problem": row.group,
+        "schedule": row.way,
+        "plan": row["plan"],
+        "a minibatch": f"{milliseconds(row['seconds'], 1)} ms",
+        "longer search": row["longer"],
+        "a minibatch ": f"{milliseconds(row['longer_seconds'], 1)} ms",
+        "left": f"{number(1 - row['longer_seconds'] / row['seconds'], 1, 100)} %",
+        "planned in": f"{number(row['planning_seconds'])} s",
+    }
