@@ -198,6 +198,10 @@ class Reference:
             slowest = max(slowest, busy * max(self.sizes(edge)))
             ways[s] += 2 * latency + per_byte * sum(self.sizes(edge))
         for s, m in enumerate(replicas):
+            before, behind = (self.sizes(e) if 0 < e < cuts[-1] else (0, 0) for e in cuts[s : s + 2])
+            port = max(behind[0] + before[1], before[0] + behind[1]) / max(x.bandwidth for x in self.cluster.levels)
+            count = self.M / m if self.schedule in ASYNCHRONOUS else math.ceil(self.M / m) - 1
+            slowest = max(slowest, port * count)
             slowest = max(slowest, self.round_trips(m, sum(replicas[s + 1 :])) * sum(ways[s:]))
         return slowest if self.schedule in ASYNCHRONOUS else sum(ways) + slowest
 

@@ -6,6 +6,7 @@ synchronous minibatch of M microbatches the formula is
     sum over stages w  +  sum over cuts c                fill and drain of the pipeline
     + max over stages (ceil(M/m) - 1) w + e + u          its slowest stage, or
       max over cuts   x after the first                  its busiest link, or
+      max over stages (ceil(M/m) - 1) y                  its busiest port, or
       max over stages (ceil(M/m) / h - 1) s              its longest wait for gradients
 
     w   forward, backward and handling of messages of one microbatch: f + b + h
@@ -16,6 +17,8 @@ synchronous minibatch of M microbatches the formula is
     c   the way of one microbatch over the cut and back, with latency, while the others of a round are on it
     x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
         direction that carries more, charged at both ends
+    y   the time that one microbatch keeps a replica's port occupied, which carries activations of one cut and
+        gradients of the other, at the bandwidth of the fastest level
     s   the part of the sum from the stage to the end: the way of a microbatch there and back
     h   the microbatches that a replica may have on that way (`round_trips`)
 
@@ -36,10 +39,10 @@ stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
 
 An asynchronous pipeline never drains. A minibatch takes
 
-    max over stages (w + e + u) / m    and    max over cuts x for one minibatch    and    s / (h m)
+    max over stages (w + e + u) / m, y / m and s / (h m)    and    max over cuts x for one minibatch
 
 as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole. Under pipedream-2bw, which updates
-once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u, and M s / (h m) counts.
+once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u, M y / m and M s / (h m).
 """
 
 from collections import Counter
@@ -295,6 +298,22 @@ def stage_parts(
     return work, (rounds - 1) * work + after
 
 
+def port_seconds(
+    schedule: str, num_microbatches: int, replicas: Ints | int, cluster: Cluster, outgoing: Floats, incoming: Floats
+) -> Floats:
+    """Return the seconds that a minibatch keeps the busier port of each stage's replicas occupied.
+
+    Args:
+        outgoing, incoming: bytes of one microbatch that a replica sends and receives.
+    """
+    flushed = not TRAITS[schedule].is_asynchronous
+    m: Any = replicas
+    count = -(-num_microbatches // m) - 1 if flushed else num_microbatches / m
+    bandwidth = max(level.bandwidth for level in cluster.levels)
+    seconds: Floats = count / bandwidth * np.maximum(outgoing, incoming)
+    return seconds
+
+
 _FIGURES = attrgetter(
     "forward_seconds",
     "backward_seconds",
@@ -407,7 +426,7 @@ def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster
         plan.schedule, plan.num_microbatches, np.array(plan.replicas), terms.work, terms.weight, terms.after
     )
     to_the_end = np.cumsum((filling + terms.held_up + ways)[::-1])[::-1]
-    slowest = max(maxima.max(), busiest)
+    slowest = max(maxima.max(), busiest, _ports(plan, costs, cluster).max())
     if waits:
         slowest = max(slowest, (_round_trips(plan) * to_the_end).max())
     return float(slowest if plan.is_asynchronous else to_the_end[0] + slowest)
@@ -422,6 +441,16 @@ def _round_trips(plan: Plan) -> Floats:
             for m, ranks in zip(plan.replicas, behind.tolist(), strict=True)
         ]
     )
+
+
+def _ports(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
+    """Return `port_seconds` of each stage."""
+    moved = np.zeros((2, plan.num_stages + 1))
+    moved[:, 1:-1] = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T.reshape(2, -1)
+    sent, returned = moved
+    outgoing, incoming = sent[1:] + returned[:-1], sent[:-1] + returned[1:]
+    replicas = np.array(plan.replicas)
+    return port_seconds(plan.schedule, plan.num_microbatches, replicas, cluster, outgoing, incoming)
 
 
 def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, float]:

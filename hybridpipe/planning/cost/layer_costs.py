@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hybridpipe.planning.cluster import Cluster, Ring
-from hybridpipe.planning.cost.formula import measured_speed, stage_parts, stage_terms
+from hybridpipe.planning.cost.formula import measured_speed, port_seconds, stage_parts, stage_terms
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import stage_memory
 from hybridpipe.planning.profile import ModelProfile
@@ -182,9 +182,17 @@ class LayerCosts:
         summed, slowest = stage_parts(
             self.request.schedule, self.num_microbatches, kind.replicas, terms.work, terms.weight, terms.after
         )
+        np.maximum(slowest, self.ports(kind.replicas, width), out=slowest)
         if kind.memory_bytes < math.inf:
             slowest[self.memory(kind, width) > kind.memory_bytes] = math.inf
         return summed + terms.held_up, slowest
+
+    def ports(self, replicas: int, width: int) -> Floats:
+        """Return `formula.port_seconds` of all stages."""
+        behind = [self.ends(np.append(edges[:-1], 0.0), width) for edges in (self.output, self.returned)]
+        outgoing, incoming = behind[0] + self.returned[:-1], self.output[:-1] + behind[1]
+        schedule, count = self.request.schedule, self.num_microbatches
+        return port_seconds(schedule, count, replicas, self.cluster, outgoing, incoming)
 
     def memory(self, kind: StageKind, width: int) -> Floats:
         """Return `memory.peak_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""

@@ -176,10 +176,28 @@ def _problems(
 
 
 def _searched(problems: Sequence[_Problem]) -> list[Candidate]:
-    found = ranked(candidate for problem in problems for candidate in _candidates(problem))
+    found: list[Candidate] = []
+    for problem in problems:
+        found += _candidates(problem, min((c.seconds for c in found), default=math.inf))
     if not found:
         raise NoPlanFits(_how_far(problems[0]))
-    return found
+    import os
+    if os.environ.get("ALLN"):
+        for n in range(problems[0].num_ranks - 1, 0, -1):
+            best = min(c.seconds for c in found)
+            if all(_least_work(problem, n) >= best for problem in problems):
+                break
+            for problem in problems:
+                if _least_work(problem, n) < best:
+                    best = min(c.seconds for c in found)
+                    found += _candidates(replace(problem, num_ranks=n), best, True)
+    return ranked(found)
+
+
+def _least_work(problem, n):
+    speeds = sorted(problem.cluster.speed(r) for r in range(problem.num_ranks))[-n:]
+    w = sum(l.forward_seconds + l.backward_seconds for l in problem.profile.layers)
+    return w * problem.num_microbatches / sum(speeds)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -262,7 +280,7 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     )
 
 
-def _candidates(problem: _Problem) -> list[Candidate]:
+def _candidates(problem: _Problem, best: float = math.inf, fewer: bool = False) -> list[Candidate]:
     """Return every distinct proposal that fits and may be the best, with its prediction.
 
     An alternative schedule needs a simulation and more than one stage: with one stage all synchronous
@@ -275,10 +293,9 @@ def _candidates(problem: _Problem) -> list[Candidate]:
             origins.setdefault(plan, origin)
     profile, cluster = problem.profile, problem.cluster
     found: list[Candidate] = []
-    best = math.inf
     for plan, origin in origins.items():
         bounds = least_seconds(plan, profile, cluster)
-        if origin == "exact" and any(least > best * (1 + TIE) for least in bounds):
+        if (origin == "exact" or fewer or problem.is_alternative) and any(least > best * (1 + TIE) for least in bounds):
             continue
         found.append(Candidate(origin, with_prediction(plan, profile, cluster), profile.samples))
         best = min(best, found[-1].seconds)
