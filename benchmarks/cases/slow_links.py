@@ -9,7 +9,6 @@ still takes away: what a user could gain by typing an option.
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 

@@ -66,7 +66,7 @@ class Reference:
                 busy[i, "in", b // below] += self.M / len(routes)
         slowest = max(1 / level.bandwidth for level in levels)
         fewest = min(len(ranks), len(behind))
-        a_round = max(len(ranks), len(behind)) if after_first == 0 else min(self.M, max(len(ranks), len(behind)))
+        a_round = len(ranks) if after_first == 0 else min(self.M, len(ranks))
         handled = self.M / fewest if after_first == 0 else math.ceil(self.M / fewest) - 1
         links = [
             max(0.0, count - after_first) / self.cluster.levels[i].shared_bandwidth
@@ -76,7 +76,7 @@ class Reference:
             count * a_round / self.M / self.cluster.levels[i].shared_bandwidth
             for (i, _, _), count in busy.items()
         ]
-        way = max([math.ceil(a_round / fewest) * slowest, *together])
+        way = max([math.ceil(a_round / len(behind)) * slowest, *together])
         return max(level.latency_seconds for level in levels), way, max([handled * slowest, *links])
 
     def in_flight(self, placement):
@@ -158,7 +158,7 @@ class Reference:
         return best
 
     def seconds(self, cuts, replicas, speeds, rings, links):
-        slowest, ways = 0.0, []
+        slowest, ways, after = 0.0, [], []
         for s, m in enumerate(replicas):
             layers = self.profile.layers[cuts[s] : cuts[s + 1]]
             edges = [e for e in cuts[s : s + 2] if 0 < e < self.profile.num_layers]
@@ -183,17 +183,20 @@ class Reference:
             e = a - self.cluster.overlap * min(a, hides)
             u = sum(one.update_seconds for one in layers) * self.load / speeds[s]
             ways.append(w)
+            after.append(0.0)
             if self.schedule == "pipedream":
                 slowest = max(slowest, (w + e + u) / m)
             elif self.schedule == "pipedream-2bw":
                 slowest = max(slowest, math.ceil(self.M / m) * w + e + u)
             elif self.schedule == "zero-bubble":
                 ways[-1] = max(0, w - 2 * g)
+                after[-1] = e + u
                 slowest = max(slowest, math.ceil(self.M / m) * w - max(0, w - 2 * g) + e + u)
             else:
                 held_up = last if s > 0 and m > 1 else 0.0
                 ways[-1] += held_up
-                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + last - held_up + e + u)
+                after[-1] = last - held_up + e + u
+                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + after[-1])
         for s, (edge, (latency, per_byte, busy)) in enumerate(zip(cuts[1:-1], links)):
             slowest = max(slowest, busy * max(self.sizes(edge)))
             ways[s] += 2 * latency + per_byte * sum(self.sizes(edge))
@@ -201,7 +204,7 @@ class Reference:
             before, behind = (self.sizes(e) if 0 < e < cuts[-1] else (0, 0) for e in cuts[s : s + 2])
             port = max(behind[0] + before[1], before[0] + behind[1]) / max(x.bandwidth for x in self.cluster.levels)
             count = self.M / m if self.schedule in ASYNCHRONOUS else math.ceil(self.M / m) - 1
-            slowest = max(slowest, port * count)
+            slowest = max(slowest, port * count + after[s])
             slowest = max(slowest, self.round_trips(m, sum(replicas[s + 1 :])) * sum(ways[s:]))
         return slowest if self.schedule in ASYNCHRONOUS else sum(ways) + slowest
 

@@ -5,8 +5,8 @@ synchronous minibatch of M microbatches the formula is
 
     sum over stages w  +  sum over cuts c                fill and drain of the pipeline
     + max over stages (ceil(M/m) - 1) w + e + u          its slowest stage, or
+      max over stages (ceil(M/m) - 1) y + e + u          its busiest port, or
       max over cuts   x after the first                  its busiest link, or
-      max over stages (ceil(M/m) - 1) y                  its busiest port, or
       max over stages (ceil(M/m) / h - 1) s              its longest wait for gradients
 
     w   forward, backward and handling of messages of one microbatch: f + b + h
@@ -14,7 +14,8 @@ synchronous minibatch of M microbatches the formula is
         sent after it
     u   the optimizer's step, the exchange of shared parameters' gradients, and the deferred products of the
         last backward (`Plan.defers_wgrad`); products that the stage before waits for are in the sum instead
-    c   the way of one microbatch over the cut and back, with latency, while the others of a round are on it
+    c   the way of one microbatch over the cut and back, with latency, while those of the other replicas are
+        on it: a receiver with fewer replicas gets several activations at once
     x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
         direction that carries more, charged at both ends
     y   the time that one microbatch keeps a replica's port occupied, which carries activations of one cut and
@@ -400,73 +401,3 @@ def round_trips(
     if TRAITS[schedule].is_asynchronous:
         return num_microbatches / (held * replicas)
     return ceil_div(num_microbatches, replicas) / held - 1.0
-
-
-def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """Return the seconds of a minibatch by the closed formula above, which `partition` minimises.
-
-    Every rank of the plan is taken to compute all the time. Ranks that share a machine's processors
-    therefore have the speed of all of them computing at once.
-    """
-    return estimate_from_costs(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster)
-
-
-def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster, waits: bool = True) -> float:
-    """Return `estimate`, given `stage_costs`.
-
-    Args:
-        waits: False leaves out the waiting for gradients.
-    """
-    terms = plan_terms(plan, costs, cluster)
-    ways, busiest = _cuts(plan, costs, cluster)
-    if plan.traits.interleaves:
-        fill, slowest = _interleaved(plan, terms)
-        return float(fill + ways.sum() + max(slowest, busiest))
-    filling, maxima = stage_parts(
-        plan.schedule, plan.num_microbatches, np.array(plan.replicas), terms.work, terms.weight, terms.after
-    )
-    to_the_end = np.cumsum((filling + terms.held_up + ways)[::-1])[::-1]
-    slowest = max(maxima.max(), busiest, _ports(plan, costs, cluster).max())
-    if waits:
-        slowest = max(slowest, (_round_trips(plan) * to_the_end).max())
-    return float(slowest if plan.is_asynchronous else to_the_end[0] + slowest)
-
-
-def _round_trips(plan: Plan) -> Floats:
-    """Return `round_trips` of each stage."""
-    behind = plan.num_ranks - np.cumsum(plan.replicas)
-    return np.array(
-        [
-            round_trips(plan.schedule, plan.num_microbatches, m, ranks, plan.max_in_flight)
-            for m, ranks in zip(plan.replicas, behind.tolist(), strict=True)
-        ]
-    )
-
-
-def _ports(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
-    """Return `port_seconds` of each stage."""
-    moved = np.zeros((2, plan.num_stages + 1))
-    moved[:, 1:-1] = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T.reshape(2, -1)
-    sent, returned = moved
-    outgoing, incoming = sent[1:] + returned[:-1], sent[:-1] + returned[1:]
-    replicas = np.array(plan.replicas)
-    return port_seconds(plan.schedule, plan.num_microbatches, replicas, cluster, outgoing, incoming)
-
-
-def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, float]:
-    """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds."""
-    ways = np.zeros(plan.num_stages)
-    if plan.num_stages == 1:
-        return ways, 0.0
-    sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
-    latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
-    ways[:-1] = 2 * latency + per_byte * (sent + returned)
-    group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
-    return ways, float(np.bincount(group, busy_per_byte * np.maximum(sent, returned)).max())
-
-
-def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:
-    by_chunk = plan.chunks, plan.num_groups
-    work, after = (each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after))
-    rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
-    return work.sum() / plan.chunks + terms.held_up.sum(), (rounds * work + after).max()

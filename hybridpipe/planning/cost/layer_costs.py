@@ -31,6 +31,20 @@ class StageKind(NamedTuple):
     in_flight: int
 
 
+class StageTable(NamedTuple):
+    """Seconds of stages of one kind, shape (lengths, layers).
+
+    Args:
+        summed: in the sum.
+        pace: of the stage and its ports in the maximum; infinite where the stage does not fit into memory.
+        after: from the last backward to the end of the update, of a synchronous schedule; else 0.
+    """
+
+    summed: Floats
+    pace: Floats
+    after: Floats
+
+
 class LayerCosts:
     """The costs of layers at full speed, shape (layers,), and of cuts between them, shape (layers + 1,).
 
@@ -62,7 +76,7 @@ class LayerCosts:
             if self.is_asynchronous or not shared.separable:
                 self.can_cut[shared.layers[0] + 1 : shared.layers[-1] + 1] = False
         self.sums: dict[tuple[str, int], Floats] = {}  # tables of `between`, by name and rounds
-        self._tables: dict[StageKind, tuple[Floats, Floats]] = {}
+        self._tables: dict[StageKind, StageTable] = {}
 
     @property
     def num_layers(self) -> int:
@@ -139,22 +153,21 @@ class LayerCosts:
         stops = np.searchsorted(done, done + room, side="right") - 1
         return max(1, int((stops - np.arange(n + 1)).max()))
 
-    def tables(self, kinds: Sequence[StageKind], widths: Sequence[int]) -> list[tuple[Floats, Floats]]:
+    def tables(self, kinds: Sequence[StageKind], widths: Sequence[int]) -> list[StageTable]:
         """Return `stages` of each kind; tables of the previous call are used again."""
         known, self._tables = self._tables, {}
         for kind, width in zip(kinds, widths, strict=True):
             table = known.get(kind)
-            if table is None or len(table[0]) < width:
+            if table is None or len(table.summed) < width:
                 table = self.stages(kind, width)
             self._tables[kind] = table
         each = zip(self._tables.values(), widths, strict=True)
-        return [(summed[:width], slowest[:width]) for (summed, slowest), width in each]
+        return [StageTable(*(figures[:width] for figures in table)) for table, width in each]
 
-    def stages(self, kind: StageKind, width: int) -> tuple[Floats, Floats]:
-        """Return the seconds of stages in the sum and in the maximum: of the d+1 layers from i, at `[d, i]`.
+    def stages(self, kind: StageKind, width: int) -> StageTable:
+        """Return the figures of stages of the d+1 layers from i on, at `[d, i]`.
 
-        The maximum is infinite where the stage does not fit into memory. Entries of stages that would end
-        behind the last layer have no meaning.
+        Entries of stages that would end behind the last layer have no meaning.
         """
         cluster, rounds = self.cluster, self.per_update(kind.replicas)
         parameters = self.between("parameters", width)
@@ -177,15 +190,16 @@ class LayerCosts:
             update=self.between("update", width),
             sending=sending,
             allreduce=kind.ring.seconds(parameters),
-            exchange=none,  # not known before the other stages are; `formula.estimate` has it
+            exchange=none,  # not known before the other stages are; `estimate.estimate` has it
         )
         summed, slowest = stage_parts(
             self.request.schedule, self.num_microbatches, kind.replicas, terms.work, terms.weight, terms.after
         )
-        np.maximum(slowest, self.ports(kind.replicas, width), out=slowest)
+        after = np.zeros_like(slowest) if self.is_asynchronous else slowest * 0 + terms.after
+        pace = np.maximum(slowest - after, self.ports(kind.replicas, width))
         if kind.memory_bytes < math.inf:
-            slowest[self.memory(kind, width) > kind.memory_bytes] = math.inf
-        return summed + terms.held_up, slowest
+            pace[self.memory(kind, width) > kind.memory_bytes] = math.inf
+        return StageTable(summed + terms.held_up, pace, after)
 
     def ports(self, replicas: int, width: int) -> Floats:
         """Return `formula.port_seconds` of all stages."""

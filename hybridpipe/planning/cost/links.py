@@ -29,13 +29,13 @@ def cut_figures(
     The rows, in seconds and seconds per byte:
 
     - the latency of one message, over the slowest of the routes that occur;
-    - the time of each of its bytes, over the slowest of them, while the other messages of its round share
-      ports and links: replicas that compute at the same time send at the same time;
+    - the time of each of its bytes, over the slowest of them, while the messages of all senders share ports
+      and links: replicas end a forward at the same time;
     - the time that each byte of a message adds to the busiest port or shared link in a minibatch. All
       messages count under an asynchronous schedule, all after the first where the schedule flushes.
 
     A shared link carries the microbatches whose route crosses it. A rank's own port carries those that the
-    rank handles. A round has a microbatch for each replica of the stage that has more.
+    rank handles.
 
     Args:
         ranks: of each stage, in the order of the replicas.
@@ -51,7 +51,7 @@ def _figures(
     if not pairs.size:
         return np.zeros((3, 0))
     lengths = routes.lengths[pairs]
-    fewest, period, a_round = lengths.min(axis=0), np.lcm(*lengths), lengths.max(axis=0)
+    fewest, period, a_round = lengths.min(axis=0), np.lcm(*lengths), lengths[0]
     flushed = 0.0 if asynchronous else 1.0
     if not asynchronous:
         a_round = np.minimum(a_round, num_microbatches)
@@ -68,7 +68,7 @@ def _figures(
             np.maximum(busy, messages / level.shared_bandwidth, out=busy)
             np.maximum(together, a_round * busiest / period / level.shared_bandwidth, out=together)
     np.maximum(busy, in_a_row * per_byte, out=busy)
-    np.maximum(-(-a_round // fewest) * per_byte, together, out=per_byte)
+    np.maximum(-(-a_round // lengths[1]) * per_byte, together, out=per_byte)
     return figures
 
 

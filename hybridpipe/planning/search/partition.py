@@ -1,4 +1,4 @@
-"""Partition: the cuts, replica counts and ranks that minimise `formula.estimate`.
+"""Partition: the cuts, replica counts and ranks that minimise `estimate.estimate`.
 
 The formula is a sum over stages and cuts plus a maximum over them. A dynamic program (`stage_program`)
 minimises the sum under an upper bound on the maximum; lowering the bound walks along the front of (sum,
@@ -23,14 +23,15 @@ Exactness:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import compute_share, estimate, stage_parts
+from hybridpipe.planning.cost.estimate import Estimates, estimates
+from hybridpipe.planning.cost.formula import compute_share, measured_speed, stage_costs, stage_parts
 from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.links import Ints
 from hybridpipe.planning.cost.memory import peak_memory_bytes
@@ -66,6 +67,9 @@ MAX_TABLE = 2 * 10**7  # figures kept of all kinds of stages: 320 MB
 MAX_ROUNDS = 6  # of refinement
 PATIENCE = 60  # passes along a front (8 to 40 are usual); each further one skips a longer piece of the front
 IMPATIENCE = 1e-4  # growth of the skipped piece with each pass, relative to the maximum
+# Where updates take more than this part of a minibatch, plans are looked for whose updates take at most these
+# parts of that.
+WORTH_HURRYING, LATE = 0.05, (0.5, 0.25)
 WORTH_A_LOOK = 1.2  # factor by which the first plan of a placement may be worse than the best
 SLACKS = (1.05, 1.2, 1.5)  # factors by which an asynchronous plan with a shorter way may be slower
 TIE = 1e-13  # cost of a rank, relative to the best estimate: ties go to fewer ranks and not to rounding
@@ -105,6 +109,7 @@ class _Found:
     plan: Plan
     program_seconds: float
     seconds: float
+    closely: float
     line: tuple[int, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()  # of its stages on the line
 
@@ -134,7 +139,8 @@ class _Search:
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
         self.costs = LayerCosts(profile, cluster, num_microbatches, request)
         self.is_limited = any(cluster.memory(rank) < math.inf for rank in ranks)
-        self.estimates: dict[Plan, float] = {}
+        self.estimates: dict[Plan, Estimates] = {}
+        self.closest: Estimates | None = None  # the one that is best when looked at closely
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
@@ -214,8 +220,12 @@ class _Search:
             if any(peak > self.cluster.memory(rank) for rank, peak in peaks):
                 return False
         if plan not in self.estimates:
-            self.estimates[plan] = estimate(plan, self.profile, self.cluster)
-        found = _Found(plan, program_seconds, self.estimates[plan], line, spans)
+            costs = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
+            self.estimates[plan] = estimates(plan, costs, self.cluster)
+        own = self.estimates[plan]
+        if self.closest is None or own.closely < self.closest.closely:
+            self.closest = own
+        found = _Found(plan, program_seconds, own.seconds, own.closely, line, spans)
         known = self.found.get(found.shape)
         if known is None or math.isnan(known.program_seconds) or found.order < known.order:
             self.found[found.shape] = found
@@ -293,6 +303,16 @@ class _Search:
         if self.request.traits.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
+        yield from self.walk_front(program, lambda: self.best_seconds)
+        for part in LATE:
+            best = self.closest
+            if best is None or best.late < WORTH_HURRYING * best.closely:
+                return
+            bound = program.bound - WORTH_A_LOOK * self.best_seconds + best.closely
+            yield from self.walk_front(program.updating_within(part * best.late, bound), lambda: self.closest.closely)
+
+    def walk_front(self, program: StageProgram, best: Callable[[], float]) -> Iterator[tuple[StageProgram, Path]]:
+        """Yield plans along the front until sum and maximum cannot be less than the best."""
         bound = program.bound
         for passes in count():
             [path] = program.least_sums([bound])
@@ -300,7 +320,7 @@ class _Search:
                 return
             yield program, path
             skipped = max(0, passes - PATIENCE) * IMPATIENCE * path.slowest
-            bound = min(path.slowest - skipped, self.best_seconds - path.total)
+            bound = min(path.slowest - skipped, best() - path.total)
 
     def walk_asynchronous(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """Yield the best plan, and the shortest ways through the pipeline that are nearly as good.

@@ -17,7 +17,8 @@ from itertools import islice
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cluster_transform import with_ranks
-from hybridpipe.planning.cost.formula import compute_share, estimate, measured_speed, stage_costs, stage_speed
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.formula import compute_share, measured_speed, stage_costs, stage_speed
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import ModelProfile

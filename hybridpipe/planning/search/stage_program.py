@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from hybridpipe.planning.cost.layer_costs import LayerCosts
+from hybridpipe.planning.cost.layer_costs import LayerCosts, StageTable
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.search.placement import SlotGraph
 
@@ -47,6 +47,7 @@ class StageProgram:
     """Sums and maxima of every stage on every kind of slot and of every cut.
 
     Args:
+        tables: of `layer_costs`, by kind.
         stage_sums, stage_maxima: by kind, at `[d, i]` the stage of the d+1 layers from i on.
         cut_sums, cut_maxima: at `[cut, edge]`.
         bound: every maximum must be below it.
@@ -55,6 +56,7 @@ class StageProgram:
 
     costs: LayerCosts
     graph: SlotGraph
+    tables: list[StageTable]
     stage_sums: list[Floats]
     stage_maxima: list[Floats]
     cut_sums: Floats
@@ -74,13 +76,22 @@ class StageProgram:
         return cls(
             costs,
             graph,
-            stage_sums=[summed for summed, _ in tables],
-            stage_maxima=[slowest for _, slowest in tables],
+            tables,
+            stage_sums=[table.summed for table in tables],
+            stage_maxima=[table.pace + table.after for table in tables],
             cut_sums=2 * latency + per_byte * costs.moved,
             cut_maxima=cut_maxima,
             bound=bound,
             tie=tie if math.isfinite(tie) else 0.0,
         )
+
+    def updating_within(self, limit: float, bound: float) -> "StageProgram":
+        """Return the program over stages that take less than `limit` from the last backward to the end.
+
+        Its maxima do not contain that time.
+        """
+        maxima = [np.where(table.after < limit, table.pace, math.inf) for table in self.tables]
+        return replace(self, stage_maxima=maxima, bound=bound)
 
     def with_edges(self, edges: Ints) -> "StageProgram":
         """Return the same program for plans that cut at these edges only."""

@@ -10,7 +10,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import StageCost, estimate, measured_speed, stage_costs
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.formula import StageCost, measured_speed, stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
@@ -60,7 +61,7 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
 
     A synchronous minibatch of more than MAX_INSTRUCTIONS is extrapolated from two shorter ones, because a
     full pipeline repeats itself; the timeline is then that of the longer one. An asynchronous pipeline that
-    takes more instructions to fill has the pace of `formula.estimate`.
+    takes more instructions to fill has the pace of `estimate.estimate`.
 
     Raises:
         ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or has

@@ -4,12 +4,12 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.formula import (
     BUCKET_BYTES,
     GradientBucket,
     StageCost,
     compute_share,
-    estimate,
     measured_speed,
     stage_costs,
 )

@@ -7,7 +7,7 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
-from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.search.bound import FASTER, least_seconds

@@ -7,7 +7,7 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import Measurement, ModelProfile
