@@ -198,7 +198,8 @@ class Reference:
                 after[-1] = last - held_up + e + u
                 slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + after[-1])
         for s, (edge, (latency, per_byte, busy)) in enumerate(zip(cuts[1:-1], links)):
-            slowest = max(slowest, busy * max(self.sizes(edge)))
+            sizes = self.sizes(edge)
+            slowest = max(slowest, busy * (sum(sizes) if self.schedule == "gpipe" else max(sizes)))
             ways[s] += 2 * latency + per_byte * sum(self.sizes(edge))
         for s, m in enumerate(replicas):
             before, behind = (self.sizes(e) if 0 < e < cuts[-1] else (0, 0) for e in cuts[s : s + 2])

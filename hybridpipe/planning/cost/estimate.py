@@ -7,6 +7,9 @@ Under a synchronous schedule a stage reduces its gradients once its last backwar
 when the slowest part of the whole pipeline is, less the way from the stage to the front:
 
     sum + slowest of all w, x, y and s + max over stages (e + u - way to the front)
+
+x contains what passes in the other direction, too, divided by h: of a few messages that share a link all
+arrive at the end, and so do the gradients that answer them, so the directions take turns.
 """
 
 from collections.abc import Sequence
@@ -18,6 +21,8 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import (
     StageCost,
     StageTerms,
+    cut_bytes,
+    held_until_gradients,
     measured_speed,
     plan_cut_figures,
     plan_terms,
@@ -26,7 +31,7 @@ from hybridpipe.planning.cost.formula import (
     stage_costs,
     stage_parts,
 )
-from hybridpipe.planning.cost.links import Floats
+from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div
@@ -60,7 +65,7 @@ class Estimates(NamedTuple):
 def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estimates:
     """Return the estimates of a plan, given `stage_costs`."""
     terms = plan_terms(plan, costs, cluster)
-    ways, busiest = _cuts(plan, costs, cluster)
+    ways, busiest, in_turns = _cuts(plan, costs, cluster)
     if plan.traits.interleaves:
         fill, slowest = _interleaved(plan, terms)
         return Estimates(*[float(fill + ways.sum() + max(slowest, busiest))] * 3)
@@ -74,7 +79,7 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
         return Estimates(*[max(unhindered, waits)] * 2, unhindered)
     fill, after = to_the_end[0], terms.after
     unhindered = max(float(np.maximum(maxima, ports + after).max()), busiest)
-    pace = max(float(np.maximum(maxima - after, ports).max()), busiest, waits)
+    pace = max(float(np.maximum(maxima - after, ports).max()), in_turns, waits)
     late = max(0.0, float((after - (fill - to_the_end) / 2).max()))
     seconds = fill + max(unhindered, waits)
     return Estimates(float(seconds), float(fill + pace + late), float(fill + unhindered), late)
@@ -83,12 +88,17 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
 def _round_trips(plan: Plan) -> Floats:
     """Return `round_trips` of each stage."""
     behind = plan.num_ranks - np.cumsum(plan.replicas)
-    return np.array(
-        [
-            round_trips(plan.schedule, plan.num_microbatches, m, ranks, plan.max_in_flight)
-            for m, ranks in zip(plan.replicas, behind.tolist(), strict=True)
-        ]
-    )
+    asked = plan.schedule, plan.num_microbatches
+    each = zip(plan.replicas, behind.tolist(), strict=True)
+    return np.array([round_trips(*asked, m, ranks, plan.max_in_flight) for m, ranks in each])
+
+
+def _held(plan: Plan) -> Ints:
+    """Return the microbatches that a replica of each stage may have on their way."""
+    behind = plan.num_ranks - np.cumsum(plan.replicas)
+    asked = plan.schedule, plan.num_microbatches
+    each = zip(plan.replicas, behind.tolist(), strict=True)
+    return np.array([held_until_gradients(*asked, m, ranks, plan.max_in_flight) for m, ranks in each])
 
 
 def _ports(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
@@ -101,16 +111,22 @@ def _ports(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
     return port_seconds(plan.schedule, plan.num_microbatches, replicas, cluster, outgoing, incoming)
 
 
-def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, float]:
-    """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds."""
+def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, float, float]:
+    """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds.
+
+    The last figure is the same where messages of the two directions wait for each other.
+    """
     ways = np.zeros(plan.num_stages)
     if plan.num_stages == 1:
-        return ways, 0.0
+        return ways, 0.0, 0.0
     sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
     latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
     ways[:-1] = 2 * latency + per_byte * (sent + returned)
+    num_bytes = cut_bytes(plan.schedule, sent, returned)
+    taking_turns = num_bytes + (sent + returned - num_bytes) / _held(plan)[:-1]
     group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
-    return ways, float(np.bincount(group, busy_per_byte * np.maximum(sent, returned)).max())
+    busiest, in_turns = (np.bincount(group, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
+    return ways, float(busiest), float(in_turns)
 
 
 def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:

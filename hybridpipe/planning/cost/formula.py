@@ -17,7 +17,8 @@ synchronous minibatch of M microbatches the formula is
     c   the way of one microbatch over the cut and back, with latency, while those of the other replicas are
         on it: a receiver with fewer replicas gets several activations at once
     x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
-        direction that carries more, charged at both ends
+        direction that carries more, charged at both ends; under gpipe, whose gradients come after all
+        activations, in both directions
     y   the time that one microbatch keeps a replica's port occupied, which carries activations of one cut and
         gradients of the other, at the bandwidth of the fastest level
     s   the part of the sum from the stage to the end: the way of a microbatch there and back
@@ -299,6 +300,12 @@ def stage_parts(
     return work, (rounds - 1) * work + after
 
 
+def cut_bytes(schedule: str, sent: Floats, returned: Floats) -> Floats:
+    """Return the bytes of a microbatch over cuts that no others pass at the same time."""
+    both: Floats = np.maximum(sent, returned) if TRAITS[schedule].has_warm_up else sent + returned
+    return both
+
+
 def port_seconds(
     schedule: str, num_microbatches: int, replicas: Ints | int, cluster: Cluster, outgoing: Floats, incoming: Floats
 ) -> Floats:
@@ -385,19 +392,30 @@ def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool) -> Floats
     return cut_figures(cluster, ranks, np.stack([before, before + 1]), plan.num_microbatches, asynchronous)
 
 
-def round_trips(
+def held_until_gradients(
     schedule: str, num_microbatches: int, replicas: int, behind: int, max_in_flight: int | None
-) -> float:
-    """Return how often the way of a microbatch from a stage to the end and back is in the maximum.
+) -> int:
+    """Return the microbatches that a replica has on the way from its stage to the end and back.
 
-    A replica has about as many microbatches on that way as there are ranks from its stage to the end, shared
-    out among the stage's replicas. That is `in_flight` without its rounding up at every stage.
+    They are about as many as there are ranks from the stage to the end, shared out among its replicas. That
+    is `in_flight` without its rounding up at every stage.
 
     Args:
         behind: ranks of all later stages together.
     """
     held = in_flight(schedule, num_microbatches, replicas, behind, num_microbatches)
-    held = min(held, max_in_flight or held)
+    return min(held, max_in_flight or held)
+
+
+def round_trips(
+    schedule: str, num_microbatches: int, replicas: int, behind: int, max_in_flight: int | None
+) -> float:
+    """Return how often the way of a microbatch from a stage to the end and back is in the maximum.
+
+    Args:
+        behind: ranks of all later stages together.
+    """
+    held = held_until_gradients(schedule, num_microbatches, replicas, behind, max_in_flight)
     if TRAITS[schedule].is_asynchronous:
         return num_microbatches / (held * replicas)
     return ceil_div(num_microbatches, replicas) / held - 1.0

@@ -69,7 +69,7 @@ PATIENCE = 60  # passes along a front (8 to 40 are usual); each further one skip
 IMPATIENCE = 1e-4  # growth of the skipped piece with each pass, relative to the maximum
 # Where updates take more than this part of a minibatch, plans are looked for whose updates take at most these
 # parts of that.
-WORTH_HURRYING, LATE = 0.05, (0.5, 0.25)
+WORTH_HURRYING, LATE = 0.05, (0.7, 0.5, 0.25)
 WORTH_A_LOOK = 1.2  # factor by which the first plan of a placement may be worse than the best
 SLACKS = (1.05, 1.2, 1.5)  # factors by which an asynchronous plan with a shorter way may be slower
 TIE = 1e-13  # cost of a rank, relative to the best estimate: ties go to fewer ranks and not to rounding
@@ -83,6 +83,7 @@ def partition(
     *,
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
+    closely: bool = False,
 ) -> list[Plan]:
     """Return plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
@@ -99,7 +100,7 @@ def partition(
     with np.errstate(over="ignore"):  # times beyond the largest number are infinite
         search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas)
         search.run()
-    return search.best_plans()
+    return search.most_promising() if closely else search.best_plans()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,9 @@ class _Search:
     def best_plans(self) -> list[Plan]:
         ordered = sorted(self.found.values(), key=lambda found: found.order)
         return [found.plan for found in ordered[:MAX_PLANS]]
+
+    def most_promising(self) -> list[Plan]:
+        return [found.plan for found in sorted(self.found.values(), key=lambda found: (found.closely, found.order))]
 
     def run(self) -> None:
         self.add_equal_stages()

@@ -350,6 +350,7 @@ def _partition(problem: _Problem, recompute: bool, max_replicas: int | None = No
         request,
         ranks=ranks,
         max_replicas=max_replicas,
+        closely=True,
     )
 
 

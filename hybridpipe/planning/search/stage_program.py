@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from hybridpipe.planning.cost.formula import cut_bytes
 from hybridpipe.planning.cost.layer_costs import LayerCosts, StageTable
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.search.placement import SlotGraph
@@ -71,7 +72,7 @@ class StageProgram:
         """Return the program over stages with at most `widths` layers, by kind."""
         tables = costs.tables(graph.kinds, widths)
         latency, per_byte, busy = graph.figures.T[:, :, None]
-        cut_maxima = busy * np.maximum(costs.output, costs.returned)
+        cut_maxima = busy * cut_bytes(costs.request.schedule, costs.output, costs.returned)
         cut_maxima[:, ~costs.can_cut] = math.inf
         return cls(
             costs,
