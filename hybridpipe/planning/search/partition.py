@@ -25,7 +25,7 @@ Exactness:
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, zip_longest
 
 import numpy as np
 
@@ -158,7 +158,13 @@ class _Search:
         return [found.plan for found in ordered[:MAX_PLANS]]
 
     def most_promising(self) -> list[Plan]:
-        return [found.plan for found in sorted(self.found.values(), key=lambda found: (found.closely, found.order))]
+        """Return the plans in the order of the closer estimate, the best of each number of stages first."""
+        ordered = sorted(self.found.values(), key=lambda found: (found.closely, found.order))
+        first = {found.plan.num_stages: found.plan for found in reversed(ordered)}
+        plans = [found.plan for found in ordered]
+        best_of_each = sorted(first.values(), key=plans.index)
+        in_turns = chain.from_iterable(zip_longest(plans, best_of_each))
+        return list(dict.fromkeys(plan for plan in in_turns if plan is not None))
 
     def run(self) -> None:
         self.add_equal_stages()

@@ -28,6 +28,8 @@ from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
 from hybridpipe.planning.search.bound import least_seconds
 from hybridpipe.planning.search.interleave import interleaved_plans
 from hybridpipe.planning.search.partition import partition
+from hybridpipe.planning.search.refine import refine
+from hybridpipe.planning.cost.estimate import estimates
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.sharing import may_run
 from hybridpipe.planning.simulator.predict import is_simulated, predict
@@ -40,7 +42,7 @@ MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for 
 # The number of partition's plans that are simulated, without those that cannot be the best (`bound`). The
 # formula sees neither the queues of asynchronous pipelines nor stages taking turns on a rank, so these need
 # more: with 16 instead of 32, asynchronous plans of 240 problems were 3 % slower in the mean, one by 89 %.
-NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 32, 6
+NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 8, 32, 6
 MAX_ADVISED = 10_000  # layers times ranks; trying remedies for a larger problem takes minutes
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
 MAX_NAMED = 20  # stages of a plan whose name lists its replica counts
@@ -192,6 +194,19 @@ def _searched(problems: Sequence[_Problem]) -> list[Candidate]:
                 if _least_work(problem, n) < best:
                     best = min(c.seconds for c in found)
                     found += _candidates(replace(problem, num_ranks=n), best, True)
+    if not os.environ.get("NOREFINE"):
+      for problem in problems:
+        mine = {replace(c.plan, predicted=None): c.seconds for c in found if c.plan.schedule == problem.request.schedule and c.samples == problem.profile.samples}
+        if not mine: continue
+        if min(mine.values()) > 1.15 * min(c.seconds for c in found): continue
+        def expect(plan):
+            return estimates(plan, stage_costs(problem.profile, plan, measured_speed(problem.profile, problem.cluster)), problem.cluster).closely
+        made = {}
+        def simulate(plan):
+            made[plan] = with_prediction(plan, problem.profile, problem.cluster)
+            return made[plan].predicted.minibatch_seconds
+        for plan in refine(mine, problem.profile, problem.cluster, range(problem.num_ranks), fits=lambda p: fits(p, problem.profile, problem.cluster), expect=expect, simulate=simulate):
+            found.append(Candidate("near", made[plan], problem.profile.samples))
     return ranked(found)
 
 
