@@ -203,10 +203,10 @@ def _searched(problems: Sequence[_Problem]) -> list[Candidate]:
             return estimates(plan, stage_costs(problem.profile, plan, measured_speed(problem.profile, problem.cluster)), problem.cluster).closely
         made = {}
         def simulate(plan):
-            made[plan] = with_prediction(plan, problem.profile, problem.cluster)
+            made[plan] = with_prediction(plan, problem.profile, problem.cluster, min(mine.values()) * 1.15)
             return made[plan].predicted.minibatch_seconds
         for plan in refine(mine, problem.profile, problem.cluster, range(problem.num_ranks), fits=lambda p: fits(p, problem.profile, problem.cluster), expect=expect, simulate=simulate):
-            found.append(Candidate("near", made[plan], problem.profile.samples))
+            if mine[plan] < math.inf: found.append(Candidate("near", made[plan], problem.profile.samples))
     return ranked(found)
 
 
@@ -271,10 +271,10 @@ def fits(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
     return may_run(profile, plan) and _excess(plan, profile, cluster) <= 1
 
 
-def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster, limit: float = math.inf) -> Plan:
     """Return the plan with the simulator's prediction, or the formula's where simulating takes long."""
     if is_simulated(plan):
-        return replace(plan, predicted=predict(plan, profile, cluster)[1])
+        return replace(plan, predicted=predict(plan, profile, cluster, limit)[1])
     seconds = estimate(plan, profile, cluster)
     rate = profile.samples * plan.num_microbatches / seconds if seconds else 0.0
     bubble = 1 - _busy_seconds(plan, profile, cluster) / (seconds * plan.num_ranks) if seconds else 0.0
@@ -313,9 +313,10 @@ def _candidates(problem: _Problem, best: float = math.inf, fewer: bool = False) 
         bounds = least_seconds(plan, profile, cluster)
         if (origin == "exact" or fewer or problem.is_alternative) and any(least > best * (1 + TIE) for least in bounds):
             continue
-        found.append(Candidate(origin, with_prediction(plan, profile, cluster), profile.samples))
+        limit = best * 1.15 if origin == "exact" else math.inf
+        found.append(Candidate(origin, with_prediction(plan, profile, cluster, limit), profile.samples))
         best = min(best, found[-1].seconds)
-    return found
+    return [c for c in found if c.seconds < math.inf]
 
 
 def _fitting(problem: _Problem) -> Iterator[tuple[str, Plan]]:
