@@ -123,7 +123,7 @@ def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Flo
     latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
     ways[:-1] = 2 * latency + per_byte * (sent + returned)
     num_bytes = cut_bytes(plan.schedule, sent, returned)
-    taking_turns = num_bytes + (sent + returned - num_bytes) / _held(plan)[:-1]
+    taking_turns = num_bytes + (sent + returned - num_bytes) / np.maximum(_held(plan)[:-1], 1)
     group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
     busiest, in_turns = (np.bincount(group, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
     return ways, float(busiest), float(in_turns)
