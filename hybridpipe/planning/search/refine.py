@@ -18,7 +18,7 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.search.placement import renumbered
 
 MAX_EXPANDED, NUM_TRIED = 8, 4
-WORTH_TRYING = 1.0  # factor of the plan's time that a neighbour may be expected to take
+WORTH_TRYING = 1.02  # factor of the plan's time that a neighbour may be expected to take
 NUM_IDLE = 2  # plans in a row whose neighbours are no better, after which it is enough
 
 Seconds = Callable[[Plan], float]
