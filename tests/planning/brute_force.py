@@ -51,7 +51,7 @@ class Reference:
         return latency, 2 * (m - 1) / m / bandwidth
 
     def cut(self, ranks, behind):
-        """Latency, seconds per byte amid a round, and seconds a byte that the busiest port or link is busy."""
+        """Latency, seconds a byte amid a round, and seconds a byte that the busiest link is occupied."""
         routes = [
             (ranks[b % len(ranks)], behind[b % len(behind)]) for b in range(math.lcm(len(ranks), len(behind)))
         ]
@@ -203,7 +203,8 @@ class Reference:
             ways[s] += 2 * latency + per_byte * sum(self.sizes(edge))
         for s, m in enumerate(replicas):
             before, behind = (self.sizes(e) if 0 < e < cuts[-1] else (0, 0) for e in cuts[s : s + 2])
-            port = max(behind[0] + before[1], before[0] + behind[1]) / max(x.bandwidth for x in self.cluster.levels)
+            fastest = max(level.bandwidth for level in self.cluster.levels)
+            port = max(behind[0] + before[1], before[0] + behind[1]) / fastest
             count = self.M / m if self.schedule in ASYNCHRONOUS else math.ceil(self.M / m) - 1
             slowest = max(slowest, port * count + after[s])
             slowest = max(slowest, self.round_trips(m, sum(replicas[s + 1 :])) * sum(ways[s:]))

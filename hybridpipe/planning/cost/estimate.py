@@ -68,7 +68,8 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
     ways, busiest, in_turns = _cuts(plan, costs, cluster)
     if plan.traits.interleaves:
         fill, slowest = _interleaved(plan, terms)
-        return Estimates(*[float(fill + ways.sum() + max(slowest, busiest))] * 3)
+        seconds = float(fill + ways.sum() + max(slowest, busiest))
+        return Estimates(seconds, seconds, seconds)
     filling, maxima = stage_parts(
         plan.schedule, plan.num_microbatches, np.array(plan.replicas), terms.work, terms.weight, terms.after
     )
@@ -76,7 +77,8 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
     ports, waits = _ports(plan, costs, cluster), float((_round_trips(plan) * to_the_end).max())
     if plan.is_asynchronous:
         unhindered = float(max(maxima.max(), ports.max(), busiest))
-        return Estimates(*[max(unhindered, waits)] * 2, unhindered)
+        seconds = max(unhindered, waits)
+        return Estimates(seconds, seconds, unhindered)
     fill, after = to_the_end[0], terms.after
     unhindered = max(float(np.maximum(maxima, ports + after).max()), busiest)
     pace = max(float(np.maximum(maxima - after, ports).max()), in_turns, waits)
@@ -104,7 +106,8 @@ def _held(plan: Plan) -> Ints:
 def _ports(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
     """Return `port_seconds` of each stage."""
     moved = np.zeros((2, plan.num_stages + 1))
-    moved[:, 1:-1] = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T.reshape(2, -1)
+    moved[0, 1:-1] = [cost.output_bytes for cost in costs[:-1]]
+    moved[1, 1:-1] = [cost.gradient_bytes for cost in costs[:-1]]
     sent, returned = moved
     outgoing, incoming = sent[1:] + returned[:-1], sent[:-1] + returned[1:]
     replicas = np.array(plan.replicas)

@@ -307,7 +307,12 @@ def cut_bytes(schedule: str, sent: Floats, returned: Floats) -> Floats:
 
 
 def port_seconds(
-    schedule: str, num_microbatches: int, replicas: Ints | int, cluster: Cluster, outgoing: Floats, incoming: Floats
+    schedule: str,
+    num_microbatches: int,
+    replicas: Ints | int,
+    cluster: Cluster,
+    outgoing: Floats,
+    incoming: Floats,
 ) -> Floats:
     """Return the seconds that a minibatch keeps the busier port of each stage's replicas occupied.
 

@@ -141,7 +141,7 @@ class _Search:
         self.costs = LayerCosts(profile, cluster, num_microbatches, request)
         self.is_limited = any(cluster.memory(rank) < math.inf for rank in ranks)
         self.estimates: dict[Plan, Estimates] = {}
-        self.closest: Estimates | None = None  # the one that is best when looked at closely
+        self.closest = Estimates(math.inf, math.inf, math.inf)  # the one that is best when looked at closely
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
@@ -233,7 +233,7 @@ class _Search:
             costs = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
             self.estimates[plan] = estimates(plan, costs, self.cluster)
         own = self.estimates[plan]
-        if self.closest is None or own.closely < self.closest.closely:
+        if own.closely < self.closest.closely:
             self.closest = own
         found = _Found(plan, program_seconds, own.seconds, own.closely, line, spans)
         known = self.found.get(found.shape)
@@ -313,15 +313,18 @@ class _Search:
         if self.request.traits.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
+        least = WORTH_A_LOOK * self.best_seconds - program.bound  # of the sum
         yield from self.walk_front(program, lambda: self.best_seconds)
         for part in LATE:
             best = self.closest
-            if best is None or best.late < WORTH_HURRYING * best.closely:
+            if best.late < WORTH_HURRYING * best.closely:
                 return
-            bound = program.bound - WORTH_A_LOOK * self.best_seconds + best.closely
-            yield from self.walk_front(program.updating_within(part * best.late, bound), lambda: self.closest.closely)
+            hurried = program.updating_within(part * best.late, best.closely - least)
+            yield from self.walk_front(hurried, lambda: self.closest.closely)
 
-    def walk_front(self, program: StageProgram, best: Callable[[], float]) -> Iterator[tuple[StageProgram, Path]]:
+    def walk_front(
+        self, program: StageProgram, best: Callable[[], float]
+    ) -> Iterator[tuple[StageProgram, Path]]:
         """Yield plans along the front until sum and maximum cannot be less than the best."""
         bound = program.bound
         for passes in count():
@@ -354,7 +357,7 @@ class _Search:
         slacks = SLACKS if len(fastest[0].slots) > 1 else ()
         bounds = [just_above(fastest[0].slowest), *(slack * fastest[0].slowest for slack in slacks)]
         short = program.least_sums(bounds, [0.0] + [1.0] * len(slacks))
-        fewest = next(short)  # fewest ranks, as the weight of seconds is 0; as fast where no gradient is waited for
+        fewest = next(short)  # ranks, as the weight of seconds is 0; as fast where no gradient is waited for
         yield from ((program, path) for path in (fewest, *fastest) if path)
         if fewest is not None and len(fewest.slots) == 1:
             return

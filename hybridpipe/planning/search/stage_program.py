@@ -23,7 +23,7 @@ MAX_STARTS = 4  # first stages whose best plan is kept, where only the maximum c
 # on 16 ranks four bounds take 1.8 times as long as one. More figures would not stay in the cache.
 AT_ONCE = 2**18
 TINY = 1e-300
-NUM_BOUNDS, CLOSE = 4, 1e-10  # bounds of a pass that narrows an optimum down, and its relative width at the end
+NUM_BOUNDS, CLOSE = 4, 1e-10  # bounds of a pass that narrows an optimum down; its relative width at the end
 SAME = 1e-12  # relative: figures that differ by less are equal
 
 
