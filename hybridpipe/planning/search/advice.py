@@ -14,7 +14,7 @@ from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT
-from hybridpipe.planning.search.problem import MAX_RANKS, Problem, short_name
+from hybridpipe.planning.search.problem import MAX_RANKS, Problem, excess, short_name
 from hybridpipe.planning.search.proposals import proposals
 
 MAX_ADVISED = 10_000  # layers times ranks; trying remedies for a larger problem takes minutes

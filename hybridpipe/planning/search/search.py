@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.estimate import estimate, estimates
+from hybridpipe.planning.cost.estimate import Estimates, estimate, estimates
 from hybridpipe.planning.cost.formula import compute_share, measured_speed, stage_costs, stage_speed
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction
@@ -72,8 +72,7 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Predicted time of a minibatch."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted.minibatch_seconds
+        return _seconds(self.plan)
 
 
 def search(
@@ -95,7 +94,7 @@ def search(
         ValueError: more ranks are requested than the cluster has, or the model or the cluster is too large.
     """
     minibatch = profile.samples * num_microbatches
-    return _found(
+    return _searched(
         problems_of(profile, cluster, minibatch, {profile.samples: num_microbatches}, request, num_ranks)
     )
 
@@ -116,50 +115,68 @@ def search_sizes(
     """
     sizes = [samples for samples in profile.sizes if samples <= minibatch] or [minibatch]
     counts = {samples: ceil_div(minibatch, samples) for samples in sizes}
-    return _found(problems_of(profile, cluster, minibatch, counts, request, num_ranks))
+    return _searched(problems_of(profile, cluster, minibatch, counts, request, num_ranks))
+
+
+def _searched(problems: Sequence[Problem]) -> list[Candidate]:
+    """Return the candidates of problems that differ in schedule and size, best first."""
+    found = _found(problems)
+    if not found:
+        raise NoPlanFits(how_far(problems[0]))
+    return ranked(found)
 
 
 def _found(problems: Sequence[Problem]) -> list[Candidate]:
-    """Return the candidates of problems that differ in schedule and size, and the best for fewer ranks."""
-    found = ranked(_within_memory(problems))
+    """Return the candidates, with the best for lower powers of two of ranks.
+
+    What is found for those does not depend on the ranks beyond. They are left out where so few ranks cannot
+    compute as fast as the best plan, and where no estimate is faster than it: fewer ranks allow fewer plans.
+    """
+    outlook = _Outlook()
+    found = _within_memory(problems, outlook)
     num_ranks = problems[0].num_ranks
     while num_ranks > 1:
         num_ranks = 1 << (num_ranks - 1).bit_length() - 1
         fewer = [replace(problem, num_ranks=num_ranks) for problem in problems]
-        if found and min(problem.least_seconds() for problem in fewer) >= found[0].seconds:
+        least = max(outlook.promised, min(problem.least_seconds() for problem in fewer))
+        if found and least >= outlook.best * (1 - TIE):
             break
-        best = ranked(_within_memory(fewer))[:1]
-        known = {candidate.plan for candidate in found}
-        found = ranked([*found, *(candidate for candidate in best if candidate.plan not in known)])
-    if not found:
-        raise NoPlanFits(how_far(problems[0]))
+        known = {each.plan for each in found}
+        found += [each for each in ranked(_within_memory(fewer, _Outlook()))[:1] if each.plan not in known]
+        outlook.best = min((each.seconds for each in found), default=math.inf)
     return found
 
 
-def _within_memory(problems: Sequence[Problem]) -> list[Candidate]:
+@dataclass
+class _Outlook:
+    """The seconds of the best plan so far, and those of the best that the closer estimate promises."""
+
+    best: float = math.inf
+    promised: float = math.inf
+
+
+def _within_memory(problems: Sequence[Problem], outlook: _Outlook) -> list[Candidate]:
     """Return the candidates that fit. Without a limit of memory they are searched for first."""
     if not problems[0].is_limited:
-        return _all_candidates(problems)
+        return _all_candidates(problems, outlook)
     profiles = {problem.profile.samples: problem.profile for problem in problems}
-    free = ranked(_all_candidates([problem.without_limit() for problem in problems]))
+    free = _all_candidates([problem.without_limit() for problem in problems], outlook)
     found = [each for each in free if fits(each.plan, profiles[each.samples], problems[0].cluster)]
-    if found[:1] == free[:1]:
+    if found and min(each.seconds for each in found) == outlook.best:
         return found
+    outlook.best = min((each.seconds for each in found), default=math.inf)
     known = {each.plan for each in found}
-    return [*found, *(each for each in _all_candidates(problems) if each.plan not in known)]
+    return [*found, *(each for each in _all_candidates(problems, outlook) if each.plan not in known)]
 
 
-def _all_candidates(problems: Sequence[Problem]) -> list[Candidate]:
+def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Candidate]:
     """Return the candidates of all problems; those of one that is far behind are not refined."""
-    found: list[list[Candidate]] = []
-    best = math.inf
-    for problem in problems:
-        found.append(list(_candidates(problem, best)))
-        best = min([best, *(each.seconds for each in found[-1])])
+    found = [list(_candidates(problem, outlook)) for problem in problems]
     for problem, candidates in zip(problems, found, strict=True):
-        if problem.size <= MAX_REFINED and any(each.seconds <= FAR * best for each in candidates):
+        least = min((each.seconds for each in candidates), default=math.inf)
+        if problem.size <= MAX_REFINED and least <= FAR * outlook.best < math.inf:
             candidates += _refined(problem, candidates)
-            best = min(best, *(each.seconds for each in candidates))
+            outlook.best = min(outlook.best, *(each.seconds for each in candidates))
     return [each for candidates in found for each in candidates]
 
 
@@ -239,32 +256,43 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     )
 
 
-def _candidates(problem: Problem, best: float) -> Iterator[Candidate]:
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.minibatch_seconds
+
+
+def _candidates(problem: Problem, outlook: _Outlook) -> Iterator[Candidate]:
     """Yield every distinct proposal that fits and may be the best, with its prediction.
 
     An alternative schedule needs a simulation and more than one stage: with one stage all synchronous
     schedules are the same.
-
-    Args:
-        best: seconds of the best plan under the schedules before.
     """
     known: set[Plan] = set()
+    promised = math.inf
     for origin, plan in proposals(problem):
         is_one = plan.num_stages == 1 and not plan.is_asynchronous
         if plan in known or (problem.is_alternative and (is_one or not is_simulated(plan))):
             continue
         known.add(plan)
+        if origin in ("exact", "interleaved") and promised == math.inf:  # the first is the most promising
+            promised = _estimates(problem, plan).closely
+            outlook.promised = min(outlook.promised, promised)
         is_baseline = origin in ("dp", "straight") and not problem.is_alternative
-        candidate = _judged(problem, origin, plan, math.inf if is_baseline else best)
+        candidate = _judged(problem, origin, plan, math.inf if is_baseline else outlook.best)
         if candidate is not None:
-            best = min(best, candidate.seconds)
+            outlook.best = min(outlook.best, candidate.seconds)
             yield candidate
     for least, plan in every_straight(problem):
-        if least > best * (1 + TIE):
+        if least > outlook.best * (1 + TIE):
             return
-        if plan not in known and (candidate := _judged(problem, "exact", plan, best)) is not None:
-            best = min(best, candidate.seconds)
+        if plan not in known and (candidate := _judged(problem, "exact", plan, outlook.best)) is not None:
+            outlook.best = min(outlook.best, candidate.seconds)
             yield candidate
+
+
+def _estimates(problem: Problem, plan: Plan) -> Estimates:
+    costs = stage_costs(problem.profile, plan, measured_speed(problem.profile, problem.cluster))
+    return estimates(plan, costs, problem.cluster)
 
 
 def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate | None:
@@ -282,11 +310,10 @@ def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate
 def _refined(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the neighbours of the best candidates that `refine` simulates."""
     profile, cluster = problem.profile, problem.cluster
-    load_speed = measured_speed(profile, cluster)
     found: list[Candidate] = []
 
     def expect(plan: Plan) -> float:
-        return estimates(plan, stage_costs(profile, plan, load_speed), cluster).closely
+        return _estimates(problem, plan).closely
 
     def simulate(plan: Plan, limit: float) -> float:
         candidate = Candidate("near", with_prediction(plan, profile, cluster, limit), profile.samples)
