@@ -195,8 +195,11 @@ class LayerCosts:
         summed, slowest = stage_parts(
             self.request.schedule, self.num_microbatches, kind.replicas, terms.work, terms.weight, terms.after
         )
-        after = np.zeros_like(slowest) if self.is_asynchronous else slowest * 0 + terms.after
-        pace = np.maximum(slowest - after, self.ports(kind.replicas, width))
+        after, pace = np.broadcast_to(0.0, slowest.shape), slowest
+        if not self.is_asynchronous:
+            after = np.broadcast_to(terms.after, slowest.shape)
+            pace = slowest - after
+        np.maximum(pace, self.ports(kind.replicas, width), out=pace)
         if kind.memory_bytes < math.inf:
             pace[self.memory(kind, width) > kind.memory_bytes] = math.inf
         return StageTable(summed + terms.held_up, pace, after)

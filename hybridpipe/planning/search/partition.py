@@ -174,9 +174,17 @@ class _Search:
                 self.search(layout, share, starts, EXACTLY)
             return
         for active in active_ranks(self.cluster, self.ranks):
+            if self.least_seconds(active) > self.best_seconds:
+                continue
             self.reached = math.inf
             for line in lines(self.cluster, active, self.max_replicas > 1):
                 self.search_line(line)
+
+    def least_seconds(self, active: Sequence[int]) -> float:
+        """Return seconds that no plan on these ranks undercuts: those in which all of them compute."""
+        work = float(self.costs.of_update("work", self.costs.per_update(1)).sum())
+        count = 1 if self.request.traits.whole_minibatch else self.num_microbatches
+        return count * work / sum(compute_share(self.cluster, active).values())
 
     def search_line(self, line: tuple[int, ...]) -> None:
         self.beaten = self.reached

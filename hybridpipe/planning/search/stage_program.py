@@ -23,7 +23,9 @@ MAX_STARTS = 4  # first stages whose best plan is kept, where only the maximum c
 # on 16 ranks four bounds take 1.8 times as long as one. More figures would not stay in the cache.
 AT_ONCE = 2**18
 TINY = 1e-300
-NUM_BOUNDS, CLOSE = 4, 1e-10  # bounds of a pass that narrows an optimum down; its relative width at the end
+# Bounds of a pass that narrows an optimum down; its relative width at the end, also where bounds do not share
+# a pass.
+NUM_BOUNDS, CLOSE, ROUGHLY = 4, 1e-10, 2e-2
 SAME = 1e-12  # relative: figures that differ by less are equal
 
 
@@ -79,7 +81,9 @@ class StageProgram:
             graph,
             tables,
             stage_sums=[table.summed for table in tables],
-            stage_maxima=[table.pace + table.after for table in tables],
+            stage_maxima=[
+                table.pace if costs.is_asynchronous else table.pace + table.after for table in tables
+            ],
             cut_sums=2 * latency + per_byte * costs.moved,
             cut_maxima=cut_maxima,
             bound=bound,
@@ -166,8 +170,10 @@ class StageProgram:
         if not found:
             return []
         low, best = found[0].busiest, min(found, key=lambda path: path.slowest)
-        while low < best.slowest * (1 - CLOSE):
+        is_small = sum(values.size for values in self.stage_sums) <= AT_ONCE
+        while low < best.slowest * (1 - (CLOSE if is_small else ROUGHLY)):
             bounds = np.linspace(low, best.slowest, NUM_BOUNDS + 1)[1:].tolist()
+            bounds = bounds if is_small else [(low + best.slowest) / 2]
             paths = list(self.least_sums(bounds))
             reached = [path for path in paths if path is not None]
             low = bounds[len(bounds) - len(reached) - 1] if len(reached) < len(bounds) else low
