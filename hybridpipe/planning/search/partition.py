@@ -24,7 +24,7 @@ Exactness:
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, zip_longest
 
 import numpy as np
@@ -306,6 +306,9 @@ class _Search:
 
     def first_bound(self, graph: SlotGraph) -> float:
         """Return the first bound on maxima: the best total with a margin, less the least possible sum."""
+        return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - self.least_sum(graph)
+
+    def least_sum(self, graph: SlotGraph) -> float:
         least = 0.0
         if not self.request.traits.is_asynchronous:
             work = self.costs.of_update("work", 1).sum()
@@ -314,21 +317,22 @@ class _Search:
                 self.request.schedule, self.num_microbatches, 1, float(work), float(weight), 0.0
             )
             least /= max(kind.speed for kind in graph.kinds)
-        return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
+        return least
 
     def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """Yield plans along the front of sum and maximum, until none can be better than the best."""
         if self.request.traits.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
-        least = WORTH_A_LOOK * self.best_seconds - program.bound  # of the sum
         yield from self.walk_front(program, lambda: self.best_seconds)
         for part in LATE:
             best = self.closest
             if best.late < WORTH_HURRYING * best.closely:
                 return
-            hurried = program.updating_within(part * best.late, best.closely - least)
-            yield from self.walk_front(hurried, lambda: self.closest.closely)
+            bound = best.closely - self.least_sum(program.graph)
+            hurried = program.updating_within(part * best.late, bound)
+            for made, path in self.walk_front(hurried, lambda: self.closest.closely):
+                yield made, replace(path, seconds=math.nan)  # without the updates
 
     def walk_front(
         self, program: StageProgram, best: Callable[[], float]

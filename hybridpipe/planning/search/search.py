@@ -134,8 +134,8 @@ def _found(problems: Sequence[Problem]) -> list[Candidate]:
     """
     outlook = _Outlook()
     found = _within_memory(problems, outlook)
-    num_ranks = problems[0].num_ranks
-    while num_ranks > 1:
+    num_ranks, fewest = problems[0].num_ranks, 1 + problems[0].request.traits.interleaves
+    while num_ranks > fewest:
         num_ranks = 1 << (num_ranks - 1).bit_length() - 1
         fewer = [replace(problem, num_ranks=num_ranks) for problem in problems]
         least = max(outlook.promised, min(problem.least_seconds() for problem in fewer))
