@@ -1,6 +1,6 @@
 import random
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 
@@ -113,6 +113,25 @@ def test_the_optimum_of_small_instances_is_nearly_always_found():
         num_found += seconds(found) <= best * ALMOST
     assert num_found >= 0.9 * num_instances
     assert num_exact < num_found
+
+
+def test_a_longer_search_begins_with_all_of_a_shorter_one(monkeypatch):
+    monkeypatch.setattr("hybridpipe.planning.search.anneal.FIRST_ROUND", 4)
+    profile = model(*[layer(1.0 + i % 3, 2.0, parameters=1000 * i, output=300) for i in range(8)])
+    cluster = Cluster.flat(4, 300.0, 0.0)
+    start = Plan.data_parallel(8, 4, 8)
+    visited = {}
+    for evaluations in (3, 11, 12, 40):
+        visited[evaluations] = []
+        anneal_module = "hybridpipe.planning.search.anneal.search.with_prediction"
+        with monkeypatch.context() as patch:
+            seen = visited[evaluations]
+            patch.setattr(
+                anneal_module, lambda *each, seen=seen: seen.append(each[0]) or with_prediction(*each)
+            )
+            anneal(start, profile, cluster, evaluations=evaluations)
+    for shorter, longer in pairwise(visited.values()):
+        assert len(shorter) < len(longer) and longer[: len(shorter)] == shorter
 
 
 def test_what_is_found_comes_before_the_candidates():

@@ -12,7 +12,10 @@ from hybridpipe.planning.cost.formula import stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import Measurement, ModelProfile
+from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search import search as search_module
+from hybridpipe.planning.search.problem import Problem
+from hybridpipe.planning.search.proposals import every_straight
 from hybridpipe.planning.search.search import (
     Candidate,
     NoPlanFits,
@@ -434,3 +437,47 @@ def test_plans_that_take_no_time_are_ranked_too():
         return Candidate("exact", Plan(stages, predicted=Prediction(0.0, 0.0, 0.0, ())), 1)
 
     assert ranked([candidate(1, 1), candidate(1)]) == [candidate(1), candidate(1, 1)]
+
+
+SLOW_LINKS = [Cluster.flat(8, 1e8, 5e-5), nodes_of_four(8, 3e7)]
+
+
+@pytest.mark.parametrize("cluster", SLOW_LINKS)
+@pytest.mark.parametrize("schedule, count", [("1f1b", 16), ("pipedream", 1)])
+def test_more_ranks_than_a_power_of_two_are_never_slower(cluster, schedule, count):
+    for seed in range(3):
+        profile = convolutional(8, seed)
+        seconds = {
+            n: search(profile, cluster, count, num_ranks=n, schedule=schedule)[0].seconds
+            for n in (1, 2, 4, 6, 8)
+        }
+        for fewer, more in ((1, 2), (2, 4), (4, 6), (4, 8)):
+            assert seconds[more] <= seconds[fewer], (seed, fewer, more)
+
+
+@pytest.mark.parametrize("cluster", SLOW_LINKS)
+@pytest.mark.parametrize("schedule, count", [("1f1b", 16), ("pipedream", 1)])
+def test_a_limit_of_the_peak_changes_nothing(cluster, schedule, count):
+    profile = convolutional(8, 1)
+    free_plan = search(profile, cluster, count, schedule=schedule)[0].plan
+    for limit in (max(free_plan.predicted.peak_memory_bytes), 10**12):
+        limited = replace(cluster, memory_bytes=limit)
+        assert search(profile, limited, count, schedule=schedule)[0].plan == free_plan
+
+
+@pytest.mark.parametrize("cluster", SLOW_LINKS)
+@pytest.mark.parametrize(
+    "schedule, count", [("1f1b", 16), ("gpipe", 16), ("zero-bubble", 16), ("pipedream", 1)]
+)
+def test_no_straight_pipeline_is_faster(cluster, schedule, count):
+    """All are looked at where they are few, and none is faster than its bound."""
+    profile = convolutional(8, 2)
+    best = search(profile, cluster, count, schedule=schedule)[0].seconds
+    best_straight = straight(profile, cluster, 8, count, schedule).predicted.minibatch_seconds
+    seen = 0
+    for least, plan in every_straight(Problem(profile, cluster, count, 8, PlanRequest(schedule))):
+        seconds = with_prediction(plan, profile, cluster).predicted.minibatch_seconds
+        assert least <= seconds * 1.002  # a pace is measured over some rounds
+        assert best <= seconds * (1 + 1e-9) and best_straight <= seconds * (1 + 1e-9)
+        seen += 1
+    assert seen == 2**7 - 1  # every set of cuts but the empty one
