@@ -1,7 +1,7 @@
 """Slow links: the plan that `plan` gives beside what `--search 1000` makes of it, on links of three speeds.
 
-    python benchmarks/run.py slow_links                    two hours
-    python benchmarks/run.py slow_links --simulated 0      the plans alone, three minutes
+    python benchmarks/run.py slow_links                    40 minutes
+    python benchmarks/run.py slow_links --simulated 0      the plans alone, half a minute
 
 PipeDream's published profiles (see published.py) on 4, 8 and 16 ranks of one switch of 10, 1 and 0.1 Gbit/s,
 50 us a message, four microbatches a rank. "left" is the part of a minibatch's time that the longer search
@@ -18,6 +18,7 @@ from jobs import Run
 from results import Row, milliseconds, number
 
 from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.anneal import anneal_candidates
 from hybridpipe.planning.search.search import search, short_name
@@ -28,6 +29,7 @@ SCHEDULES = ("1f1b", "pipedream", "auto")
 MICROBATCHES_PER_RANK = 4
 LATENCY_SECONDS = 50e-6
 BYTES_OF_GBIT = 1.25e8
+WORTH_TELLING = 0.03
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -68,13 +70,34 @@ def compared(
     }
 
 
-def _told(plan) -> str:
+def _told(plan: Plan) -> str:
     return f"{short_name(plan)} {plan.schedule}"
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Return the problems that the longer search improves by more than 3 %, and a summary."""
-    return results.table(map(_line, rows))
+    """Return a summary by bandwidth and schedule, and the problems that the longer search improves most."""
+    summary = results.table(_summary(rows))
+    far = [row for row in rows if _left(row) > WORTH_TELLING]
+    return f"{summary}\n\n{results.table(map(_line, sorted(far, key=_left, reverse=True)))}"
+
+
+def _summary(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
+    for gbits in GBITS:
+        for schedule in SCHEDULES:
+            some = [row for row in rows if row.group.endswith(f" {gbits:g} Gbit/s") and row.way == schedule]
+            if some:
+                yield {
+                    "Gbit/s": f"{gbits:g}",
+                    "schedule": schedule,
+                    "problems": str(len(some)),
+                    "more than 3 % left": str(sum(_left(row) > WORTH_TELLING for row in some)),
+                    "left at worst": f"{number(max(map(_left, some)), 1, 100)} %",
+                    "planned in, median": f"{number(statistics.median(r['planning_seconds'] for r in some))} s",
+                }
+
+
+def _left(row: Row) -> float:
+    return float(1 - row["longer_seconds"] / row["seconds"])
 
 
 def _line(row: Row) -> dict[str, str]:
@@ -85,6 +108,6 @@ def _line(row: Row) -> dict[str, str]:
         "a minibatch": f"{milliseconds(row['seconds'], 1)} ms",
         "longer search": row["longer"],
         "a minibatch ": f"{milliseconds(row['longer_seconds'], 1)} ms",
-        "left": f"{number(1 - row['longer_seconds'] / row['seconds'], 1, 100)} %",
+        "left": f"{number(_left(row), 1, 100)} %",
         "planned in": f"{number(row['planning_seconds'])} s",
     }

@@ -65,7 +65,7 @@ class Estimates(NamedTuple):
 def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estimates:
     """Return the estimates of a plan, given `stage_costs`."""
     terms = plan_terms(plan, costs, cluster)
-    ways, busiest, in_turns = _cuts(plan, costs, cluster)
+    ways, apart, busiest, in_turns = _cuts(plan, costs, cluster)
     if plan.traits.interleaves:
         fill, slowest = _interleaved(plan, terms)
         seconds = float(fill + ways.sum() + max(slowest, busiest))
@@ -74,17 +74,18 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
         plan.schedule, plan.num_microbatches, np.array(plan.replicas), terms.work, terms.weight, terms.after
     )
     to_the_end = np.cumsum((filling + terms.held_up + ways)[::-1])[::-1]
-    ports, waits = _ports(plan, costs, cluster), float((_round_trips(plan) * to_the_end).max())
+    closer = np.cumsum((filling + terms.held_up + apart)[::-1])[::-1]
+    ports, trips = _ports(plan, costs, cluster), _round_trips(plan)
+    waits, shorter_waits = float((trips * to_the_end).max()), float((trips * closer).max())
     if plan.is_asynchronous:
         unhindered = float(max(maxima.max(), ports.max(), busiest))
-        seconds = max(unhindered, waits)
-        return Estimates(seconds, seconds, unhindered)
+        return Estimates(max(unhindered, waits), max(unhindered, shorter_waits), unhindered)
     fill, after = to_the_end[0], terms.after
     unhindered = max(float(np.maximum(maxima, ports + after).max()), busiest)
-    pace = max(float(np.maximum(maxima - after, ports).max()), in_turns, waits)
-    late = max(0.0, float((after - (fill - to_the_end) / 2).max()))
+    pace = max(float(np.maximum(maxima - after, ports).max()), in_turns, shorter_waits)
+    late = max(0.0, float((after - (closer[0] - closer) / 2).max()))
     seconds = fill + max(unhindered, waits)
-    return Estimates(float(seconds), float(fill + pace + late), float(fill + unhindered), late)
+    return Estimates(float(seconds), float(closer[0] + pace + late), float(fill + unhindered), late)
 
 
 def _round_trips(plan: Plan) -> Floats:
@@ -114,22 +115,31 @@ def _ports(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
     return port_seconds(plan.schedule, plan.num_microbatches, replicas, cluster, outgoing, incoming)
 
 
-def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, float, float]:
+def _together(plan: Plan) -> int:
+    """Return the most microbatches that leave a stage at once."""
+    return max(plan.replicas) if plan.is_asynchronous else plan.num_microbatches
+
+
+def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, Floats, float, float]:
     """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds.
 
-    The last figure is the same where messages of the two directions wait for each other.
+    Each is returned twice, by the formula and looked at closely: replicas behind a stage with fewer do not end
+    their forwards at once, and messages of the two directions wait for each other.
     """
-    ways = np.zeros(plan.num_stages)
+    ways, apart = np.zeros((2, plan.num_stages))
     if plan.num_stages == 1:
-        return ways, 0.0, 0.0
+        return ways, apart, 0.0, 0.0
     sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
     latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
-    ways[:-1] = 2 * latency + per_byte * (sent + returned)
+    moving = per_byte * (sent + returned)
+    replicas = np.minimum(plan.replicas, _together(plan))
+    at_once, fewer = (-(-each[:-1] // replicas[1:]) for each in (replicas, np.minimum.accumulate(replicas)))
+    ways[:-1], apart[:-1] = 2 * latency + moving, 2 * latency + moving * fewer / at_once
     num_bytes = cut_bytes(plan.schedule, sent, returned)
     taking_turns = num_bytes + (sent + returned - num_bytes) / np.maximum(_held(plan)[:-1], 1)
     group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
     busiest, in_turns = (np.bincount(group, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
-    return ways, float(busiest), float(in_turns)
+    return ways, apart, float(busiest), float(in_turns)
 
 
 def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:
