@@ -9,6 +9,7 @@ still takes away: what a user could gain by typing an option.
 """
 
 import argparse
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 
@@ -86,13 +87,14 @@ def _summary(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
         for schedule in SCHEDULES:
             some = [row for row in rows if row.group.endswith(f" {gbits:g} Gbit/s") and row.way == schedule]
             if some:
+                seconds = statistics.median(row["planning_seconds"] for row in some)
                 yield {
                     "Gbit/s": f"{gbits:g}",
                     "schedule": schedule,
                     "problems": str(len(some)),
                     "more than 3 % left": str(sum(_left(row) > WORTH_TELLING for row in some)),
                     "left at worst": f"{number(max(map(_left, some)), 1, 100)} %",
-                    "planned in, median": f"{number(statistics.median(r['planning_seconds'] for r in some))} s",
+                    "planned in, median": f"{number(seconds)} s",
                 }
 
 

@@ -123,8 +123,8 @@ def _together(plan: Plan) -> int:
 def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, Floats, float, float]:
     """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds.
 
-    Each is returned twice, by the formula and looked at closely: replicas behind a stage with fewer do not end
-    their forwards at once, and messages of the two directions wait for each other.
+    Each is returned twice, by the formula and looked at closely: replicas behind a stage with fewer do not
+    end their forwards at once, and messages of the two directions wait for each other.
     """
     ways, apart = np.zeros((2, plan.num_stages))
     if plan.num_stages == 1:
