@@ -130,7 +130,7 @@ def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Flo
     if plan.num_stages == 1:
         return ways, apart, 0.0, 0.0
     sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
-    latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
+    latency, per_byte, busy_per_byte, _ = plan_cut_figures(plan, cluster, plan.is_asynchronous)
     moving = per_byte * (sent + returned)
     replicas = np.minimum(plan.replicas, _together(plan))
     at_once, fewer = (-(-each[:-1] // replicas[1:]) for each in (replicas, np.minimum.accumulate(replicas)))

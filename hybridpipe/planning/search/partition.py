@@ -325,14 +325,25 @@ class _Search:
             yield from self.walk_asynchronous(program)
             return
         yield from self.walk_front(program, lambda: self.best_seconds)
-        for part in LATE:
-            best = self.closest
-            if best.late < WORTH_HURRYING * best.closely:
-                return
-            bound = best.closely - self.least_sum(program.graph)
-            hurried = program.updating_within(part * best.late, bound)
-            for made, path in self.walk_front(hurried, lambda: self.closest.closely):
-                yield made, replace(path, seconds=math.nan)  # without the updates
+        late = self.closest.late
+        limits = [part * late for part in LATE if late >= WORTH_HURRYING * self.closest.closely]
+        if self.is_slow:
+            for limit in (math.inf, *limits):
+                yield from self.walk_hurried(program.with_messages_alone(), limit)
+        for limit in limits:
+            yield from self.walk_hurried(program, limit)
+
+    def walk_hurried(self, program: StageProgram, limit: float) -> Iterator[tuple[StageProgram, Path]]:
+        """Yield plans along the front whose updates take less than a limit and are not counted."""
+        bound = self.closest.closely - self.least_sum(program.graph)
+        hurried = program.updating_within(limit, bound)
+        for made, path in self.walk_front(hurried, lambda: self.closest.closely):
+            yield made, replace(path, seconds=math.nan)
+
+    @property
+    def is_slow(self) -> bool:
+        """True if the best plan so far keeps its ranks busy less than half of the time."""
+        return self.closest.closely > 2 * self.least_seconds(self.ranks)
 
     def walk_front(
         self, program: StageProgram, best: Callable[[], float]
@@ -371,6 +382,9 @@ class _Search:
         short = program.least_sums(bounds, [0.0] + [1.0] * len(slacks))
         fewest = next(short)  # ranks, as the weight of seconds is 0; as fast where no gradient is waited for
         yield from ((program, path) for path in (fewest, *fastest) if path)
+        if self.is_slow:
+            for path in program.with_messages_alone().least_maximum():
+                yield program, replace(path, seconds=math.nan)
         if fewest is not None and len(fewest.slots) == 1:
             return
         programs: dict[tuple[int, ...], StageProgram] = {}

@@ -73,7 +73,7 @@ class StageProgram:
     ) -> "StageProgram":
         """Return the program over stages with at most `widths` layers, by kind."""
         tables = costs.tables(graph.kinds, widths)
-        latency, per_byte, busy = graph.figures.T[:, :, None]
+        latency, per_byte, busy, _ = graph.figures.T[:, :, None]
         cut_maxima = busy * cut_bytes(costs.request.schedule, costs.output, costs.returned)
         cut_maxima[:, ~costs.can_cut] = math.inf
         return cls(
@@ -97,6 +97,11 @@ class StageProgram:
         """
         maxima = [np.where(table.after < limit, table.pace, math.inf) for table in self.tables]
         return replace(self, stage_maxima=maxima, bound=bound)
+
+    def with_messages_alone(self) -> "StageProgram":
+        """Return the program in which a message does not share its cut."""
+        latency, _, _, alone = self.graph.figures.T[:, :, None]
+        return replace(self, cut_sums=2 * latency + alone * self.costs.moved)
 
     def with_edges(self, edges: Ints) -> "StageProgram":
         """Return the same program for plans that cut at these edges only."""

@@ -16,7 +16,7 @@ from hybridpipe.planning.search.placement import dealt
 def cut(cluster, ranks, behind, num_microbatches, asynchronous=False):
     """The figures of one cut."""
     figures = cut_figures(cluster, [ranks, behind], np.array([[0], [1]]), num_microbatches, asynchronous)
-    return tuple(figures[:, 0].tolist())
+    return tuple(figures[:3, 0].tolist())
 
 
 def cut_by_routes(cluster, ranks, behind, num_microbatches, asynchronous):
