@@ -67,8 +67,8 @@ MAX_TABLE = 2 * 10**7  # figures kept of all kinds of stages: 320 MB
 MAX_ROUNDS = 6  # of refinement
 PATIENCE = 60  # passes along a front (8 to 40 are usual); each further one skips a longer piece of the front
 IMPATIENCE = 1e-4  # growth of the skipped piece with each pass, relative to the maximum
-# Where updates take more than this part of a minibatch, plans are looked for whose updates take at most these
-# parts of that.
+# Where the updates of a plan that is best by one of the estimates take more than this part of a minibatch,
+# plans are looked for whose updates take at most these parts of that.
 WORTH_HURRYING, LATE = 0.05, (0.7, 0.5, 0.25)
 WORTH_A_LOOK = 1.2  # factor by which the first plan of a placement may be worse than the best
 SLACKS = (1.05, 1.2, 1.5)  # factors by which an asynchronous plan with a shorter way may be slower
@@ -325,7 +325,7 @@ class _Search:
             yield from self.walk_asynchronous(program)
             return
         yield from self.walk_front(program, lambda: self.best_seconds)
-        late = self.closest.late
+        late = max(self.closest.late, self.estimates[self.best.plan].late if self.best else 0.0)
         limits = [part * late for part in LATE if late >= WORTH_HURRYING * self.closest.closely]
         if self.is_slow:
             for limit in (math.inf, *limits):
