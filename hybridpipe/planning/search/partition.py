@@ -102,7 +102,7 @@ def partition(
         request: its schedule gives each rank one stage.
         ranks: ranks that may be used. None: all.
         max_replicas: per stage; 1 finds the best straight pipeline. None: no limit.
-        closely: the plans are ordered by `Estimates.closely`, by turns with the best of each number of stages.
+        closely: order them by `Estimates.closely`, by turns with the best of each number of stages.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # times beyond the largest number are infinite
