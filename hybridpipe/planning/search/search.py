@@ -228,6 +228,8 @@ def straight(
                 break
             if (candidate := _judged(problem, "straight", plan, best)) is not None:
                 found.append(candidate)
+        own = [each for each in found if each.plan.schedule == name]
+        found += _refined(problem, own, max_replicas=1) if own and problem.size <= MAX_REFINED else []
     return ranked(found)[0].plan if found else None
 
 
@@ -307,13 +309,15 @@ def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate
     return candidate if candidate.seconds < math.inf else None
 
 
-def _refined(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
+def _refined(
+    problem: Problem, candidates: Sequence[Candidate], max_replicas: float = math.inf
+) -> list[Candidate]:
     """Return the neighbours of the best candidates that `refine` simulates."""
     profile, cluster = problem.profile, problem.cluster
     found: list[Candidate] = []
 
     def expect(plan: Plan) -> float:
-        return _estimates(problem, plan).closely
+        return _estimates(problem, plan).closely if max(plan.replicas) <= max_replicas else math.inf
 
     def simulate(plan: Plan, limit: float) -> float:
         candidate = Candidate("near", with_prediction(plan, profile, cluster, limit), profile.samples)
