@@ -8,7 +8,7 @@ import jobs
 
 from hybridpipe.files import read_profile
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 

@@ -25,7 +25,7 @@ from results import Row, milliseconds
 
 from hybridpipe.files import read_costs
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest

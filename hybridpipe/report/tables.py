@@ -44,7 +44,7 @@ TRACED = {  # parts of a rank's minibatch: field -> heading
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """Costs of a stage to each of its ranks, and of the cut behind it, by the terms of `formula.estimate`.
+    """Costs of a stage to each of its ranks, and of the cut behind it, by the terms of `estimate.estimate`.
 
     Args:
         work_seconds: forward, backward and message handling of a microbatch.

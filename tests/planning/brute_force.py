@@ -51,7 +51,7 @@ class Reference:
         return latency, 2 * (m - 1) / m / bandwidth
 
     def cut(self, ranks, behind):
-        """Latency, seconds per byte, and seconds a byte that the busiest port or link is occupied."""
+        """Latency, seconds a byte amid a round, and seconds a byte that the busiest link is occupied."""
         routes = [
             (ranks[b % len(ranks)], behind[b % len(behind)]) for b in range(math.lcm(len(ranks), len(behind)))
         ]
@@ -66,12 +66,18 @@ class Reference:
                 busy[i, "in", b // below] += self.M / len(routes)
         slowest = max(1 / level.bandwidth for level in levels)
         fewest = min(len(ranks), len(behind))
+        a_round = len(ranks) if after_first == 0 else min(self.M, len(ranks))
         handled = self.M / fewest if after_first == 0 else math.ceil(self.M / fewest) - 1
         links = [
             max(0.0, count - after_first) / self.cluster.levels[i].shared_bandwidth
             for (i, _, _), count in busy.items()
         ]
-        return max(level.latency_seconds for level in levels), slowest, max([handled * slowest, *links])
+        together = [
+            count * a_round / self.M / self.cluster.levels[i].shared_bandwidth
+            for (i, _, _), count in busy.items()
+        ]
+        way = max([math.ceil(a_round / len(behind)) * slowest, *together])
+        return max(level.latency_seconds for level in levels), way, max([handled * slowest, *links])
 
     def in_flight(self, placement):
         found, held = [], 0
@@ -152,7 +158,7 @@ class Reference:
         return best
 
     def seconds(self, cuts, replicas, speeds, rings, links):
-        total, slowest = 0.0, 0.0
+        slowest, ways, after = 0.0, [], []
         for s, m in enumerate(replicas):
             layers = self.profile.layers[cuts[s] : cuts[s + 1]]
             edges = [e for e in cuts[s : s + 2] if 0 < e < self.profile.num_layers]
@@ -176,22 +182,43 @@ class Reference:
             a = rings[s][0] + rings[s][1] * weights if weights else 0.0
             e = a - self.cluster.overlap * min(a, hides)
             u = sum(one.update_seconds for one in layers) * self.load / speeds[s]
+            ways.append(w)
+            after.append(0.0)
             if self.schedule == "pipedream":
                 slowest = max(slowest, (w + e + u) / m)
             elif self.schedule == "pipedream-2bw":
                 slowest = max(slowest, math.ceil(self.M / m) * w + e + u)
             elif self.schedule == "zero-bubble":
-                total += max(0, w - 2 * g)
+                ways[-1] = max(0, w - 2 * g)
+                after[-1] = e + u
                 slowest = max(slowest, math.ceil(self.M / m) * w - max(0, w - 2 * g) + e + u)
             else:
                 held_up = last if s > 0 and m > 1 else 0.0
-                total += w + held_up
-                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + last - held_up + e + u)
-        for edge, (latency, per_byte, busy) in zip(cuts[1:-1], links):
-            slowest = max(slowest, busy * max(self.sizes(edge)))
-            if self.schedule not in ASYNCHRONOUS:
-                total += 2 * latency + per_byte * sum(self.sizes(edge))
-        return total + slowest
+                ways[-1] += held_up
+                after[-1] = last - held_up + e + u
+                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + after[-1])
+        for s, (edge, (latency, per_byte, busy)) in enumerate(zip(cuts[1:-1], links)):
+            sizes = self.sizes(edge)
+            slowest = max(slowest, busy * (sum(sizes) if self.schedule == "gpipe" else max(sizes)))
+            ways[s] += 2 * latency + per_byte * sum(self.sizes(edge))
+        for s, m in enumerate(replicas):
+            before, behind = (self.sizes(e) if 0 < e < cuts[-1] else (0, 0) for e in cuts[s : s + 2])
+            fastest = max(level.bandwidth for level in self.cluster.levels)
+            port = max(behind[0] + before[1], before[0] + behind[1]) / fastest
+            count = self.M / m if self.schedule in ASYNCHRONOUS else math.ceil(self.M / m) - 1
+            slowest = max(slowest, port * count + after[s])
+            slowest = max(slowest, self.round_trips(m, sum(replicas[s + 1 :])) * sum(ways[s:]))
+        return slowest if self.schedule in ASYNCHRONOUS else sum(ways) + slowest
+
+    def round_trips(self, m, behind):
+        """How often a microbatch's way from a stage to the end and back is waited for in a minibatch."""
+        held = 1 + math.ceil(behind / m)
+        if self.schedule == "pipedream-2bw":
+            held = min(held, math.ceil(2 * self.M / m))
+        if self.schedule in ASYNCHRONOUS:
+            return self.M / held / m
+        rounds = math.ceil(self.M / m)
+        return 0.0 if self.schedule == "gpipe" else rounds / min(held, rounds) - 1
 
     def weights_half(self, one):
         half = one.backward_seconds / 2 if one.weight_seconds is None else one.weight_seconds

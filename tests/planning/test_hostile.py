@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hybridpipe.cli.main import main
 from hybridpipe.planning.cluster import AllReduce, Cluster, Level
-from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.graph.pipedream_format import parse_graph
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
 from hybridpipe.planning.schedules.registry import SCHEDULES

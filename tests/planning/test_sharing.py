@@ -6,7 +6,8 @@ from itertools import chain
 import pytest
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import estimate, exchange_seconds, stage_costs
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.formula import exchange_seconds, stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Place, Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile, SharedParameter

@@ -5,16 +5,27 @@ synchronous minibatch of M microbatches the formula is
 
     sum over stages w  +  sum over cuts c                fill and drain of the pipeline
     + max over stages (ceil(M/m) - 1) w + e + u          its slowest stage, or
-      max over cuts   x after the first                  its busiest link
+      max over stages (ceil(M/m) - 1) y + e + u          its busiest port, or
+      max over cuts   x after the first                  its busiest link, or
+      max over stages (ceil(M/m) / h - 1) s              its longest wait for gradients
 
     w   forward, backward and handling of messages of one microbatch: f + b + h
     e   the part of the all-reduce that is hidden neither by the backward nor by the handling of the gradient
         sent after it
     u   the optimizer's step, the exchange of shared parameters' gradients, and the deferred products of the
         last backward (`Plan.defers_wgrad`); products that the stage before waits for are in the sum instead
-    c   the way of one microbatch over the cut and back, with latency
+    c   the way of one microbatch over the cut and back, with latency, while those of the other replicas are
+        on it: a receiver with fewer replicas gets several activations at once
     x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
-        direction that carries more, charged at both ends
+        direction that carries more, charged at both ends; under gpipe, whose gradients come after all
+        activations, in both directions
+    y   the time that one microbatch keeps a replica's port occupied, which carries activations of one cut and
+        gradients of the other, at the bandwidth of the fastest level
+    s   the part of the sum from the stage to the end: the way of a microbatch there and back
+    h   the microbatches that a replica may have on that way (`round_trips`)
+
+The last line matters where links are slow: a replica of 1F1B that has h microbatches on their way computes no
+further one until a gradient is back. Two equal stages take (w + c) / 2 + w / 2 a microbatch, not w.
 
 With p equal stages and nothing else it is (M + p - 1)(f + b), GPipe's count (Huang et al. 2019). With one
 stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
@@ -30,12 +41,10 @@ stage it is M/m microbatches and the all-reduce. Other synchronous schedules:
 
 An asynchronous pipeline never drains. A minibatch takes
 
-    max over stages (w + e + u) / m    and    max over cuts x for one minibatch
+    max over stages (w + e + u) / m, y / m and s / (h m)    and    max over cuts x for one minibatch
 
 as in PipeDream (SOSP 2019, section 3.1), whose all-reduce is hidden whole. Under pipedream-2bw, which updates
-once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u. The formula neglects two effects that
-the simulator sees: with fewer microbatches than stages two versions do not keep the pipeline full
-(PipeDream-2BW, ICML 2021, section 3.1), and `max_in_flight` costs time.
+once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u, M y / m and M s / (h m).
 """
 
 from collections import Counter
@@ -51,7 +60,7 @@ from hybridpipe.planning.cluster import Cluster, Ring
 from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
-from hybridpipe.planning.schedules.generators import ceil_div, per_update
+from hybridpipe.planning.schedules.generators import ceil_div, in_flight, per_update
 from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.planning.sharing import counted_bytes, exchange_of, exchanged_bytes
 
@@ -291,6 +300,33 @@ def stage_parts(
     return work, (rounds - 1) * work + after
 
 
+def cut_bytes(schedule: str, sent: Floats, returned: Floats) -> Floats:
+    """Return the bytes of a microbatch over cuts that no others pass at the same time."""
+    both: Floats = np.maximum(sent, returned) if TRAITS[schedule].has_warm_up else sent + returned
+    return both
+
+
+def port_seconds(
+    schedule: str,
+    num_microbatches: int,
+    replicas: Ints | int,
+    cluster: Cluster,
+    outgoing: Floats,
+    incoming: Floats,
+) -> Floats:
+    """Return the seconds that a minibatch keeps the busier port of each stage's replicas occupied.
+
+    Args:
+        outgoing, incoming: bytes of one microbatch that a replica sends and receives.
+    """
+    flushed = not TRAITS[schedule].is_asynchronous
+    m: Any = replicas
+    count = -(-num_microbatches // m) - 1 if flushed else num_microbatches / m
+    bandwidth = max(level.bandwidth for level in cluster.levels)
+    seconds: Floats = count / bandwidth * np.maximum(outgoing, incoming)
+    return seconds
+
+
 _FIGURES = attrgetter(
     "forward_seconds",
     "backward_seconds",
@@ -355,43 +391,36 @@ def exchange_seconds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -
 
 
 def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool) -> Floats:
-    """Return the `cut_figures` of a plan's cuts, shape (3, cuts)."""
+    """Return the `cut_figures` of a plan's cuts, shape (4, cuts)."""
     before = np.arange(plan.num_stages - 1)
     ranks = [stage.ranks for stage in plan.stages]
     return cut_figures(cluster, ranks, np.stack([before, before + 1]), plan.num_microbatches, asynchronous)
 
 
-def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """Return the seconds of a minibatch by the closed formula above, which `partition` minimises.
+def held_until_gradients(
+    schedule: str, num_microbatches: int, replicas: int, behind: int, max_in_flight: int | None
+) -> int:
+    """Return the microbatches that a replica has on the way from its stage to the end and back.
 
-    Every rank of the plan is taken to compute all the time. Ranks that share a machine's processors
-    therefore have the speed of all of them computing at once.
+    They are about as many as there are ranks from the stage to the end, shared out among its replicas. That
+    is `in_flight` without its rounding up at every stage.
+
+    Args:
+        behind: ranks of all later stages together.
     """
-    return estimate_from_costs(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster)
+    held = in_flight(schedule, num_microbatches, replicas, behind, num_microbatches)
+    return min(held, max_in_flight or held)
 
 
-def estimate_from_costs(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
-    """Return `estimate`, given `stage_costs`."""
-    terms = plan_terms(plan, costs, cluster)
-    if plan.traits.interleaves:
-        fill, slowest = _interleaved(plan, terms)
-    else:
-        replicas = np.array(plan.replicas)
-        filling, maxima = stage_parts(
-            plan.schedule, plan.num_microbatches, replicas, terms.work, terms.weight, terms.after
-        )
-        fill, slowest = (filling + terms.held_up).sum(), maxima.max()
-    if plan.num_stages > 1:
-        sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
-        latency, per_byte, busy_per_byte = plan_cut_figures(plan, cluster, plan.is_asynchronous)
-        fill += (2 * latency + per_byte * (sent + returned)).sum()
-        group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
-        slowest = max(slowest, np.bincount(group, busy_per_byte * np.maximum(sent, returned)).max())
-    return float(slowest if plan.is_asynchronous else fill + slowest)
+def round_trips(
+    schedule: str, num_microbatches: int, replicas: int, behind: int, max_in_flight: int | None
+) -> float:
+    """Return how often the way of a microbatch from a stage to the end and back is in the maximum.
 
-
-def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:
-    by_chunk = plan.chunks, plan.num_groups
-    work, after = (each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after))
-    rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
-    return work.sum() / plan.chunks + terms.held_up.sum(), (rounds * work + after).max()
+    Args:
+        behind: ranks of all later stages together.
+    """
+    held = held_until_gradients(schedule, num_microbatches, replicas, behind, max_in_flight)
+    if TRAITS[schedule].is_asynchronous:
+        return num_microbatches / (held * replicas)
+    return ceil_div(num_microbatches, replicas) / held - 1.0

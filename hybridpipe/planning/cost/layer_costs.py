@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hybridpipe.planning.cluster import Cluster, Ring
-from hybridpipe.planning.cost.formula import measured_speed, stage_parts, stage_terms
+from hybridpipe.planning.cost.formula import measured_speed, port_seconds, stage_parts, stage_terms
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import stage_memory
 from hybridpipe.planning.profile import ModelProfile
@@ -29,6 +29,20 @@ class StageKind(NamedTuple):
     ring: Ring
     memory_bytes: float
     in_flight: int
+
+
+class StageTable(NamedTuple):
+    """Seconds of stages of one kind, shape (lengths, layers).
+
+    Args:
+        summed: in the sum.
+        pace: of the stage and its ports in the maximum; infinite where the stage does not fit into memory.
+        after: from the last backward to the end of the update, of a synchronous schedule; else 0.
+    """
+
+    summed: Floats
+    pace: Floats
+    after: Floats
 
 
 class LayerCosts:
@@ -62,7 +76,7 @@ class LayerCosts:
             if self.is_asynchronous or not shared.separable:
                 self.can_cut[shared.layers[0] + 1 : shared.layers[-1] + 1] = False
         self.sums: dict[tuple[str, int], Floats] = {}  # tables of `between`, by name and rounds
-        self._tables: dict[StageKind, tuple[Floats, Floats]] = {}
+        self._tables: dict[StageKind, StageTable] = {}
 
     @property
     def num_layers(self) -> int:
@@ -139,22 +153,21 @@ class LayerCosts:
         stops = np.searchsorted(done, done + room, side="right") - 1
         return max(1, int((stops - np.arange(n + 1)).max()))
 
-    def tables(self, kinds: Sequence[StageKind], widths: Sequence[int]) -> list[tuple[Floats, Floats]]:
+    def tables(self, kinds: Sequence[StageKind], widths: Sequence[int]) -> list[StageTable]:
         """Return `stages` of each kind; tables of the previous call are used again."""
         known, self._tables = self._tables, {}
         for kind, width in zip(kinds, widths, strict=True):
             table = known.get(kind)
-            if table is None or len(table[0]) < width:
+            if table is None or len(table.summed) < width:
                 table = self.stages(kind, width)
             self._tables[kind] = table
         each = zip(self._tables.values(), widths, strict=True)
-        return [(summed[:width], slowest[:width]) for (summed, slowest), width in each]
+        return [StageTable(*(figures[:width] for figures in table)) for table, width in each]
 
-    def stages(self, kind: StageKind, width: int) -> tuple[Floats, Floats]:
-        """Return the seconds of stages in the sum and in the maximum: of the d+1 layers from i, at `[d, i]`.
+    def stages(self, kind: StageKind, width: int) -> StageTable:
+        """Return the figures of stages of the d+1 layers from i on, at `[d, i]`.
 
-        The maximum is infinite where the stage does not fit into memory. Entries of stages that would end
-        behind the last layer have no meaning.
+        Entries of stages that would end behind the last layer have no meaning.
         """
         cluster, rounds = self.cluster, self.per_update(kind.replicas)
         parameters = self.between("parameters", width)
@@ -177,14 +190,26 @@ class LayerCosts:
             update=self.between("update", width),
             sending=sending,
             allreduce=kind.ring.seconds(parameters),
-            exchange=none,  # not known before the other stages are; `formula.estimate` has it
+            exchange=none,  # not known before the other stages are; `estimate.estimate` has it
         )
         summed, slowest = stage_parts(
             self.request.schedule, self.num_microbatches, kind.replicas, terms.work, terms.weight, terms.after
         )
+        after, pace = np.broadcast_to(0.0, slowest.shape), slowest
+        if not self.is_asynchronous:
+            after = np.broadcast_to(terms.after, slowest.shape)
+            pace = slowest - after
+        np.maximum(pace, self.ports(kind.replicas, width), out=pace)
         if kind.memory_bytes < math.inf:
-            slowest[self.memory(kind, width) > kind.memory_bytes] = math.inf
-        return summed + terms.held_up, slowest
+            pace[self.memory(kind, width) > kind.memory_bytes] = math.inf
+        return StageTable(summed + terms.held_up, pace, after)
+
+    def ports(self, replicas: int, width: int) -> Floats:
+        """Return `formula.port_seconds` of all stages."""
+        behind = [self.ends(np.append(edges[:-1], 0.0), width) for edges in (self.output, self.returned)]
+        outgoing, incoming = behind[0] + self.returned[:-1], self.output[:-1] + behind[1]
+        schedule, count = self.request.schedule, self.num_microbatches
+        return port_seconds(schedule, count, replicas, self.cluster, outgoing, incoming)
 
     def memory(self, kind: StageKind, width: int) -> Floats:
         """Return `memory.peak_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""

@@ -24,14 +24,16 @@ def cut_figures(
     num_microbatches: int,
     asynchronous: bool = False,
 ) -> Floats:
-    """Return the figures of the cut between each pair of stages, shape (3, pairs).
+    """Return the figures of the cut between each pair of stages, shape (4, pairs).
 
     The rows, in seconds and seconds per byte:
 
     - the latency of one message, over the slowest of the routes that occur;
-    - the time of each of its bytes, over the slowest of them;
+    - the time of each of its bytes, over the slowest of them, while the messages of all senders share ports
+      and links: replicas end a forward at the same time;
     - the time that each byte of a message adds to the busiest port or shared link in a minibatch. All
-      messages count under an asynchronous schedule, all after the first where the schedule flushes.
+      messages count under an asynchronous schedule, all after the first where the schedule flushes;
+    - the time of each byte of a message that is alone.
 
     A shared link carries the microbatches whose route crosses it. A rank's own port carries those that the
     rank handles.
@@ -48,33 +50,38 @@ def _figures(
     cluster: Cluster, routes: "_Routes", pairs: Ints, num_microbatches: int, asynchronous: bool
 ) -> Floats:
     if not pairs.size:
-        return np.zeros((3, 0))
+        return np.zeros((4, 0))
     lengths = routes.lengths[pairs]
-    fewest, period = lengths.min(axis=0), np.lcm(*lengths)
+    fewest, period, a_round = lengths.min(axis=0), np.lcm(*lengths), lengths[0]
     flushed = 0.0 if asynchronous else 1.0
+    if not asynchronous:
+        a_round = np.minimum(a_round, num_microbatches)
     in_a_row = num_microbatches / fewest if asynchronous else -(-num_microbatches // fewest) - flushed
-    figures = np.zeros((3, pairs.shape[1]))
-    latency, per_byte, busy = figures
+    figures = np.zeros((4, pairs.shape[1]))
+    latency, per_byte, busy, alone = figures
+    together = np.zeros(pairs.shape[1])  # seconds per byte of a round on a shared link
     for level, busiest in zip(cluster.levels, routes.busiest(pairs), strict=True):
         occurs = busiest > 0
         np.maximum(latency, occurs * level.latency_seconds, out=latency)
-        np.maximum(per_byte, occurs / level.bandwidth, out=per_byte)
+        np.maximum(alone, occurs / level.bandwidth, out=alone)
         if level.shared_bandwidth is not None:
             messages = np.maximum(num_microbatches * busiest / period - flushed, 0.0)
             np.maximum(busy, messages / level.shared_bandwidth, out=busy)
-    np.maximum(busy, in_a_row * per_byte, out=busy)
+            np.maximum(together, a_round * busiest / period / level.shared_bandwidth, out=together)
+    np.maximum(busy, in_a_row * alone, out=busy)
+    np.maximum(-(-a_round // lengths[1]) * alone, together, out=per_byte)
     return figures
 
 
 def distinct_cut_figures(
     cluster: Cluster, ranks: Sequence[Ints], pairs: Ints, num_microbatches: int, asynchronous: bool
 ) -> tuple[Floats, Ints]:
-    """Return the distinct `cut_figures`, shape (distinct, 3), and the row of each pair.
+    """Return the distinct `cut_figures`, shape (distinct, 4), and the row of each pair.
 
     Pairs whose ranks have the same positions in the units of all levels are counted once.
     """
     if not pairs.size:
-        return np.zeros((0, 3)), np.zeros(0, dtype=np.intp)
+        return np.zeros((0, 4)), np.zeros(0, dtype=np.intp)
     routes = _Routes(cluster, ranks)
     relative = routes.units - np.repeat(routes.low, routes.lengths)
     shapes: dict[tuple[bytes, int], int] = {}

@@ -5,8 +5,11 @@ meet on a link, ranks that share processors only at times. Simulated annealing (
 starts from a plan, changes one thing at a time, and accepts improvements and, with a falling probability,
 deteriorations. FlexFlow (Jia et al., MLSys 2019) searches the same way with a simulator as cost.
 
-Invariant: the returned plan fits into memory and is never slower than the first one; the same input gives the
-same plan.
+The search goes in rounds, each of which cools down and is twice as long as the one before. A longer search
+therefore begins with all that a shorter one does.
+
+Invariant: the returned plan fits into memory and is never slower than the first one, nor than that of a
+shorter search; the same input gives the same plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +32,7 @@ from hybridpipe.planning.search.search import Candidate
 HOT, COLD = 0.05, 0.0005
 # A plan under one of these schedules is also a plan under the others.
 ALIKE = tuple(name for name, each in TRAITS.items() if not (each.whole_minibatch or each.interleaves))
+FIRST_ROUND = 50  # plans simulated in the first round
 MAX_IDLE = 500  # changes in a row to plans that are known or do not fit, after which the search ends
 
 Progress = Callable[[], object]
@@ -70,8 +74,10 @@ def anneal(
     here = replace(start, predicted=None)
     first_seconds = least = _seconds(best)
     seconds = {here: least}
-    num_idle = 0
+    num_idle, begin, end = 0, 0, FIRST_ROUND
     while len(seconds) <= evaluations and num_idle < MAX_IDLE:
+        if len(seconds) > end:
+            here, begin, end = replace(best, predicted=None), end, 3 * end - 2 * begin
         plan = space.neighbour(here, random)
         num_idle += 1
         if plan not in seconds:
@@ -84,7 +90,7 @@ def anneal(
                 best, least = judged, seconds[plan]
             if on_progress is not None:
                 on_progress()
-        temperature = first_seconds * HOT * (COLD / HOT) ** (len(seconds) / evaluations)
+        temperature = first_seconds * HOT * (COLD / HOT) ** ((len(seconds) - begin) / (end - begin))
         if seconds[plan] - seconds[here] <= temperature * random.expovariate(1.0):
             here = plan
     return best

@@ -31,10 +31,10 @@ from dataclasses import replace
 import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.estimate import estimates
 from hybridpipe.planning.cost.formula import (
     StageCost,
     compute_share,
-    estimate_from_costs,
     measured_speed,
     plan_terms,
     stage_costs,
@@ -62,12 +62,12 @@ def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterat
     if cluster.waits_for_messages:
         cluster = replace(cluster, waits_for_messages=False)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
-    seconds = estimate_from_costs(plan, costs, cluster)
+    found = estimates(plan, costs, cluster)
     has_bursts = any(level.burst_bytes for level in cluster.levels)
     if not plan.traits.whole_minibatch or has_bursts or not cluster.are_processors_private:
-        yield seconds / FASTER
+        yield found.closely / FASTER
         return
-    yield seconds
+    yield found.unhindered
     if _goes_in_rounds(plan, costs, cluster):
         rounds = _Rounds(plan, costs, cluster)
         yield rounds.one_round() / plan.replicas[0]

@@ -77,7 +77,7 @@ def _needed(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[int, i
         [(cost.forward_seconds, cost.backward_seconds, cost.weight_seconds) for cost in costs]
     ).T / np.array(speeds)
     crossing = np.array([cost.output_bytes + cost.gradient_bytes for cost in costs[:-1]])
-    latency, per_byte, _ = plan_cut_figures(plan, cluster, plan.is_asynchronous)
+    latency, per_byte, *_ = plan_cut_figures(plan, cluster, plan.is_asynchronous)
     way = float(forward.sum() + (backward - weights).sum() + (2 * latency + per_byte * crossing).sum())
     behind = way - float(forward[0] + backward[0] - weights[0])
     counts = [ceil_div(plan.num_microbatches, replicas) for replicas in plan.replicas]

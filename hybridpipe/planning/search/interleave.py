@@ -16,7 +16,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import compute_share, estimate, stage_speed
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.formula import compute_share, stage_speed
 from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Plan, StageSpec

@@ -1,11 +1,16 @@
-"""Partition: the cuts, replica counts and ranks that minimise `formula.estimate`.
+"""Partition: the cuts, replica counts and ranks that minimise `estimate.estimate`.
 
 The formula is a sum over stages and cuts plus a maximum over them. A dynamic program (`stage_program`)
 minimises the sum under an upper bound on the maximum; lowering the bound walks along the front of (sum,
 maximum). Sums only grow on the way. After each plan the bound may therefore fall to the best total so far
 less the plan's sum, since nothing beyond can be better, and the walk ends with the optimum. An asynchronous
-schedule has no sum, and a program over maxima alone finds its optimum at once (as PipeDream's, SOSP 2019,
-section 3.1). Plans whose ranks hold several stages are found by `interleave`.
+schedule has no sum. A program over maxima alone finds its optimum at once (as PipeDream's, SOSP 2019,
+section 3.1), unless its plans wait for gradients: then passes for bounds narrow the optimum down. Plans whose
+ranks hold several stages are found by `interleave`.
+
+What no program over suffixes can know is in `estimates.closely`, by which the runners-up are ranked. For its
+sake the front is walked again where updates take long, without them, and where the best plan is slow, with
+messages alone on their cuts.
 
 Exactness:
 - Clusters with few enough kinds of ranks (`placement.every_placement`): the optimum over all cuts and all
@@ -14,6 +19,8 @@ Exactness:
   Where ranks share a machine's processors, all ranks of the line count as computing, for every number of
   them on a machine.
 - A front of more than `PATIENCE` plans is walked in steps, each less than 1 % of the optimum.
+- The passes that narrow an asynchronous optimum down end within 2 % where bounds do not share a pass.
+- On a line the ranks that a plan skips count as if they had microbatches on their way.
 - Beyond `MAX_STEPS` or `placement.MAX_PAIRS` layers are merged and stages left out, and the best plan found
   is refined by programs over its neighbourhood: a good plan, not surely the best.
 - Shared parameters: the program counts a layer's own copy and no exchange, `estimate` both as they are.
@@ -23,14 +30,15 @@ Exactness:
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count, zip_longest
 
 import numpy as np
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import compute_share, estimate, stage_parts
+from hybridpipe.planning.cost.estimate import Estimates, estimates
+from hybridpipe.planning.cost.formula import compute_share, measured_speed, stage_costs, stage_parts
 from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.links import Ints
 from hybridpipe.planning.cost.memory import peak_memory_bytes
@@ -66,6 +74,9 @@ MAX_TABLE = 2 * 10**7  # figures kept of all kinds of stages: 320 MB
 MAX_ROUNDS = 6  # of refinement
 PATIENCE = 60  # passes along a front (8 to 40 are usual); each further one skips a longer piece of the front
 IMPATIENCE = 1e-4  # growth of the skipped piece with each pass, relative to the maximum
+# Where the updates of a plan that is best by one of the estimates take more than this part of a minibatch,
+# plans are looked for whose updates take at most these parts of that.
+WORTH_HURRYING, LATE = 0.05, (0.7, 0.5, 0.25)
 WORTH_A_LOOK = 1.2  # factor by which the first plan of a placement may be worse than the best
 SLACKS = (1.05, 1.2, 1.5)  # factors by which an asynchronous plan with a shorter way may be slower
 TIE = 1e-13  # cost of a rank, relative to the best estimate: ties go to fewer ranks and not to rounding
@@ -79,6 +90,7 @@ def partition(
     *,
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
+    closely: bool = False,
 ) -> list[Plan]:
     """Return plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
@@ -90,12 +102,13 @@ def partition(
         request: its schedule gives each rank one stage.
         ranks: ranks that may be used. None: all.
         max_replicas: per stage; 1 finds the best straight pipeline. None: no limit.
+        closely: order them by `Estimates.closely`, by turns with the best of each number of stages.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # times beyond the largest number are infinite
         search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas)
         search.run()
-    return search.best_plans()
+    return search.most_promising() if closely else search.best_plans()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +118,7 @@ class _Found:
     plan: Plan
     program_seconds: float
     seconds: float
+    closely: float
     line: tuple[int, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()  # of its stages on the line
 
@@ -134,7 +148,8 @@ class _Search:
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
         self.costs = LayerCosts(profile, cluster, num_microbatches, request)
         self.is_limited = any(cluster.memory(rank) < math.inf for rank in ranks)
-        self.estimates: dict[Plan, float] = {}
+        self.estimates: dict[Plan, Estimates] = {}
+        self.closest = Estimates(math.inf, math.inf, math.inf)  # the one that is best when looked at closely
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
@@ -150,6 +165,15 @@ class _Search:
         ordered = sorted(self.found.values(), key=lambda found: found.order)
         return [found.plan for found in ordered[:MAX_PLANS]]
 
+    def most_promising(self) -> list[Plan]:
+        """Return the plans in the order of the closer estimate, the best of each number of stages first."""
+        ordered = sorted(self.found.values(), key=lambda found: (found.closely, found.order))
+        first = {found.plan.num_stages: found.plan for found in reversed(ordered)}
+        plans = [found.plan for found in ordered]
+        best_of_each = sorted(first.values(), key=plans.index)
+        in_turns = chain.from_iterable(zip_longest(plans, best_of_each))
+        return list(dict.fromkeys(plan for plan in in_turns if plan is not None))
+
     def run(self) -> None:
         self.add_equal_stages()
         layout = every_placement(self.cluster, self.ranks, self.max_replicas)
@@ -158,9 +182,17 @@ class _Search:
                 self.search(layout, share, starts, EXACTLY)
             return
         for active in active_ranks(self.cluster, self.ranks):
+            if self.least_seconds(active) > self.best_seconds:
+                continue
             self.reached = math.inf
             for line in lines(self.cluster, active, self.max_replicas > 1):
                 self.search_line(line)
+
+    def least_seconds(self, active: Sequence[int]) -> float:
+        """Return seconds that no plan on these ranks undercuts: those in which all of them compute."""
+        work = float(self.costs.of_update("work", self.costs.per_update(1)).sum())
+        count = 1 if self.request.traits.whole_minibatch else self.num_microbatches
+        return count * work / sum(compute_share(self.cluster, active).values())
 
     def search_line(self, line: tuple[int, ...]) -> None:
         self.beaten = self.reached
@@ -214,8 +246,12 @@ class _Search:
             if any(peak > self.cluster.memory(rank) for rank, peak in peaks):
                 return False
         if plan not in self.estimates:
-            self.estimates[plan] = estimate(plan, self.profile, self.cluster)
-        found = _Found(plan, program_seconds, self.estimates[plan], line, spans)
+            costs = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
+            self.estimates[plan] = estimates(plan, costs, self.cluster)
+        own = self.estimates[plan]
+        if own.closely < self.closest.closely:
+            self.closest = own
+        found = _Found(plan, program_seconds, own.seconds, own.closely, line, spans)
         known = self.found.get(found.shape)
         if known is None or math.isnan(known.program_seconds) or found.order < known.order:
             self.found[found.shape] = found
@@ -278,6 +314,9 @@ class _Search:
 
     def first_bound(self, graph: SlotGraph) -> float:
         """Return the first bound on maxima: the best total with a margin, less the least possible sum."""
+        return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - self.least_sum(graph)
+
+    def least_sum(self, graph: SlotGraph) -> float:
         least = 0.0
         if not self.request.traits.is_asynchronous:
             work = self.costs.of_update("work", 1).sum()
@@ -286,13 +325,38 @@ class _Search:
                 self.request.schedule, self.num_microbatches, 1, float(work), float(weight), 0.0
             )
             least /= max(kind.speed for kind in graph.kinds)
-        return WORTH_A_LOOK * self.best_seconds * (1 + SAME) - least
+        return least
 
     def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """Yield plans along the front of sum and maximum, until none can be better than the best."""
         if self.request.traits.is_asynchronous:
             yield from self.walk_asynchronous(program)
             return
+        yield from self.walk_front(program, lambda: self.best_seconds)
+        late = max(self.closest.late, self.estimates[self.best.plan].late if self.best else 0.0)
+        limits = [part * late for part in LATE if late >= WORTH_HURRYING * self.closest.closely]
+        if self.is_slow:
+            for limit in (math.inf, *limits):
+                yield from self.walk_hurried(program.with_messages_alone(), limit)
+        for limit in limits:
+            yield from self.walk_hurried(program, limit)
+
+    def walk_hurried(self, program: StageProgram, limit: float) -> Iterator[tuple[StageProgram, Path]]:
+        """Yield plans along the front whose updates take less than a limit and are not counted."""
+        bound = self.closest.closely - self.least_sum(program.graph)
+        hurried = program.updating_within(limit, bound)
+        for made, path in self.walk_front(hurried, lambda: self.closest.closely):
+            yield made, replace(path, seconds=math.nan)
+
+    @property
+    def is_slow(self) -> bool:
+        """True if the best plan so far keeps its ranks busy less than half of the time."""
+        return self.closest.closely > 2 * self.least_seconds(self.ranks)
+
+    def walk_front(
+        self, program: StageProgram, best: Callable[[], float]
+    ) -> Iterator[tuple[StageProgram, Path]]:
+        """Yield plans along the front until sum and maximum cannot be less than the best."""
         bound = program.bound
         for passes in count():
             [path] = program.least_sums([bound])
@@ -300,7 +364,7 @@ class _Search:
                 return
             yield program, path
             skipped = max(0, passes - PATIENCE) * IMPATIENCE * path.slowest
-            bound = min(path.slowest - skipped, self.best_seconds - path.total)
+            bound = min(path.slowest - skipped, best() - path.total)
 
     def walk_asynchronous(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
         """Yield the best plan, and the shortest ways through the pipeline that are nearly as good.
@@ -324,8 +388,11 @@ class _Search:
         slacks = SLACKS if len(fastest[0].slots) > 1 else ()
         bounds = [just_above(fastest[0].slowest), *(slack * fastest[0].slowest for slack in slacks)]
         short = program.least_sums(bounds, [0.0] + [1.0] * len(slacks))
-        fewest = next(short)  # fewest ranks, as the weight of seconds is 0; it is as fast as the fastest
-        yield from ((program, path) for path in (fewest, *fastest[1:]) if path)
+        fewest = next(short)  # ranks, as the weight of seconds is 0; as fast where no gradient is waited for
+        yield from ((program, path) for path in (fewest, *fastest) if path)
+        if self.is_slow:
+            alone = program.with_messages_alone().least_maximum()
+            yield from ((program, replace(path, seconds=math.nan)) for path in alone)
         if fewest is not None and len(fewest.slots) == 1:
             return
         programs: dict[tuple[int, ...], StageProgram] = {}

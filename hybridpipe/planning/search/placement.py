@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster, Ring
-from hybridpipe.planning.cost.formula import compute_share, stage_speed
+from hybridpipe.planning.cost.formula import compute_share, round_trips, stage_speed
 from hybridpipe.planning.cost.layer_costs import StageKind
 from hybridpipe.planning.cost.links import Floats, Ints, distinct_cut_figures
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight
@@ -235,6 +235,7 @@ class SlotGraph:
         slot: number in the layout; a slot occurs once for every count of microbatches in flight.
         kinds, kind: the distinct kinds of stages, and the kind of each slot.
         figures: `links.distinct_cut_figures`, one cut a row.
+        trips: `formula.round_trips` of each slot.
         starts: slots where the first stage may stand.
         can_end: True where the last stage may stand.
         batches: runs of slots none of which stands behind another of the run.
@@ -247,6 +248,7 @@ class SlotGraph:
     behind: Ints
     cut: Ints
     figures: Floats
+    trips: Floats
     starts: Ints
     can_end: NDArray[np.bool_]
     batches: list[tuple[int, int]]
@@ -309,9 +311,22 @@ def slot_graph(
         behind=behind,
         cut=row[cut.reshape(-1)],
         figures=figures,
+        trips=_trips(layout, schedule, num_microbatches, max_in_flight)[slot],
         starts=np.flatnonzero(may_start[slot]),
         can_end=np.array([state.can_end for state in states]),
         batches=list(pairwise(edges)),
+    )
+
+
+def _trips(layout: Layout, schedule: str, num_microbatches: int, max_in_flight: int) -> Floats:
+    """Return `formula.round_trips` of a layout's slots, whose stages are taken to use all ranks left."""
+    known: dict[tuple[int, int], float] = {}
+    for ranks, left in zip(layout.ranks, layout.left, strict=True):
+        key = len(ranks), len(left) - len(ranks)
+        if key not in known:
+            known[key] = round_trips(schedule, num_microbatches, *key, max_in_flight)
+    return np.array(
+        [known[len(r), len(left) - len(r)] for r, left in zip(layout.ranks, layout.left, strict=True)]
     )
 
 

@@ -1,50 +1,57 @@
-"""Search: candidate plans from several sources, compared by the simulator.
+"""Search: the plans that may be best, compared by the simulator.
 
-`partition` is exact for a closed formula. The simulator also sees queues at links, shared processors and the
-work that hides an all-reduce. Candidates are the few best of `partition`, the best straight pipeline, plain
-data parallelism on all ranks and, where machines have several, on fewer of each. Under interleaved-1f1b the
-few best of `interleave` compete. Invariant: only plans that fit into memory are returned. Where none does,
-`NoPlanFits` says by how much and names a remedy.
+1. `proposals` names plans; the best of a closed formula, exactly, are among them (`partition`).
+2. Those that may be the best by their bounds are simulated, and all straight pipelines where these are few.
+3. `refine` simulates neighbours of the best.
+4. The plans for fewer ranks compete, too: for every power of two below the number of ranks, unless so few
+   ranks could not compute as fast.
+5. `anneal` continues from the best if it is asked to.
+
+Under a memory limit the plans of the same search without one compete where they fit. Invariants: only plans
+that fit into memory are returned; where none does, `NoPlanFits` says by how much and names a remedy. No plan
+is slower than the one for fewer ranks of 4., nor than the plan without a memory limit where that fits.
 
 The schedule "auto" stands for all synchronous ones and, where the request allows them, for the asynchronous
 ones, which change the mathematics.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cluster_transform import with_ranks
-from hybridpipe.planning.cost.formula import compute_share, estimate, measured_speed, stage_costs, stage_speed
+from hybridpipe.planning.cost.estimate import Estimates, estimate, estimates
+from hybridpipe.planning.cost.formula import compute_share, measured_speed, stage_costs, stage_speed
 from hybridpipe.planning.cost.memory import peak_memory_bytes
-from hybridpipe.planning.plan import Plan, Prediction, StageSpec
+from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
+from hybridpipe.planning.search.advice import how_far
 from hybridpipe.planning.search.bound import least_seconds
 from hybridpipe.planning.search.fill import filled
-from hybridpipe.planning.search.interleave import interleaved_plans
-from hybridpipe.planning.search.partition import partition
-from hybridpipe.planning.search.placement import dealt
-from hybridpipe.planning.sharing import may_run
+from hybridpipe.planning.search.problem import Problem, fits, problems_of, short_name
+from hybridpipe.planning.search.proposals import every_straight, one_stage, proposals, straight_plans
+from hybridpipe.planning.search.refine import FAR, refine
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
-# Beyond these limits a search would take minutes; far beyond, the input is a mistake.
-MAX_RANKS = 4096
-MAX_LAYERS = 100_000
-MAX_PRODUCT = 2**23  # of layers and ranks: half a minute
-MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for one of 1024
-# The number of partition's plans that are simulated, without those that cannot be the best (`bound`). The
-# formula sees neither the queues of asynchronous pipelines nor stages taking turns on a rank, so these need
-# more: with 16 instead of 32, asynchronous plans of 240 problems were 3 % slower in the mean, one by 89 %.
-NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 4, 32, 6
-MAX_ADVISED = 10_000  # layers times ranks; trying remedies for a larger problem takes minutes
-NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
-MAX_NAMED = 20  # stages of a plan whose name lists its replica counts
+__all__ = [
+    "Candidate",
+    "NoPlanFits",
+    "data_parallel",
+    "fits",
+    "ranked",
+    "search",
+    "search_sizes",
+    "short_name",
+    "straight",
+    "with_prediction",
+]
+
+MAX_REFINED = 10_000  # layers times ranks; each of a larger problem's plans has many and costly neighbours
 TIE = 1e-9  # relative: times that differ by less are equal
 
 
@@ -57,7 +64,7 @@ class Candidate:
     """A plan with its prediction.
 
     Args:
-        origin: its source: "exact", "dp", "straight", "interleaved" or "search".
+        origin: its source: "exact", "dp", "straight", "interleaved", "near" or "search".
         samples: of its microbatches.
     """
 
@@ -68,53 +75,13 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Predicted time of a minibatch."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted.minibatch_seconds
+        return _seconds(self.plan)
 
     @property
     def seconds_without_bubble(self) -> float:
         """The least time of a minibatch in which the ranks compute as much, however it is scheduled."""
         assert self.plan.predicted is not None
         return self.seconds * (1 - self.plan.predicted.bubble_fraction)
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """The input of a search under one schedule: a model in microbatches, machines, and the request.
-
-    Raises:
-        ValueError: more ranks are requested than the cluster has, or the model or the cluster is too large.
-    """
-
-    profile: ModelProfile
-    cluster: Cluster
-    num_microbatches: int
-    num_ranks: int
-    request: PlanRequest  # under one schedule
-    is_alternative: bool = False  # to the simplest schedule
-
-    def __post_init__(self) -> None:
-        if self.num_ranks > self.cluster.num_ranks:
-            raise ValueError(
-                f"ranks must be at most the cluster's {self.cluster.num_ranks}, got {self.num_ranks}"
-            )
-        if self.num_ranks > MAX_RANKS:
-            raise ValueError(f"ranks must be at most {MAX_RANKS} to be planned, got {self.num_ranks}")
-        if self.profile.num_layers > MAX_LAYERS:
-            raise ValueError(
-                f"layers must be at most {MAX_LAYERS} to be planned, got {self.profile.num_layers}"
-            )
-        if self.size > MAX_PRODUCT:
-            raise ValueError(
-                f"layers times ranks must be at most {MAX_PRODUCT} to be planned, got {self.size}"
-            )
-
-    @property
-    def size(self) -> int:
-        return self.profile.num_layers * self.num_ranks
-
-    def recomputing(self, recompute: bool) -> PlanRequest:
-        return replace(self.request, recompute=recompute)
 
 
 def search(
@@ -137,7 +104,7 @@ def search(
     """
     minibatch = profile.samples * num_microbatches
     return _searched(
-        _problems(profile, cluster, minibatch, {profile.samples: num_microbatches}, request, num_ranks)
+        problems_of(profile, cluster, minibatch, {profile.samples: num_microbatches}, request, num_ranks)
     )
 
 
@@ -157,40 +124,18 @@ def search_sizes(
     """
     sizes = [samples for samples in profile.sizes if samples <= minibatch] or [minibatch]
     counts = {samples: ceil_div(minibatch, samples) for samples in sizes}
-    return _searched(_problems(profile, cluster, minibatch, counts, request, num_ranks))
+    return _searched(problems_of(profile, cluster, minibatch, counts, request, num_ranks))
 
 
-def _problems(
-    profile: ModelProfile,
-    cluster: Cluster,
-    minibatch: int,
-    sizes: Mapping[int, int],
-    request: PlanRequest,
-    num_ranks: int | None,
-) -> list[_Problem]:
-    """Return one problem for each requested schedule and size; `sizes` maps samples to microbatches."""
-    return [
-        _Problem(
-            profile.scaled_to(samples),
-            cluster,
-            count,
-            cluster.num_ranks if num_ranks is None else num_ranks,
-            request.under(schedule),
-            is_alternative=schedule != request.schedules[0],
-        )
-        for schedule in request.schedules
-        for samples, count in ({minibatch: 1} if TRAITS[schedule].whole_minibatch else sizes).items()
-    ]
-
-
-def _searched(problems: Sequence[_Problem]) -> list[Candidate]:
-    found = ranked(candidate for problem in problems for candidate in _candidates(problem))
+def _searched(problems: Sequence[Problem]) -> list[Candidate]:
+    """Return the candidates of problems that differ in schedule and size, best first."""
+    found = ranked(_found(problems))
     if not found:
-        raise NoPlanFits(_how_far(problems[0]))
+        raise NoPlanFits(how_far(problems[0]))
     return ranked([*_filled(found, problems[0]), *found])  # first where equal: their pace is higher
 
 
-def _filled(found: Sequence[Candidate], problem: _Problem) -> Iterator[Candidate]:
+def _filled(found: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]:
     """Yield the best plan that splits backwards with its numbers chosen, if it may then be the best."""
     split = (each for each in found if each.plan.traits.splits_backward and each.plan.num_stages > 1)
     for best in islice(split, 1):
@@ -200,6 +145,60 @@ def _filled(found: Sequence[Candidate], problem: _Problem) -> Iterator[Candidate
             plan = filled(best.plan, profile, problem.cluster, may_fit)
             if plan is not None:
                 yield replace(best, plan=plan)
+
+
+def _found(problems: Sequence[Problem]) -> list[Candidate]:
+    """Return the candidates, with the best for lower powers of two of ranks.
+
+    What is found for those does not depend on the ranks beyond. They are left out where so few ranks cannot
+    compute as fast as the best plan, and where no estimate is faster than it: fewer ranks allow fewer plans.
+    """
+    outlook = _Outlook()
+    found = _within_memory(problems, outlook)
+    num_ranks, fewest = problems[0].num_ranks, 1 + problems[0].request.traits.interleaves
+    while num_ranks > fewest:
+        num_ranks = 1 << (num_ranks - 1).bit_length() - 1
+        fewer = [replace(problem, num_ranks=num_ranks) for problem in problems]
+        least = max(outlook.promised, min(problem.least_seconds() for problem in fewer))
+        if found and least >= outlook.best * (1 - TIE):
+            break
+        known = {each.plan for each in found}
+        found += [each for each in ranked(_within_memory(fewer, _Outlook()))[:1] if each.plan not in known]
+        outlook.best = min((each.seconds for each in found), default=math.inf)
+    return found
+
+
+@dataclass
+class _Outlook:
+    """The seconds of the best plan so far, and those of the best that the closer estimate promises."""
+
+    best: float = math.inf
+    promised: float = math.inf
+
+
+def _within_memory(problems: Sequence[Problem], outlook: _Outlook) -> list[Candidate]:
+    """Return the candidates that fit. Without a limit of memory they are searched for first."""
+    if not problems[0].is_limited:
+        return _all_candidates(problems, outlook)
+    profiles = {problem.profile.samples: problem.profile for problem in problems}
+    free = _all_candidates([problem.without_limit() for problem in problems], outlook)
+    found = [each for each in free if fits(each.plan, profiles[each.samples], problems[0].cluster)]
+    if found and min(each.seconds for each in found) == outlook.best:
+        return found
+    outlook.best = min((each.seconds for each in found), default=math.inf)
+    known = {each.plan for each in found}
+    return [*found, *(each for each in _all_candidates(problems, outlook) if each.plan not in known)]
+
+
+def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Candidate]:
+    """Return the candidates of all problems; those of one that is far behind are not refined."""
+    found = [list(_candidates(problem, outlook)) for problem in problems]
+    for problem, candidates in zip(problems, found, strict=True):
+        least = min((each.seconds for each in candidates), default=math.inf)
+        if problem.size <= MAX_REFINED and least <= FAR * outlook.best < math.inf:
+            candidates += _refined(problem, candidates)
+            outlook.best = min(outlook.best, *(each.seconds for each in candidates))
+    return [each for candidates in found for each in candidates]
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -228,8 +227,8 @@ def data_parallel(
     """
     if schedule == AUTO or TRAITS[schedule].interleaves:
         schedule = DEFAULT
-    problem = _Problem(profile, cluster, num_microbatches, num_ranks, PlanRequest(schedule))
-    return with_prediction(_data_parallel(problem, range(num_ranks)), profile, cluster)
+    problem = Problem(profile, cluster, num_microbatches, num_ranks, PlanRequest(schedule))
+    return with_prediction(one_stage(problem, range(num_ranks)), profile, cluster)
 
 
 def straight(
@@ -239,28 +238,26 @@ def straight(
 
     It may leave ranks unused.
     """
-    found = []
+    found: list[Candidate] = []
     for name in PlanRequest(schedule).schedules:
-        problem = _Problem(profile, cluster, num_microbatches, num_ranks, PlanRequest(name))
-        for plan in _straight(problem, recompute=False):
+        problem = Problem(profile, cluster, num_microbatches, num_ranks, PlanRequest(name))
+        for plan in straight_plans(problem, recompute=False):
             found.append(Candidate("straight", with_prediction(plan, profile, cluster), profile.samples))
+        for least, plan in every_straight(problem):
+            best = min((each.seconds for each in found), default=math.inf)
+            if least > best:
+                break
+            if (candidate := _judged(problem, "straight", plan, best)) is not None:
+                found.append(candidate)
+        own = [each for each in found if each.plan.schedule == name]
+        found += _refined(problem, own, max_replicas=1) if own and problem.size <= MAX_REFINED else []
     return ranked(found)[0].plan if found else None
 
 
-def short_name(plan: Plan) -> str:
-    """Return the plan's name, or its number of stages where the name would be long."""
-    return plan.name if plan.num_stages <= MAX_NAMED else f"{plan.num_stages} stages"
-
-
-def fits(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
-    """True if every rank has the memory that it needs at its peak, and stages share nothing they must not."""
-    return may_run(profile, plan) and _excess(plan, profile, cluster) <= 1
-
-
-def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster, limit: float = math.inf) -> Plan:
     """Return the plan with the simulator's prediction, or the formula's where simulating takes long."""
     if is_simulated(plan):
-        return replace(plan, predicted=predict(plan, profile, cluster)[1])
+        return replace(plan, predicted=predict(plan, profile, cluster, limit)[1])
     seconds = estimate(plan, profile, cluster)
     rate = profile.samples * plan.num_microbatches / seconds if seconds else 0.0
     bubble = 1 - _busy_seconds(plan, profile, cluster) / (seconds * plan.num_ranks) if seconds else 0.0
@@ -282,215 +279,72 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     )
 
 
-def _candidates(problem: _Problem) -> list[Candidate]:
-    """Return every distinct proposal that fits and may be the best, with its prediction.
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.minibatch_seconds
+
+
+def _candidates(problem: Problem, outlook: _Outlook) -> Iterator[Candidate]:
+    """Yield every distinct proposal that fits and may be the best, with its prediction.
 
     An alternative schedule needs a simulation and more than one stage: with one stage all synchronous
     schedules are the same.
     """
-    origins: dict[Plan, str] = {}
-    for origin, plan in _fitting(problem):
+    known: set[Plan] = set()
+    promised = math.inf
+    for origin, plan in proposals(problem):
         is_one = plan.num_stages == 1 and not plan.is_asynchronous
-        if not problem.is_alternative or (not is_one and is_simulated(plan)):
-            origins.setdefault(plan, origin)
+        if plan in known or (problem.is_alternative and (is_one or not is_simulated(plan))):
+            continue
+        known.add(plan)
+        if origin in ("exact", "interleaved") and promised == math.inf:  # the first is the most promising
+            promised = _estimates(problem, plan).closely
+            outlook.promised = min(outlook.promised, promised)
+        is_baseline = origin in ("dp", "straight") and not problem.is_alternative
+        candidate = _judged(problem, origin, plan, math.inf if is_baseline else outlook.best)
+        if candidate is not None:
+            outlook.best = min(outlook.best, candidate.seconds)
+            yield candidate
+    for least, plan in every_straight(problem):
+        if least > outlook.best * (1 + TIE):
+            return
+        if plan not in known and (candidate := _judged(problem, "exact", plan, outlook.best)) is not None:
+            outlook.best = min(outlook.best, candidate.seconds)
+            yield candidate
+
+
+def _estimates(problem: Problem, plan: Plan) -> Estimates:
+    costs = stage_costs(problem.profile, plan, measured_speed(problem.profile, problem.cluster))
+    return estimates(plan, costs, problem.cluster)
+
+
+def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate | None:
+    """Return the plan with its prediction; None if it does not fit or is far behind the best."""
+    profile, cluster = problem.profile, problem.cluster
+    if not problem.fits(plan):
+        return None
+    if best < math.inf and any(least > best * (1 + TIE) for least in least_seconds(plan, profile, cluster)):
+        return None
+    predicted = with_prediction(plan, profile, cluster, FAR * best)
+    candidate = Candidate(origin, predicted, profile.samples)
+    return candidate if candidate.seconds < math.inf else None
+
+
+def _refined(
+    problem: Problem, candidates: Sequence[Candidate], max_replicas: float = math.inf
+) -> list[Candidate]:
+    """Return the neighbours of the best candidates that `refine` simulates."""
     profile, cluster = problem.profile, problem.cluster
     found: list[Candidate] = []
-    best = math.inf
-    for plan, origin in origins.items():
-        bounds = least_seconds(plan, profile, cluster)
-        if origin == "exact" and any(least > best * (1 + TIE) for least in bounds):
-            continue
-        found.append(Candidate(origin, with_prediction(plan, profile, cluster), profile.samples))
-        best = min(best, found[-1].seconds)
-    return found
 
+    def expect(plan: Plan) -> float:
+        return _estimates(problem, plan).closely if max(plan.replicas) <= max_replicas else math.inf
 
-def _fitting(problem: _Problem) -> Iterator[tuple[str, Plan]]:
-    for origin, plan in _proposals(problem):
-        if fits(plan, problem.profile, problem.cluster):
-            yield origin, plan
+    def simulate(plan: Plan, limit: float) -> float:
+        candidate = Candidate("near", with_prediction(plan, profile, cluster, limit), profile.samples)
+        found.append(candidate)
+        return candidate.seconds
 
-
-def _proposals(problem: _Problem) -> Iterator[tuple[str, Plan]]:
-    # Recomputing trades time for memory, which helps only where memory is limited.
-    limited = problem.cluster.memory_bytes is not None
-    for recompute in (False, True) if problem.request.recompute and limited else (False,):
-        for origin, plan in _proposed(problem, recompute):
-            yield origin, _where_needed(plan, problem) if recompute else plan
-
-
-def _proposed(problem: _Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
-    if problem.request.traits.interleaves:
-        yield from (("interleaved", plan) for plan in _interleaved(problem, recompute))
-        return
-    for one_stage in _data_parallel_plans(problem):
-        yield "dp", replace(one_stage, recompute=recompute)
-    in_line = _straight(problem, recompute)
-    yield from (("straight", plan) for plan in in_line[:1])
-    count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else NUM_EXACT
-    for exact in _partition(problem, recompute)[:count] + in_line[1:]:
-        yield "exact", exact
-
-
-def _where_needed(plan: Plan, problem: _Problem) -> Plan:
-    """Return the plan with recomputation only in stages that do not fit into memory without."""
-    peaks = zip(plan.ranks, peak_memory_bytes(problem.profile, replace(plan, recompute=False)), strict=True)
-    beyond = {rank for rank, peak in peaks if peak > problem.cluster.memory(rank)}
-    if beyond.issuperset(plan.ranks):
-        return plan
-    stages = tuple(replace(stage, recompute=not beyond.isdisjoint(stage.ranks)) for stage in plan.stages)
-    return replace(plan, stages=stages, recompute=False)
-
-
-def _partition(problem: _Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
-    ranks = range(problem.num_ranks)
-    request = problem.recomputing(recompute)
-    return partition(
-        problem.profile,
-        problem.cluster,
-        problem.num_microbatches,
-        request,
-        ranks=ranks,
-        max_replicas=max_replicas,
-    )
-
-
-def _interleaved(problem: _Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
-    """Return the best plans that fit, or all where none does."""
-    if not problem.is_alternative and (problem.num_ranks < 2 or problem.profile.num_layers < 4):
-        raise ValueError(
-            f"schedule {problem.request.schedule} needs at least 2 ranks and 4 layers, "
-            f"got {problem.num_ranks} and {problem.profile.num_layers}"
-        )
-    ranks, request = range(problem.num_ranks), problem.recomputing(recompute)
-    plans = interleaved_plans(
-        problem.profile, problem.cluster, problem.num_microbatches, request, ranks, max_replicas
-    )
-    if not plans and not problem.is_alternative:
-        raise ValueError(
-            f"schedule {problem.request.schedule} needs 4 layers that a cut may separate, and "
-            "layers that share tensors must stay together: use schedule 1f1b"
-        )
-    fitting = (plan for plan in plans if fits(plan, problem.profile, problem.cluster))
-    return list(islice(fitting, NUM_INTERLEAVED)) or plans
-
-
-def _straight(problem: _Problem, recompute: bool) -> list[Plan]:
-    """Return the best pipeline with one replica a stage; a single stage only where there is nothing longer.
-
-    For an asynchronous schedule, of which the formula sees less, these are the best few.
-    """
-    problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
-    if problem.request.traits.interleaves:
-        plans = _interleaved(problem, recompute, max_replicas=1)
-        plans = [plan for plan in plans if fits(plan, problem.profile, problem.cluster)]
-    else:
-        plans = _partition(problem, recompute, max_replicas=1)
-    longer = [plan for plan in plans if plan.num_stages > 1]
-    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else 1]
-
-
-def _data_parallel_plans(problem: _Problem) -> Iterator[Plan]:
-    """Yield data parallelism on all ranks and, where machines have several, on the best number of each."""
-    a_machine = min(problem.cluster.node_ranks or 1, problem.num_ranks)
-    yield _data_parallel(problem, range(problem.num_ranks))
-    fewer = [
-        _data_parallel(problem, [rank for rank in range(problem.num_ranks) if rank % a_machine < count])
-        for count in sorted({a_machine * i // 16 for i in range(1, 16)} - {0})  # every number, up to 16
-    ]
-    if fewer:
-        yield min(fewer, key=lambda plan: estimate(plan, problem.profile, problem.cluster))
-
-
-def _data_parallel(problem: _Problem, ranks: Sequence[int]) -> Plan:
-    stage = StageSpec(0, problem.profile.num_layers, len(ranks), dealt(problem.cluster, ranks))
-    return problem.recomputing(False).plan([stage], problem.num_microbatches)
-
-
-def _how_far(problem: _Problem) -> str:
-    """Return one line: the excess of the plan that comes closest, and the first remedy that works."""
-    plan = _closest(problem)
-    peaks = dict(zip(plan.ranks, peak_memory_bytes(problem.profile, plan), strict=True))
-    rank = max(peaks, key=lambda r: peaks[r] / max(problem.cluster.memory(r), 1))
-    name = short_name(plan) + " with recomputation" * plan.recompute
-    closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few that were tried"
-    return (
-        f"no plan fits into memory: {name} {closest} and "
-        f"needs {peaks[rank]} bytes on rank {rank}, which has {problem.cluster.memory(rank):.0f}; "
-        + _advice(problem)
-    )
-
-
-def _advice(problem: _Problem) -> str:
-    """Return the first remedy that works; for a large problem all remedies, untried."""
-    remedies = list(_remedies(problem))
-    if problem.size > MAX_ADVISED:
-        return f"these may help: {', '.join(text for text, _ in remedies)}"
-    for text, eased in remedies:
-        if any(_fitting(eased)):
-            return f"{text} would help"
-    return f"none of these would help: {', '.join(text for text, _ in remedies)}"
-
-
-def _closest(problem: _Problem) -> Plan:
-    """Return the plan that fits if the memory of every rank grows by the least factor, found by bisection.
-
-    For a large problem it is the plan for unlimited memory that needs least, recomputing if requested.
-    """
-
-    def excess(plan: Plan) -> float:
-        return _excess(plan, problem.profile, problem.cluster)
-
-    unlimited = replace(problem, cluster=replace(problem.cluster, memory_bytes=None))
-    closest = min(
-        (replace(plan, recompute=problem.request.recompute) for _, plan in _proposals(unlimited)), key=excess
-    )
-    too_little = 1.0
-    for _ in range(NUM_BISECTIONS if problem.size <= MAX_ADVISED else 0):
-        factor = math.sqrt(too_little * excess(closest))
-        eased = replace(problem, cluster=_with_memory(problem.cluster, factor))
-        if (found := next(_fitting(eased), None)) is None:
-            too_little = factor
-        else:
-            closest = min(closest, found[1], key=excess)
-    return closest
-
-
-def _excess(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """Return the largest ratio of a rank's peak to its limit."""
-    peaks = peak_memory_bytes(profile, plan)
-    return max(peak / max(cluster.memory(rank), 1) for rank, peak in zip(plan.ranks, peaks, strict=True))
-
-
-def _with_memory(cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with its memory multiplied."""
-    match cluster.memory_bytes:
-        case None:
-            return cluster
-        case int(memory):
-            return replace(cluster, memory_bytes=math.ceil(memory * factor))
-        case memories:
-            return replace(cluster, memory_bytes=tuple(math.ceil(memory * factor) for memory in memories))
-
-
-def _remedies(problem: _Problem) -> Iterator[tuple[str, _Problem]]:
-    """Yield changes that a user could make, easiest first."""
-    if not problem.request.recompute:
-        yield "recomputation", replace(problem, request=replace(problem.request, recompute=True))
-    samples = problem.profile.samples
-    minibatch = samples * problem.num_microbatches
-    for size in (samples // 2, samples // 4):
-        if size and not problem.request.traits.whole_minibatch:
-            smaller = problem.profile.scaled_to(size)
-            count = ceil_div(minibatch, size)
-            yield (
-                f"microbatches of {size} sample(s)",
-                replace(problem, profile=smaller, num_microbatches=count),
-            )
-    if problem.request.schedule != DEFAULT and not problem.request.traits.is_asynchronous:
-        yield f"the schedule {DEFAULT}", replace(problem, request=replace(problem.request, schedule=DEFAULT))
-    for factor in (2, 4):
-        ranks = factor * problem.num_ranks
-        if ranks <= MAX_RANKS:
-            grown = with_ranks(problem.cluster, max(ranks, problem.cluster.num_ranks))
-            yield f"{ranks} ranks", replace(problem, cluster=grown, num_ranks=ranks)
+    seconds = {replace(each.plan, predicted=None): each.seconds for each in candidates}
+    refine(seconds, problem, expect, simulate)
+    return [candidate for candidate in found if candidate.seconds < math.inf]

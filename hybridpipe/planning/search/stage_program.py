@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from hybridpipe.planning.cost.layer_costs import LayerCosts
+from hybridpipe.planning.cost.formula import cut_bytes
+from hybridpipe.planning.cost.layer_costs import LayerCosts, StageTable
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.search.placement import SlotGraph
 
@@ -21,16 +22,25 @@ MAX_STARTS = 4  # first stages whose best plan is kept, where only the maximum c
 # Figures of stages in one pass. A small pass is dominated by calls, so several bounds share one: for VGG-16
 # on 16 ranks four bounds take 1.8 times as long as one. More figures would not stay in the cache.
 AT_ONCE = 2**18
+TINY = 1e-300
+# Bounds of a pass that narrows an optimum down; its relative width at the end, also where bounds do not share
+# a pass.
+NUM_BOUNDS, CLOSE, ROUGHLY = 4, 1e-10, 2e-2
 SAME = 1e-12  # relative: figures that differ by less are equal
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A way through the program: slots and the edges between their layers, its sum, maximum and value."""
+    """A way through the program: slots and the edges between their layers, its sum, maximum and value.
+
+    Args:
+        busiest: the maximum without the waits for gradients.
+    """
 
     slots: list[int]
     edges: list[int]
     total: float
+    busiest: float
     slowest: float
     seconds: float
 
@@ -40,6 +50,7 @@ class StageProgram:
     """Sums and maxima of every stage on every kind of slot and of every cut.
 
     Args:
+        tables: of `layer_costs`, by kind.
         stage_sums, stage_maxima: by kind, at `[d, i]` the stage of the d+1 layers from i on.
         cut_sums, cut_maxima: at `[cut, edge]`.
         bound: every maximum must be below it.
@@ -48,6 +59,7 @@ class StageProgram:
 
     costs: LayerCosts
     graph: SlotGraph
+    tables: list[StageTable]
     stage_sums: list[Floats]
     stage_maxima: list[Floats]
     cut_sums: Floats
@@ -61,19 +73,35 @@ class StageProgram:
     ) -> "StageProgram":
         """Return the program over stages with at most `widths` layers, by kind."""
         tables = costs.tables(graph.kinds, widths)
-        latency, per_byte, busy = graph.figures.T[:, :, None]
-        cut_maxima = busy * np.maximum(costs.output, costs.returned)
+        latency, per_byte, busy, _ = graph.figures.T[:, :, None]
+        cut_maxima = busy * cut_bytes(costs.request.schedule, costs.output, costs.returned)
         cut_maxima[:, ~costs.can_cut] = math.inf
         return cls(
             costs,
             graph,
-            stage_sums=[summed for summed, _ in tables],
-            stage_maxima=[slowest for _, slowest in tables],
+            tables,
+            stage_sums=[table.summed for table in tables],
+            stage_maxima=[
+                table.pace if costs.is_asynchronous else table.pace + table.after for table in tables
+            ],
             cut_sums=2 * latency + per_byte * costs.moved,
             cut_maxima=cut_maxima,
             bound=bound,
             tie=tie if math.isfinite(tie) else 0.0,
         )
+
+    def updating_within(self, limit: float, bound: float) -> "StageProgram":
+        """Return the program over stages that take less than `limit` from the last backward to the end.
+
+        Its maxima do not contain that time.
+        """
+        maxima = [np.where(table.after < limit, table.pace, math.inf) for table in self.tables]
+        return replace(self, stage_maxima=maxima, bound=bound)
+
+    def with_messages_alone(self) -> "StageProgram":
+        """Return the program in which a message does not share its cut."""
+        latency, _, _, alone = self.graph.figures.T[:, :, None]
+        return replace(self, cut_sums=2 * latency + alone * self.costs.moved)
 
     def with_edges(self, edges: Ints) -> "StageProgram":
         """Return the same program for plans that cut at these edges only."""
@@ -99,8 +127,11 @@ class StageProgram:
         """Yield the plan of least sum whose every maximum is below the bound, for each bound; None if there
         is none.
 
+        The wait for gradients is such a maximum, too. It grows with the sum from a slot to the end, so of the
+        ways from a slot on the least sum has the least wait, and none is lost.
+
         Args:
-            weights: of seconds, for each bound; 0 counts only ranks. None: 1.
+            weights: of seconds, for each bound; 0 counts only ranks, and waits are neglected. None: 1.
         """
         weights = [1.0] * len(bounds) if weights is None else weights
         at_once = max(1, AT_ONCE // sum(values.size for values in self.stage_sums))
@@ -120,7 +151,9 @@ class StageProgram:
             for kind, work, slowest in zip(self.graph.kinds, self.stage_sums, self.stage_maxima, strict=True)
         ]
         cuts = np.where(self.cut_maxima[..., None] < bound, weight * self.cut_sums[..., None], math.inf)
-        return [paths[0] if paths else None for paths in self.solve(stages, cuts, np.add, 1)]
+        trips = self.graph.trips[:, None]
+        furthest = np.where((trips > 0) & (weight > 0), below(bound) / np.maximum(trips, TINY), math.inf)
+        return [paths[0] if paths else None for paths in self.solve(stages, cuts, np.add, 1, furthest)]
 
     def most_even(self, slowest: float) -> list[Path]:
         """Return the plan of least total time whose maximum is at most `slowest`, sparing no ranks."""
@@ -132,18 +165,40 @@ class StageProgram:
         return self.solve(stages, np.array(cuts), np.add, 1)[0]
 
     def least_maximum(self) -> list[Path]:
-        """Return the plan of least maximum, and the best for a few other first stages."""
+        """Return the plan of least maximum, and good ones for a few other first stages.
+
+        Without waits for gradients one pass finds them. Where its plans wait, the optimum lies between its
+        maximum without waits and with them, and passes for a few bounds at once narrow that down.
+        """
         stages = [values[..., None] for values in self.stage_maxima]
-        return self.solve(stages, self.cut_maxima[..., None], np.maximum, MAX_STARTS)[0]
+        found = self.solve(stages, self.cut_maxima[..., None], np.maximum, MAX_STARTS)[0]
+        if not found:
+            return []
+        low, best = found[0].busiest, min(found, key=lambda path: path.slowest)
+        is_small = sum(values.size for values in self.stage_sums) <= AT_ONCE
+        while low < best.slowest * (1 - (CLOSE if is_small else ROUGHLY)):
+            bounds = np.linspace(low, best.slowest, NUM_BOUNDS + 1)[1:].tolist()
+            bounds = bounds if is_small else [(low + best.slowest) / 2]
+            paths = list(self.least_sums(bounds))
+            reached = [path for path in paths if path is not None]
+            low = bounds[len(bounds) - len(reached) - 1] if len(reached) < len(bounds) else low
+            best = min([best, *reached], key=lambda path: path.slowest)
+        return [best, *(path for path in found if path is not best)]
 
     def solve(
-        self, stages: Sequence[Floats], cuts: Floats, combine: np.ufunc, count: int
+        self,
+        stages: Sequence[Floats],
+        cuts: Floats,
+        combine: np.ufunc,
+        count: int,
+        furthest: Floats | None = None,
     ) -> list[list[Path]]:
         """Return the ways with the least combination of the values of stages and cuts, from `count` first
         slots.
 
         Args:
             stages, cuts: at `[d, i, problem]` by kind, and at `[cut, edge, problem]`.
+            furthest: the combination from each slot to the end must be below it, at `[slot, problem]`.
         """
         graph, n, num_problems = self.graph, self.costs.num_layers, cuts.shape[-1]
         stages = [values[: _last_finite(values)] for values in stages]
@@ -165,6 +220,9 @@ class StageProgram:
                 if len(values):
                     both = combine(values, behind[slot, : len(values)])
                     np.minimum.reduce(both, axis=0, out=least[slot, :n])
+            if furthest is not None:
+                ways = least[low:high]
+                ways[ways >= furthest[low:high, None]] = math.inf
         found = []
         for p in range(num_problems):
             values = least[graph.starts, 0, p]
@@ -184,24 +242,39 @@ class StageProgram:
         combine: np.ufunc,
     ) -> Path:
         """Return the choices that lead to the least value from this slot."""
-        graph, slots, edges, total, slowest = self.graph, [slot], [0], 0.0, 0.0
+        graph, slots, edges, busiest = self.graph, [slot], [0], 0.0
+        parts: list[float] = []  # of the sum, from each slot to the next
         while True:
             kind, start = graph.kind[slot], edges[-1]
             values = stages[kind][:, start]
             d = int(np.argmin(combine(values, behind[slot, : len(values), start])))
-            total += float(self.stage_sums[kind][d, start])
-            slowest = max(slowest, float(self.stage_maxima[kind][d, start]))
+            parts.append(float(self.stage_sums[kind][d, start]))
+            busiest = max(busiest, float(self.stage_maxima[kind][d, start]))
             edges.append(start + d + 1)
             if edges[-1] == self.costs.num_layers:
-                seconds = slowest + total * (not self.costs.is_asynchronous)
-                return Path(slots, edges, total, slowest, seconds)
+                return self.path(slots, edges, parts, busiest)
             run, stop = slice(graph.first[slot], graph.first[slot + 1]), edges[-1]
             options = combine(least[graph.behind[run], stop], cuts[graph.cut[run], stop])
             chosen = graph.first[slot] + int(np.argmin(options))
             cut, slot = graph.cut[chosen], int(graph.behind[chosen])
-            total += float(self.cut_sums[cut, stop])
-            slowest = max(slowest, float(self.cut_maxima[cut, stop]))
+            parts[-1] += float(self.cut_sums[cut, stop])
+            busiest = max(busiest, float(self.cut_maxima[cut, stop]))
             slots.append(slot)
+
+    def path(self, slots: list[int], edges: list[int], parts: Sequence[float], busiest: float) -> Path:
+        """Return the path of these parts of its sum, whose longest maximum may be a wait for gradients."""
+        total, slowest = 0.0, busiest
+        for slot, part in zip(reversed(slots), reversed(parts), strict=True):
+            total += part
+            slowest = max(slowest, float(self.graph.trips[slot]) * total)
+        seconds = slowest + total * (not self.costs.is_asynchronous)
+        return Path(slots, edges, total, busiest, slowest, seconds)
+
+
+def below(bound: Floats) -> Floats:
+    """Return the bound for figures that are multiplied before they are compared."""
+    less: Floats = bound * (1 - SAME / 2)
+    return less
 
 
 def just_above(value: float) -> float:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import StageCost, estimate, measured_speed, stage_costs
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.formula import StageCost, measured_speed, stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction
 from hybridpipe.planning.profile import ModelProfile
@@ -54,7 +55,9 @@ def simulate(
     return kind(programs, plan, costs, cluster, until).run()
 
 
-def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeline, Prediction]:
+def predict(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, limit: float = math.inf
+) -> tuple[Timeline, Prediction]:
     """Return the timeline and the figures of a full minibatch under the plan.
 
     The profile is that of the plan's microbatch. An asynchronous pipeline's timeline runs from the start over
@@ -63,7 +66,11 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
 
     A synchronous minibatch of more than MAX_INSTRUCTIONS is extrapolated from two shorter ones, because a
     full pipeline repeats itself; the timeline is then that of the longer one. An asynchronous pipeline that
-    takes more instructions to fill has the pace of `formula.estimate`.
+    takes more instructions to fill has the pace of `estimate.estimate`.
+
+    Args:
+        limit: seconds after which the simulation of a synchronous minibatch ends. It is then predicted to
+            take forever.
 
     Raises:
         ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or has
@@ -75,7 +82,7 @@ def predict(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Timeli
     if plan.is_asynchronous:
         timeline, seconds, bubble_fraction = _steady(plan, costs, profile, cluster)
     else:
-        timeline, seconds, bubble_fraction = _flushed(plan, costs, cluster)
+        timeline, seconds, bubble_fraction = _flushed(plan, costs, cluster, limit)
     samples = profile.samples * plan.num_microbatches
     return timeline, Prediction(
         minibatch_seconds=seconds,
@@ -107,12 +114,21 @@ def _check_size(plan: Plan) -> None:
     raise ValueError(f"plan is too large to simulate: {told}")
 
 
-def _flushed(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Timeline, float, float]:
+def _flushed(
+    plan: Plan, costs: Sequence[StageCost], cluster: Cluster, limit: float
+) -> tuple[Timeline, float, float]:
     """Return the timeline, seconds and bubble of a synchronous minibatch."""
     total = plan.num_microbatches
     counts = _representative(plan)
-    runs = [simulate(programs(plan, count), plan, costs, cluster) for count in counts]
+
+    def is_late(event: Event) -> bool:
+        return event.end_seconds > limit
+
+    until = is_late if limit < math.inf else None
+    runs = [simulate(programs(plan, count), plan, costs, cluster, until=until) for count in counts]
     last = runs[-1]
+    if last.seconds > limit:
+        return last, math.inf, 1.0
     if len(runs) == 1:
         return last, last.seconds, last.bubble_fraction
     beyond = (total - counts[1]) / (counts[1] - counts[0])

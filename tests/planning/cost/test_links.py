@@ -16,7 +16,7 @@ from hybridpipe.planning.search.placement import dealt
 def cut(cluster, ranks, behind, num_microbatches, asynchronous=False):
     """The figures of one cut."""
     figures = cut_figures(cluster, [ranks, behind], np.array([[0], [1]]), num_microbatches, asynchronous)
-    return tuple(figures[:, 0].tolist())
+    return tuple(figures[:3, 0].tolist())
 
 
 def cut_by_routes(cluster, ranks, behind, num_microbatches, asynchronous):
@@ -24,7 +24,8 @@ def cut_by_routes(cluster, ranks, behind, num_microbatches, asynchronous):
     m, k = len(ranks), len(behind)
     routes = np.arange(math.lcm(m, k))
     sender, receiver = np.array(ranks)[routes % m], np.array(behind)[routes % k]
-    latency, per_byte, busy = 0.0, 0.0, 0.0
+    latency, per_byte, busy, together = 0.0, 0.0, 0.0, 0.0
+    a_round = m if asynchronous else min(m, num_microbatches)  # leave at once
     within = np.zeros(len(routes), dtype=bool)
     below = 1  # ranks of a unit of the level below
     for level in cluster.levels:
@@ -36,11 +37,12 @@ def cut_by_routes(cluster, ranks, behind, num_microbatches, asynchronous):
                 busiest = max(int(np.bincount(end[here] // below).max()) for end in (sender, receiver))
                 messages = num_microbatches * busiest / len(routes)
                 busy = max(busy, max(0.0, messages - (not asynchronous)) / level.shared_bandwidth)
+                together = max(together, a_round * busiest / len(routes) / level.shared_bandwidth)
         within |= here
         below = level.ranks
     fewest = min(m, k)
     in_a_row = num_microbatches / fewest if asynchronous else math.ceil(num_microbatches / fewest) - 1
-    return latency, per_byte, max(busy, in_a_row * per_byte)
+    return latency, max(math.ceil(a_round / k) * per_byte, together), max(busy, in_a_row * per_byte)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +50,10 @@ def cut_by_routes(cluster, ranks, behind, num_microbatches, asynchronous):
     [
         ((0,), (1,), (0.1, 1 / 100, 5 / 100)),  # inside a node: a rank's own port, five after the first
         ((0,), (2,), (0.5, 1 / 10, 5 / 10)),  # the shared link is as wide as it can be used
-        ((0, 1), (2, 3), (0.5, 1 / 10, 5 / 10)),  # both ranks' messages over one link; each port sees two
+        ((0, 1), (2, 3), (0.5, 2 / 10, 5 / 10)),  # both ranks' messages over one link; each port sees two
         ((0, 2), (1, 3), (0.1, 1 / 100, 2 / 100)),  # spread alike: nothing crosses
         ((0, 2), (3, 1), (0.5, 1 / 10, 2 / 10)),  # the other way round: half of it each way
-        ((0, 1, 2), (3,), (0.5, 1 / 10, 5 / 10)),  # all through one receiver, four of six over the link
+        ((0, 1, 2), (3,), (0.5, 3 / 10, 5 / 10)),  # all through one receiver, four of six over the link
     ],
 )
 def test_cut_figures(ranks, behind, expected):

@@ -1,6 +1,6 @@
 import random
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 
@@ -10,7 +10,7 @@ from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.anneal import anneal, anneal_candidates
 from hybridpipe.planning.search.placement import renumbered
-from hybridpipe.planning.search.search import fits, with_prediction
+from hybridpipe.planning.search.search import Candidate, fits, with_prediction
 from tests.planning.helpers import free, layer, model, partition, search
 
 ALMOST = 1 + 1e-9
@@ -115,19 +115,37 @@ def test_the_optimum_of_small_instances_is_nearly_always_found():
     assert num_exact < num_found
 
 
-def test_what_the_formula_cannot_see_is_found():
-    """Messages share the link between two nodes, so each comes late, and so few microbatches are in flight
-    that everyone waits for them. The formula takes what a link carries to overlap with all else."""
+def test_a_longer_search_begins_with_all_of_a_shorter_one(monkeypatch):
+    monkeypatch.setattr("hybridpipe.planning.search.anneal.FIRST_ROUND", 4)
+    profile = model(*[layer(1.0 + i % 3, 2.0, parameters=1000 * i, output=300) for i in range(8)])
+    cluster = Cluster.flat(4, 300.0, 0.0)
+    start = Plan.data_parallel(8, 4, 8)
+    visited = {}
+    for evaluations in (3, 11, 12, 40):
+        visited[evaluations] = []
+        anneal_module = "hybridpipe.planning.search.anneal.search.with_prediction"
+        with monkeypatch.context() as patch:
+            seen = visited[evaluations]
+            patch.setattr(
+                anneal_module, lambda *each, seen=seen: seen.append(each[0]) or with_prediction(*each)
+            )
+            anneal(start, profile, cluster, evaluations=evaluations)
+    for shorter, longer in pairwise(visited.values()):
+        assert len(shorter) < len(longer) and longer[: len(shorter)] == shorter
+
+
+def test_what_is_found_comes_before_the_candidates():
+    """Messages share the link between two nodes, so two ranks of one node are the fastest."""
     profile = model(*[layer(1.0, 2.0, parameters=1000, output=300)] * 6)
     nodes = Level("node", 2, 1e9, 0.0), Level("network", 4, 200.0, 0.0, shared_bandwidth=50.0)
     cluster = Cluster(nodes)
-    exact = with_prediction(partition(profile, cluster, num_microbatches=8)[0], profile, cluster)
-    found = anneal(exact, profile, cluster, evaluations=100)
-    assert seconds(found) < 0.95 * seconds(exact)
-    candidates = search(profile, cluster, 8)
+    start = with_prediction(Plan.data_parallel(6, 4, 8), profile, cluster)
+    found = anneal(start, profile, cluster, evaluations=100)
+    assert seconds(found) < 0.95 * seconds(start)
+    candidates = [Candidate("dp", start, 1)]
     best, *others = anneal_candidates(candidates, profile, cluster, 100)
     assert best.origin == "search" and others == candidates
-    assert best.seconds < 0.95 * candidates[0].seconds
+    assert best.plan == found
 
 
 def test_the_first_plan_must_fit():

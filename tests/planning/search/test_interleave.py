@@ -8,7 +8,7 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost.formula import estimate
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.interleave import SLACKS, _cuts, interleaved_plans, slowest_stage
 from hybridpipe.planning.simulator.predict import predict

@@ -10,7 +10,8 @@ import pytest
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost.formula import StageCost, estimate, stage_costs
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.formula import StageCost, stage_costs
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,

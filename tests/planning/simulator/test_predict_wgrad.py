@@ -5,7 +5,8 @@ from dataclasses import replace
 from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import GradientBucket, StageCost, estimate
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.formula import GradientBucket, StageCost
 from hybridpipe.planning.draw import text
 from hybridpipe.planning.profile import JoinedProducts
 from hybridpipe.planning.schedules.generators import programs

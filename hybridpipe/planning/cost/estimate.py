@@ -1,0 +1,149 @@
+"""Estimate: the seconds of a plan by the closed formula of `cost.formula`, and by a closer one.
+
+Not known here: the search. Invariant: `estimate` is what `search.partition` minimises, to rounding; what a
+dynamic program over stages cannot know is in `estimate_closely` alone.
+
+Under a synchronous schedule a stage reduces its gradients once its last backward is done, and that is done
+when the slowest part of the whole pipeline is, less the way from the stage to the front:
+
+    sum + slowest of all w, x, y and s + max over stages (e + u - way to the front)
+
+x contains what passes in the other direction, too, divided by h: of a few messages that share a link all
+arrive at the end, and so do the gradients that answer them, so the directions take turns.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.formula import (
+    StageCost,
+    StageTerms,
+    cut_bytes,
+    held_until_gradients,
+    measured_speed,
+    plan_cut_figures,
+    plan_terms,
+    port_seconds,
+    round_trips,
+    stage_costs,
+    stage_parts,
+)
+from hybridpipe.planning.cost.links import Floats, Ints
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.schedules.generators import ceil_div
+
+
+def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
+    """Return the seconds of a minibatch by the closed formula, which `partition` minimises.
+
+    Every rank of the plan is taken to compute all the time. Ranks that share a machine's processors
+    therefore have the speed of all of them computing at once.
+    """
+    return estimates(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster).seconds
+
+
+class Estimates(NamedTuple):
+    """Seconds of a minibatch.
+
+    Args:
+        seconds: `estimate`.
+        closely: with all-reduces behind the whole pipeline.
+        unhindered: without waiting for gradients; an asynchronous pipeline hardly is faster.
+        late: the part of `closely` behind the pipeline.
+    """
+
+    seconds: float
+    closely: float
+    unhindered: float
+    late: float = 0.0
+
+
+def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estimates:
+    """Return the estimates of a plan, given `stage_costs`."""
+    terms = plan_terms(plan, costs, cluster)
+    ways, apart, busiest, in_turns = _cuts(plan, costs, cluster)
+    if plan.traits.interleaves:
+        fill, slowest = _interleaved(plan, terms)
+        seconds = float(fill + ways.sum() + max(slowest, busiest))
+        return Estimates(seconds, seconds, seconds)
+    filling, maxima = stage_parts(
+        plan.schedule, plan.num_microbatches, np.array(plan.replicas), terms.work, terms.weight, terms.after
+    )
+    to_the_end = np.cumsum((filling + terms.held_up + ways)[::-1])[::-1]
+    closer = np.cumsum((filling + terms.held_up + apart)[::-1])[::-1]
+    ports, trips = _ports(plan, costs, cluster), _round_trips(plan)
+    waits, shorter_waits = float((trips * to_the_end).max()), float((trips * closer).max())
+    if plan.is_asynchronous:
+        unhindered = float(max(maxima.max(), ports.max(), busiest))
+        return Estimates(max(unhindered, waits), max(unhindered, shorter_waits), unhindered)
+    fill, after = to_the_end[0], terms.after
+    unhindered = max(float(np.maximum(maxima, ports + after).max()), busiest)
+    pace = max(float(np.maximum(maxima - after, ports).max()), in_turns, shorter_waits)
+    late = max(0.0, float((after - (closer[0] - closer) / 2).max()))
+    seconds = fill + max(unhindered, waits)
+    return Estimates(float(seconds), float(closer[0] + pace + late), float(fill + unhindered), late)
+
+
+def _round_trips(plan: Plan) -> Floats:
+    """Return `round_trips` of each stage."""
+    behind = plan.num_ranks - np.cumsum(plan.replicas)
+    asked = plan.schedule, plan.num_microbatches
+    each = zip(plan.replicas, behind.tolist(), strict=True)
+    return np.array([round_trips(*asked, m, ranks, plan.max_in_flight) for m, ranks in each])
+
+
+def _held(plan: Plan) -> Ints:
+    """Return the microbatches that a replica of each stage may have on their way."""
+    behind = plan.num_ranks - np.cumsum(plan.replicas)
+    asked = plan.schedule, plan.num_microbatches
+    each = zip(plan.replicas, behind.tolist(), strict=True)
+    return np.array([held_until_gradients(*asked, m, ranks, plan.max_in_flight) for m, ranks in each])
+
+
+def _ports(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
+    """Return `port_seconds` of each stage."""
+    moved = np.zeros((2, plan.num_stages + 1))
+    moved[0, 1:-1] = [cost.output_bytes for cost in costs[:-1]]
+    moved[1, 1:-1] = [cost.gradient_bytes for cost in costs[:-1]]
+    sent, returned = moved
+    outgoing, incoming = sent[1:] + returned[:-1], sent[:-1] + returned[1:]
+    replicas = np.array(plan.replicas)
+    return port_seconds(plan.schedule, plan.num_microbatches, replicas, cluster, outgoing, incoming)
+
+
+def _together(plan: Plan) -> int:
+    """Return the most microbatches that leave a stage at once."""
+    return max(plan.replicas) if plan.is_asynchronous else plan.num_microbatches
+
+
+def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, Floats, float, float]:
+    """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds.
+
+    Each is returned twice, by the formula and looked at closely: replicas behind a stage with fewer do not
+    end their forwards at once, and messages of the two directions wait for each other.
+    """
+    ways, apart = np.zeros((2, plan.num_stages))
+    if plan.num_stages == 1:
+        return ways, apart, 0.0, 0.0
+    sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
+    latency, per_byte, busy_per_byte, _ = plan_cut_figures(plan, cluster, plan.is_asynchronous)
+    moving = per_byte * (sent + returned)
+    replicas = np.minimum(plan.replicas, _together(plan))
+    at_once, fewer = (-(-each[:-1] // replicas[1:]) for each in (replicas, np.minimum.accumulate(replicas)))
+    ways[:-1], apart[:-1] = 2 * latency + moving, 2 * latency + moving * fewer / at_once
+    num_bytes = cut_bytes(plan.schedule, sent, returned)
+    taking_turns = num_bytes + (sent + returned - num_bytes) / np.maximum(_held(plan)[:-1], 1)
+    group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
+    busiest, in_turns = (np.bincount(group, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
+    return ways, apart, float(busiest), float(in_turns)
+
+
+def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:
+    by_chunk = plan.chunks, plan.num_groups
+    work, after = (each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after))
+    rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
+    return work.sum() / plan.chunks + terms.held_up.sum(), (rounds * work + after).max()

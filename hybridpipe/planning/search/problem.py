@@ -1,0 +1,124 @@
+"""Problem: the input of a search under one schedule, what fits it, and what none of its plans undercuts.
+
+Not known here: candidates. Invariant: a problem that exists is small enough to be searched.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.formula import measured_speed, stage_costs
+from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS
+from hybridpipe.planning.sharing import may_run
+
+# Beyond these limits a search would take minutes; far beyond, the input is a mistake.
+MAX_RANKS = 4096
+MAX_LAYERS = 100_000
+MAX_PRODUCT = 2**23  # of layers and ranks: half a minute
+MAX_NAMED = 20  # stages of a plan whose name lists its replica counts
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The input of a search under one schedule: a model in microbatches, machines, and the request.
+
+    Raises:
+        ValueError: more ranks are requested than the cluster has, or the model or the cluster is too large.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    num_microbatches: int
+    num_ranks: int
+    request: PlanRequest  # under one schedule
+    is_alternative: bool = False  # to the simplest schedule
+
+    def __post_init__(self) -> None:
+        if self.num_ranks > self.cluster.num_ranks:
+            raise ValueError(
+                f"ranks must be at most the cluster's {self.cluster.num_ranks}, got {self.num_ranks}"
+            )
+        if self.num_ranks > MAX_RANKS:
+            raise ValueError(f"ranks must be at most {MAX_RANKS} to be planned, got {self.num_ranks}")
+        if self.profile.num_layers > MAX_LAYERS:
+            raise ValueError(
+                f"layers must be at most {MAX_LAYERS} to be planned, got {self.profile.num_layers}"
+            )
+        if self.size > MAX_PRODUCT:
+            raise ValueError(
+                f"layers times ranks must be at most {MAX_PRODUCT} to be planned, got {self.size}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Layers times ranks."""
+        return self.profile.num_layers * self.num_ranks
+
+    def recomputing(self, recompute: bool) -> PlanRequest:
+        """Return the request with recomputation in all stages, or in none."""
+        return replace(self.request, recompute=recompute)
+
+    @property
+    def is_limited(self) -> bool:
+        """True if ranks have a limit of memory."""
+        return self.cluster.memory_bytes is not None
+
+    def without_limit(self) -> "Problem":
+        """Return the problem with unlimited memory."""
+        return replace(self, cluster=replace(self.cluster, memory_bytes=None))
+
+    def fits(self, plan: Plan) -> bool:
+        """Return `fits` of a plan for this problem."""
+        return fits(plan, self.profile, self.cluster)
+
+    def least_seconds(self) -> float:
+        """Return seconds that no plan undercuts: those in which all ranks together can compute."""
+        schedule = DEFAULT if self.request.traits.interleaves else self.request.schedule
+        plan = Plan((StageSpec(0, self.profile.num_layers),), schedule, self.num_microbatches)
+        [cost] = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
+        count = 1 if self.request.traits.whole_minibatch else self.num_microbatches
+        speed = sum(map(self.cluster.speed, range(self.num_ranks)))
+        return count * (cost.forward_seconds + cost.backward_seconds) / speed
+
+
+def problems_of(
+    profile: ModelProfile,
+    cluster: Cluster,
+    minibatch: int,
+    sizes: Mapping[int, int],
+    request: PlanRequest,
+    num_ranks: int | None,
+) -> list[Problem]:
+    """Return one problem for each requested schedule and size; `sizes` maps samples to microbatches."""
+    return [
+        Problem(
+            profile.scaled_to(samples),
+            cluster,
+            count,
+            cluster.num_ranks if num_ranks is None else num_ranks,
+            request.under(schedule),
+            is_alternative=schedule != request.schedules[0],
+        )
+        for schedule in request.schedules
+        for samples, count in ({minibatch: 1} if TRAITS[schedule].whole_minibatch else sizes).items()
+    ]
+
+
+def short_name(plan: Plan) -> str:
+    """Return the plan's name, or its number of stages where the name would be long."""
+    return plan.name if plan.num_stages <= MAX_NAMED else f"{plan.num_stages} stages"
+
+
+def fits(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
+    """True if every rank has the memory that it needs at its peak, and stages share nothing they must not."""
+    return may_run(profile, plan) and excess(plan, profile, cluster) <= 1
+
+
+def excess(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
+    """Return the largest ratio of a rank's peak to its limit."""
+    peaks = peak_memory_bytes(profile, plan)
+    return max(peak / max(cluster.memory(rank), 1) for rank, peak in zip(plan.ranks, peaks, strict=True))

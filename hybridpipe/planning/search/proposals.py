@@ -1,0 +1,164 @@
+"""Proposals: the plans that a search looks at first, from several sources, unpredicted.
+
+They are plain data parallelism on all ranks and, where machines have several, on fewer of each; straight
+pipelines; the plans of `partition`, and under interleaved-1f1b of `interleave`. Not known here: the
+simulator. Invariant: the same problem gives the same plans in the same order.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, islice, pairwise
+
+import numpy as np
+
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.layer_costs import LayerCosts
+from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.search.interleave import interleaved_plans
+from hybridpipe.planning.search.partition import partition
+from hybridpipe.planning.search.placement import dealt
+from hybridpipe.planning.search.problem import Problem
+
+MAX_STRAIGHT = 256  # ranks of a straight pipeline; partition takes minutes for one of 1024
+MAX_CUTS = 400  # straight pipelines of one number of stages, of which all are looked at
+# The number of partition's plans that are simulated, without those that cannot be the best (`bound`). The
+# formula sees neither the queues of asynchronous pipelines nor stages taking turns on a rank, so these need
+# more: with 16 instead of 32, asynchronous plans of 240 problems were 3 % slower in the mean, one by 89 %.
+NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 8, 32, 6
+
+
+def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
+    """Yield plans, each with its origin (`search.Candidate`); not all fit into memory."""
+    # Recomputing trades time for memory, which helps only where memory is limited.
+    limited = problem.cluster.memory_bytes is not None
+    for recompute in (False, True) if problem.request.recompute and limited else (False,):
+        for origin, plan in _proposed(problem, recompute):
+            yield origin, _where_needed(plan, problem) if recompute else plan
+
+
+def _proposed(problem: Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
+    if problem.request.traits.interleaves:
+        yield from (("interleaved", plan) for plan in _interleaved(problem, recompute))
+        return
+    for one_stage in _data_parallel_plans(problem):
+        yield "dp", replace(one_stage, recompute=recompute)
+    in_line = straight_plans(problem, recompute)
+    yield from (("straight", plan) for plan in in_line[:1])
+    count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else NUM_EXACT
+    for exact in _partition(problem, recompute)[:count] + in_line[1:]:
+        yield "exact", exact
+
+
+def _where_needed(plan: Plan, problem: Problem) -> Plan:
+    """Return the plan with recomputation only in stages that do not fit into memory without."""
+    peaks = zip(plan.ranks, peak_memory_bytes(problem.profile, replace(plan, recompute=False)), strict=True)
+    beyond = {rank for rank, peak in peaks if peak > problem.cluster.memory(rank)}
+    if beyond.issuperset(plan.ranks):
+        return plan
+    stages = tuple(replace(stage, recompute=not beyond.isdisjoint(stage.ranks)) for stage in plan.stages)
+    return replace(plan, stages=stages, recompute=False)
+
+
+def _partition(problem: Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
+    ranks = range(problem.num_ranks)
+    request = problem.recomputing(recompute)
+    return partition(
+        problem.profile,
+        problem.cluster,
+        problem.num_microbatches,
+        request,
+        ranks=ranks,
+        max_replicas=max_replicas,
+        closely=True,
+    )
+
+
+def _interleaved(problem: Problem, recompute: bool, max_replicas: int | None = None) -> list[Plan]:
+    """Return the best plans that fit, or all where none does."""
+    if not problem.is_alternative and (problem.num_ranks < 2 or problem.profile.num_layers < 4):
+        raise ValueError(
+            f"schedule {problem.request.schedule} needs at least 2 ranks and 4 layers, "
+            f"got {problem.num_ranks} and {problem.profile.num_layers}"
+        )
+    ranks, request = range(problem.num_ranks), problem.recomputing(recompute)
+    plans = interleaved_plans(
+        problem.profile, problem.cluster, problem.num_microbatches, request, ranks, max_replicas
+    )
+    if not plans and not problem.is_alternative:
+        raise ValueError(
+            f"schedule {problem.request.schedule} needs 4 layers that a cut may separate, and "
+            "layers that share tensors must stay together: use schedule 1f1b"
+        )
+    fitting = (plan for plan in plans if problem.fits(plan))
+    return list(islice(fitting, NUM_INTERLEAVED)) or plans
+
+
+def straight_plans(problem: Problem, recompute: bool) -> list[Plan]:
+    """Return the best pipeline with one replica a stage; a single stage only where there is nothing longer.
+
+    For an asynchronous schedule, of which the formula sees less, these are the best few.
+    """
+    problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
+    if problem.request.traits.interleaves:
+        plans = _interleaved(problem, recompute, max_replicas=1)
+        plans = [plan for plan in plans if problem.fits(plan)]
+    else:
+        plans = _partition(problem, recompute, max_replicas=1)
+    longer = [plan for plan in plans if plan.num_stages > 1]
+    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else 1]
+
+
+def _data_parallel_plans(problem: Problem) -> Iterator[Plan]:
+    """Yield data parallelism on all ranks and, where machines have several, on the best number of each."""
+    a_machine = min(problem.cluster.node_ranks or 1, problem.num_ranks)
+    yield one_stage(problem, range(problem.num_ranks))
+    fewer = [
+        one_stage(problem, [rank for rank in range(problem.num_ranks) if rank % a_machine < count])
+        for count in sorted({a_machine * i // 16 for i in range(1, 16)} - {0})  # every number, up to 16
+    ]
+    if fewer:
+        yield min(fewer, key=lambda plan: estimate(plan, problem.profile, problem.cluster))
+
+
+def one_stage(problem: Problem, ranks: Sequence[int]) -> Plan:
+    """Return plain data parallelism on these ranks."""
+    stage = StageSpec(0, problem.profile.num_layers, len(ranks), dealt(problem.cluster, ranks))
+    return problem.recomputing(False).plan([stage], problem.num_microbatches)
+
+
+def every_straight(problem: Problem) -> Iterator[tuple[float, Plan]]:
+    """Yield straight pipelines on the first ranks with seconds that they do not undercut, least first.
+
+    Of each number of stages with at most `MAX_CUTS` ways to cut, these are all. A stage takes its work, a cut
+    its messages in the direction that carries more, and 1F1B has as many microbatches on the way from a stage
+    to the end and back as there are stages.
+    """
+    if problem.request.traits.interleaves:
+        return
+    costs = LayerCosts(problem.profile, problem.cluster, problem.num_microbatches, problem.request)
+    done = np.concatenate([[0.0], np.cumsum(costs.mean_work())])
+    seconds = 1 / max(level.bandwidth for level in problem.cluster.levels)
+    count = 1 if problem.request.traits.whole_minibatch else problem.num_microbatches
+    inner = np.flatnonzero(costs.can_cut).tolist()
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for num_stages in range(2, min(problem.num_ranks, len(inner) + 1) + 1):
+        if math.comb(len(inner), num_stages - 1) > MAX_CUTS:
+            continue
+        speed = max(map(problem.cluster.speed, range(num_stages)))
+        cuts = np.array(list(combinations(inner, num_stages - 1)))
+        edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=(0, problem.profile.num_layers))
+        edges[:, 0] = 0
+        work = np.diff(done[edges], axis=1) / speed
+        busiest = np.maximum(costs.output, costs.returned)[cuts] * seconds
+        least = np.maximum(work.max(axis=1), busiest.max(axis=1))
+        if problem.request.traits.has_warm_up and not problem.request.traits.splits_backward:
+            ways = work.copy()
+            ways[:, :-1] += costs.moved[cuts] * seconds
+            to_the_end = np.cumsum(ways[:, ::-1], axis=1)
+            least = np.maximum(least, (to_the_end / np.arange(1, num_stages + 1)).max(axis=1))
+        found += zip((count * least).tolist(), map(tuple, edges.tolist()), strict=True)
+    for least_seconds, ends in sorted(found):
+        stages = [StageSpec(a, b, 1, (s,)) for s, (a, b) in enumerate(pairwise(ends))]
+        yield least_seconds, problem.recomputing(False).plan(stages, problem.num_microbatches)
