@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.cost.formula import StageCost, estimate
+from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.formula import StageCost
 from hybridpipe.planning.profile import SharedParameter
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import (
