@@ -32,8 +32,9 @@ def test_vgg_has_replicated_convolutions_and_dense_layers_on_one_rank(chosen):
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_resnet_is_data_parallel(chosen, cluster):
-    assert chosen["resnet50", cluster]["ours"].isdecimal()
+def test_resnet_is_data_parallel_or_little_better(chosen, cluster):
+    figures = chosen["resnet50", cluster]
+    assert figures["ours"].isdecimal() or 0.97 < figures["seconds"] / figures["dp_seconds"] < 1
 
 
 def test_gnmt_is_straight_on_four_ranks_and_in_many_stages_on_more(chosen):

@@ -88,6 +88,14 @@ def test_counted_routes_are_those_of_the_definition(seed, asynchronous, monkeypa
     figures, row = distinct_cut_figures(cluster, ranks, pairs, 7, asynchronous)
     assert len(np.unique(figures, axis=0)) == len(figures)
     for (a, b), found in zip(pairs.T, figures[row], strict=True):
-        assert tuple(found) == approx(cut_by_routes(cluster, ranks[a], ranks[b], 7, asynchronous))
-    alone = cut_figures(cluster, ranks, pairs, 7, asynchronous)
-    assert (alone == figures[row].T).all()
+        assert tuple(found[:3]) == approx(cut_by_routes(cluster, ranks[a], ranks[b], 7, asynchronous))
+    each = cut_figures(cluster, ranks, pairs, 7, asynchronous)
+    assert (each == figures[row].T).all()
+    assert (each[3] <= each[1]).all()  # a message that is alone is the fastest
+
+
+def test_one_message_is_alone():
+    cluster = Cluster.flat(4, 10.0, 0.0)
+    pairs = np.array([[0, 2], [1, 1]])
+    _, per_byte, _, alone = cut_figures(cluster, [(0,), (1,), (2, 3)], pairs, 6)
+    assert per_byte == approx([1 / 10, 2 / 10]) and alone == approx([1 / 10, 1 / 10])

@@ -477,7 +477,7 @@ def test_no_straight_pipeline_is_faster(cluster, schedule, count):
     seen = 0
     for least, plan in every_straight(Problem(profile, cluster, count, 8, PlanRequest(schedule))):
         seconds = with_prediction(plan, profile, cluster).predicted.minibatch_seconds
-        assert least <= seconds * 1.002  # a pace is measured over some rounds
+        assert least <= seconds * 1.01  # a pace is measured over some rounds
         assert best <= seconds * (1 + 1e-9) and best_straight <= seconds * (1 + 1e-9)
         seen += 1
     assert seen == 2**7 - 1  # every set of cuts but the empty one
