@@ -55,6 +55,7 @@ class Job:
     epochs: int
     seed: int
     shuffle: bool
+    precision: str
     accumulate: int
     out: Path | None
 
@@ -75,6 +76,14 @@ class Job:
                 shares.append(Share(inputs, targets, weight))
             yield shares
 
+    def outputs(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Call the model in the CONFIG's precision, as a user of autocast would; the loss is in float32."""
+        if self.precision == "fp32":
+            return model(inputs)
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            outputs = model(inputs)
+        return outputs.float()
+
     def evaluate(self, model: nn.Module, rank: int, ranks: int, total: SumOverRanks) -> dict[str, float]:
         """Return the mean loss and the accuracy on the held-out set, divided among the ranks. Collective."""
         if self.validation_set is None:
@@ -84,7 +93,7 @@ class Job:
         with torch.no_grad():
             for indices in torch.arange(rank, len(self.validation_set), ranks).split(self.minibatch):
                 inputs, targets = _load(self.validation_set, indices)
-                outputs = model(inputs)
+                outputs = self.outputs(model, inputs)
                 loss = self.loss(outputs, targets).item() * len(indices)
                 right = (outputs.argmax(-1) == targets).sum().item()
                 sums += torch.tensor([loss, len(indices), right, targets.numel()], dtype=torch.float64)
@@ -108,6 +117,8 @@ def load_job() -> Job:
         _override(config, override)
     sys.path.insert(0, str(options.config.resolve().parent))
     data, train = config["data"], config["train"]
+    if (precision := train.get("precision", "fp32")) not in ("fp32", "bf16"):
+        sys.exit(f"train.precision: the baselines train in fp32 and bf16, got {precision!r}")
     validation = data.get("validation_args")
     return Job(
         build_model=_factory(config["model"]),
@@ -119,6 +130,7 @@ def load_job() -> Job:
         epochs=train.get("epochs", 1),
         seed=train.get("seed", 0),
         shuffle=train.get("shuffle", True),
+        precision=precision,
         accumulate=options.accumulate,
         out=options.out,
     )

@@ -58,7 +58,7 @@ def main() -> None:
             for share in shares:
                 # Gradients add up on each rank; the last share's backward all-reduces them.
                 with nullcontext() if share is shares[-1] else model.no_sync():
-                    loss = share.weight * job.loss(model(share.inputs), share.targets)
+                    loss = share.weight * job.loss(job.outputs(model, share.inputs), share.targets)
                     loss.backward()
                 total += loss.item()
             optimizer.step()

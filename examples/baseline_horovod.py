@@ -33,7 +33,7 @@ def main() -> None:
             optimizer.zero_grad()
             total = 0.0
             for share in shares:
-                loss = share.weight * job.loss(model(share.inputs), share.targets)
+                loss = share.weight * job.loss(job.outputs(model, share.inputs), share.targets)
                 loss.backward()
                 total += loss.item()
             optimizer.step()  # waits for the all-reduced means of the gradients

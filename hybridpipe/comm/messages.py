@@ -88,21 +88,21 @@ def flags_spec(count: int) -> TensorSpec:
     return TensorSpec((count,), torch.uint8, False, torch.uint8)
 
 
-def _as_it_is(dtype: torch.dtype) -> torch.dtype:
-    return dtype
+def _as_it_is(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype
 
 
 def spec_of(
     tensors: Sequence[Tensor],
     single: bool = False,
-    sent: Callable[[torch.dtype], torch.dtype] = _as_it_is,
+    sent: Callable[[Tensor], torch.dtype] = _as_it_is,
 ) -> Spec:
     """Return the spec of tensors.
 
     Args:
-        sent: returns the type in which a tensor of some type is sent.
+        sent: returns the type in which a tensor is sent.
     """
-    specs = (TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, sent(t.dtype)) for t in tensors)
+    specs = (TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, sent(t)) for t in tensors)
     return Spec(tuple(specs), single)
 
 

@@ -154,13 +154,13 @@ def _put_update(executor: Executor, new: NewState) -> None:
     update = executor.update
     if update.optimizer is not None:
         put_optimizer(update.optimizer, parameters(executor), new.parameters, not new.is_fresh)
+    if update.loss_scale.changes and new.loss_scale is not None:  # on all ranks alike, fresh or not
+        update.loss_scale = LossScale(*new.loss_scale, changes=True)
     if new.is_fresh:  # the new scheduler steps to where it would stand by now
         update.num_minibatches = 0
         update.catch_up(new.num_minibatches)
         return
     update.num_minibatches = new.num_minibatches
-    if update.loss_scale.changes and new.loss_scale is not None:
-        update.loss_scale = LossScale(*new.loss_scale, changes=True)
     if update.scheduler is not None and new.scheduler is not None:
         update.scheduler.load_state_dict(new.scheduler.state)
 

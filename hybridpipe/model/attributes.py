@@ -63,7 +63,7 @@ def _content(value: Any, seen: set[int], tensors: bool, depth: int = 3) -> Any:
         return value
     if isinstance(value, Tensor):
         return (id(value), value._version) if tensors else Tensor
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)

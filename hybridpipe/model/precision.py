@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpipe.planning.checks import PRECISIONS, one_of
 
@@ -23,7 +23,7 @@ class Precision:
     Args:
         name: one of PRECISIONS. "fp32" leaves every type as the model has it; under the others autocast
             computes in a type of 16 bits what tolerates it (torch.amp's lists). "bf16-params" also calls the
-            layers with copies of their matrices in that type, made once an update instead of once a forward.
+            layers with copies of some weights (`lowered`) in that type, made once an update, not a forward.
     """
 
     name: str = "fp32"
@@ -38,47 +38,57 @@ class Precision:
 
     @property
     def lowers_weights(self) -> bool:
-        """True if layers are called with copies of their weights, `copied`."""
+        """True if layers are called with copies of some weights."""
         return self.name == "bf16-params"
 
-    def copied(self, parameter: Tensor) -> Tensor:
-        """Return the numbers of a trained parameter as a stage is called with them.
+    def lowered(self, layers: nn.Module) -> set[Tensor]:
+        """Return the weights of which layers are called with copies: those that autocast would cast itself.
 
-        They share the parameter's memory, unless it is a matrix that is lowered; norms' and biases' stay.
+        They are the weights of linear layers and convolutions, unless another kind of module holds them, too,
+        such as an embedding, which adds up its gradient in the weight's type.
         """
-        lowers = self.lowers_weights and parameter.dtype == torch.float32 and parameter.dim() > 1
-        return parameter.data.to(self.low) if lowers else parameter.data
+        lowered, others = set[Tensor](), set[Tensor]()
+        for module in layers.modules() if self.lowers_weights else ():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    casts = name == "weight" and isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+                    (lowered if casts and parameter.dtype == torch.float32 else others).add(parameter)
+        return lowered - others
 
     @property
     def scales_loss(self) -> bool:
         """True if small gradients would vanish unless losses are scaled."""
         return self.low == torch.float16
 
-    def forward(self, device: torch.device) -> AbstractContextManager[object]:
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context for one microbatch's forward, without its loss."""
         return nullcontext() if self.low is None else torch.autocast(device.type, self.low)
 
     def recording(self) -> AbstractContextManager[object]:
-        """Return a context for a recording: `forward` on every kind of device that there is."""
+        """Return a context for a recording: `context` on every kind of device that there is."""
         contexts = ExitStack()
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            contexts.enter_context(self.forward(torch.device(kind)))
+            contexts.enter_context(self.context(torch.device(kind)))
         return contexts
 
-    def sent(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which values of this type, and their gradients, cross a cut."""
-        return self.low if self.low is not None and dtype == torch.float32 else dtype
+    def sent(self, value: "Crossing") -> torch.dtype:
+        """Return the type in which a value crosses a cut, as its gradient does.
 
-    def sent_bytes(self, values: Iterable["Sized"]) -> int:
+        What has no gradient, such as a mask or a number, crosses as it is.
+        """
+        lowers = self.low is not None and value.requires_grad and value.dtype == torch.float32
+        return self.low if lowers and self.low is not None else value.dtype
+
+    def sent_bytes(self, values: Iterable["Crossing"]) -> int:
         """Return the bytes of values that cross a cut."""
-        return sum(value.shape.numel() * self.sent(value.dtype).itemsize for value in values)
+        return sum(value.shape.numel() * self.sent(value).itemsize for value in values)
 
     def raised(self, tensor: Tensor) -> Tensor:
         """Return a tensor for loss and metrics: in float32 if it is in the type of 16 bits."""
         return tensor.float() if tensor.dtype == self.low else tensor
 
 
-class Sized(Protocol):
+class Crossing(Protocol):
     """A tensor, or what is known of one."""
 
     @property
@@ -88,6 +98,10 @@ class Sized(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Its type."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if it gets a gradient."""
 
 
 FP32 = Precision()

@@ -92,8 +92,10 @@ class NonfiniteCheck:
         if losses and not has_weight:
             found = self._last + 1, self._without_weight(stream[min(losses)].step)
         elif not self._seem_finite(losses):
-            found = next(self._bad(losses, stream, step), None)
-        if found is not None and not (scale.explains_overflow and found[0] <= self._last):
+            ignored = {} if self._policy == "ignore" else losses  # the scale still needs the gradients
+            found = next(self._bad(ignored, stream, step), None)
+        overflows = found is not None and scale.explains_overflow and found[0] <= self._last
+        if found is not None and not overflows:
             if self._policy == "stop":
                 raise NotFinite(found[1], self._stagger_seconds)
             if self._policy == "ignore":

@@ -219,7 +219,7 @@ class Stage:
         """Run the layers without a graph; nothing is stashed."""
         precision, seed = self.layers.precision, partial(self._seed, step, microbatch)
         weights = None if self._copies is None else self._copies.current()
-        with torch.no_grad(), precision.forward(self.device):
+        with torch.no_grad(), precision.context(self.device):
             run = partial(self.layers.run, received, inputs, seed, training=False, form=form)
             value: Tree = self._substitution.run(run, weights)
         return value if self.loss is None else map_tensors(precision.raised, value)
@@ -357,7 +357,7 @@ class Stage:
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
         received = map_tensors(_enter, call.received)
-        with self.layers.precision.forward(self.device):
+        with self.layers.precision.context(self.device):
             value = self.layers.run(received, call.inputs, seed, training=True, form=call.form)
         self._check_unchanged(before)
         if call.share is None:

@@ -185,11 +185,11 @@ class WeightVersions:
     as the last, copies nothing. Frozen parameters belong to no version.
 
     Args:
-        precision: may call the layers with copies in another type (`Precision.copied`), whose gradients are
+        precision: may call the layers with copies in another type (`Precision.lowered`), whose gradients are
             added up in the Parameter's own.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], precision: Precision = FP32) -> None:
+    def __init__(self, layers: nn.Sequential, precision: Precision = FP32) -> None:
         self._precision = precision
         self._newest = 0
         self._oldest: int | None = None  # the oldest version that may still be asked for; None: the newest
@@ -198,13 +198,13 @@ class WeightVersions:
         self._parameters: list[Tensor] = []
         self.renew(layers)
 
-    def renew(self, layers: Iterable[nn.Module]) -> None:
+    def renew(self, layers: nn.Sequential) -> None:
         """Hold versions of the parameters that require grad now.
 
         Raises:
             ValueError: requires_grad has changed while older versions are in use.
         """
-        self._own = trained_parameters(layers)
+        self._own, self._lowered = trained_parameters(layers), self._precision.lowered(layers)
         parameters = list(dict.fromkeys(p for layer in self._own for p in layer.values()))
         if list(map(id, parameters)) != list(map(id, self._parameters)):
             if any(number != self._newest for number in self._held):
@@ -340,15 +340,16 @@ class WeightVersions:
         self._newest, self._oldest = newest, min([newest, *older])
         self._held, self._leaves = {}, {}
         for number, values in older.items():
-            self._hold(number, {p: self._leaf(values[p]) for p in self._parameters})
+            self._hold(number, {p: self._leaf(p, values[p]) for p in self._parameters})
 
     def _share(self, number: int) -> Weights:
         # .data instead of .detach(), which would share autograd's version counter: autograd would then refuse
         # a backward after the optimizer has changed the Parameters in their new storage.
-        return self._hold(number, {p: self._leaf(p) for p in self._parameters})
+        return self._hold(number, {p: self._leaf(p, p.data) for p in self._parameters})
 
-    def _leaf(self, parameter: Tensor) -> Tensor:
-        return self._precision.copied(parameter).requires_grad_()
+    def _leaf(self, parameter: Tensor, numbers: Tensor) -> Tensor:
+        wanted = self._precision.low if parameter in self._lowered else parameter.dtype
+        return numbers.to(wanted).requires_grad_()
 
     def _hold(self, number: int, leaf_of: Mapping[Tensor, Tensor]) -> Weights:
         self._leaves[number] = [weakref.ref(leaf) for leaf in leaf_of.values()]

@@ -135,7 +135,7 @@ class OneProcess:
             self.keyed.begin(lambda place, m=m: random_key(self.seed, step, m, place))
             with self.own_buffers(first + m):
                 copies = self.copies()
-                with self.keyed, self.precision.forward(CPU):
+                with self.keyed, self.precision.context(CPU):
                     outputs = functional_call(self.model, copies, *arguments(part))
                 outputs = map_tensors(self.precision.raised, outputs)
                 seed_all(random_key(self.seed, step, m, LOSS))
@@ -145,11 +145,11 @@ class OneProcess:
         return total
 
     def copies(self) -> dict[str, Tensor]:
-        """Return the matrices in low precision, if the model is called with such; they pass gradients on."""
+        """Return the weights of linear layers in low precision, if the model is called with such."""
         if not self.precision.lowers_weights:
             return {}
-        named = self.model.named_parameters()
-        return {name: p.to(self.precision.low) for name, p in named if p.dim() > 1}
+        linear = {path: each for path, each in self.model.named_modules() if type(each) is nn.Linear}
+        return {f"{path}.weight": each.weight.to(self.precision.low) for path, each in linear.items()}
 
     @contextmanager
     def own_buffers(self, microbatch: int) -> Iterator[None]:
@@ -171,7 +171,7 @@ class OneProcess:
                 for start in range(0, count(targets), size):
                     wanted = take(targets, start, start + size)
                     given = arguments(take(inputs, start, start + size))
-                    with self.precision.forward(CPU):
+                    with self.precision.context(CPU):
                         outputs = functional_call(self.model, self.copies(), *given)
                     outputs = map_tensors(self.precision.raised, outputs)
                     total += self.loss(outputs, wanted).item() * count(wanted)

@@ -87,6 +87,12 @@ def test_a_class_attribute_and_a_global_that_the_forward_names_count(monkeypatch
     assert class_attributes([made]) != changed
 
 
+def test_a_generator_without_a_state_is_left_alone():
+    made = module()
+    made.own = random.SystemRandom()
+    assert attributes([made]) == attributes([made])
+
+
 def test_what_tables_and_modes_hold_does_not_count():
     made = module()
     before = attributes([made])

@@ -102,6 +102,24 @@ def test_another_precision_is_a_changed_setting(make, tmp_path):
     assert other.worker.executor.update.loss_scale.value == 1
 
 
+def test_the_scale_is_the_checkpoints_with_other_options_too(make, tmp_path):
+    """Ranks whose own options were unchanged had another scale than the others."""
+    trainer = make("fp16")
+    for inputs, targets in minibatches(huge=0):
+        trainer.train_step(inputs, targets)
+    trainer.save(tmp_path)
+    other = make("fp16", optimizer=partial(torch.optim.SGD, lr=0.2, momentum=0.9))
+    other.resume(tmp_path, allow_changed=True)
+    assert other.worker.executor.update.loss_scale.value == INITIAL / 2
+
+
+def test_under_ignore_only_what_a_smaller_scale_may_mend_is_left_out(make):
+    trainer = make("fp16", on_nonfinite="ignore")
+    inputs, (classes, weights) = next(minibatches())
+    trainer.train_step(inputs, (classes, weights * 1e6))
+    assert trainer.worker.executor.num_skipped == 1
+
+
 def test_a_loss_that_is_not_finite_is_no_overflow(make):
     trainer = make("fp16")
     inputs, (classes, weights) = next(minibatches())

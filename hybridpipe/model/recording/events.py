@@ -125,6 +125,11 @@ class ValueInfo:
     gradient_from: int | None = None
 
     @property
+    def requires_grad(self) -> bool:
+        """True if it gets a gradient in training."""
+        return self.gradient_from is not None
+
+    @property
     def bytes(self) -> int:
         """Size in bytes, sent as contiguous numbers."""
         return self.shape.numel() * self.dtype.itemsize
