@@ -105,11 +105,10 @@ def train(
         _start_folder(trainer, out, resume, notes)
     an_epoch = num_minibatches(dataset, config.train.minibatch)
     total = None if an_epoch is None else config.train.epochs * an_epoch
-    done = trainer.epoch + trainer.state.only_ends_epoch(config.train.minibatch)
     log = _RunLog(trainer, out, total, f"{plan} ({trainer.plan.name})", _continues_own(out, resume))
     trainer.fit(
         dataset,
-        0 if trainer.recorder.has_reached_target else max(0, config.train.epochs - done),
+        0 if trainer.recorder.has_reached_target else max(0, config.train.epochs - trainer.epoch),
         validation=validation,
         shuffle=config.train.shuffle,
         on_minibatch=log.note,

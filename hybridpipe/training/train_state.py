@@ -167,6 +167,10 @@ class TrainState:
         point = self.resume_point(minibatch_size)
         return self.progress is not None and point.done == point.total
 
+    def complete_epochs(self, minibatch_size: int) -> int:
+        """Return the number of epochs whose minibatches are all trained on, without one that `fit` is in."""
+        return self.epoch + (not self.in_epoch and self.only_ends_epoch(minibatch_size))
+
     def end_epoch(self, validation: dict[str, float] | None) -> dict[str, Any]:
         """Count the epoch as complete, and return its entry of the history."""
         assert self.progress is not None

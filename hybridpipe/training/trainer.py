@@ -196,7 +196,7 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """Complete epochs."""
-        return self.state.epoch
+        return self.state.complete_epochs(self.minibatch_size)
 
     @property
     def stopped(self) -> bool:

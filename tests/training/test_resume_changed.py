@@ -65,7 +65,7 @@ def test_another_epoch_is_another_epoch_wherever_the_last_checkpoint_lies(make, 
     first.fit(data(), 2, shuffle=False, checkpoint=Checkpointing(tmp_path, every))
     second = make()
     second.resume(tmp_path)
-    assert second.step == 10  # as soon as it is resumed
+    assert (second.step, second.epoch) == (10, 2)  # as soon as it is resumed
     second.fit(data(), 1, shuffle=False)
     assert (second.step, second.epoch, len(second.history)) == (15, 3, 3)
 
