@@ -56,6 +56,13 @@ class FitLoop:
         An epoch whose minibatches were all trained on before a checkpoint is ended first, and does not count.
         With a keeper, no epoch is begun if a rank was asked to stop before.
         """
+        self._state.in_fit = True
+        try:
+            self._run(epochs)
+        finally:
+            self._state.in_fit = False
+
+    def _run(self, epochs: int) -> None:
         if self._keeper is not None and self._worker.share(np.zeros(0)).ask_to_stop():
             self._state.preempted, epochs = True, 0
         elif self._state.only_ends_epoch(self._minibatch_size):

@@ -95,6 +95,7 @@ class TrainState:
         stop_from: step from which `fit` ends at the next resume point or the epoch's end; None for no stop.
         preempted: True if `stop_from` was set because a rank was asked to stop.
         under_way: True while minibatches of an asynchronous schedule are between ranks.
+        in_fit: True during `fit`, its validations included.
         in_epoch: True while `fit` trains.
         accumulated: True while gradients of `no_sync` await an update.
         closed: True after `Trainer.close`.
@@ -108,6 +109,7 @@ class TrainState:
     stop_from: int | None = None
     preempted: bool = False
     under_way: bool = False
+    in_fit: bool = False
     in_epoch: bool = False
     accumulated: bool = False
     closed: bool = False
@@ -169,7 +171,7 @@ class TrainState:
 
     def complete_epochs(self, minibatch_size: int) -> int:
         """Return the number of epochs whose minibatches are all trained on, without one that `fit` is in."""
-        return self.epoch + (not self.in_epoch and self.only_ends_epoch(minibatch_size))
+        return self.epoch + (not self.in_fit and self.only_ends_epoch(minibatch_size))
 
     def end_epoch(self, validation: dict[str, float] | None) -> dict[str, Any]:
         """Count the epoch as complete, and return its entry of the history."""
