@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, slice, type(None), type(...), type)
+_FOREIGN = ("torch", "builtins", "typing")  # packages whose classes users do not change
 _OF_TORCH = frozenset(vars(nn.Module()))  # tables of parameters, children and hooks, and the mode
 
 
@@ -34,15 +35,16 @@ def attributes(modules: Iterable[nn.Module], tensors: bool = True) -> list[tuple
     return found
 
 
-def class_attributes(modules: Iterable[nn.Module]) -> list[tuple[str, Any]]:
-    """Return the same of the modules' classes, and the plain globals that their `forward` names."""
+def own_classes(modules: Iterable[nn.Module]) -> list[type]:
+    """Return the modules' classes, and those that they come from, without torch's and Python's."""
     classes = dict.fromkeys(base for module in modules for base in type(module).__mro__)
-    found = (pair for kind in classes if not _is_foreign(kind) for pair in _of_class(kind))
+    return [each for each in classes if each.__module__.partition(".")[0] not in _FOREIGN]
+
+
+def class_attributes(classes: Iterable[type]) -> list[tuple[str, Any]]:
+    """Return what `attributes` returns, of classes, and the plain globals that their `forward` names."""
+    found = (pair for kind in classes for pair in _of_class(kind))
     return [(name, _content(value, set(), tensors=True)) for name, value in found]
-
-
-def _is_foreign(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("torch", "builtins", "typing")
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
@@ -70,7 +72,7 @@ def _content(value: Any, seen: set[int], tensors: bool, depth: int = 3) -> Any:
     if isinstance(value, np.random.RandomState):
         return repr(value.get_state())
     if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
+        return value.get_state().numpy().tobytes()
     if depth == 0 or isinstance(value, nn.Module | type | FunctionType | MethodType | BuiltinFunctionType):
         return type(value)
     if isinstance(value, dict):

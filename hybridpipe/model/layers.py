@@ -4,6 +4,7 @@ Knows the kinds of models: an `nn.Sequential`, whose children are its layers, an
 Invariant: stages hold the model's own modules and parameters, under the keys of the model's `state_dict()`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -60,8 +61,12 @@ class Layers(Protocol):
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
 
-    def expects(self, inputs: Any) -> bool:
-        """Return True if stages that do not see inputs like these know their shapes."""
+    def expects(self, inputs: Callable[[], Any]) -> bool:
+        """Return True if stages that do not see inputs like these know their shapes.
+
+        Args:
+            inputs: returns them; called if they matter.
+        """
 
     def settings(self) -> object:
         """Return what users may change between two runs beside modes, hooks and flags."""
@@ -129,7 +134,7 @@ class SequentialLayers:
         """Raise ValueError unless the plan fits the model."""
         sequential.check_plan(self.model, plan, self.why_whole)
 
-    def expects(self, inputs: Any) -> bool:
+    def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True: shapes are told with the first message."""
         return True
 

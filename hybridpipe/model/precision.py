@@ -71,15 +71,16 @@ class Precision:
             contexts.enter_context(self.context(torch.device(kind)))
         return contexts
 
-    def sent(self, value: "Crossing") -> torch.dtype:
+    def sent(self, value: "Sendable") -> torch.dtype:
         """Return the type in which a value crosses a cut, as its gradient does.
 
         What has no gradient, such as a mask or a number, crosses as it is.
         """
-        lowers = self.low is not None and value.requires_grad and value.dtype == torch.float32
-        return self.low if lowers and self.low is not None else value.dtype
+        if self.low is not None and value.requires_grad and value.dtype == torch.float32:
+            return self.low
+        return value.dtype
 
-    def sent_bytes(self, values: Iterable["Crossing"]) -> int:
+    def sent_bytes(self, values: Iterable["Sendable"]) -> int:
         """Return the bytes of values that cross a cut."""
         return sum(value.shape.numel() * self.sent(value).itemsize for value in values)
 
@@ -88,7 +89,7 @@ class Precision:
         return tensor.float() if tensor.dtype == self.low else tensor
 
 
-class Crossing(Protocol):
+class Sendable(Protocol):
     """A tensor, or what is known of one."""
 
     @property

@@ -4,14 +4,14 @@ Knows the record and the model's modules; nothing of ranks and messages.
 Invariant: a stage holds the model's own modules and parameters, under the model's own names.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpipe.model.attributes import attributes, class_attributes
+from hybridpipe.model.attributes import attributes, class_attributes, own_classes
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import (
     RECORDED,
@@ -148,9 +148,9 @@ class RecordedModel:
                     )
         check_shared(self.model, plan, self.holders(plan))
 
-    def expects(self, inputs: Any) -> bool:
+    def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True if inputs differ from the first ones in the number of samples and in numbers only."""
-        return _forms(inputs) == _forms(self._inputs)
+        return _forms(inputs()) == _forms(self._inputs)
 
     def settings(self) -> object:
         """Return the modules' attributes and buffers, which the record holds or depends on.
@@ -160,11 +160,15 @@ class RecordedModel:
         """
         replaced = {name for name, _ in self.record.assigned}
         buffers = [(name, id(each)) for name, each in self.model.named_buffers() if name not in replaced]
-        return attributes(self._parts), class_attributes(self._parts), buffers
+        return attributes(self._parts), class_attributes(self._classes), buffers
 
     @cached_property
     def _parts(self) -> list[nn.Module]:
         return list(self.model.modules())
+
+    @cached_property
+    def _classes(self) -> list[type]:
+        return own_classes(self._parts)
 
     def renew(self) -> None:
         """Forget the records, since settings, modes, hooks or requires_grad flags have changed."""
@@ -184,21 +188,26 @@ class RecordedModel:
     def held(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Each layer's paths of units and names of weights; the first layer has the unused ones, too."""
         (units, weights), *held = [(each.units, each.weights) for each in self._slices]
-        modules = dict.fromkeys(self._unused_module(name) or "" for name in self._unused)
-        modules.pop("", None)
-        alone = [name for name in self._unused if self._unused_module(name) is None]
+        around = {name: self._unused_module(name) for name in self._unused}
+        modules = dict.fromkeys(path for path in around.values() if path)
+        alone = [name for name, path in around.items() if not path]
         return [((*units, *modules), (*weights, *alone)), *held]
 
-    def _unused_module(self, name: str) -> str | None:
+    def _unused_module(self, name: str) -> str:
         """Return the path of the largest module around an unused tensor in which nothing is used.
 
-        None: something in the tensor's own module is. Other inputs, or an evaluation, may call the module.
+        It is "" if something in the tensor's own module is. Other inputs, or an evaluation, may call it.
         """
-        used = {*(path for each in self._slices for path in each.units), *self._used}
-        found, path = None, name.rpartition(".")[0]
-        while path and not any(f"{each}.".startswith(f"{path}.") for each in used):
+        found, path = "", name.rpartition(".")[0]
+        while path and path not in self._places_used:
             found, path = path, path.rpartition(".")[0]
         return found
+
+    @cached_property
+    def _places_used(self) -> set[str]:
+        """Paths of units and names of weights that the forward uses, and of the modules around them."""
+        used = {*(path for each in self._slices for path in each.units), *self._used}
+        return {each[:end] for each in used for end in _ends(each)}
 
     @cached_property
     def _slices(self) -> list[Slice]:
@@ -439,6 +448,12 @@ def _adopt_buffers(model: nn.Module, tree: nn.Module) -> None:
         owner = model.get_submodule(path)
         if held is not owner:
             held._buffers.update({name: owner._buffers[name] for name in held._buffers})
+
+
+def _ends(path: str) -> Iterator[int]:
+    """Yield where each part of a path ends."""
+    yield from (i for i, character in enumerate(path) if character == ".")
+    yield len(path)
 
 
 def _made(root: nn.Module, path: str) -> nn.Module:

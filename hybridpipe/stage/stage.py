@@ -4,8 +4,8 @@ Knows its layers, their place in the model and the loss behind the last one; no 
 Invariant: the stash holds a microbatch's graph, or its inputs, from its forward to its backward, not longer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -317,14 +317,12 @@ class Stage:
                     self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
         return tuple(tensor.grad for tensor in tensors_in(call.received)), later
 
-    @contextmanager
-    def _collecting(self, call: _Call) -> Iterator[None]:
-        """Move gradients from the stage's own copies to the parameters as they arrive."""
-        if self._copies is None or call.weights is None or not call.collects:
-            yield
-            return
-        with self._copies.handing_over(call.weights):
-            yield
+    def _collecting(self, call: _Call) -> AbstractContextManager[None]:
+        """Return a context in which gradients of the stage's own copies move to the parameters."""
+        if not call.collects:
+            return nullcontext()
+        assert self._copies is not None and call.weights is not None
+        return self._copies.handing_over(call.weights)
 
     def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
         later: _Later | None = None

@@ -73,7 +73,7 @@ class CheckpointManager:
         self._sizes, self._world, self._state, self._recorder = sizes, world, state, recorder
         self._settings = settings
         self._data: Mapping[str, str] = {}  # fingerprint of the last data set
-        self._allow_changed = self._later = False
+        self._allow_changed = False
         self._found: Found | None = None  # checkpoint to load once there is a worker
         self._found_data: Found | None = None  # checkpoint whose data set must be compared
         self._came_from: Path | None = None
@@ -162,7 +162,6 @@ class CheckpointManager:
         self._allow_changed = allow_changed
         self._compare(found, _settings_of(found), self._settings())
         self._found = self._found_data = found
-        self._later = later
         if later:
             self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         return found, [*found.notes, f"resuming from {found.path}: {found.place}"]
@@ -198,11 +197,15 @@ class CheckpointManager:
         if self._world.rank == 0:
             print(f"hybridpipe: resuming with changed settings: {line}", file=sys.stderr, flush=True)
 
-    def load(self, worker: Worker) -> None:
+    def load(self, worker: Worker, is_new: bool = False) -> None:
         """Load the found checkpoint, if there is one. Collective.
 
+        Args:
+            is_new: the worker was made for the first minibatch. If the checkpoint is refused, it is closed,
+                and whatever needs one next is refused, too.
+
         Raises:
-            UserError: it does not fit; no state has changed. A worker that was made for it is closed.
+            UserError: it does not fit; no state has changed.
         """
         found = self._found
         if found is None:
@@ -210,7 +213,7 @@ class CheckpointManager:
         try:
             lines = load(worker, found, self._allow_changed)
         except UserError:
-            if self._later:
+            if is_new:
                 worker.close()
             else:
                 self._found = self._found_data = None

@@ -115,10 +115,9 @@ class Feed:
 
     def _shapes_vary(self, worker: Worker, source: Source) -> bool:
         """Return True if every stage must look at the inputs to know their shapes."""
-        if source.shapes_vary or source.is_iterable:
+        if source.shapes_vary or source.is_iterable or worker.plan.num_stages == 1:
             return source.shapes_vary
-        inputs, _ = self._microbatches(source, microbatch_size=1)[0, 0]
-        return not worker.layers.expects(inputs)
+        return not worker.layers.expects(lambda: self._microbatches(source, microbatch_size=1)[0, 0][0])
 
     def _processes(self, source: Source) -> int:
         return self._num_workers if source.num_workers is None else source.num_workers

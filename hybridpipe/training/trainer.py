@@ -496,5 +496,5 @@ class Trainer:
         self.recorder.begin()
         trained = self._maker.known_layers, plan, self.loss, self.rule
         worker = Worker(*trained, self.world, self.device, self.seed, self._maker.progress_thread)
-        self._checkpoints.load(worker)
+        self._checkpoints.load(worker, is_new=True)
         self._worker = worker

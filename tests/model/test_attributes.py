@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.model.attributes import attributes, class_attributes
+from hybridpipe.model.attributes import attributes, class_attributes, own_classes
 
 FACTOR = 1.0
 
@@ -78,13 +78,13 @@ def test_a_change_is_seen(change):
 
 def test_a_class_attribute_and_a_global_that_the_forward_names_count(monkeypatch):
     made = module()
-    before = class_attributes([made])
-    assert class_attributes([made]) == before
+    before = class_attributes(own_classes([made]))
+    assert class_attributes(own_classes([made])) == before
     monkeypatch.setattr(Scaled, "depth", 2)
-    changed = class_attributes([made])
+    changed = class_attributes(own_classes([made]))
     assert changed != before
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
-    assert class_attributes([made]) != changed
+    assert class_attributes(own_classes([made])) != changed
 
 
 def test_a_generator_without_a_state_is_left_alone():

@@ -139,7 +139,7 @@ def test_a_data_set_of_another_shape_than_the_first_is_expected():
     """Stages that need no inputs would take its samples for those of the first."""
     layers = layers_of(texts(), batch(2))
     longer = {name: torch.cat([tensor, tensor], dim=1) for name, tensor in batch(3).items()}
-    assert layers.expects(batch(3, seed=1)) and not layers.expects(longer)
+    assert layers.expects(lambda: batch(3, seed=1)) and not layers.expects(lambda: longer)
 
 
 def check_changes(make_trainer, model: nn.Module, path: str, attribute: str, values) -> None:

@@ -60,10 +60,8 @@ def _closest(problem: Problem) -> Plan:
     def needed(plan: Plan) -> float:
         return excess(plan, problem.profile, problem.cluster)
 
-    unlimited = replace(problem, cluster=replace(problem.cluster, memory_bytes=None))
-    closest = min(
-        (replace(plan, recompute=problem.request.recompute) for _, plan in proposals(unlimited)), key=needed
-    )
+    unlimited = (plan for _, plan in proposals(problem.without_limit()))
+    closest = min((replace(plan, recompute=problem.request.recompute) for plan in unlimited), key=needed)
     too_little = 1.0
     for _ in range(NUM_BISECTIONS if problem.size <= MAX_ADVISED else 0):
         factor = math.sqrt(too_little * needed(closest))

@@ -72,7 +72,7 @@ def anneal(
     random = Random(seed)
     best = space.with_prediction(start)
     here = replace(start, predicted=None)
-    first_seconds = least = _seconds(best)
+    first_seconds = least = search.seconds_of(best)
     seconds = {here: least}
     num_idle, begin, end = 0, 0, FIRST_ROUND
     while len(seconds) <= evaluations and num_idle < MAX_IDLE:
@@ -85,7 +85,7 @@ def anneal(
                 continue
             num_idle = 0
             judged = space.with_prediction(plan)
-            seconds[plan] = _seconds(judged)
+            seconds[plan] = search.seconds_of(judged)
             if seconds[plan] < least * (1 - search.TIE):
                 best, least = judged, seconds[plan]
             if on_progress is not None:
@@ -258,8 +258,3 @@ class _Space:
 
     def _reschedule(self, draft: _Draft, random: Random) -> None:
         draft.schedule = random.choice(self.schedules)
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.minibatch_seconds

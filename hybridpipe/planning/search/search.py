@@ -75,7 +75,7 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Predicted time of a minibatch."""
-        return _seconds(self.plan)
+        return seconds_of(self.plan)
 
     @property
     def seconds_without_bubble(self) -> float:
@@ -279,7 +279,8 @@ def _busy_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     )
 
 
-def _seconds(plan: Plan) -> float:
+def seconds_of(plan: Plan) -> float:
+    """Return a plan's predicted time of a minibatch."""
     assert plan.predicted is not None
     return plan.predicted.minibatch_seconds
 
