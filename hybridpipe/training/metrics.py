@@ -247,7 +247,9 @@ class Recorder:
         count = min(map(len, used.values()))
         if not count:
             return None
-        typical = _median_index([_span([used[rank][i] for rank in used]) for i in range(count)])
+        first = min(1, count - 1)  # a training's first update waits for an agreement, which looks like work
+        spans = [_span([used[rank][i] for rank in used]) for i in range(first, count)]
+        typical = first + _median_index(spans)
         events = {rank: used[rank][typical] for rank in used}
         begin = _begin(list(events.values()))
         return Timeline({rank: tuple(_from(events[rank], begin)) for rank in sorted(events)})

@@ -3,15 +3,17 @@
 import re
 
 
-def test_measured_bubbles_have_the_order_of_the_formulas(job):
-    """They are printed, and lie some 0.04 above the formulas, which know no messages and no updates."""
+def test_measured_bubbles_are_those_of_the_formulas(job):
+    """They lie up to 0.04 beside the formulas, which know no messages, no updates and no busy machine."""
     printed = job(4, "sleeping.py", "bubbles").stdout
     print(printed)
     found = re.findall(r"(\S+) measured (\S+) formula (\S+)", printed)
-    measured = {schedule: float(share) for schedule, share, _ in found}
-    assert list(measured) == ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
-    flushed = min(measured["gpipe"], measured["1f1b"])
-    assert measured["zero-bubble"] < measured["interleaved-1f1b"] < flushed
+    assert [schedule for schedule, *_ in found] == ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+    measured, formula = ({schedule: float(row[i]) for schedule, *row in found} for i in (0, 1))
+    assert all(abs(measured[schedule] - formula[schedule]) < 0.1 for schedule in measured)
+    # Those two lie 0.05 apart by the formulas: a machine that is busy for one of them changes their order.
+    without_bubbles = max(measured["interleaved-1f1b"], measured["zero-bubble"])
+    assert without_bubbles < min(measured["gpipe"], measured["1f1b"])
 
 
 def test_a_full_pipeline_never_waits(job):

@@ -87,7 +87,7 @@ def bubbles() -> None:
     for schedule, share in expected.items():
         chunks = v if schedule == "interleaved-1f1b" else 1
         plan = cut([1] * p * chunks, LAYERS, schedule=schedule, num_microbatches=m, chunks=chunks)
-        trainer = train(plan, UNIT * p / LAYERS, num_minibatches=3)
+        trainer = train(plan, UNIT * p / LAYERS, num_minibatches=4)
         timeline = trainer.timeline()
         if timeline is not None:
             print(f"{schedule} measured {timeline.bubble_fraction:.3f} formula {share:.3f}", flush=True)
