@@ -27,6 +27,7 @@ MAX_CUTS = 400  # straight pipelines of one number of stages, of which all are l
 # formula sees neither the queues of asynchronous pipelines nor stages taking turns on a rank, so these need
 # more: with 16 instead of 32, asynchronous plans of 240 problems were 3 % slower in the mean, one by 89 %.
 NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 12, 32, 6
+NUM_EXACT_OF_LARGE = 6  # whose simulations take seconds each
 
 
 def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
@@ -46,7 +47,8 @@ def _proposed(problem: Problem, recompute: bool) -> Iterator[tuple[str, Plan]]:
         yield "dp", replace(one_stage, recompute=recompute)
     in_line = straight_plans(problem, recompute)
     yield from (("straight", plan) for plan in in_line[:1])
-    count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else NUM_EXACT
+    count = NUM_EXACT_OF_LARGE if problem.is_large else NUM_EXACT
+    count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else count
     for exact in _partition(problem, recompute)[:count] + in_line[1:]:
         yield "exact", exact
 
