@@ -26,6 +26,7 @@ from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.health import failure, faults, preemption
+from hybridpipe.model.deferred import Numbers
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import Tree, overwrite
@@ -82,6 +83,7 @@ class Worker:
         rule: optimizer, learning-rate scheduler and clipping.
         seed: seed of the run's random numbers.
         progress_thread: True if the transport needs a thread that moves messages while the rank computes.
+        numbers: of the tensors on the meta device, of which the rank gets those of its stages.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Worker:
         device: torch.device,
         seed: int,
         progress_thread: bool,
+        numbers: Numbers | None = None,
     ) -> None:
         self.layers, self.model, self.plan, self.device = layers, layers.model, plan, device
         self.place = plan.place(world.rank)
@@ -104,6 +107,10 @@ class Worker:
         self.transport = transport(peers, to_spare, progress_thread, device)
         self._left = False
         _broadcast_state(self.model, self.control)
+        if numbers is not None and self.place is not None:
+            spans = [plan.stages[s] for s in plan.held_stages(self.place)]
+            held = [layers.stage(span.start, span.stop).module for span in spans]
+            numbers.fill(self.model, {id(t) for each in held for t in (*each.parameters(), *each.buffers())})
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
         self._settings = self._present_settings()
@@ -455,7 +462,10 @@ class Worker:
             rank = self.plan.stages[stages_of[key][0]].ranks[0]
             if self.control.rank not in (0, rank):
                 continue
-            values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            if tensor.is_meta:
+                values = torch.empty(tensor.size(), dtype=tensor.dtype)
+            else:
+                values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             if rank != 0 and self.control.rank == rank:
                 for part in _parts(values):
                     self.control.Send([part, MPI.BYTE], 0)
@@ -487,6 +497,8 @@ def _blank(minibatch: Minibatch) -> np.ndarray:
 def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
     """Give every rank the weights and buffers of rank 0, non-persistent buffers included. Collective."""
     for tensor in shared_tensors(model).values():
+        if tensor.is_meta:
+            continue
         values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         for part in _parts(values):
             control.Bcast([part, MPI.BYTE], 0)

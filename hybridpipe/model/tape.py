@@ -1,0 +1,245 @@
+"""Tape: notes what is done to tensors without numbers, and makes the numbers of those that are wanted.
+
+Knows tensors only, no model. Invariant: a tensor's numbers are bit for bit those that the same calls give it
+where they are made at once.
+
+New tensors are fake ones in a tape's context (as in torchdistX's deferred_init). A replay makes the calls again,
+draws every random number in its turn, for whichever tensor, and forgets what is not wanted.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_Operator = Any  # torch._ops.OpOverload, which has no public type
+_Storage = Any  # torch.UntypedStorage, whose methods have no types
+
+
+class CannotDefer(RuntimeError):
+    """A replay would make other numbers than the calls would have made at once."""
+
+
+class Ref(NamedTuple):
+    """A tensor by its place in a numbered storage."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def reach(self) -> int:
+        """Number of elements up to the end of the last one."""
+        if 0 in self.size:
+            return self.offset
+        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that writes to tensors.
+
+    Args:
+        arguments: its arguments, with a `Ref` in the place of each tensor.
+        results: one for each tensor that it returns.
+        state: that of the random generator before it, where this does not follow from the calls before.
+    """
+
+    operator: _Operator
+    arguments: tuple[Any, Any]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    results: list[Ref]
+    state: Tensor | None
+
+    @property
+    def draws(self) -> bool:
+        """True if it draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.operator.tags
+
+
+class Tape(TorchDispatchMode):
+    """Notes what is done to fake tensors in its context, where every new tensor is one.
+
+    Tensors that are there already, such as those of a file, are copied when they are used.
+
+    Raises:
+        CannotDefer: in the context, where a replay would not make the same numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._calls: list[_Call] = []
+        self._numbers: dict[int, int] = {}  # of storages, by their addresses
+        self._storages: list[Any] = []  # kept, so that no address is used again
+        self._given: dict[int, _Storage] = {}  # of tensors that were there
+        self._state: Tensor | None = None  # of the random generator
+
+    def __enter__(self) -> "Tape":
+        self._fake.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._fake.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: _Operator, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note a call; a number that Python asks for is computed."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            with _disable_current_modes():
+                return self.numbers({"": self.ref(args[0])})[""].item()
+        arguments = pytree.tree_map_only(Tensor, self.ref, (tuple(args), dict(kwargs)))
+        known = len(self._storages)
+        made = func(*args, **kwargs)
+        results = [self.ref(each) for each in pytree.tree_leaves(made) if isinstance(each, Tensor)]
+        written = {each.storage for each in _written(func, arguments)}
+        writes = frozenset(written.union(each.storage for each in results if each.storage >= known))
+        if writes:
+            read = frozenset(leaf.storage for leaf in _refs(arguments))
+            self._check(func, arguments, written)
+            self._calls.append(_Call(func, arguments, read, writes, results, self._new_state(func)))
+        return made
+
+    def _new_state(self, operator: _Operator) -> Tensor | None:
+        """Return the random generator's state, if someone has changed it: a fake draw does not."""
+        if torch.Tag.nondeterministic_seeded not in operator.tags:
+            return None
+        with _disable_current_modes():
+            state = torch.get_rng_state()
+            if self._state is not None and torch.equal(state, self._state):
+                return None
+        self._state = state
+        return state
+
+    def _check(self, operator: _Operator, arguments: tuple[Any, Any], written: Collection[int]) -> None:
+        """Raise CannotDefer for a call that a replay would make with other numbers."""
+        if not self._given.keys().isdisjoint(written):
+            raise CannotDefer(f"{operator} changes a tensor that was there before the model")
+        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(arguments)):
+            raise CannotDefer(f"{operator} draws from a random generator of its own")
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return the place of a tensor; one that was there is copied."""
+        storage: _Storage = tensor.untyped_storage()
+        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        if number == len(self._storages):
+            self._storages.append(storage)
+        if not isinstance(tensor, FakeTensor):
+            self._give(number, storage)
+        place = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
+        return Ref(number, tensor.dtype, *place)
+
+    def _give(self, number: int, storage: _Storage) -> None:
+        """Copy the storage of a tensor that was there, which must not change while it is used."""
+        with _disable_current_modes():
+            known = self._given.setdefault(number, storage.clone())
+            if not torch.equal(_bytes(known), _bytes(storage)):
+                raise CannotDefer("a tensor that was there before the model changes between two uses")
+
+    @property
+    def states(self) -> list[Tensor]:
+        """States that the random generator was given in the context, in order."""
+        return [call.state for call in self._calls if call.state is not None]
+
+    @states.setter
+    def states(self, states: Sequence[Tensor]) -> None:
+        changed = (call for call in self._calls if call.state is not None)
+        for call, state in zip(changed, states, strict=True):
+            call.state = state
+
+    def digest(self) -> str:
+        """Return a text that is the same where the same calls were made; states do not count."""
+        found = hashlib.sha256()
+        for call in self._calls:
+            told = str(call.operator), call.arguments, call.results, call.state is None
+            found.update(repr(told).encode())
+        for number in sorted(self._given):
+            found.update(_bytes(self._given[number]).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def numbers(self, wanted: Mapping[str, Ref]) -> dict[str, Tensor]:
+        """Return tensors with their numbers, by the same names; random states are as before."""
+        before = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                storages = self._replay({ref.storage for ref in wanted.values()})
+        finally:
+            torch.set_rng_state(before)
+        return {name: _placed(ref, storages) for name, ref in wanted.items()}
+
+    def _replay(self, wanted: Collection[int]) -> dict[int, _Storage]:
+        """Make the calls again that matter to these storages, and those that draw; return what is wanted."""
+        needed, matters = set(wanted), []
+        for call in reversed(self._calls):
+            matters.append(not needed.isdisjoint(call.writes))
+            if matters[-1]:
+                needed |= call.reads
+        draws = any(does and call.draws for does, call in zip(matters, reversed(self._calls), strict=True))
+        last = {s: i for i, call in enumerate(self._calls) for s in call.reads | call.writes}
+        held = {number: storage.clone() for number, storage in self._given.items() if number in needed}
+        for i, (call, does_matter) in enumerate(zip(self._calls, reversed(matters), strict=True)):
+            if call.state is not None:
+                torch.set_rng_state(call.state)
+            if does_matter or (draws and call.draws):
+                _make(call, held if does_matter else dict(held))
+            for number in call.reads | call.writes:
+                if last[number] == i and number not in wanted:
+                    held.pop(number, None)
+        return held
+
+
+def _make(call: _Call, held: dict[int, _Storage]) -> None:
+    """Make a call with numbers; add the storages that it makes. What it lacks does not matter."""
+
+    def real(leaf: Any) -> Any:
+        return _placed(leaf, held) if isinstance(leaf, Ref) else leaf
+
+    args, kwargs = pytree.tree_map(real, call.arguments, is_leaf=lambda leaf: isinstance(leaf, Ref))
+    made = call.operator(*args, **kwargs)
+    tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor)]
+    for ref, tensor in zip(call.results, tensors, strict=True):
+        if ref.storage not in held:
+            if (tensor.stride(), tensor.storage_offset()) != (ref.stride, ref.offset):
+                held[ref.storage] = torch.UntypedStorage(ref.reach * ref.dtype.itemsize)
+                _placed(ref, held).copy_(tensor)
+            else:
+                held[ref.storage] = tensor.untyped_storage()
+
+
+def _placed(ref: Ref, held: dict[int, _Storage]) -> Tensor:
+    """Return the tensor at a place; a storage that is missing is made."""
+    if ref.storage not in held:
+        held[ref.storage] = torch.UntypedStorage(ref.reach * ref.dtype.itemsize)
+    made: Tensor = torch.empty(0, dtype=ref.dtype).set_(held[ref.storage], ref.offset, ref.size, ref.stride)  # type: ignore[call-overload]
+    return made
+
+
+def _bytes(storage: _Storage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
+
+
+def _refs(tree: Any) -> Iterator[Ref]:
+    leaves = pytree.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Ref))
+    return (leaf for leaf in leaves if isinstance(leaf, Ref))
+
+
+def _written(operator: _Operator, arguments: tuple[Any, Any]) -> Iterator[Ref]:
+    """Yield the tensors that a call writes to."""
+    args, kwargs = arguments
+    for i, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from _refs(value)
