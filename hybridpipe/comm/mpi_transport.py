@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
-from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected
+from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Parts, Pending, Unexpected, is_last, parts_of
 
 # A waiting rank polls without pauses for this time if every rank of its machine has a core of its own: a
 # pause lasts at least 70 µs with the kernel's timer slack, and a small message takes 2 µs.
@@ -159,6 +160,9 @@ class MpiTransport:
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Start sending with `MPI_Isend`; `buffer` is kept alive until the transfer is complete."""
+        return _one_or_parts([self._send(part, peer, tag) for part in parts_of(buffer)])
+
+    def _send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         array = buffer.numpy()
         request = self._communicator.Isend([array, MPI.BYTE], peer, tag)
         what = Wait("send", (peer,), tag, array.nbytes)
@@ -166,6 +170,9 @@ class MpiTransport:
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Post a receive of the peer's next message with this tag; its `wait` raises for another size."""
+        return _one_or_parts([self._receive(part, peer, tag) for part in parts_of(buffer)])
+
+    def _receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         expected = _Request(None, buffer, self, False, Wait("receive", (peer,), tag, len(buffer)))
         with self._polling:
             if (peer, tag) in self._arrived:
@@ -204,7 +211,8 @@ class MpiTransport:
                 if source == peer:
                     copies = [each.content() for each in arrived]
                     self._arrived[source, tag] = deque(_Arrived(None, len(copy), copy) for copy in copies)
-                    found += [Unexpected(tag, copy) for copy in copies]
+                    firsts = compress(copies, [True, *map(is_last, copies)])
+                    found += [Unexpected(tag, copy) for copy in firsts]
         return found
 
     def _watch(self, pending: _Request) -> _Request:
@@ -372,6 +380,10 @@ class MpiTransport:
             with self._guard:
                 self._active.append(pending)
                 self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
+
+
+def _one_or_parts(pending: list[Pending]) -> Pending:
+    return pending[0] if len(pending) == 1 else Parts(pending)
 
 
 def _longer(pause: float, only_expected: bool) -> float:

@@ -30,7 +30,6 @@ from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
 
-LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
 LARGEST_TAG = 2**15 - 1  # every MPI library allows it
 SHARED_TAG = LARGEST_TAG  # of `optim.shared_gradients`; no activation or gradient at a cut has it
 
@@ -180,11 +179,6 @@ class PointToPoint:
     def _send(
         self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Sequence[Tensor | None]
     ) -> None:
-        if spec.num_bytes > LARGEST_MESSAGE_BYTES:
-            raise ValueError(
-                f"the message of microbatch {microbatch} has {spec.num_bytes} bytes, MPI takes at most "
-                f"{LARGEST_MESSAGE_BYTES}; use smaller microbatches"
-            )
         buffer = self._transport.buffer(spec.num_bytes)
         pack(buffer, spec, tensors, (kind, self._step, microbatch, cut, self._form(microbatch)))
         self.bytes_sent += spec.num_bytes

@@ -16,13 +16,11 @@ from hybridpipe.comm.transport import Pending, Transport
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.sharing import peers_of
 
-PART_BYTES = 2**30  # larger messages are sent in parts, since MPI counts in 32 bits
-
 
 class _Received(NamedTuple):
     """A group's gradients on their way here."""
 
-    parts: list[Pending]
+    pending: Pending
     buffer: Tensor
     spec: Spec
 
@@ -75,8 +73,7 @@ class SharedGradients:
         """Post the receives of a group's gradients."""
         spec, peer = _spec(parameters), self._peers[group].source
         buffer = self._transport.buffer(spec.num_bytes)
-        parts = [self._transport.receive(part, peer, SHARED_TAG) for part in _parts(buffer)]
-        return _Received(parts, buffer, spec)
+        return _Received(self._transport.receive(buffer, peer, SHARED_TAG), buffer, spec)
 
     def _send(self, group: int, parameters: Sequence[Tensor]) -> None:
         """Start sending this rank's gradients to a group."""
@@ -90,13 +87,11 @@ class SharedGradients:
         pack(buffer, spec, [present, *gradients], self._header(self._own))
         for rank in targets:
             self.bytes_sent += spec.num_bytes
-            for part in _parts(buffer):
-                self._transport.send(part, rank, SHARED_TAG)
+            self._transport.send(buffer, rank, SHARED_TAG)
 
     def _wait(self, group: int, received: _Received) -> Iterator[Tensor | None]:
         """Wait for a group's gradients and return one for each parameter, or None."""
-        for part in received.parts:
-            part.wait()
+        received.pending.wait()
         check_header(received.buffer, received.spec, self._header(group), HEADER_NAMES)
         present, *sent = views(received.buffer, received.spec)
         return iter([g if there else None for g, there in zip(sent, present.tolist(), strict=True)])
@@ -109,10 +104,6 @@ def _spec(parameters: Sequence[Tensor]) -> Spec:
     """Return the spec of a message: a byte for each gradient, 0 if it is missing, and the gradients."""
     gradients = (TensorSpec(tuple(p.shape), p.dtype, False, p.dtype) for p in parameters)
     return Spec((flags_spec(len(parameters)), *gradients))
-
-
-def _parts(buffer: Tensor) -> list[Tensor]:
-    return [buffer[start : start + PART_BYTES] for start in range(0, len(buffer), PART_BYTES)]
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from hybridpipe.comm.messages import ProtocolError
-from hybridpipe.optim import shared_gradients
 from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.planning.plan import Place
 from tests.engine.helpers import each_in_a_thread, make_plan
@@ -81,14 +80,6 @@ def test_a_frozen_parameter_is_not_exchanged():
     ranks.exchange()
     assert ranks.gradients(0) == [None, None] and torch.equal(ranks.gradients(1)[0], noise(0) + noise(1))
     assert {shared.bytes_sent for shared in ranks.shared.values()} == {64 + 64 + 64}  # header, flags, numbers
-
-
-def test_a_large_message_goes_in_parts(monkeypatch):
-    monkeypatch.setattr(shared_gradients, "PART_BYTES", 50)
-    ranks = Ranks("1-2", (0, 1))
-    ranks.give(0, noise(0), noise(1))
-    ranks.exchange()
-    assert all(torch.equal(each, noise(0) + noise(1)) for each in ranks.gradients(0))
 
 
 def test_a_gradient_that_turns_out_sparse_is_added_as_a_dense_one():
