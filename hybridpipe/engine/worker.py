@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpipe.comm.groups import communicators
 from hybridpipe.comm.idle import cores_to_spare
@@ -20,7 +20,7 @@ from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Minibatch, Stream
-from hybridpipe.engine import rank_state
+from hybridpipe.engine import rank_state, whole_model
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
@@ -29,7 +29,7 @@ from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.deferred import Numbers
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
-from hybridpipe.model.tensors import Tree, overwrite
+from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.gradient_sync import HorovodSync
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.shared_gradients import SharedGradients
@@ -41,11 +41,8 @@ from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_prog
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
-from hybridpipe.stage.state import shared_tensors
 from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.types import Loss
-
-PART_BYTES = 2**30  # larger tensors move in parts, since MPI counts in 32 bits
 
 
 class PendingLosses:
@@ -106,11 +103,7 @@ class Worker:
         peers, to_spare = self.communicators.peers, cores_to_spare(world)
         self.transport = transport(peers, to_spare, progress_thread, device)
         self._left = False
-        _broadcast_state(self.model, self.control)
-        if numbers is not None and self.place is not None:
-            spans = [plan.stages[s] for s in plan.held_stages(self.place)]
-            held = [layers.stage(span.start, span.stop).module for span in spans]
-            numbers.fill(self.model, {id(t) for each in held for t in (*each.parameters(), *each.buffers())})
+        whole_model.begin(layers, plan, self.place, self.control, numbers)
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
         self._settings = self._present_settings()
@@ -456,24 +449,7 @@ class Worker:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's present state on rank 0, on the CPU; None elsewhere. Collective."""
         self.average_statistics()
-        stages_of = self.layers.holders(self.plan)
-        state = {}
-        for key, tensor in self.model.state_dict().items():
-            rank = self.plan.stages[stages_of[key][0]].ranks[0]
-            if self.control.rank not in (0, rank):
-                continue
-            if tensor.is_meta:
-                values = torch.empty(tensor.size(), dtype=tensor.dtype)
-            else:
-                values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            if rank != 0 and self.control.rank == rank:
-                for part in _parts(values):
-                    self.control.Send([part, MPI.BYTE], 0)
-            elif rank != 0 and self.control.rank == 0:
-                for part in _parts(values):
-                    self.control.Recv([part, MPI.BYTE], rank)
-            state[key] = values
-        return state if self.control.rank == 0 else None
+        return whole_model.gathered(self.model, self.layers.holders(self.plan), self.plan, self.control)
 
     def close(self) -> None:
         """End background communication and free the communicators. Collective.
@@ -492,20 +468,3 @@ class Worker:
 def _blank(minibatch: Minibatch) -> np.ndarray:
     """Return room for the `LossSum` of each microbatch."""
     return np.zeros((len(minibatch.sizes), len(LossSum._fields)))
-
-
-def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
-    """Give every rank the weights and buffers of rank 0, non-persistent buffers included. Collective."""
-    for tensor in shared_tensors(model).values():
-        if tensor.is_meta:
-            continue
-        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        for part in _parts(values):
-            control.Bcast([part, MPI.BYTE], 0)
-        overwrite(tensor, values)
-
-
-def _parts(tensor: Tensor) -> list[np.ndarray]:
-    """Return a contiguous CPU tensor's bytes in parts of at most PART_BYTES that share its memory."""
-    whole = tensor.reshape(-1).view(torch.uint8).numpy()
-    return [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]

@@ -8,7 +8,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,6 +76,7 @@ class Rehearsal:
         inputs, targets: one microbatch; tensors have the samples in the first dimension.
         loss: counted with the last layer.
         device: where the layers run; by default the CPU.
+        each_kind: gradients and updates of one layer of each kind only, for a model larger than the memory.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class Rehearsal:
         targets: Tree,
         loss: Loss,
         device: torch.device | None = None,
+        each_kind: bool = False,
     ) -> None:
+        self._each_kind = each_kind
         self.device = device or torch.device("cpu")
         alone, self.shared = layers.single(), shared_parameters(layers)
         self.why_whole = layers.why_whole
@@ -126,7 +129,7 @@ class Rehearsal:
         inputs, targets = (
             map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
         )
-        return _Microbatch(inputs, targets, observe(self.stages, inputs, targets))
+        return _Microbatch(inputs, targets, observe(self.stages, inputs, targets, not self._each_kind))
 
     def measure(
         self,
@@ -155,12 +158,13 @@ class Rehearsal:
             samplers = [partial(_passes, stages, split_stages, each, watch) for each in microbatches]
             seconds = _typical(samplers, agree)
             in_between = partial(_pass, stages, microbatches[0], watch)
-            updates, state_bytes = _measure_updates(self.stages, optimizer, in_between, watch, agree)
+            updated = stages if self._each_kind else dict(enumerate(self.stages))
+            updates, state_bytes = _measure_updates(updated, optimizer, in_between, watch, agree)
         first, *others = (
             self._measurement(microbatch, took, updates, which)
             for microbatch, took in zip(microbatches, seconds, strict=True)
         )
-        parameter_bytes = sum(map(_parameter_bytes, self.stages))
+        parameter_bytes = sum(map(_parameter_bytes, updated.values()))
         return ModelProfile(
             layers=first.layers,
             samples=first.samples,
@@ -186,7 +190,12 @@ class Rehearsal:
             took = {kind: value for (kind, layer), value in seconds.items() if layer == which[i]}
             batching, observed = microbatch.batching[which[i]], microbatch.layers[i].bytes
             layer = _layer_profile(
-                name, took, updates.get(i, 0.0), batching, _parameter_bytes(stage), observed
+                name,
+                took,
+                updates.get(i, updates.get(which[i], 0.0)),
+                batching,
+                _parameter_bytes(stage),
+                observed,
             )
             layers.append(replace(layer, split_bytes=microbatch.split_bytes[which[i]]))
         return Measurement(microbatch.num_samples, tuple(layers))
@@ -384,7 +393,7 @@ def _batched_wgrad(stages: _Stages) -> Iterator[None]:
 
 
 @contextmanager
-def _frozen(stages: list[Stage]) -> Iterator[None]:
+def _frozen(stages: Collection[Stage]) -> Iterator[None]:
     """Freeze all parameters: none requires a gradient."""
     trained = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
     for parameter in trained:
@@ -433,7 +442,7 @@ def _parameter_bytes(stage: Stage) -> int:
 
 
 def _measure_updates(
-    stages: list[Stage],
+    stages: _Stages,
     optimizer: OptimizerFactory | None,
     in_between: Callable[[], object],
     watch: Stopwatch,
@@ -447,7 +456,7 @@ def _measure_updates(
         in_between: runs a forward and a backward between two steps, which fills the caches as training does.
     """
     optimizers, gradients = {}, {}
-    for i, stage in enumerate(stages):
+    for i, stage in stages.items():
         parameters = [p for p in stage.module.parameters() if p.grad is not None]
         if optimizer is not None and parameters:
             gradients[i] = [p.grad for p in parameters if p.grad is not None]
@@ -457,7 +466,7 @@ def _measure_updates(
 
     def steps() -> dict[int, Took]:
         took = {}
-        with _frozen(stages):
+        with _frozen(stages.values()):
             in_between()
         for i, over_layer in optimizers.items():
             began = watch.now()
@@ -475,7 +484,7 @@ def _measure_updates(
         for value in state.values()
         if isinstance(value, Tensor) and value.numel() > 1
     )
-    return updates, state_bytes + sum(stage.copied_bytes for stage in stages)
+    return updates, state_bytes + sum(stage.copied_bytes for stage in stages.values())
 
 
 def _dtype(stages: list[Stage], inputs: Tree) -> str:

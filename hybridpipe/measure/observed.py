@@ -45,8 +45,14 @@ class Observed(NamedTuple):
     bytes: LayerBytes
 
 
-def observe(stages: Sequence[Stage], inputs: Tree, targets: Tree) -> list[Observed]:
-    """Run one forward and one backward of a microbatch through layers in order."""
+def observe(
+    stages: Sequence[Stage], inputs: Tree, targets: Tree, keep_gradients: bool = True
+) -> list[Observed]:
+    """Run one forward and one backward of a microbatch through layers in order.
+
+    Args:
+        keep_gradients: False to drop each layer's gradients at once.
+    """
     kept: dict[int, Any] = {
         tensor.untyped_storage().data_ptr(): tensor
         for stage in stages
@@ -84,6 +90,8 @@ def observe(stages: Sequence[Stage], inputs: Tree, targets: Tree) -> list[Observ
     for i, stage in reversed(list(enumerate(stages))):
         found[i] = found[i]._replace(gradients=gradients)
         gradients = stage.backward(0, gradients)
+        if not keep_gradients:
+            stage.module.zero_grad(set_to_none=True)
     return found
 
 

@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ def _checked(model: Any, factory: Factory) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     name = getattr(factory, "__name__", type(factory).__name__)
-    raise TypeError(f"model must be a module or a function that returns one, got {name}, which returns {model!r}")
+    raise TypeError(f"model must be a module or a function that returns one; {name} returns {model!r}")
 
 
 @contextmanager
@@ -126,11 +127,14 @@ def _taken_out(model: nn.Module, tape: Tape) -> Numbers:
     for name, tensor in fake.items():
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise CannotDefer(f"{name} has a hook")
+        if tensor.device.type != "cpu":
+            raise CannotDefer(f"{name} is made on {tensor.device}")
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if name not in ("_parameters", "_buffers", "_modules"):
-                if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
-                    vars(module)[name] = map_tensors(lambda tensor: _real(tensor, tape), value)
+        others = vars(module).keys() - {"_parameters", "_buffers", "_modules"}
+        for name in others:
+            value = vars(module)[name]
+            if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
+                vars(module)[name] = map_tensors(partial(_real, tape=tape), value)
     with FakeTensorMode():
         of_fakes = set(vars(nn.Parameter(torch.empty(0))))
     _replace(model, {id(tensor): _like(tensor, _on_meta(tensor), of_fakes) for tensor in fake.values()})

@@ -3,8 +3,8 @@
 Knows tensors only, no model. Invariant: a tensor's numbers are bit for bit those that the same calls give it
 where they are made at once.
 
-New tensors are fake ones in a tape's context (as in torchdistX's deferred_init). A replay makes the calls again,
-draws every random number in its turn, for whichever tensor, and forgets what is not wanted.
+New tensors are fake ones in a tape's context (as in torchdistX's deferred_init). A replay makes the calls
+again, draws every random number in its turn, for whichever tensor, and forgets what is not wanted.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class _Call:
         return torch.Tag.nondeterministic_seeded in self.operator.tags
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is done to fake tensors in its context, where every new tensor is one.
 
     Tensors that are there already, such as those of a file, are copied when they are used.
@@ -76,7 +76,7 @@ class Tape(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._calls: list[_Call] = []
         self._numbers: dict[int, int] = {}  # of storages, by their addresses
@@ -86,11 +86,11 @@ class Tape(TorchDispatchMode):
 
     def __enter__(self) -> "Tape":
         self._fake.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._fake.__exit__(*error)
 
     def __torch_dispatch__(
@@ -213,7 +213,6 @@ def _make(call: _Call, held: dict[int, _Storage]) -> None:
     for ref, tensor in zip(call.results, tensors, strict=True):
         if ref.storage not in held:
             if (tensor.stride(), tensor.storage_offset()) != (ref.stride, ref.offset):
-                held[ref.storage] = torch.UntypedStorage(ref.reach * ref.dtype.itemsize)
                 _placed(ref, held).copy_(tensor)
             else:
                 held[ref.storage] = tensor.untyped_storage()
@@ -222,13 +221,13 @@ def _make(call: _Call, held: dict[int, _Storage]) -> None:
 def _placed(ref: Ref, held: dict[int, _Storage]) -> Tensor:
     """Return the tensor at a place; a storage that is missing is made."""
     if ref.storage not in held:
-        held[ref.storage] = torch.UntypedStorage(ref.reach * ref.dtype.itemsize)
-    made: Tensor = torch.empty(0, dtype=ref.dtype).set_(held[ref.storage], ref.offset, ref.size, ref.stride)  # type: ignore[call-overload]
+        held[ref.storage] = torch.empty(ref.reach, dtype=ref.dtype).untyped_storage()
+    made: Tensor = torch.empty(0, dtype=ref.dtype).set_(held[ref.storage], ref.offset, ref.size, ref.stride)
     return made
 
 
 def _bytes(storage: _Storage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _refs(tree: Any) -> Iterator[Ref]:

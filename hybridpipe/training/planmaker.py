@@ -26,6 +26,7 @@ from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.health import failure
 from hybridpipe.measure.layers import Rehearsal
+from hybridpipe.model.deferred import Built, Factory, Numbers, build
 from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.cluster import Cluster
@@ -83,6 +84,7 @@ class PlanMaker:
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
         cluster: an earlier measurement of the machines.
         predicts: predict a given plan, too.
+        numbers: of the model's tensors on the meta device.
 
     Raises:
         ValueError: a given plan does not fit model, world or minibatch; the message shows the arithmetic.
@@ -101,7 +103,9 @@ class PlanMaker:
         microbatch_size: int | None,
         cluster: ClusterLike | None = None,
         predicts: bool = False,
+        numbers: Numbers | None = None,
     ) -> None:
+        self.numbers = numbers
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
         self._layers: Layers | None = known_layers(model, rule.precision)  # None before a recording
         self._predicts = predicts
@@ -185,6 +189,10 @@ class PlanMaker:
         if self._layers is None:
             microbatch = minibatch.inputs(0), self._loss, minibatch.targets(0)
             layers = layers_of(self._model, *microbatch, self._rule.precision)
+            if layers.why_whole and self.numbers is not None:  # perhaps for want of numbers
+                self.numbers.fill(self._model)
+                self.numbers = None
+                layers = layers_of(self._model, *microbatch, self._rule.precision)
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
         return self._layers
@@ -207,6 +215,8 @@ class PlanMaker:
                 return self._given, None
         self._rule.try_out([p for p in layers.model.parameters() if p.requires_grad][:1])
         copy = layers.copied()
+        if self.numbers is not None:
+            self.numbers.fill_for_measuring(copy.model)
         if layers.why_whole and self.plan is None and self._world.rank == 0:
             print(f"hybridpipe: the model runs as one stage: {layers.why_whole}", file=sys.stderr)
         with failure.guard():  # else the other ranks would wait for a failed one
@@ -247,13 +257,32 @@ class PlanMaker:
         """Return the model's profile for all microbatch sizes, and a function that runs it once more."""
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         try:
-            rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device)
+            each_kind = self.numbers is not None
+            rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device, each_kind)
             samples = minibatch.sizes[0]  # perhaps fewer than microbatch_size
             sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
             measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
             return measure_together(self._world, measure), rehearsal.run
         except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
             raise RuntimeError("the first microbatch failed while the model was measured") from error
+
+
+def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
+    """Return a module as it is, or what a function makes, without numbers where that is possible. Collective.
+
+    Raises:
+        ValueError: the ranks' functions make different models.
+    """
+    if isinstance(model, nn.Module) or not callable(model):
+        return Built(model, None)
+    built = build(model)
+    made = "with all numbers" if built.numbers is None else built.numbers.tape.digest()
+    consistency.check_alike(world, {"what the model's function does": made})
+    if built.numbers is not None:
+        built.numbers.tape.states = world.bcast(built.numbers.tape.states)
+    elif world.rank == 0:
+        print(f"hybridpipe: every rank makes the whole model: {built.why_whole}", file=sys.stderr)
+    return built
 
 
 def device_with_threads(world: MPI.Comm, device: torch.device | str | None) -> torch.device:

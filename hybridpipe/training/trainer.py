@@ -27,6 +27,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
+from hybridpipe.model.deferred import Factory
 from hybridpipe.model.layers import explain
 from hybridpipe.model.precision import Precision
 from hybridpipe.model.tensors import Tree
@@ -60,7 +61,8 @@ class Trainer:
 
     Args:
         model: the same on every rank; rank 0's weights are used. An `nn.Sequential` is cut between its
-            children. Any other model is called with a dict by keyword, a tuple by position, and recorded.
+            children. Any other model is called with a dict by keyword, a tuple by position, and recorded. Or
+            a function without arguments that makes it: each rank then makes only what its stage holds.
         loss: a function `loss(outputs, targets)` that returns the mean over the samples, or (sum, weight),
             such as the sum over the tokens and their number, for a mean over the whole minibatch.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
@@ -105,7 +107,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Factory,
         *,
         loss: Loss,
         optimizer: OptimizerFactory,
@@ -136,7 +138,8 @@ class Trainer:
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
-        valid.check_trainable(model, loss, optimizer, lr_scheduler, precision)
+        model, numbers, _ = planmaker.build_model(model, self.world)
+        valid.check_trainable(model, loss, optimizer, lr_scheduler, precision, numbers is not None)
         self._metrics = MicrobatchMetrics(loss, metrics)
         minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)
         non_negative("hang_timeout", hang_timeout)
@@ -155,7 +158,8 @@ class Trainer:
         self._check_alike(given, metrics, **asdict(request), **sizes)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         trained = model, loss, self.rule, self.world, self.device
-        self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster, predict)
+        sizes_and_costs = minibatch_size, microbatch_size, cluster, predict
+        self._maker = PlanMaker(given, request, *trained, *sizes_and_costs, numbers)
         self._begin_state()
         if self._maker.plan is not None and not self._maker.waits:
             self._start(self._maker.plan)
@@ -495,6 +499,7 @@ class Trainer:
         self._maker.known_layers.check_plan(plan)
         self.recorder.begin()
         trained = self._maker.known_layers, plan, self.loss, self.rule
-        worker = Worker(*trained, self.world, self.device, self.seed, self._maker.progress_thread)
+        on = self.world, self.device, self.seed, self._maker.progress_thread
+        worker = Worker(*trained, *on, self._maker.numbers)
         self._checkpoints.load(worker, is_new=True)
         self._worker = worker

@@ -51,16 +51,24 @@ def sizes(minibatch_size: Any, microbatch_size: Any) -> tuple[int, int | None]:
 
 
 def check_trainable(
-    model: nn.Module, loss: Any, optimizer: Any, lr_scheduler: Any, precision: str = FP32.name
+    model: nn.Module,
+    loss: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+    precision: str = FP32.name,
+    is_deferred: bool = False,
 ) -> None:
     """Check the model, its loss, and the factories that each stage calls for its own parameters.
+
+    Args:
+        is_deferred: tensors on the meta device get their numbers later.
 
     Raises:
         TypeError: an argument has another type, or the model is no `nn.Module`.
         ValueError: as `check_model`, `check_loss` and `check_precision`.
     """
     num_layers(model)
-    check_model(model)
+    check_model(model, is_deferred)
     check_loss(loss, model)
     check_precision(precision, model)
     _check_factory("optimizer", optimizer, "parameters", "partial(torch.optim.SGD, lr=0.1)")
@@ -159,7 +167,7 @@ def check_device(device: torch.device | str | None) -> torch.device | None:
     return found
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, is_deferred: bool = False) -> None:
     """Check that the model's state consists of dense tensors, each a parameter or a buffer.
 
     Raises:
@@ -167,7 +175,7 @@ def check_model(model: nn.Module) -> None:
     """
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for key, tensor in own:
-        problem = _problem(tensor)
+        problem = _problem(tensor, is_deferred)
         if problem is not None:
             raise ValueError(f"{key} of the model {problem}")
     known = {id(tensor) for _, tensor in own}
@@ -180,11 +188,14 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def _problem(tensor: Tensor) -> str | None:
+def _problem(tensor: Tensor, is_deferred: bool) -> str | None:
     if is_lazy(tensor):
         return "has no shape yet, as in LazyLinear: run a few samples through the model first"
-    if tensor.is_meta:
-        return "has no data, being on the meta device: initialise the model on the CPU first"
+    if tensor.is_meta and not is_deferred:
+        return (
+            "has no data, being on the meta device: pass the function that makes the model instead, and each "
+            "rank makes its own part of it"
+        )
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         kinds = (tensor.is_nested, "nested"), (tensor.is_quantized, "quantized")
         layout = str(tensor.layout).removeprefix("torch.")
