@@ -106,6 +106,24 @@ class Factory:
 
 
 @dataclass(frozen=True)
+class ModelConfig(Factory):
+    """The model.
+
+    Args:
+        materialize: "stage": a rank makes the weights that its stage holds; "all": those of the whole model.
+
+    Raises:
+        ValueError: `materialize` is another word.
+    """
+
+    materialize: str = "stage"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("materialize", self.materialize, ("stage", "all"))
+
+
+@dataclass(frozen=True)
 class DataConfig(Factory):
     """The data sets: the factory returns one, or a DataLoader of one (`hybridpipe.data.source.source_of`).
 
@@ -234,7 +252,7 @@ class Config:
         ValueError: a target is given without a validation set.
     """
 
-    model: Factory
+    model: ModelConfig
     data: DataConfig
     optimizer: Factory
     train: TrainConfig

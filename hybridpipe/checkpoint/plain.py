@@ -14,12 +14,14 @@ from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.disk import replacing
 from hybridpipe.checkpoint.manifest import MANIFEST
 from hybridpipe.checkpoint.names import step_of
-from hybridpipe.checkpoint.shard import read_plain, read_shard, write_plain
+from hybridpipe.checkpoint.shard import read_forms, read_one, read_shard, write_plain
 from hybridpipe.errors import UserError, shown
-from hybridpipe.files import parse
+from hybridpipe.files import parse, read_object
 from hybridpipe.planning.plan import Plan
-from hybridpipe.stage.state import batches_agreed, samples_seen, under
+from hybridpipe.stage.state import batches_agreed, check_fits, described, samples_seen, under
 from hybridpipe.stage.statistics import Replica, agreed
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"  # files of save_pretrained
 
 
 def export(source: Path, out: Path) -> list[str]:
@@ -77,26 +79,59 @@ def model_state(checkpoint: Path) -> dict[str, Tensor]:
     return state
 
 
-def read_weights(source: Path, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of any safetensors file, with tied weights under all of their keys in `model`.
+class Weights:
+    """A model's weights in files, which are read one by one.
 
-    `safetensors.torch.save_model` writes a tied weight under one key only. Names and shapes are not compared
-    with the model's.
+    A tied weight is known under all of its keys: `safetensors.torch.save_model` writes it under one only.
+
+    Args:
+        source: a safetensors file, or a folder as Hugging Face's `save_pretrained` writes it.
+        model: its `state_dict()`.
 
     Raises:
-        UserError: the file is no safetensors file.
+        UserError: a file is no safetensors file, or a tensor's type, shape or name is not the model's.
     """
-    tensors = read_plain(source)
-    written = {_memory(model[key]): tensor for key, tensor in tensors.items() if key in model}
-    for key, tensor in model.items():
-        if key not in tensors and tensor.numel() and _memory(tensor) in written:
-            tensors[key] = written[_memory(tensor)]
-    return tensors
+
+    def __init__(self, source: Path, model: Mapping[str, Tensor]) -> None:
+        self._files: dict[str, tuple[Path, str]] = {}
+        found: dict[str, Tensor] = {}
+        for path in _files_of(source):
+            held = read_forms(path)
+            found |= held
+            self._files |= {name: (path, name) for name in held}
+        written = {_memory(model[key]): key for key in self._files if key in model}
+        for key, tensor in model.items():
+            first = written.get(_memory(tensor))
+            if key not in self._files and tensor.numel() and first is not None:
+                self._files[key], found[key] = self._files[first], found[first]
+        check_fits(described(found), model, str(source))
+
+    def read(self, key: str) -> Tensor:
+        """Return one tensor, on the CPU; UserError if its file was changed."""
+        return read_one(*self._files[key])
+
+
+def is_weights(source: Path) -> bool:
+    """True if the path is that of a file of weights, or of a folder with some as Hugging Face writes it."""
+    return source.suffix == ".safetensors" or any((source / name).exists() for name in (_WHOLE, _INDEX))
+
+
+def _files_of(source: Path) -> list[Path]:
+    if not source.is_dir():
+        return [source]
+    if (source / _WHOLE).exists():
+        return [source / _WHOLE]
+    index = source / _INDEX
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{index}: weight_map: must map names of tensors to files, got {shown(names)}")
+    return [source / Path(name).name for name in dict.fromkeys(names.values())]
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors that are the same view of the same memory."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    storage = tensor.untyped_storage()._cdata  # an address would not tell tensors on the meta device apart
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _found(source: Path) -> tuple[Path, list[str]]:

@@ -6,6 +6,7 @@ the newest weights. Invariant: all ranks change their state, or none does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
 from hybridpipe.checkpoint.names import step_of
-from hybridpipe.checkpoint.plain import read_weights
+from hybridpipe.checkpoint.plain import Weights
 from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.checkpoint.snapshot import plan_json, rank_file, stage_file
 from hybridpipe.comm.mpi import MPI
@@ -22,6 +23,7 @@ from hybridpipe.engine.rank_state import NewState, SchedulerState, parameters, s
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
+from hybridpipe.model.deferred import Numbers
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
@@ -92,21 +94,27 @@ def _find(source: Path) -> Found | Nothing:
     return Found(path, manifest, plan, run, notes)
 
 
-def load_plain(world: MPI.Comm, model: nn.Module, source: Path) -> None:
-    """Load a `model.state_dict()` from a safetensors file into the model. Collective.
+def load_plain(world: MPI.Comm, model: nn.Module, source: Path, numbers: Numbers | None = None) -> None:
+    """Load a `model.state_dict()` from a file or folder of weights into the model. Collective.
+
+    Args:
+        numbers: of tensors on the meta device, which are read when a rank gets them.
 
     Raises:
-        UserError: the file is no safetensors file or does not fit the model, which stays unchanged.
+        UserError: the source does not fit the model, which stays unchanged (`Weights`).
     """
+    state = model.state_dict()
 
-    def read() -> dict[str, Tensor]:
-        tensors = read_weights(source, model.state_dict())
-        check_fits(described(tensors), model.state_dict(), str(source))
-        return tensors
+    def read() -> tuple[Weights, dict[str, Tensor]]:
+        weights = Weights(source, state)
+        return weights, {key: weights.read(key) for key, tensor in state.items() if not tensor.is_meta}
 
-    tensors = _agreed(world, read)
-    for key, tensor in model.state_dict().items():
-        overwrite(tensor, tensors[key])
+    weights, tensors = _agreed(world, read)
+    for key, values in tensors.items():
+        overwrite(state[key], values)
+    if numbers is not None:
+        absent = (key for key, tensor in state.items() if tensor.is_meta)
+        numbers.given.update({key: partial(weights.read, key) for key in absent})
 
 
 def check_model(found: Found, model: nn.Module) -> None:

@@ -94,6 +94,32 @@ def read_plain(path: Path) -> dict[str, Tensor]:
     return _read(path, None)[0]
 
 
+def read_forms(path: Path) -> dict[str, Tensor]:
+    """Tensors of any safetensors file, on the meta device; UserError if it is none."""
+    with open_regular(path) as (file, size):
+        slots, _, _ = _read_header(file, size, path)
+    return {slot.name: torch.empty(slot.shape, dtype=_DTYPES[slot.dtype], device="meta") for slot in slots}
+
+
+def read_one(path: Path, name: str) -> Tensor:
+    """One tensor of a safetensors file, on the CPU; UserError if there is none of this name."""
+    with open_regular(path) as (file, size):
+        slots, _, head = _read_header(file, size, path)
+        slot = next((slot for slot in slots if slot.name == name), None)
+        if slot is None:
+            raise UserError(f"{path}: must hold tensor {shown(name)}")
+        tensor = torch.empty(slot.shape, dtype=_DTYPES[slot.dtype])
+        file.seek(len(head) + slot.start)
+        read_into(file, _bytes_of(tensor), path)
+    _check_bool(path, name, tensor)
+    return tensor
+
+
+def _check_bool(path: Path, name: str, tensor: Tensor) -> None:
+    if tensor.dtype == torch.bool and tensor.view(torch.uint8).gt(1).any():
+        raise UserError(f"{path}: tensor {shown(name)}: BOOL must be bytes of 0 and 1")
+
+
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> NewFile:
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided or name == header.METADATA:
@@ -131,8 +157,7 @@ def _read(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], dict[
     if entry is not None:
         compare(path, FileEntry(entry.name, size, digest.hexdigest()), entry)
     for name, tensor in tensors.items():
-        if tensor.dtype == torch.bool and tensor.view(torch.uint8).gt(1).any():
-            raise UserError(f"{path}: tensor {shown(name)}: BOOL must be bytes of 0 and 1")
+        _check_bool(path, name, tensor)
     return tensors, metadata
 
 

@@ -10,6 +10,7 @@ DIR/checkpoints/step-00000120/ ...
 import json
 import os
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -30,6 +31,7 @@ from hybridpipe.errors import UserError
 from hybridpipe.files import write_json, write_text
 from hybridpipe.health import failure
 from hybridpipe.health.watchdog import DEFAULT_SECONDS
+from hybridpipe.model.deferred import Factory
 from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
@@ -85,7 +87,8 @@ def train(
     """
     failure.install()
     check_launcher()
-    model, loss = build_model(config), config.loss.build()
+    made, loss = partial(build_model, config), config.loss.build()
+    model = made() if config.model.materialize == "all" else made
     try:
         dataset, validation = config.data.build(), config.data.build_validation()
     except (OSError, ModuleNotFoundError) as error:  # missing data is reported in one line
@@ -201,7 +204,12 @@ def _open_metrics(path: Path, step: int) -> TextIO:
 
 
 def _trainer(
-    config: Config, model: nn.Module, loss: Loss, plan: str, cluster: Path | None, hang_timeout: float
+    config: Config,
+    model: nn.Module | Factory,
+    loss: Loss,
+    plan: str,
+    cluster: Path | None,
+    hang_timeout: float,
 ) -> Trainer:
     return Trainer(
         model,

@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,20 +23,23 @@ from hybridpipe.model.tensors import map_tensors
 Factory = Callable[[], nn.Module]
 
 
-class Numbers(NamedTuple):
+@dataclass
+class Numbers:
     """What makes the numbers of a model's tensors.
 
     Args:
         places: of its parameters and buffers on the tape, by each of their names.
+        given: functions that return tensors from elsewhere, such as a file, by name; they go first.
     """
 
     tape: Tape
     places: Mapping[str, Ref]
+    given: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
 
     def of(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors with their numbers, by name; other names are left out."""
-        return self.tape.numbers({name: self.places[name] for name in names if name in self.places})
-
+        """Return tensors with their numbers, by name."""
+        on_tape = {name: self.places[name] for name in names if name not in self.given}
+        return self.tape.numbers(on_tape) | {name: self.given[name]() for name in names if name in self.given}
 
     def fill(self, model: nn.Module, wanted: Collection[int] | None = None) -> None:
         """Put numbers into the model's tensors on the meta device.

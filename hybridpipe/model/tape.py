@@ -81,7 +81,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self._numbers: dict[int, int] = {}  # of storages, by their addresses
         self._storages: list[Any] = []  # kept, so that no address is used again
-        self._given: dict[int, _Storage] = {}  # of tensors that were there
+        self._given: dict[int, _Storage] = {}  # copies of those of tensors that were there
+        self._views: set[int] = set()  # further storages, whose memory is a given one's that others may read
         self._state: Tensor | None = None  # of the random generator
 
     def __enter__(self) -> "Tape":
@@ -92,6 +93,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._fake.__exit__(*error)
+        for number, copy in self._given.items() if error[0] is None else ():
+            if not torch.equal(_bytes(copy), _bytes(self._storages[number])):
+                raise CannotDefer("a tensor that was there before the model changes while it is made")
 
     def __torch_dispatch__(
         self, func: _Operator, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -110,6 +114,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if writes:
             read = frozenset(leaf.storage for leaf in _refs(arguments))
             self._check(func, arguments, written)
+            if _returns_views(func) and any(self._is_view(number, func) for number in read):
+                self._views |= writes
             self._calls.append(_Call(func, arguments, read, writes, results, self._new_state(func)))
         return made
 
@@ -126,10 +132,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check(self, operator: _Operator, arguments: tuple[Any, Any], written: Collection[int]) -> None:
         """Raise CannotDefer for a call that a replay would make with other numbers."""
-        if not self._given.keys().isdisjoint(written):
+        if not (self._given.keys() | self._views).isdisjoint(written):
             raise CannotDefer(f"{operator} changes a tensor that was there before the model")
         if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(arguments)):
             raise CannotDefer(f"{operator} draws from a random generator of its own")
+
+    def _is_view(self, number: int, operator: _Operator) -> bool:
+        """Return True if others may read the memory of what a call returns a view of.
+
+        Nobody holds the tensor from which torch.tensor makes its own. That of an array cannot be resized.
+        """
+        is_fresh = operator is torch.ops.aten.lift_fresh.default and self._storages[number].resizable()
+        return number in self._views or (number in self._given and not is_fresh)
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the place of a tensor; one that was there is copied."""
@@ -137,17 +151,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._numbers.setdefault(storage._cdata, len(self._storages))
         if number == len(self._storages):
             self._storages.append(storage)
-        if not isinstance(tensor, FakeTensor):
-            self._give(number, storage)
+        if not isinstance(tensor, FakeTensor) and number not in self._given:
+            with _disable_current_modes():
+                self._given[number] = storage.clone()
         place = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         return Ref(number, tensor.dtype, *place)
-
-    def _give(self, number: int, storage: _Storage) -> None:
-        """Copy the storage of a tensor that was there, which must not change while it is used."""
-        with _disable_current_modes():
-            known = self._given.setdefault(number, storage.clone())
-            if not torch.equal(_bytes(known), _bytes(storage)):
-                raise CannotDefer("a tensor that was there before the model changes between two uses")
 
     @property
     def states(self) -> list[Tensor]:
@@ -191,7 +199,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         last = {s: i for i, call in enumerate(self._calls) for s in call.reads | call.writes}
         held = {number: storage.clone() for number, storage in self._given.items() if number in needed}
         for i, (call, does_matter) in enumerate(zip(self._calls, reversed(matters), strict=True)):
-            if call.state is not None:
+            if call.state is not None and draws:
                 torch.set_rng_state(call.state)
             if does_matter or (draws and call.draws):
                 _make(call, held if does_matter else dict(held))
@@ -233,6 +241,12 @@ def _bytes(storage: _Storage) -> Tensor:
 def _refs(tree: Any) -> Iterator[Ref]:
     leaves = pytree.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Ref))
     return (leaf for leaf in leaves if isinstance(leaf, Ref))
+
+
+def _returns_views(operator: _Operator) -> bool:
+    """Return True if what a call returns has the memory of an argument that it does not write to."""
+    aliases = (value.alias_info for value in operator._schema.returns)
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _written(operator: _Operator, arguments: tuple[Any, Any]) -> Iterator[Ref]:

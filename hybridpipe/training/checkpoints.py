@@ -17,6 +17,7 @@ from torch import nn
 
 from hybridpipe.checkpoint import snapshot
 from hybridpipe.checkpoint.names import name_of, step_of
+from hybridpipe.checkpoint.plain import is_weights
 from hybridpipe.checkpoint.policy import Checkpointing, Keeper
 from hybridpipe.checkpoint.resume import (
     Found,
@@ -37,6 +38,7 @@ from hybridpipe.data.samples import DRAWN_ANEW
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import preemption
+from hybridpipe.model.deferred import Numbers
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
 from hybridpipe.training.metrics import Past, Recorder
@@ -127,7 +129,13 @@ class CheckpointManager:
         }
 
     def find(
-        self, source: Path, model: nn.Module, or_anew: bool, allow_changed: bool, later: bool
+        self,
+        source: Path,
+        model: nn.Module,
+        or_anew: bool,
+        allow_changed: bool,
+        later: bool,
+        numbers: Numbers | None = None,
     ) -> tuple[Found | None, list[str]]:
         """Find a checkpoint for `load`; a file of weights is loaded at once. Collective.
 
@@ -136,6 +144,7 @@ class CheckpointManager:
                 refused in `load` is refused again.
             or_anew: allow a folder without checkpoints.
             allow_changed: allow settings that differ from the checkpoint's; the new ones are used.
+            numbers: of tensors on the meta device, which a file of weights then gives.
 
         Returns:
             The checkpoint, if there is one, and lines for the user.
@@ -143,8 +152,8 @@ class CheckpointManager:
         Raises:
             UserError: the checkpoint is damaged or of another training, or there is none without `or_anew`.
         """
-        if source.suffix == ".safetensors":
-            load_plain(self._world, model, source)
+        if is_weights(source):
+            load_plain(self._world, model, source, numbers)
             return None, [f"weights of {source}; everything else starts anew"]
         found = find(self._world, source)
         if isinstance(found, Nothing):

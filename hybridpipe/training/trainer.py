@@ -368,7 +368,8 @@ class Trainer:
     def resume(
         self, source: str | os.PathLike[str], or_anew: bool = False, allow_changed: bool = False
     ) -> list[str]:
-        """Resume from a checkpoint, the last good one in a folder, or a safetensors file of weights.
+        """Resume from a checkpoint, the last good one in a folder, or weights: a safetensors file, or a
+        folder that Hugging Face's `save_pretrained` wrote.
 
         Under the checkpoint's plan, which "auto" prefers if it fits, training continues bit for bit. Under
         another plan weights, buffers and optimizer state are bit-equal by name. Collective.
@@ -391,7 +392,7 @@ class Trainer:
         of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
         consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
         given = Path(source), self.model, or_anew, allow_changed
-        found, lines = self._checkpoints.find(*given, later=self._worker is None)
+        found, lines = self._checkpoints.find(*given, self._worker is None, self._maker.numbers)
         if found is not None and self._worker is not None:
             self._checkpoints.load(self._worker)
         elif found is not None and (line := self._maker.prefer(found.plan, found.run.get("ranks"))):

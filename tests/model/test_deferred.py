@@ -1,0 +1,148 @@
+"""A model whose numbers are made later is the model that is made at once; the zoo's are, too."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.model.deferred import build
+from tests import zoo
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = (
+            nn.Embedding(7, 4, padding_idx=0),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 7),
+        )
+        self.head.weight = self.embed.weight
+        self.register_buffer("positions", torch.arange(3) * 2, persistent=False)
+        self.table = [torch.tensor([1.0, 2.0])]
+        nn.init.trunc_normal_(self.embed.weight)
+        self.embed.weight.is_tied = True
+        for parameter in self.norm.parameters():
+            parameter.requires_grad_(False)
+
+
+def orthogonal() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    nn.init.orthogonal_(model[1].weight)
+    model.append(copy.deepcopy(model[0]))
+    return model
+
+
+def scaled() -> nn.Module:
+    """Python reads numbers while the model is made."""
+    model = nn.Linear(3, 3)
+    model.weight.data.mul_(1 / model.weight.std().item())
+    model.rates = [rate.item() for rate in torch.linspace(0, 1, 4)]
+    return model
+
+
+FACTORIES = [
+    Tied,
+    orthogonal,
+    scaled,
+    lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    lambda: nn.LSTM(3, 4, num_layers=2),
+]
+
+
+def state_of(model: nn.Module) -> dict:
+    return {**dict(model.named_buffers()), **model.state_dict()}
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    left, right = state_of(one), state_of(other)
+    flags = ([(name, p.requires_grad) for name, p in each.named_parameters()] for each in (one, other))
+    return (
+        list(left) == list(right)
+        and all(torch.equal(left[k], right[k]) for k in left)
+        and next(flags) == next(flags)
+    )
+
+
+def seeded(factory):
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return factory()
+
+    return make
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_all_numbers_are_those_of_the_model_made_at_once(factory):
+    built = build(seeded(factory))
+    assert built.numbers is not None and all(p.is_meta for p in built.model.parameters())
+    built.numbers.fill(built.model)
+    assert same(built.model, seeded(factory)())
+
+
+@pytest.mark.parametrize("name", zoo.SPLIT)
+def test_real_models(name):
+    built = build(lambda: zoo.CASES[name]().model)
+    assert built.numbers is not None and any(p.is_meta for p in built.model.parameters())
+    built.numbers.fill(built.model)
+    assert same(built.model, zoo.CASES[name]().model)
+
+
+def test_a_part_is_filled_and_the_rest_stays_empty():
+    built = build(seeded(orthogonal))
+    wanted = built.model[1]
+    built.numbers.fill(built.model, {id(tensor) for tensor in wanted.parameters()})
+    assert [layer.weight.is_meta for layer in built.model] == [True, False, True]
+    assert torch.equal(built.model[1].weight, seeded(orthogonal)()[1].weight)
+
+
+def test_what_is_one_stays_one_and_keeps_its_attributes():
+    built = build(Tied)
+    assert built.model.head.weight is built.model.embed.weight and built.model.embed.weight.is_tied
+    built.numbers.fill(built.model)
+    assert built.model.head.weight is built.model.embed.weight and built.model.embed.weight.is_tied
+    assert built.model.table[0].tolist() == [1.0, 2.0] and type(built.model.table[0]) is torch.Tensor
+
+
+def reads_in_numpy() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.total = float(model.weight.detach().numpy().sum())
+    return model
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+@pytest.mark.parametrize("factory, why", [(reads_in_numpy, "numpy"), (hooked, "weight has a hook")])
+def test_a_model_that_needs_its_numbers_is_made_at_once(factory, why):
+    built = build(seeded(factory))
+    assert built.numbers is None and why in built.why_whole
+    assert same(built.model, seeded(factory)())
+
+
+def test_the_functions_own_errors_are_its_own():
+    with pytest.raises(ZeroDivisionError):
+        build(lambda: 1 / 0)
+    with pytest.raises(TypeError, match="must be a module or a function that returns one; dict returns"):
+        build(dict)
+
+
+def test_given_numbers_go_first():
+    built = build(seeded(orthogonal))
+    built.numbers.given["0.weight"] = lambda: torch.full((5, 5), 2.0)
+    built.numbers.fill(built.model)
+    assert built.model[0].weight.eq(2).all() and not built.model[1].weight.eq(2).any()
+
+
+def test_measuring_takes_the_memory_of_the_largest_parameter():
+    built = build(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.BatchNorm1d(64)))
+    built.numbers.fill_for_measuring(built.model)
+    storages = {p.untyped_storage().data_ptr() for p in built.model.parameters()}
+    assert len(storages) == 1 and not any(p.is_meta for p in built.model.parameters())
+    assert built.model[8].running_var.eq(1).all()
+    assert built.model(torch.randn(2, 64)).isfinite().all()
