@@ -223,6 +223,7 @@ class PlanMaker:
                 compression=self._rule.compression,
                 progress_thread=self.progress_thread,
                 cluster=self._cluster,
+                device=self._device,
             )
         except ValueError as error:  # the same on every rank
             if not isinstance(self._given, Plan):

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from hybridpipe.device import Lanes
+from hybridpipe.measure import stopwatch
 from hybridpipe.measure.stopwatch import Stopwatch, Took
+from tests.late_cuda import LateLanes
 
 CPU = torch.device("cpu")
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -92,6 +94,18 @@ def test_without_the_kernels_word_nothing_was_waited_for(monkeypatch):
     watch = Stopwatch(CPU)
     assert watch.read({0: watch.since(watch.now())})[0].waited_seconds == 0.0
     watch.close()
+
+
+def test_laps_of_a_gpu_are_read_when_all_are_over(monkeypatch):
+    lanes = LateLanes()
+    monkeypatch.setattr(stopwatch, "lanes_of", lambda device: lanes)
+    watch = Stopwatch(CPU)
+    laps = {name: watch.since(watch.now()) for name in ("first", "second")}
+    marks = [reading.mark for lap in laps.values() for reading in lap]
+    assert not any(mark.reached for mark in marks)
+    taken = watch.read(laps)
+    assert all(mark.reached for mark in marks)
+    assert all(took.seconds >= 0 and took.waited_seconds == 0 for took in taken.values())
 
 
 def test_running_is_what_is_left():
