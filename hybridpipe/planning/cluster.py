@@ -123,7 +123,7 @@ class Cluster:
             all ranks.
         memory_bytes: of each rank, or one figure for all. None: not limited.
         relative_speed: per rank, 1.0 for the rank that the profile was measured on. None: all equal.
-        node_ranks: ranks that share one machine's processors. None: each rank has its own.
+        node_ranks: ranks that share one machine's processors, or one GPU. None: each rank has its own.
         compute_speeds: entry n-1 is the speed of each of n ranks of a machine that compute at once, relative
             to one that computes alone. None: 1.0 for as many as there are.
         message_seconds: processor time that a message takes from its sender, and again from its receiver (the

@@ -93,8 +93,9 @@ class Stage:
         batches_wgrad: bool = False,
         check_loss: bool = True,
     ) -> None:
-        self.layers, self.module = layers, layers.module.to(device)
-        self.device, self.seed, self.loss = device, seed, loss
+        self.layers, self.module = layers, layers.move(device)
+        self.device, self.seed = device, seed
+        self.loss = loss.to(device) if isinstance(loss, nn.Module) else loss
         self.split_backward, self.recompute, self.batches_wgrad = split_backward, recompute, batches_wgrad
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
