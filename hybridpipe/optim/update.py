@@ -90,11 +90,6 @@ class UpdateRule:
                     f"clip_grad_norm must not be given under {plan.schedule}, got {self.clip_grad_norm}: its "
                     "stages update at different times, so there is no norm of all gradients"
                 )
-        if self.precision.scales_loss and plan.is_asynchronous:
-            raise ValueError(
-                f"precision must not be {self.precision.name!r} under {plan.schedule}: its stages update at "
-                "different times and cannot agree on the scale of a loss; use 'bf16', which needs none"
-            )
         if self.delay_warm_up and not plan.is_asynchronous:
             raise ValueError(
                 f"delay_warm_up must be 0 under {plan.schedule}, whose gradients are never late, "
@@ -147,8 +142,12 @@ class UpdateRule:
             add_up,
             parameters,
             elsewhere,
-            DYNAMIC if self.precision.scales_loss else UNSCALED,
+            DYNAMIC if self.precision.scales_loss and not self.scales_in_flight(plan) else UNSCALED,
         )
+
+    def scales_in_flight(self, plan: Plan) -> bool:
+        """Return True if losses are scaled and several minibatches are in flight, each with its own scale."""
+        return self.precision.scales_loss and plan.is_asynchronous
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
         """Make the optimizer.

@@ -1,9 +1,12 @@
 """Training in threads: the real executor, a thread for each rank, queues for the wire."""
 
 import copy
+import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,10 +20,11 @@ from hybridpipe.data.stream import Stream, slice_minibatch
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.model.sequential import check_plan, stage_module
+from hybridpipe.optim.loss_scale import DYNAMIC, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place
-from hybridpipe.planning.schedules.generators import programs
+from hybridpipe.planning.schedules.generators import overflows_late, programs
 from hybridpipe.planning.schedules.instructions import RankProgram, without_update
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.losses import LossSum
@@ -103,6 +107,28 @@ class ArraySum:
         return add_up
 
 
+class Skips:
+    """The minibatches whose update some rank has skipped, where ranks are threads."""
+
+    def __init__(self, num_ranks: int, timeout_seconds: float):
+        self.num_ranks, self.timeout_seconds = num_ranks, timeout_seconds
+        self.changed, self.told, self.skipped = threading.Condition(), Counter[int](), set[int]()
+
+    def tell(self, minibatch: int, skipped: bool) -> Callable[[], bool]:
+        """Note a rank's update with a minibatch; return a function that says whether any rank has skipped."""
+        with self.changed:
+            self.told[minibatch] += 1
+            self.skipped |= {minibatch} if skipped else set()
+            self.changed.notify_all()
+        return partial(self.any_rank, minibatch)
+
+    def any_rank(self, minibatch: int) -> bool:
+        with self.changed:
+            all_told = lambda: self.told[minibatch] == self.num_ranks  # noqa: E731
+            assert self.changed.wait_for(all_told, self.timeout_seconds), f"{minibatch}: a rank waits for us"
+            return minibatch in self.skipped
+
+
 class Result(NamedTuple):
     """The results of a training: loss and gradients of each minibatch, and the weights at the end."""
 
@@ -160,6 +186,7 @@ def make_executors(
     loss,
     rule: UpdateRule,
     timeout_seconds: float = 5.0,
+    scale: LossScale = DYNAMIC,
 ) -> tuple[dict[int, Executor], list[threading.Barrier]]:
     """Return each rank's executor, with a model of its own, and the barriers where ranks wait."""
     check_plan(model, plan)
@@ -187,6 +214,7 @@ def make_executors(
                 NonfiniteCheck("stop", plan, Place(group, r), stages[r], int),
                 None,
                 LossWeights(plan, array_sum.at(rank)),
+                LossScales(scale, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
             )
     return executors, barriers
 
@@ -223,15 +251,19 @@ def in_threads(
     timeout_seconds: float = 5.0,
     rule: UpdateRule | None = None,
     accumulate: int = 1,
+    scale: LossScale = DYNAMIC,
 ) -> Result:
     """Train under a plan, with a thread for each rank, and raise the first failing rank's error."""
-    executors, barriers = make_executors(plan, model, loss, rule or UpdateRule(optimizer), timeout_seconds)
+    rule = rule or UpdateRule(optimizer)
+    executors, barriers = make_executors(plan, model, loss, rule, timeout_seconds, scale)
+    skips = Skips(plan.num_ranks, timeout_seconds)
     cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
     streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
     found: list[dict[int, LossSum]] = [{} for _ in minibatches]
     events: dict[int, list[list[Event]]] = {rank: [] for rank in plan.ranks}
 
     def train(rank: int) -> None:
+        updated, scales = itertools.count(), executors[rank].scales
         for i, stream in enumerate(streams):
             program = programs(plan, len(stream.sizes))[rank]
             if (i + 1) % accumulate:
@@ -240,6 +272,10 @@ def in_threads(
                 for m, loss in done.losses.items():
                     found[stream[m].step][stream[m].microbatch] = loss
                 events[rank].append(done.events)
+                if scales is not None:
+                    scales.note(
+                        [skips.tell(next(updated), done.skipped) for _ in range(done.num_minibatches)]
+                    )
 
     each_in_a_thread(plan, train, barriers)
     first = _first_replicas(plan, executors)
