@@ -244,12 +244,10 @@ class Update:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`, and divide them by the loss scale."""
-        found = [(p, p.grad) for p in self._parameters if p.grad is not None]
         factor /= self.loss_scale.value
-        if factor != 1 and found:
-            parameters, gradients = zip(*found, strict=True)
-            for parameter, gradient in zip(parameters, torch._foreach_mul(gradients, factor), strict=True):
-                parameter.grad = gradient  # not in place: two gradients may share their memory
+        for parameter in self._parameters if factor != 1 else ():
+            if parameter.grad is not None:  # not in place, since two gradients may share their memory
+                parameter.grad = parameter.grad * factor  # one by one: no second set of them is held
 
     def end_step(self, num_minibatches: int) -> None:
         """End a step, made or skipped: drop its gradients, and step the learning-rate scheduler."""

@@ -8,6 +8,8 @@ from torch import nn
 
 from hybridpipe import NotFinite, Plan, StageSpec
 from hybridpipe.errors import UserError
+from hybridpipe.measure.layers import measure
+from hybridpipe.model.precision import Precision
 from hybridpipe.optim.loss_scale import INITIAL
 from tests.training.helpers import seeded_mlp
 
@@ -89,6 +91,25 @@ def test_a_resumed_training_goes_on_bit_for_bit_with_its_scale(precision, make, 
     assert of_resumed.loss_scale == update.loss_scale
     for own, other in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("precision", ["fp32", *LOW])
+def test_the_profile_counts_the_bytes_that_a_training_holds(precision, make):
+    """Master weights, gradients and optimizer state in float32; copies of weights where there are any."""
+    trainer = make(precision, on_nonfinite="ignore")
+    for inputs, targets in minibatches():
+        trainer.train_step(inputs, targets)
+    with trainer.no_sync():  # leaves gradients
+        trainer.train_step(*next(minibatches()))
+    executor = trainer.worker.executor
+    tensors = [value for p in trainer.model.parameters() for value in (p, p.grad)]
+    tensors += [each["momentum_buffer"] for each in executor.update.optimizer.state.values()]
+    held = sum(tensor.nbytes for tensor in tensors) + executor.stages[0].copied_bytes
+    given = {"optimizer": SGD, "precision": Precision(precision)}
+    profile = measure(seeded_mlp().float(), *next(minibatches()), weighed, **given)
+    parameters = sum(layer.parameter_bytes for layer in profile.layers)
+    assert held == round(parameters * (2 + profile.state_factor))
+    assert (executor.stages[0].copied_bytes > 0) == (precision == "bf16-params")
 
 
 def test_another_precision_is_a_changed_setting(make, tmp_path):
