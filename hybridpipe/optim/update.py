@@ -20,7 +20,7 @@ from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
+from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
 from hybridpipe.types import OptimizerFactory
@@ -73,7 +73,7 @@ class UpdateRule:
     precision: Precision = FP32
 
     def __post_init__(self) -> None:
-        one_of("compression", self.compression, COMPRESSIONS)
+        check_compression(self.compression)
 
     def check(self, plan: Plan) -> None:
         """Check that the options suit the plan's schedule.

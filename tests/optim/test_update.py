@@ -344,7 +344,13 @@ def test_a_stage_without_parameters_takes_part():
 
 
 def test_an_unknown_compression_is_refused_before_anything_is_measured():
-    with pytest.raises(ValueError, match="compression must be one of none, fp16, got 'bf16'"):
+    with pytest.raises(ValueError, match="compression must be one of none, fp16, got 'int8'"):
+        UpdateRule(partial(torch.optim.SGD, lr=0.1), compression="int8")
+
+
+def test_gradients_in_bfloat16_are_refused_with_what_to_do_instead():
+    told = r"must not be 'bf16': Horovod adds no bfloat16.*use 'fp16', or 'none'"
+    with pytest.raises(ValueError, match=told):
         UpdateRule(partial(torch.optim.SGD, lr=0.1), compression="bf16")
 
 
