@@ -83,16 +83,21 @@ def scale_lag(replicas, rule):
     return 2 if rule == "2bw" else max(h * m for h, m in zip(in_flight(replicas), replicas, strict=True))
 
 
-def backward(stages, microbatches, loss, seed, step, scale):
-    """Run a minibatch forward and backward through the stages and return its loss."""
+def backward(stages, microbatches, loss, seed, step, scale, low=None):
+    """Run a minibatch forward and backward through the stages and return its loss.
+
+    Args:
+        low: autocast's type in the forward; by default there is none.
+    """
     layers = [layer for stage in stages for layer in stage]
     samples = sum(len(targets) for _, targets in microbatches)
     total = 0.0
     for m, (value, targets) in enumerate(microbatches):
-        for i, layer in enumerate(layers):
-            torch.manual_seed(random_key(seed, step, m, i))
-            value = layer(value)
-        share = loss(value, targets) * len(targets) / samples
+        with torch.autocast("cpu", low, enabled=low is not None):
+            for i, layer in enumerate(layers):
+                torch.manual_seed(random_key(seed, step, m, i))
+                value = layer(value)
+        share = loss(value if low is None else value.float(), targets) * len(targets) / samples
         (share * scale).backward()
         total += share.item()
     return total
@@ -122,6 +127,7 @@ def train(
     scheduler=None,
     warm_up=0,
     scale=1.0,
+    low=None,
 ):
     """Return the weights and losses after `minibatches`, each a list of microbatches (inputs, targets).
 
@@ -132,6 +138,7 @@ def train(
         scheduler: called with the optimizer of a stage; it steps once a minibatch.
         warm_up: K of PipeMare's formula above; 0 turns it off.
         scale: S(0), a power of two.
+        low: autocast's type.
     """
     stages = [ReferenceStage(model[a:b], optimizer, scheduler) for a, b in itertools.pairwise(edges)]
     rounds = [1] * len(stages) if rule == "2bw" else replicas
@@ -142,7 +149,7 @@ def train(
         scales.append(scale)
         versions = versions_of(b, replicas, rule)
         used = [copy.deepcopy(stage.versions[v]) for stage, v in zip(stages, versions, strict=True)]
-        losses.append(backward(used, microbatches, loss, seed, b, scale))
+        losses.append(backward(used, microbatches, loss, seed, b, scale, low))
         for s, stage in enumerate(stages):
             first = b // rounds[s] * rounds[s]
             size = min(rounds[s], len(minibatches) - first)

@@ -19,6 +19,7 @@ from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Stream, slice_minibatch
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.loss_weights import LossWeights
+from hybridpipe.model.precision import Precision
 from hybridpipe.model.sequential import check_plan, stage_module
 from hybridpipe.optim.loss_scale import DYNAMIC, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
@@ -193,10 +194,11 @@ def make_executors(
     mailboxes = Mailboxes()
     executors: dict[int, Executor] = {}
     barriers = [threading.Barrier(plan.num_ranks, timeout=timeout_seconds)]
+    precision = rule.precision
     stage_sum, array_sum = StageSum(barriers[0]), ArraySum(barriers[0])
     for group, spec in enumerate(plan.stages[: plan.num_groups]):
         held = plan.held_stages(Place(group, 0))
-        stages = [[_stage(plan, model, s, loss) for s in held] for _ in spec.ranks]
+        stages = [[_stage(plan, model, s, loss, precision) for s in held] for _ in spec.ranks]
         parameters = [[p for stage in each for p in stage.module.parameters()] for each in stages]
         barriers.append(threading.Barrier(spec.replicas, timeout=timeout_seconds))
         for r, rank in enumerate(spec.ranks):
@@ -206,7 +208,7 @@ def make_executors(
                 Place(group, r),
                 CPU,
                 stages[r],
-                [PointToPoint(plan, s, transport, CPU) for s in held],
+                [PointToPoint(plan, s, transport, CPU, precision) for s in held],
                 Recorded(parameters[r], r, parameters, barriers[-1]),
                 rule.build(
                     [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
@@ -304,10 +306,10 @@ def _first_replicas(plan: Plan, executors: dict[int, Executor]) -> list[Executor
     return first
 
 
-def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
+def _stage(plan: Plan, model: nn.Sequential, s: int, loss, precision: Precision) -> Stage:
     spec = plan.stages[s]
     return Stage(
-        stage_module(copy.deepcopy(model), spec.start, spec.stop),
+        stage_module(copy.deepcopy(model), spec.start, spec.stop, precision),
         CPU,
         loss=loss if s == plan.num_stages - 1 else None,
         split_backward=plan.schedule == "zero-bubble",
