@@ -240,7 +240,7 @@ class Update:
     def skip(self, num_minibatches: int = 1) -> None:
         """Drop the gradients of `num_minibatches` minibatches, since a number is not finite."""
         self.loss_scale = self.loss_scale.after(overflowed=True)
-        self.end_step(num_minibatches)
+        self.catch_up(num_minibatches)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`, and divide them by the loss scale."""
@@ -263,8 +263,8 @@ class Update:
             parameter.grad = None
 
     def catch_up(self, num_minibatches: int) -> None:
-        """Step a new scheduler to where it would stand after `num_minibatches` minibatches."""
-        with warnings.catch_warnings():  # torch warns, since this optimizer has made no step yet
+        """End `num_minibatches` steps that this optimizer does not make: skipped ones, or an earlier run's."""
+        with warnings.catch_warnings():  # torch warns where the optimizer has made no step yet
             warnings.simplefilter("ignore", UserWarning)
             self.end_step(num_minibatches)
 

@@ -380,3 +380,14 @@ def test_a_new_scheduler_catches_up_without_a_step_of_the_optimizer():
     assert update.num_minibatches == 5
     assert update.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
     assert weight.eq(1).all() and weight.grad is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_first_update_that_is_skipped_counts_for_the_scheduler_without_a_warning():
+    parameter = torch.ones(1, requires_grad=True)
+    update = Update(torch.optim.SGD([parameter], lr=1.0), step_lr)
+    for _ in range(2):
+        parameter.grad = torch.ones(1)
+        update.skip()
+    assert parameter.item() == 1 and parameter.grad is None
+    assert update.optimizer.param_groups[0]["lr"] == 0.5
