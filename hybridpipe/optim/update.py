@@ -263,7 +263,7 @@ class Update:
             parameter.grad = None
 
     def catch_up(self, num_minibatches: int) -> None:
-        """End `num_minibatches` steps that this optimizer does not make: skipped ones, or an earlier run's."""
+        """End `num_minibatches` steps that the optimizer does not make: skipped, or an earlier run's."""
         with warnings.catch_warnings():  # torch warns where the optimizer has made no step yet
             warnings.simplefilter("ignore", UserWarning)
             self.end_step(num_minibatches)
