@@ -75,6 +75,7 @@ class LossScales:
         """Continue with the window of an earlier run; of one with another lag, the newest scale holds."""
         lag = len(self._window)
         self._window = deque(window if len(window) == lag else [*window[-1:]] * lag)
+        self._overflows.clear()
 
     def note(self, overflows: Iterable[Callable[[], bool]]) -> None:
         """Note an update with the next minibatches.

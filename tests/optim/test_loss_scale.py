@@ -68,6 +68,7 @@ def test_a_window_continues_with_the_same_scales_or_the_newest():
     assert [each.value for each in window] == [INITIAL, INITIAL / 2, INITIAL / 2]
     same, other = LossScales(DYNAMIC, 3), LossScales(DYNAMIC, 2)
     for each in (same, other):
+        each.note([lambda: True])  # of a training that is given up
         each.restore(window)
         each.begin(4)
     assert [same.of(b) for b in (4, 5, 6)] == list(window)
