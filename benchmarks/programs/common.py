@@ -93,6 +93,7 @@ class Job:
     out: Path
     rank: int
     ranks: int
+    precision: str = "fp32"
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -150,6 +151,7 @@ def load_job() -> Job:
     parser.add_argument("--minibatch", type=int, help="samples of a minibatch; by default the task's")
     parser.add_argument("--minibatches", type=int, default=10)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--precision", default="fp32", help="of hybridpipe's trainer")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     task = TASKS[options.task]
@@ -165,4 +167,5 @@ def load_job() -> Job:
         options.out,
         rank=int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")),
         ranks=int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")),
+        precision=options.precision,
     )

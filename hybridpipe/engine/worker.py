@@ -20,24 +20,25 @@ from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import PointToPoint
-from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
+from hybridpipe.engine.pending import PendingLosses, blank, carried
 from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.gradient_sync import HorovodSync
+from hybridpipe.optim.loss_scale import DYNAMIC, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.optim.update import Update, UpdateRule
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules.generators import forward_program, program
+from hybridpipe.planning.schedules.generators import forward_program, overflows_late, program
 from hybridpipe.planning.schedules.instructions import Forward, RankProgram, without_update
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
 from hybridpipe.planning.timeline import Event
@@ -45,32 +46,6 @@ from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.types import Loss
-
-
-class PendingLosses:
-    """Numbers of microbatches, being summed over all ranks in the background.
-
-    Each number comes from one rank and the others add zero, so the sum is exact and the same on all ranks.
-    The last element counts the ranks that were asked to stop.
-    """
-
-    def __init__(self, numbers: np.ndarray, shape: tuple[int, ...], pending: Pending) -> None:
-        self._numbers, self._shape, self._pending = numbers, shape, pending
-
-    def wait(self) -> np.ndarray:
-        """Wait for the sum and return the numbers, in the shape that they were given in."""
-        self._pending.wait()
-        return self._numbers[:-1].reshape(self._shape)
-
-    def total(self) -> LossSum:
-        """Return the losses' sum in the order of the microbatches: the same floats under every plan."""
-        numbers = self.wait().tolist()
-        return LossSum(*(float(sum(column)) for column in zip(*numbers, strict=True)))
-
-    def ask_to_stop(self) -> bool:
-        """Return True if any rank was asked to stop when it gave its numbers; the same on all ranks."""
-        self._pending.wait()
-        return bool(self._numbers[-1])
 
 
 class Worker:
@@ -139,6 +114,7 @@ class Worker:
             NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks, elsewhere),
             SharedGradients(plan, place, groups, self.courier) if groups else None,
             LossWeights(plan, self._sum_over_updating_ranks),
+            LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(*pieces, transport=self.transport, num_stages=plan.num_stages)
@@ -267,7 +243,7 @@ class Worker:
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
                 losses, events = done.losses, done.events
-            numbers = _blank(minibatch)
+            numbers = blank(minibatch)
             for m, loss in losses.items():
                 numbers[m] = loss
             return self.share(numbers), events
@@ -285,15 +261,18 @@ class Worker:
             done: number of these minibatches that the run before a resume trained on.
         """
         stream = Stream(minibatches, step)
-        numbers = list(map(_blank, minibatches))
-        ahead = deque(numbers[done:])
+        numbers = list(map(blank, minibatches))
+        ahead, scales = deque(numbers[done:]), self.executor.scales
         with failure.guard(), self._refusing_early_end():
             rest = self._resumed_program(len(stream.sizes), ResumePoint(done, len(minibatches)))
             for update in self.executor.run(rest, stream, done):
                 for m, loss in update.losses.items():
                     at = stream[m]
                     numbers[at.step - step][at.microbatch] = loss
-                yield [self.share(ahead.popleft()) for _ in range(update.num_minibatches)], update.events
+                shared = [self.share(ahead.popleft(), update.skipped) for _ in range(update.num_minibatches)]
+                if scales is not None:
+                    scales.note(each.were_skipped for each in shared)
+                yield shared, update.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
 
@@ -397,13 +376,16 @@ class Worker:
             self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)
             return self.share(numbers)
 
-    def share(self, numbers: np.ndarray) -> PendingLosses:
-        """Start to sum `numbers` over all ranks in the background. Collective."""
-        carried = np.append(numbers, float(preemption.state.stop_requested))
-        request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
-        return PendingLosses(
-            carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses")
-        )
+    def share(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:
+        """Start to sum `numbers` over all ranks in the background. Collective.
+
+        Args:
+            skipped: True if this rank has skipped its update.
+        """
+        summed = carried(numbers, preemption.state.stop_requested, skipped)
+        request = self.control.Iallreduce(MPI.IN_PLACE, summed, op=MPI.SUM)
+        pending = self.transport.watch(request, summed, "sum of the losses")
+        return PendingLosses(summed, numbers.shape, pending)
 
     def average_statistics(self) -> None:
         """Average the normalisation layers' statistics over a stage's replicas. Collective over them.
@@ -469,6 +451,3 @@ class Worker:
         self.communicators.free()
 
 
-def _blank(minibatch: Minibatch) -> np.ndarray:
-    """Return room for the `LossSum` of each microbatch."""
-    return np.zeros((len(minibatch.sizes), len(LossSum._fields)))

@@ -384,16 +384,16 @@ def _batched_wgrad(stages: _Stages) -> Iterator[None]:
 
 
 @contextmanager
-def _frozen(stages: list[Stage]) -> Iterator[None]:
-    """Freeze all parameters: none requires a gradient."""
-    trained = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
+def _keeping_gradients(stages: list[Stage]) -> Iterator[None]:
+    """Put all gradients aside inside this context."""
+    held = [(p, p.grad) for stage in stages for p in stage.module.parameters()]
+    for parameter, _ in held:
+        parameter.grad = None
     try:
         yield
     finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
 def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_Figure, Lap]:
@@ -457,13 +457,14 @@ def _measure_updates(
 
     def steps() -> dict[int, Took]:
         took = {}
-        with _frozen(stages):
+        with _keeping_gradients(stages):
             in_between()
         for i, over_layer in optimizers.items():
             began = watch.now()
             norms(gradients[i])  # training checks them for numbers that are not finite
             with fused(over_layer):
                 over_layer.step()
+            stages[i].copy_weights()  # training does so once an update
             took[i] = watch.since(began)
         return watch.read(took)
 

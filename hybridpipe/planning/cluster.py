@@ -18,6 +18,7 @@ from hybridpipe.planning.checks import (
     factor,
     non_negative,
     non_negative_int,
+    one_of,
     positive,
     positive_int,
 )
@@ -26,6 +27,20 @@ Bytes = TypeVar("Bytes", float, NDArray[np.float64])  # of one message, or of ma
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
 NO_COMPRESSION = "none"
 COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that an all-reduce moves
+
+
+def check_compression(compression: str) -> None:
+    """Check that gradients can travel so.
+
+    Raises:
+        ValueError: it is none of COMPRESSIONS.
+    """
+    if compression == "bf16":
+        raise ValueError(
+            "compression must not be 'bf16': Horovod adds no bfloat16, on CPUs or GPUs; use 'fp16', or "
+            f"{NO_COMPRESSION!r}, which adds in float32 under every precision"
+        )
+    one_of("compression", compression, COMPRESSIONS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,15 @@ class Stage:
         if self._copies is not None:
             self._copies.begin()
 
+    def copy_weights(self) -> list[Tensor]:
+        """Copy the present weights, as an update's first forward does; return what layers are called with.
+
+        The list is empty where they are called with their own parameters.
+        """
+        self.begin()
+        weights = [] if self._copies is None else self._copies.current()
+        return [tensor for layer in weights for tensor in layer.values()]
+
     def renew(self) -> None:
         """Adopt the layers' present modes, hooks and requires_grad flags; call it between two runs."""
         if self._copies is not None:
