@@ -6,14 +6,14 @@ Invariant: the executor decides nothing; no other module turns a schedule's data
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.data.stream import Minibatch, Stream
-from hybridpipe.device import clock_of
+from hybridpipe.device import Lanes
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
@@ -69,6 +69,7 @@ class Executor:
     """Runs programs for the rank at `place`. A rank that the plan leaves unused holds no stage.
 
     Args:
+        lanes: of the rank's device.
         stages, p2p: one of each for every stage that the rank holds, by chunk.
         sync: sums gradients over the stage's replicas; None if the stage has one replica.
         update: the optimizer of all stages that the rank holds.
@@ -81,7 +82,7 @@ class Executor:
         self,
         plan: Plan,
         place: Place | None,
-        device: torch.device,
+        lanes: Lanes,
         stages: Sequence[Stage],
         p2p: Sequence[PointToPoint],
         sync: GradientSync | None,
@@ -91,10 +92,9 @@ class Executor:
         loss_weights: LossWeights | None = None,
     ) -> None:
         self.place, self.held = place, () if place is None else plan.held_stages(place)
-        self.device, self.stages, self.p2p = device, stages, p2p
+        self.lanes, self.device, self.stages, self.p2p = lanes, lanes.device, stages, p2p
         self.sync, self.update, self.check, self.shared = sync, update, check, shared
         self.loss_weights = loss_weights or LossWeights(plan)
-        self.clock = clock_of(device)
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
         self.forms: list[Callable[[int], int]] = []  # of the present run, by chunk
@@ -142,13 +142,13 @@ class Executor:
             self._execute(run, program, part)
             if part.num_minibatches:
                 yield run.take_result()
-                run.now = self.clock()
+                run.begin_update()
         for stage, p2p in zip(self.stages, self.p2p, strict=True):
             stage.complete_gradients()
             p2p.end()
         self.forms = []  # they hold the microbatches, whose samples processes may hold
         run.end()
-        if run.events:
+        if run.marks:
             yield run.take_result()
 
     def new_run(self, stream: Stream, done: int) -> "ProgramRun":
@@ -188,7 +188,7 @@ class Executor:
 
     def to_device(self, tree: Tree) -> Tree:
         """Move a tree's tensors to this rank's device."""
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), tree)
+        return map_tensors(self.lanes.load, tree)
 
 
 def _form(stage: Stage, stream: Stream, training: bool, microbatch: int) -> int:
@@ -209,12 +209,16 @@ class ProgramRun:
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, MicrobatchLoss] = {}
         self.unchecked: dict[int, MicrobatchLoss] = {}  # losses that no update covers so far
-        self.events: list[Event] = []
         self.is_final = False  # True in the last backward of a chunk before its gradients are used
         self.minibatches_due = 0  # number of minibatches in the next update
         self.applied = 0  # number of minibatches in updates since the last `take_result`
         self.covered = done  # number of minibatches in all updates so far
-        self.now = executor.clock()
+        self.marks: list[tuple[Instruction | Load | Products, Any]] = []  # ends of instructions so far
+        self.begin_update()
+
+    def begin_update(self) -> None:
+        """Mark the beginning of the next instruction."""
+        self.began = self.executor.lanes.mark()
 
     def do(self, instruction: Instruction, is_final: bool) -> None:
         """Run one instruction; `is_final` marks a chunk's last backward before its gradients are used."""
@@ -241,16 +245,21 @@ class ProgramRun:
         self.is_final = False
 
     def note(self, instruction: Instruction | Load | Products) -> None:
-        """Record an event from the end of the event before until now."""
-        began, self.now = self.now, self.executor.clock()
-        self.events.append(Event(instruction, began, self.now))
+        """Mark the end of an instruction, which began at the end of the one before."""
+        self.marks.append((instruction, self.executor.lanes.mark()))
 
     def take_result(self) -> UpdateResult:
-        """Return losses and events since the last call."""
+        """Return losses and events since the last call; waits until their work is done."""
         losses = {m: loss.summed(self.stream.sizes[m]) for m, loss in self.losses.items()}
-        result = UpdateResult(losses, self.events, self.applied)
-        self.losses, self.events, self.applied = {}, [], 0
+        result = UpdateResult(losses, self._events(), self.applied)
+        self.losses, self.marks, self.applied = {}, [], 0
         return result
+
+    def _events(self) -> list[Event]:
+        """Return the events between the marks, whose times are read only now."""
+        seconds = self.executor.lanes.seconds([self.began, *(mark for _, mark in self.marks)])
+        each = zip(self.marks, seconds, seconds[1:], strict=False)
+        return [Event(instruction, began, end) for (instruction, _), began, end in each]
 
     def end(self) -> None:
         """End the run; no microbatch is in flight."""

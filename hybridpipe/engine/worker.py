@@ -11,8 +11,10 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hybridpipe.comm.courier import courier_of
+from hybridpipe.comm.cuda_aware import cuda_aware
 from hybridpipe.comm.groups import communicators
 from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
@@ -20,7 +22,8 @@ from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Minibatch, Stream
-from hybridpipe.engine import rank_state
+from hybridpipe.device import lanes_of
+from hybridpipe.engine import rank_state, whole_state
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
@@ -28,7 +31,7 @@ from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
-from hybridpipe.model.tensors import Tree, overwrite
+from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.gradient_sync import HorovodSync
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.shared_gradients import SharedGradients
@@ -40,11 +43,8 @@ from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_prog
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
-from hybridpipe.stage.state import shared_tensors
 from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.types import Loss
-
-PART_BYTES = 2**30  # larger tensors move in parts, since MPI counts in 32 bits
 
 
 class PendingLosses:
@@ -96,14 +96,16 @@ class Worker:
         progress_thread: bool,
     ) -> None:
         self.layers, self.model, self.plan, self.device = layers, layers.model, plan, device
+        self.lanes = lanes_of(device)
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
         transport = FaultyTransport if faults.any_left() else MpiTransport
         peers, to_spare = self.communicators.peers, cores_to_spare(world)
-        self.transport = transport(peers, to_spare, progress_thread, device)
+        self.transport = transport(peers, to_spare, progress_thread, not self.lanes.on_host)
+        self.courier = courier_of(self.transport, self.lanes, cuda_aware(self.control, device))
         self._left = False
-        _broadcast_state(self.model, self.control)
+        whole_state.broadcast(self.model, self.control)
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
         self._settings = self._present_settings()
@@ -113,7 +115,7 @@ class Worker:
     def _build_executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
         plan, place, replicas = self.plan, self.place, self.communicators.replicas
         if place is None or replicas is None:
-            return Executor(plan, None, self.device, [], [], None, Update(None))
+            return Executor(plan, None, self.lanes, [], [], None, Update(None))
         held = plan.held_stages(place)
         stages = [self._build_stage(s, loss, seed) for s in held]
         uses = Counter(p for stage in stages for p in stage.module.parameters())
@@ -129,13 +131,13 @@ class Worker:
         pieces = (
             plan,
             place,
-            self.device,
+            self.lanes,
             stages,
-            [PointToPoint(plan, s, self.transport, self.device, self.layers.precision) for s in held],
+            [PointToPoint(plan, s, self.courier, self.layers.precision) for s in held],
             sync,
             rule.build(parameters, plan, place.stage, self._sum_over_stages, elsewhere),
             NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks, elsewhere),
-            SharedGradients(plan, place, groups, self.transport) if groups else None,
+            SharedGradients(plan, place, groups, self.courier) if groups else None,
             LossWeights(plan, self._sum_over_updating_ranks),
         )
         if isinstance(self.transport, FaultyTransport):
@@ -449,21 +451,9 @@ class Worker:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's present state on rank 0, on the CPU; None elsewhere. Collective."""
         self.average_statistics()
-        stages_of = self.layers.holders(self.plan)
-        state = {}
-        for key, tensor in self.model.state_dict().items():
-            rank = self.plan.stages[stages_of[key][0]].ranks[0]
-            if self.control.rank not in (0, rank):
-                continue
-            values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            if rank != 0 and self.control.rank == rank:
-                for part in _parts(values):
-                    self.control.Send([part, MPI.BYTE], 0)
-            elif rank != 0 and self.control.rank == 0:
-                for part in _parts(values):
-                    self.control.Recv([part, MPI.BYTE], rank)
-            state[key] = values
-        return state if self.control.rank == 0 else None
+        holders = self.layers.holders(self.plan)
+        ranks = {key: self.plan.stages[stages[0]].ranks[0] for key, stages in holders.items()}
+        return whole_state.gather(self.model, ranks, self.control)
 
     def close(self) -> None:
         """End background communication and free the communicators. Collective.
@@ -482,18 +472,3 @@ class Worker:
 def _blank(minibatch: Minibatch) -> np.ndarray:
     """Return room for the `LossSum` of each microbatch."""
     return np.zeros((len(minibatch.sizes), len(LossSum._fields)))
-
-
-def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
-    """Give every rank the weights and buffers of rank 0, non-persistent buffers included. Collective."""
-    for tensor in shared_tensors(model).values():
-        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        for part in _parts(values):
-            control.Bcast([part, MPI.BYTE], 0)
-        overwrite(tensor, values)
-
-
-def _parts(tensor: Tensor) -> list[np.ndarray]:
-    """Return a contiguous CPU tensor's bytes in parts of at most PART_BYTES that share its memory."""
-    whole = tensor.reshape(-1).view(torch.uint8).numpy()
-    return [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]

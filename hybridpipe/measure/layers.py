@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.measure.observed import LayerBytes, Observed, observe, stand_ins, total_bytes
-from hybridpipe.measure.stopwatch import Stopwatch, Took
+from hybridpipe.measure.stopwatch import Lap, Stopwatch, Took
 from hybridpipe.model import tensors
 from hybridpipe.model.layers import Layers, layers_of, shared_parameters
 from hybridpipe.model.precision import FP32, Precision
@@ -113,7 +113,7 @@ class Rehearsal:
         """Run one forward and one backward of the layers that were measured."""
         assert self._measured is not None, "measure first"
         with self._running() as watch:
-            _pass(*self._measured, watch)
+            watch.read(_pass(*self._measured, watch))
 
     @contextmanager
     def _running(self) -> Iterator[Stopwatch]:
@@ -309,7 +309,7 @@ def _passes(
     is a difference between them. The batched products are noted in the microbatch.
     """
 
-    def backwards() -> dict[int, Took]:
+    def backwards() -> dict[int, Lap]:
         of_pass = _pass(stages, microbatch, watch)
         return {i: of_pass["backward", i] for i in stages}
 
@@ -340,7 +340,7 @@ def _passes(
     microbatch.batching = {
         i: _Batching(stage.max_batched, stage.max_deferred_bytes) for i, stage in stages.items()
     }
-    return took
+    return watch.read(took)
 
 
 def _accumulate_seconds(seconds: Mapping[str, float]) -> float:
@@ -396,8 +396,8 @@ def _frozen(stages: list[Stage]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_Figure, Took]:
-    """Run one forward and one backward, whole or split, and return the seconds of each layer.
+def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_Figure, Lap]:
+    """Run one forward and one backward, whole or split, and return the time of each layer.
 
     Each layer receives what it was observed to receive, as the layer before it may not be among them.
     """
@@ -465,7 +465,7 @@ def _measure_updates(
             with fused(over_layer):
                 over_layer.step()
             took[i] = watch.since(began)
-        return took
+        return watch.read(took)
 
     updates = _typical([steps], agree)[0] if optimizers else {}
     state_bytes = total_bytes(

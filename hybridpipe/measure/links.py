@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridpipe.comm.courier import Courier
 from hybridpipe.comm.idle import idle_barrier, largest
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.transport import Pending, Transport
+from hybridpipe.device import Lanes
 from hybridpipe.measure.repetitions import (
     MIN_REPEATS,
     ROUNDS,
@@ -229,7 +231,8 @@ def _handling(
 def _p2p(pair: Sequence[int], stage: int, transport: Transport) -> PointToPoint:
     """Return the exchange between two ranks that hold one stage each."""
     stages = [StageSpec(i, i + 1, ranks=(rank,)) for i, rank in enumerate(pair)]
-    return PointToPoint(Plan(tuple(stages), num_microbatches=HANDLED), stage, transport, torch.device("cpu"))
+    courier = Courier(transport, Lanes(torch.device("cpu")))
+    return PointToPoint(Plan(tuple(stages), num_microbatches=HANDLED), stage, courier)
 
 
 def _exchange_and_compute(p2p: PointToPoint | None, stage: int, num_bytes: int, work: Work) -> None:

@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec
+from hybridpipe.comm.courier import courier_of
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Stream, slice_minibatch
+from hybridpipe.device import Lanes
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.model.sequential import check_plan, stage_module
@@ -26,6 +29,7 @@ from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from tests.engine.inprocess import Mailboxes, QueueTransport, SharedSync
+from tests.late_cuda import LateLanes
 
 CPU = torch.device("cpu")
 
@@ -160,6 +164,8 @@ def make_executors(
     loss,
     rule: UpdateRule,
     timeout_seconds: float = 5.0,
+    lanes: dict[int, Lanes] | None = None,
+    direct: bool = False,
 ) -> tuple[dict[int, Executor], list[threading.Barrier]]:
     """Return each rank's executor, with a model of its own, and the barriers where ranks wait."""
     check_plan(model, plan)
@@ -173,13 +179,14 @@ def make_executors(
         parameters = [[p for stage in each for p in stage.module.parameters()] for each in stages]
         barriers.append(threading.Barrier(spec.replicas, timeout=timeout_seconds))
         for r, rank in enumerate(spec.ranks):
-            transport = QueueTransport(mailboxes, rank, timeout_seconds)
+            own = Lanes(CPU) if lanes is None else lanes[rank]
+            courier = courier_of(QueueTransport(mailboxes, rank, timeout_seconds), own, direct)
             executors[rank] = Executor(
                 plan,
                 Place(group, r),
-                CPU,
+                own,
                 stages[r],
-                [PointToPoint(plan, s, transport, CPU) for s in held],
+                [PointToPoint(plan, s, courier) for s in held],
                 Recorded(parameters[r], r, parameters, barriers[-1]),
                 rule.build(
                     [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
@@ -223,15 +230,28 @@ def in_threads(
     timeout_seconds: float = 5.0,
     rule: UpdateRule | None = None,
     accumulate: int = 1,
+    lanes: dict[int, Lanes] | None = None,
+    direct: bool = False,
 ) -> Result:
-    """Train under a plan, with a thread for each rank, and raise the first failing rank's error."""
-    executors, barriers = make_executors(plan, model, loss, rule or UpdateRule(optimizer), timeout_seconds)
+    """Train under a plan, with a thread for each rank, and raise the first failing rank's error.
+
+    Args:
+        lanes: of each rank; by default those of a CPU.
+        direct: messages are sent from the device's own memory.
+    """
+    lanes = lanes or {rank: Lanes(CPU) for rank in plan.ranks}
+    made = plan, model, loss, rule or UpdateRule(optimizer), timeout_seconds, lanes, direct
+    executors, barriers = make_executors(*made)
     cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
     streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
     found: list[dict[int, LossSum]] = [{} for _ in minibatches]
     events: dict[int, list[list[Event]]] = {rank: [] for rank in plan.ranks}
 
     def train(rank: int) -> None:
+        with lanes[rank].cuda if isinstance(lanes[rank], LateLanes) else nullcontext():
+            train_in_it(rank)
+
+    def train_in_it(rank: int) -> None:
         for i, stream in enumerate(streams):
             program = programs(plan, len(stream.sizes))[rank]
             if (i + 1) % accumulate:

@@ -58,6 +58,9 @@ class CountingStopwatch(TorchDispatchMode):
     def since(self, began: Took) -> Took:
         return Took(self.count - began.seconds)
 
+    def read(self, laps):
+        return laps
+
     def close(self) -> None:
         self.__exit__(None, None, None)
 
