@@ -111,8 +111,8 @@ def refuses_to_share(places: Sequence[Place], build: Build, may_share: bool) -> 
     """
     if not build.nccl or (may_share and build.nccl >= SHARES_FROM):
         return None
-    several = next((ranks for ranks in shared(places).values() if len(ranks) > 1), None)
-    return several and f"{_ranks(several)} share a GPU, and Horovod's NCCL takes one rank a GPU"
+    several = [ranks for ranks in shared(places).values() if len(ranks) > 1]
+    return f"{_ranks(several[0])} share a GPU, and Horovod's NCCL takes one rank a GPU" if several else None
 
 
 def _ranks(ranks: Sequence[int]) -> str:
