@@ -1,6 +1,8 @@
 """Bundles: what set-up takes from a folder instead of an index; what does not fit is refused first."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,25 +16,33 @@ from hybridpipe.launch import bundle
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 OTHER_PYTHON = "3.12" if PYTHON == "3.11" else "3.11"
+ROOT = bundle.PROJECT.parent
 MACHINE = bundle.this_platform().split("_", 3)[3]
 
 
 def wheel(folder, name, *requires):
-    """A wheel with nothing but its metadata."""
+    """A wheel with a module of its name, and its metadata."""
     package, version = name.split("-")[:2]
     path = folder / f"{name}.whl"
     lines = [f"Name: {package}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in requires)]
     with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{package}.py", "")
         archive.writestr(f"{package}-{version}.dist-info/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(
+            f"{package}-{version}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr(f"{package}-{version}.dist-info/RECORD", "")
     return path
 
 
 @pytest.fixture
 def made(tmp_path):
     """A bundle of two wheels that fits this machine: its folder, and a function that changes its manifest."""
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    files = [wheel(wheels, "first-1.0-py3-none-any"), wheel(wheels, "second-2.0-py3-none-any")]
+    folder = tmp_path / "a bundle"
+    wheels = folder / "wheels"
+    wheels.mkdir(parents=True)
+    files = [wheel(wheels, "first-1.0-py3-none-any"), wheel(wheels, "second-2.0-py3-none-any", "first")]
     manifest = bundle.Manifest(
         hybridpipe="0.1.0",
         requirements=bundle.requirements(""),
@@ -47,8 +57,8 @@ def made(tmp_path):
 
     def write(**changes):
         text = {"format": bundle.FORMAT} | asdict(replace(manifest, **changes))
-        (tmp_path / bundle.MANIFEST).write_text(json.dumps(text))
-        return tmp_path
+        (folder / bundle.MANIFEST).write_text(json.dumps(text))
+        return folder
 
     write()
     return write
@@ -170,7 +180,90 @@ def test_a_bundle_runs_on_the_oldest_system_that_its_wheels_allow(tmp_path):
     ],
 )
 def test_mistakes_are_told_before_anything_is_downloaded(tmp_path, words, message):
-    command = [bundle.PROJECT.parent / "launch/bundle", tmp_path, *words]
+    command = [ROOT / "launch/bundle", tmp_path, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and list(tmp_path.iterdir()) == []
+
+
+# ---- Installing from one, without a network ----------------------------------------------------------------
+
+OFFLINE = ["unshare", "--map-root-user", "--net"]
+
+
+@pytest.fixture
+def offline():
+    """The words before a command that has no network, not even the loopback."""
+    if subprocess.run([*OFFLINE, "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare, and a kernel that makes network namespaces for this user")
+    return OFFLINE
+
+
+def install(made, offline, tmp_path, package):
+    """Install a package as set-up does; pip and what it starts see what check_bundle has exported."""
+    code = f"""
+        python={sys.executable} here=yes; . hybridpipe/launch/setup.sh
+        take_option --from '{made()}'; check_bundle $python
+        $python -m pip install --target {tmp_path}/site {package}"""
+    env = {**os.environ, "PIP_INDEX_URL": "https://nowhere.invalid/simple"}
+    return subprocess.run(
+        [*offline, "bash", "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_pip_takes_a_package_and_what_it_needs_from_the_bundle(made, offline, tmp_path):
+    done = install(made, offline, tmp_path, "second")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site/first.py").exists() and (tmp_path / "site/second.py").exists()
+
+
+def test_pip_looks_nowhere_else(made, offline, tmp_path):
+    done = install(made, offline, tmp_path, "tabulate")
+    assert done.returncode == 1 and "No matching distribution found for tabulate" in done.stderr
+    assert "nowhere.invalid" not in done.stdout + done.stderr
+
+
+TRAINING = """
+import torch, hybridpipe
+from functools import partial
+data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+trainer = hybridpipe.Trainer(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)),
+    loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
+    plan="dp", minibatch_size=8)
+trainer.fit(data, epochs=1)
+print(trainer.evaluate(data))
+"""
+
+
+@pytest.mark.netcluster
+@pytest.mark.timeout(1200)
+def test_a_cluster_without_a_network_sets_up_and_trains(offline, tmp_path):
+    """The torch is this environment's, as a site's would be; Horovod is built if no earlier set-up has."""
+    env = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "VIRTUAL_ENV": sys.prefix,  # as activated: its MPI is not taken for the machine's
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    folder = tmp_path / "bundle"
+    made = subprocess.run(
+        [ROOT / "launch/bundle", folder, "--without", "torch,numpy"], env=env, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".venv", ".git", "runs"))
+
+    def alone(*words):
+        words = [*offline, "sh", "-c", 'ip link set lo up; exec "$@"', "-", *words]
+        return subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
+
+    done = alone("launch/setup", "--system-site-packages", "--from", str(folder))
+    assert done.returncode == 0, done.stderr
+    python = done.stdout.strip()
+    (tmp_path / "train.py").write_text(TRAINING)
+    job = [python, "-m", "hybridpipe.launch.mpirun", "2", "--", python]
+    checked = alone(*job, "-m", "hybridpipe", "doctor")
+    assert checked.returncode == 0 and "Horovod averaged over 2 ranks" in checked.stdout, checked.stdout
+    trained = alone(*job, str(tmp_path / "train.py"))
+    assert trained.returncode == 0 and trained.stdout.count("loss") == 2, trained.stderr
