@@ -64,8 +64,14 @@ check_cuda() {  # before a build of minutes: is there an nvcc, does it take this
   if uses_nccl && [ ! "$(nccl_folder)" ]; then
     die "no NCCL (nccl.h): pip install nvidia-nccl-cu${CUDA%.*}, or set HOROVOD_NCCL_HOME (or --cuda staged)"
   fi
-  [ "$toolkit" = PyPI ] || compiles "$toolkit" ||
-    die "nvcc of $toolkit does not work with $($cxx --version | head -n 1): set CXX to an older g++, or load another CUDA (or --cuda off)"
+  if [ "$toolkit" = PyPI ]; then
+    [ ! "$from" ] || compgen -G "$from/wheels/nvidia_cuda_nvcc-$CUDA.*" >/dev/null ||
+      die "$from has no compiler of CUDA $CUDA, and there is none here: launch/bundle $from --compiler $CUDA, or module load cuda (or --cuda off)"
+    return
+  fi
+  local said
+  said=$(compiles "$toolkit") ||
+    die "nvcc of $toolkit does not work with $($cxx --version | head -n 1): set CXX to an older g++, or load another CUDA (or --cuda off): $(grep -m 1 error <<<"$said")"
 }
 compiles() {
   local object; object=$(mktemp)

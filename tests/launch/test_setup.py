@@ -3,6 +3,7 @@
 launch/test shows the rest.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from hybridpipe.launch import bundle
 
 REPOSITORY = Path(__file__).parents[2]
 SETUP_WRITES = [REPOSITORY / ".venv" / f"hybridpipe-setup.{suffix}" for suffix in ("log", "stamps")]
@@ -187,7 +190,7 @@ def test_no_compiler_for_an_old_cuda(machine, torch_with):
     assert "module load cuda/11" in said and "--cuda off" in said
 
 
-def toolkit(machine, release, compiles="exit 1"):
+def toolkit(machine, release, compiles="exit 0"):
     """A CUDA toolkit's nvcc as far as set-up asks it."""
     (machine / "cuda/bin").mkdir(parents=True)
     lines = f"*--version*) echo 'Cuda compilation tools, release {release}, V{release}.1';;"
@@ -202,14 +205,39 @@ def test_a_toolkit_of_another_cuda(machine, torch_with):
 
 
 def test_a_toolkit_that_does_not_take_this_compiler(machine, torch_with):
-    said = cuda_refusal(machine, **torch_with("13.0"), **toolkit(machine, "13.0"))
-    assert f"nvcc of {machine}/cuda does not work with g++" in said
+    too_new = "echo '#error: unsupported GNU version' >&2; exit 1"
+    said = cuda_refusal(machine, **torch_with("13.0"), **toolkit(machine, "13.0", too_new))
+    assert (
+        f"nvcc of {machine}/cuda does not work with g++" in said and "#error: unsupported GNU version" in said
+    )
+
+
+def test_a_bundle_without_the_compiler_that_is_needed(machine, torch_with):
+    if Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("this machine has a CUDA toolkit")
+    (machine / "wheels").mkdir()
+    manifest = {
+        "format": bundle.FORMAT,
+        "hybridpipe": "0.1.0",
+        "requirements": bundle.requirements(""),
+        "extras": "",
+    }
+    manifest |= {
+        "python": "{}.{}".format(*sys.version_info),
+        "platform": "manylinux_2_5_x86_64",
+        "torch": None,
+    }
+    (machine / "bundle.json").write_text(
+        json.dumps(manifest | {"compiler": None, "without": [], "files": {}})
+    )
+    said = cuda_refusal(machine, "--from", str(machine), **torch_with("13.0"))
+    assert f"{machine} has no compiler of CUDA 13.0, and there is none here" in said
 
 
 def test_no_nccl(machine, torch_with):
     if Path("/usr/include/nccl.h").exists():
         pytest.skip("this machine has NCCL")
-    said = cuda_refusal(machine, "--cuda", "nccl", **torch_with("13.0"), **toolkit(machine, "13.0", "exit 0"))
+    said = cuda_refusal(machine, "--cuda", "nccl", **torch_with("13.0"), **toolkit(machine, "13.0"))
     assert "no NCCL (nccl.h): pip install nvidia-nccl-cu13, or set HOROVOD_NCCL_HOME" in said
 
 
