@@ -149,7 +149,10 @@ def horovod() -> str:
 
     if not hvd.mpi_built():
         raise Problem(f"{horovod.__version__} has no MPI", "pip uninstall horovod, then hybridpipe setup")
-    return f"{horovod.__version__}, built with MPI and torch"
+    parts = ["MPI", "torch"] + ["CUDA"] * hvd.cuda_built()
+    if version := hvd.nccl_built():
+        parts.append(gpus.nccl_name(version))
+    return f"{horovod.__version__}, built with {', '.join(parts[:-1])} and {parts[-1]}"
 
 
 @check("GPUs", gpus.ADVICE)

@@ -66,8 +66,13 @@ def _all_reduces(build: Build) -> str:
     if not build.horovod_cuda:
         return "no all-reduces"
     if build.nccl:
-        return f"all-reduces by NCCL {build.nccl // 10000}.{build.nccl // 100 % 100}, of one rank a GPU"
+        return f"all-reduces by {nccl_name(build.nccl)}, of one rank a GPU"
     return "all-reduces by host memory, of any number of ranks a GPU"
+
+
+def nccl_name(version: int) -> str:
+    """Return NCCL's name with its version, as in `NCCL 2.28` for 22809."""
+    return f"NCCL {version // 10000}.{version // 100 % 100}"
 
 
 def lacks_cuda(build: Build, num_gpus: int) -> str | None:
