@@ -226,6 +226,7 @@ def test_pip_looks_nowhere_else(made, offline, tmp_path):
 TRAINING = """
 import torch, hybridpipe
 from functools import partial
+torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
 trainer = hybridpipe.Trainer(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)),
     loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -246,6 +247,7 @@ def test_a_cluster_without_a_network_sets_up_and_trains(offline, tmp_path):
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
+    env.pop("PYTHONPATH", None)  # the clone's package is meant
     folder = tmp_path / "bundle"
     made = subprocess.run(
         [ROOT / "launch/bundle", folder, "--without", "torch,numpy"], env=env, capture_output=True, text=True
