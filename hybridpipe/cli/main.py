@@ -110,12 +110,14 @@ def _doctor(_: argparse.Namespace) -> int:
     return doctor.main()
 
 
-def _setup(_: argparse.Namespace) -> int:
+def _setup(options: argparse.Namespace) -> int:
     for name in ("torch", "mpi4py"):
         if find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
     script = Path(__file__).parents[1] / "launch/setup.sh"
-    os.execvp("bash", ["bash", str(script), sys.executable])
+    words = {"--cuda": options.cuda, "--from": options.bundle}
+    given = [word for name, value in words.items() if value is not None for word in (name, value)]
+    os.execvp("bash", ["bash", str(script), sys.executable, *given])
 
 
 def _profile(options: argparse.Namespace) -> int:
