@@ -7,18 +7,23 @@ Each layer counts its own copy of a shared parameter. Not known here: ranks, bey
 import math
 from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster, Ring
 from hybridpipe.planning.cost.formula import measured_speed, port_seconds, stage_parts, stage_terms
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import stage_memory
+from hybridpipe.planning.plan import Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.generators import per_update
+
+PLAINLY = Variant()
 
 
 class StageKind(NamedTuple):
@@ -38,11 +43,19 @@ class StageTable(NamedTuple):
         summed: in the sum.
         pace: of the stage and its ports in the maximum; infinite where the stage does not fit into memory.
         after: from the last backward to the end of the update, of a synchronous schedule; else 0.
+        variant: index into the request's `variants`.
     """
 
     summed: Floats
     pace: Floats
     after: Floats
+    variant: Ints
+
+    def where(self, chosen: NDArray[np.bool_], other: "StageTable") -> "StageTable":
+        """Return these figures where they are chosen, and the others elsewhere."""
+
+        figures: list[Any] = [np.where(chosen, *each) for each in zip(self, other, strict=True)]
+        return StageTable(*figures)
 
 
 class LayerCosts:
@@ -62,7 +75,7 @@ class LayerCosts:
         forward = np.array([layer.forward_seconds for layer in layers]) * speed
         self.cluster, self.num_microbatches, self.request = cluster, num_microbatches, request
         self.state_factor = profile.state_factor
-        self._layers, self._speed, self._forward = layers, speed, forward
+        self._layers, self._speed, self.forward = layers, speed, forward
         self._of_update: dict[tuple[str, int], Floats] = {}
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
@@ -92,11 +105,11 @@ class LayerCosts:
         """Return the most microbatches that one of `replicas` replicas has of an update."""
         return per_update(self.request.schedule, self.num_microbatches, replicas)
 
-    def mean_work(self, replicas: int = 1) -> Floats:
+    def mean_work(self, replicas: int = 1, variant: Variant = PLAINLY) -> Floats:
         """Return each layer's seconds of a microbatch, the mean over those of an update."""
         rounds = self.per_update(replicas)
         work: Floats = self.of_update("work", rounds) + self.of_update("products", rounds) / rounds
-        return work
+        return work + variant.recompute * self.forward
 
     @property
     def moved(self) -> Floats:
@@ -108,7 +121,7 @@ class LayerCosts:
         """Return the same with only these edges to cut at."""
         merged = copy(self)
         merged.sums, merged._tables = {}, {}
-        for name in ("update", "parameters", "activations"):
+        for name in ("forward", "update", "parameters", "activations"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
         for name in ("output", "returned", "edges", "can_cut"):
             setattr(merged, name, getattr(self, name)[edges])
@@ -118,7 +131,7 @@ class LayerCosts:
         """Return the costs of layers on a rank that has `rounds` microbatches of an update, shape (layers,).
 
         Args:
-            name: backward, weight, work or products, in seconds; kept, in bytes.
+            name: backward, weight, work or products, in seconds, nothing recomputed; kept, in bytes.
         """
         if (name, rounds) not in self._of_update:
             self._of_update[name, rounds] = self._each(name, rounds)
@@ -135,8 +148,7 @@ class LayerCosts:
             case "products":
                 return np.array([layer.products(schedule, rounds) for layer in layers]) * self._speed
         backward = np.array([layer.backward(schedule, rounds) for layer in layers]) * self._speed
-        backward += self.request.recompute * self._forward
-        return backward + self._forward if name == "work" else backward
+        return backward + self.forward if name == "work" else backward
 
     def longest(self, kinds: Iterable[StageKind], bound: float) -> list[int]:
         """Return, for each kind, a length: the maximum of every longer stage reaches the bound."""
@@ -162,14 +174,27 @@ class LayerCosts:
                 table = self.stages(kind, width)
             self._tables[kind] = table
         each = zip(self._tables.values(), widths, strict=True)
-        return [StageTable(*(figures[:width] for figures in table)) for table, width in each]
+        return [StageTable(*map(itemgetter(slice(width)), table)) for table, width in each]
 
     def stages(self, kind: StageKind, width: int) -> StageTable:
         """Return the figures of stages of the d+1 layers from i on, at `[d, i]`.
 
-        Entries of stages that would end behind the last layer have no meaning.
+        Each stage runs the first of the request's `variants` that fits into memory. Entries of stages that
+        would end behind the last layer have no meaning.
         """
-        cluster, rounds = self.cluster, self.per_update(kind.replicas)
+        table = self._running(0, kind, width)
+        for number in range(1, len(self.request.variants)):
+            fits = np.isfinite(table.pace)
+            if fits.all():
+                break
+            table = table.where(fits, self._running(number, kind, width))
+        return table
+
+    def _running(self, number: int, kind: StageKind, width: int) -> StageTable:
+        """Return `stages` that all run one of the request's `variants`."""
+        variant, cluster = self.request.variants[number], self.cluster
+        rounds = self.per_update(kind.replicas)
+        again = self.between("forward", width) if variant.recompute else np.zeros(1)
         parameters = self.between("parameters", width)
         handling = cluster.occupied_seconds(self.moved, 2)
         handling[[0, -1]] = 0.0
@@ -183,8 +208,8 @@ class LayerCosts:
             is_first=np.arange(self.num_layers) == 0,
             replicas=kind.replicas,
             speed=kind.speed,
-            work=self.between("work", width, rounds) + handling[:-1] + self.ends(handling, width),
-            backward=none if splits else self.between("backward", width, rounds),
+            work=self.between("work", width, rounds) + again + handling[:-1] + self.ends(handling, width),
+            backward=none if splits else self.between("backward", width, rounds) + again,
             weight=self.between("weight", width, rounds) if splits else none,
             products=self.between("products", width, rounds) if has_products else none,
             update=self.between("update", width),
@@ -201,8 +226,8 @@ class LayerCosts:
             pace = slowest - after
         np.maximum(pace, self.ports(kind.replicas, width), out=pace)
         if kind.memory_bytes < math.inf:
-            pace[self.memory(kind, width) > kind.memory_bytes] = math.inf
-        return StageTable(summed + terms.held_up, pace, after)
+            pace[self.memory(kind, width, variant) > kind.memory_bytes] = math.inf
+        return StageTable(summed + terms.held_up, pace, after, np.broadcast_to(np.intp(number), pace.shape))
 
     def ports(self, replicas: int, width: int) -> Floats:
         """Return `formula.port_seconds` of all stages."""
@@ -211,7 +236,7 @@ class LayerCosts:
         schedule, count = self.request.schedule, self.num_microbatches
         return port_seconds(schedule, count, replicas, self.cluster, outgoing, incoming)
 
-    def memory(self, kind: StageKind, width: int) -> Floats:
+    def memory(self, kind: StageKind, width: int, variant: Variant = PLAINLY) -> Floats:
         """Return `memory.peak_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
         stage = stage_memory(
             parameters=self.between("parameters", width),
@@ -220,7 +245,7 @@ class LayerCosts:
             sent=self.ends(np.append(self.output[:-1], 0.0), width),
             kept=self.between("kept", width, self.per_update(kind.replicas)),
             state_factor=self.state_factor,
-            recompute=self.request.recompute,
+            recompute=variant.recompute,
         )
         versions = self.request.traits.num_versions(kind.in_flight)
         return stage.peak(kind.replicas, versions, kind.in_flight)

@@ -11,7 +11,7 @@ replicas are tried: `estimate` ranks the results, and the simulator decides.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 
@@ -45,7 +45,8 @@ def interleaved_plans(
 ) -> list[Plan]:
     """Return plans for these ranks, least `estimate` first; none where two groups of two stages do not fit.
 
-    Memory is not checked.
+    Memory is not checked, and no stage recomputes. Where some may have to, there are also cuts that are the
+    best where all do.
 
     Args:
         max_replicas: per stage. None: no limit.
@@ -53,12 +54,13 @@ def interleaved_plans(
     costs = LayerCosts(profile, cluster, num_microbatches, request)
     if not costs.can_cut[1:-1].all():
         costs = costs.merged(np.flatnonzero(costs.can_cut | np.isin(costs.edges, (0, profile.num_layers))))
+    variants = request.variants if cluster.memory_bytes is not None else request.variants[:1]
     found: dict[Plan, None] = {}
     tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
-            work = costs.mean_work(replicas).tolist()
-            for chunks in CHUNKS[:tried]:
+            works = [costs.mean_work(replicas, variant).tolist() for variant in variants]
+            for chunks, work in product(CHUNKS[:tried], works):
                 num_groups = min(len(line) // replicas, costs.num_layers // chunks, MAX_GROUPS)
                 if num_groups < 2:
                     continue

@@ -2,6 +2,7 @@
 
 The estimate errs by about as much for a plan and for its neighbour. So a neighbour is expected to take its
 estimate times a part of that error, and only those expected to be about as fast as the best are simulated.
+Each is run as it fits (`variants`): with a cut or a rank, recomputation moves to where it is needed now.
 Not known here: where the first plans come from. Invariant: every plan that is simulated fits into memory; at
 most `MAX_EXPANDED` plans have their neighbours looked at, and `NUM_TRIED` neighbours of each are simulated.
 """
@@ -44,8 +45,8 @@ def refine(
             return
         expanded.add(here)
         error = math.sqrt(simulated[here] / (expect(here) or 1.0))
-        near = [plan for plan in dict.fromkeys(neighbours(here, problem)) if plan not in simulated]
-        expected = {plan: error * expect(plan) for plan in near if problem.fits(plan)}
+        near = map(problem.fitted, neighbours(here, problem))
+        expected = {plan: error * expect(plan) for plan in near if plan and plan not in simulated}
         for plan in sorted(expected, key=lambda plan: expected[plan])[:NUM_TRIED]:
             if expected[plan] > best * WORTH_TRYING:
                 break
@@ -55,11 +56,10 @@ def refine(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A plan's stages: edges between their layers, and ranks and recomputation of each."""
+    """A plan's stages: edges between their layers, and the ranks of each."""
 
     edges: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
-    recompute: tuple[bool, ...]
 
     def with_groups(self, first: int, *groups: tuple[int, ...]) -> "_Shape":
         """Return the shape with other ranks for the stages from `first` on."""
@@ -67,13 +67,15 @@ class _Shape:
 
 
 def neighbours(plan: Plan, problem: Problem) -> Iterator[Plan]:
-    """Yield the plans that differ in one cut, one rank's stage, or one stage more or less."""
+    """Yield the plans that differ in one cut, one rank's stage, or one stage more or less.
+
+    No stage of theirs recomputes.
+    """
     layers, ranks = problem.profile.layers, range(problem.num_ranks)
     traffic = [0.0, *(float(layer.output_bytes + layer.returned_bytes) for layer in layers)]
     here = _Shape(
         (0, *(stage.stop for stage in plan.stages)),
         tuple(tuple(sorted(stage.ranks)) for stage in plan.stages),
-        tuple(stage.recompute for stage in plan.stages),
     )
     idle = sorted(set(ranks).difference(plan.ranks))
     changes = _moved_cuts(here, traffic), _moved_ranks(here, idle), _merged(here), _split(here, traffic)
@@ -81,10 +83,8 @@ def neighbours(plan: Plan, problem: Problem) -> Iterator[Plan]:
         for shape in changed:
             placed = renumbered(problem.cluster, ranks, shape.groups)
             stages = tuple(
-                StageSpec(start, stop, len(own), own, recompute)
-                for (start, stop), own, recompute in zip(
-                    pairwise(shape.edges), placed, shape.recompute, strict=True
-                )
+                StageSpec(start, stop, len(own), own)
+                for (start, stop), own in zip(pairwise(shape.edges), placed, strict=True)
             )
             yield replace(plan, stages=stages, predicted=None)
 
@@ -119,7 +119,6 @@ def _merged(here: _Shape) -> Iterator[_Shape]:
         yield _Shape(
             here.edges[: s + 1] + here.edges[s + 2 :],
             (*here.groups[:s], one + other, *here.groups[s + 2 :]),
-            (*here.recompute[:s], any(here.recompute[s : s + 2]), *here.recompute[s + 2 :]),
         )
 
 
@@ -134,5 +133,4 @@ def _split(here: _Shape, traffic: Sequence[float]) -> Iterator[_Shape]:
             yield _Shape(
                 (*here.edges[: s + 1], cut, *here.edges[s + 1 :]),
                 (*here.groups[:s], group[:half], group[half:], *here.groups[s + 1 :]),
-                (*here.recompute[: s + 1], *here.recompute[s:]),
             )

@@ -19,33 +19,48 @@ from hybridpipe.planning.search import partition as module
 from hybridpipe.planning.search import placement
 from hybridpipe.planning.search.partition import _Search
 from hybridpipe.planning.search.placement import dealt
-from tests.planning.brute_force import Reference, every_placement, random_instance
+from tests.planning.brute_force import Reference, every_placement, limited_instance, random_instance
 from tests.planning.helpers import free, layer, model, partition
 
 NUM_INSTANCES = 1500  # of which more than 1000 have a plan that fits
+NUM_LIMITED = 500
 
 
 @pytest.mark.parametrize("batch", range(10))
 def test_equals_brute_force(batch):
     fitting = 0
     for seed in range(batch, NUM_INSTANCES, 10):
-        profile, cluster, options, ranks, max_replicas = random_instance(seed)
-        reference = Reference(profile, cluster, **options)
-        best = min(
-            reference.best([dealt(cluster, stage) for stage in placement])
-            for placement in every_placement(ranks, profile.num_layers, max_replicas or len(ranks))
-        )
-        found = partition(profile, cluster, ranks=ranks, max_replicas=max_replicas, **options)
-        assert bool(found) == (best < math.inf), seed
-        if not found:
-            continue
-        fitting += 1
-        assert estimate(found[0], profile, cluster) == approx(best, rel=1e-9), seed
-        for plan in found:
-            assert set(plan.ranks) <= set(ranks) and max(plan.replicas) <= (max_replicas or len(ranks)), seed
-            peaks = zip(plan.ranks, peak_memory_bytes(profile, plan))
-            assert all(peak <= cluster.memory(rank) for rank, peak in peaks), seed
+        found = same_as_brute_force(*random_instance(seed), seed)
+        fitting += bool(found)
     assert fitting > 100
+
+
+@pytest.mark.parametrize("batch", range(5))
+def test_recomputation_equals_brute_force(batch):
+    """Over all cuts, placements and choices of what recomputes, of which some stages are the answer."""
+    some = 0
+    for seed in range(batch, NUM_LIMITED, 5):
+        found = same_as_brute_force(*limited_instance(seed), seed)
+        again = {stage.recompute for stage in found[0].stages} if found else set()
+        some += len(again) == 2
+    assert some > 10
+
+
+def same_as_brute_force(profile, cluster, options, ranks, max_replicas, seed):
+    """The plans found, of which the first is the best that there is, and all fit."""
+    reference = Reference(profile, cluster, **options)
+    best = min(
+        reference.best([dealt(cluster, stage) for stage in placement])
+        for placement in every_placement(ranks, profile.num_layers, max_replicas or len(ranks))
+    )
+    found = partition(profile, cluster, ranks=ranks, max_replicas=max_replicas, **options)
+    assert bool(found) == (best < math.inf), seed
+    assert not found or estimate(found[0], profile, cluster) == approx(best, rel=1e-9), seed
+    for plan in found:
+        assert set(plan.ranks) <= set(ranks) and max(plan.replicas) <= (max_replicas or len(ranks)), seed
+        peaks = zip(plan.ranks, peak_memory_bytes(profile, plan))
+        assert all(peak <= cluster.memory(rank) for rank, peak in peaks), seed
+    return found
 
 
 def found_on(profile, cluster, ranks, max_replicas, options):

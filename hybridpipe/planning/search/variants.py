@@ -1,0 +1,97 @@
+"""Variants: for every stage of a plan the way to run it, the fastest of those that fit into memory.
+
+Not known here: where cuts and ranks come from. Invariant: no other choice for the same cuts and ranks that
+fits takes less by `estimate`.
+
+A rank's memory depends on the ways in which its own stages run, and on no other rank's. So each rank has a
+set of choices, of time and memory, of which those that fit into its memory count.
+
+A rank with one stage runs it the first of the request's ways that fits, as no later one is faster.
+Recomputing adds a forward f to the work. That hides up to f more of an all-reduce. So the formula's maximum
+falls by at most f where its sum grows by f, and waits for gradients grow with the sum. An asynchronous
+schedule has no sum, but the work and the all-reduce are in one term of its maximum.
+
+A rank with several stages may recompute some of them, and none of its choices need be the best for all plans
+of the other ranks: one has the least sum, another the least maximum. As in `partition` a bound on maxima
+falls from plan to plan, and under each bound every rank takes the least sum.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.estimate import busiest_cut, group_parts
+from hybridpipe.planning.cost.formula import measured_speed, plan_terms, stage_costs
+from hybridpipe.planning.cost.links import Floats, Ints
+from hybridpipe.planning.cost.memory import group_peaks
+from hybridpipe.planning.plan import Plan, Variant
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.sharing import may_run
+
+
+def fitted(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, variants: Sequence[Variant] = (Variant(),)
+) -> Plan | None:
+    """Return the plan with its stages run the fastest way that fits into memory; None if none does.
+
+    Args:
+        variants: the ways to run a stage, the fastest first (`PlanRequest.variants`).
+    """
+    if not may_run(profile, plan):
+        return None
+    if cluster.memory_bytes is None:
+        return plan.running([variants[0]] * plan.num_stages)
+    limits = [min(map(cluster.memory, stage.ranks)) for stage in plan.stages[: plan.num_groups]]
+    choices = list(product(variants, repeat=plan.chunks))  # for the stages of one rank
+    made, fits = [], []
+    for choice in choices:
+        made.append(plan.running([choice[s // plan.num_groups] for s in range(plan.num_stages)]))
+        fits.append(np.array(group_peaks(profile, made[-1])) <= limits)
+        if np.any(fits, axis=0).all() and (len(fits) == 1 or plan.chunks == 1):
+            break  # no other choice is faster
+    if not np.any(fits, axis=0).all():
+        return None
+    chosen = np.argmax(fits, axis=0) if plan.chunks == 1 else _fastest(made, np.array(fits), profile, cluster)
+    each = (choices[chosen[s % plan.num_groups]][s // plan.num_groups] for s in range(plan.num_stages))
+    return plan.running(list(each))
+
+
+def _fastest(made: Sequence[Plan], fits: NDArray[np.bool_], profile: ModelProfile, cluster: Cluster) -> Ints:
+    """Return the choice of each group of ranks, of which several fit.
+
+    Args:
+        made: the plans in which all groups make the same choice.
+        fits: True where a group's choice fits, shape (choices, groups).
+    """
+    if len(made) == 1:
+        return np.zeros(fits.shape[1], dtype=np.intp)
+    costs = [stage_costs(profile, plan, measured_speed(profile, cluster)) for plan in made]
+    terms = [plan_terms(plan, each, cluster) for plan, each in zip(made, costs, strict=True)]
+    sums, maxima = np.array(list(map(group_parts, made, terms))).swapaxes(0, 1)
+    return least_together(np.where(fits, sums, np.inf), maxima, busiest_cut(made[0], costs[0], cluster))
+
+
+def least_together(sums: Floats, maxima: Floats, floor: float) -> Ints:
+    """Return the choice of each group with the least sum over the groups plus the maximum.
+
+    Args:
+        sums, maxima: seconds of each choice, shape (choices, groups). Sums are infinite where a choice is not
+            allowed; each group has one that is.
+        floor: the least that the maximum can be.
+    """
+    bound, least = np.inf, np.inf
+    chosen: Ints = np.argmin(sums, axis=0)
+    while True:
+        allowed = np.where(maxima < bound, sums, np.inf)
+        here = np.argmin(allowed, axis=0)
+        total = allowed.min(axis=0).sum()
+        if not total < least:
+            return chosen  # further choices have no lesser sum
+        bound = float(np.take_along_axis(maxima, here[None], axis=0).max())
+        if total + max(bound, floor) < least:
+            chosen, least = here, total + max(bound, floor)
+        if bound <= floor:
+            return chosen
