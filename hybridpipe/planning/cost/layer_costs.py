@@ -53,7 +53,6 @@ class StageTable(NamedTuple):
 
     def where(self, chosen: NDArray[np.bool_], other: "StageTable") -> "StageTable":
         """Return these figures where they are chosen, and the others elsewhere."""
-
         figures: list[Any] = [np.where(chosen, *each) for each in zip(self, other, strict=True)]
         return StageTable(*figures)
 

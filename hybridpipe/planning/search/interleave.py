@@ -24,6 +24,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.placement import lines, renumbered
+from hybridpipe.planning.search.variants import fitted
 
 CHUNKS = (2, 3, 4)  # more are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2)
 SLACKS = (1.0, 1.2)
@@ -45,7 +46,7 @@ def interleaved_plans(
 ) -> list[Plan]:
     """Return plans for these ranks, least `estimate` first; none where two groups of two stages do not fit.
 
-    Memory is not checked, and no stage recomputes. Where some may have to, there are also cuts that are the
+    Where some fit into memory, these are all. Where stages may recompute there are also the cuts that are the
     best where all do.
 
     Args:
@@ -74,7 +75,9 @@ def interleaved_plans(
                         for s, (a, b) in enumerate(pairwise(costs.edges[edges].tolist()))
                     )
                     found[request.plan(stages, num_microbatches, chunks)] = None
-    return sorted(found, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))
+    fitting = (fitted(plan, profile, cluster, request.variants) for plan in found)
+    plans = list(dict.fromkeys(plan for plan in fitting if plan is not None)) or found
+    return sorted(plans, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))
 
 
 def _replicas(num_ranks: int, most: int) -> list[int]:

@@ -6,8 +6,7 @@ simulator. Invariant: the same problem gives the same plans in the same order.
 """
 
 import math
-from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -56,7 +55,7 @@ def _partition(problem: Problem, max_replicas: int | None = None) -> list[Plan]:
 
 
 def _interleaved(problem: Problem, max_replicas: int | None = None) -> list[Plan]:
-    """Return the best plans that fit, or all where none does."""
+    """Return the best plans, where any fits only such."""
     if not problem.is_alternative and (problem.num_ranks < 2 or problem.profile.num_layers < 4):
         raise ValueError(
             f"schedule {problem.request.schedule} needs at least 2 ranks and 4 layers, "
@@ -71,20 +70,7 @@ def _interleaved(problem: Problem, max_replicas: int | None = None) -> list[Plan
             f"schedule {problem.request.schedule} needs 4 layers that a cut may separate, and "
             "layers that share tensors must stay together: use schedule 1f1b"
         )
-    return _first_fitting(plans, problem) or plans
-
-
-def _first_fitting(plans: Iterable[Plan], problem: Problem) -> list[Plan]:
-    """Return the fastest of the plans that fit, by `estimate`; the plans come in its order."""
-    found: list[tuple[float, int, Plan]] = []
-    for number, plan in enumerate(plans):
-        full = len(found) == NUM_INTERLEAVED
-        if full and found[-1][0] <= estimate(plan, problem.profile, problem.cluster):
-            break  # recomputing makes none faster
-        if (fitting := problem.fitted(plan)) is not None:
-            insort(found, (estimate(fitting, problem.profile, problem.cluster), number, fitting))
-            del found[NUM_INTERLEAVED:]
-    return [plan for *_, plan in found]
+    return plans[:NUM_INTERLEAVED]
 
 
 def straight_plans(problem: Problem) -> list[Plan]:

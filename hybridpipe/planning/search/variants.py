@@ -17,6 +17,7 @@ falls from plan to plan, and under each bound every rank takes the least sum.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -31,6 +32,8 @@ from hybridpipe.planning.plan import Plan, Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.sharing import may_run
 
+Choice = tuple[Variant, ...]  # of a rank's stages, by chunk
+
 
 def fitted(
     plan: Plan, profile: ModelProfile, cluster: Cluster, variants: Sequence[Variant] = (Variant(),)
@@ -42,36 +45,42 @@ def fitted(
     """
     if not may_run(profile, plan):
         return None
+    every = list(product(variants, repeat=plan.chunks))  # choices for the stages of one rank
+
+    def made(choices: Sequence[Choice]) -> Plan:
+        """Return the plan in which group g of ranks makes the choice `choices[g]`."""
+        each = (choices[s % plan.num_groups][s // plan.num_groups] for s in range(plan.num_stages))
+        return plan.running(list(each))
+
     if cluster.memory_bytes is None:
-        return plan.running([variants[0]] * plan.num_stages)
+        return made([every[0]] * plan.num_groups)
     limits = [min(map(cluster.memory, stage.ranks)) for stage in plan.stages[: plan.num_groups]]
-    choices = list(product(variants, repeat=plan.chunks))  # for the stages of one rank
-    made, fits = [], []
-    for choice in choices:
-        made.append(plan.running([choice[s // plan.num_groups] for s in range(plan.num_stages)]))
-        fits.append(np.array(group_peaks(profile, made[-1])) <= limits)
-        if np.any(fits, axis=0).all() and (len(fits) == 1 or plan.chunks == 1):
-            break  # no other choice is faster
-    if not np.any(fits, axis=0).all():
+
+    @cache
+    def fits(choice: Choice) -> NDArray[np.bool_]:
+        peaks = group_peaks(profile, made([choice] * plan.num_groups))
+        return np.array(peaks) <= limits
+
+    if fits(every[0]).all():
+        return made([every[0]] * plan.num_groups)
+    if not fits(every[-1]).all():
         return None
-    chosen = np.argmax(fits, axis=0) if plan.chunks == 1 else _fastest(made, np.array(fits), profile, cluster)
-    each = (choices[chosen[s % plan.num_groups]][s // plan.num_groups] for s in range(plan.num_stages))
-    return plan.running(list(each))
+    allowed = np.array(list(map(fits, every)))
+    if plan.chunks == 1:
+        chosen: Ints = np.argmax(allowed, axis=0)
+    else:
+        alike = [made([choice] * plan.num_groups) for choice in every]
+        sums, maxima, floor = _parts(alike, profile, cluster)
+        chosen = least_together(np.where(allowed, sums, np.inf), maxima, floor)
+    return made([every[number] for number in chosen])
 
 
-def _fastest(made: Sequence[Plan], fits: NDArray[np.bool_], profile: ModelProfile, cluster: Cluster) -> Ints:
-    """Return the choice of each group of ranks, of which several fit.
-
-    Args:
-        made: the plans in which all groups make the same choice.
-        fits: True where a group's choice fits, shape (choices, groups).
-    """
-    if len(made) == 1:
-        return np.zeros(fits.shape[1], dtype=np.intp)
-    costs = [stage_costs(profile, plan, measured_speed(profile, cluster)) for plan in made]
-    terms = [plan_terms(plan, each, cluster) for plan, each in zip(made, costs, strict=True)]
-    sums, maxima = np.array(list(map(group_parts, made, terms))).swapaxes(0, 1)
-    return least_together(np.where(fits, sums, np.inf), maxima, busiest_cut(made[0], costs[0], cluster))
+def _parts(plans: Sequence[Plan], profile: ModelProfile, cluster: Cluster) -> tuple[Floats, Floats, float]:
+    """Return the sum and the maximum of each group of ranks in each plan, and the maximum's least value."""
+    costs = [stage_costs(profile, plan, measured_speed(profile, cluster)) for plan in plans]
+    terms = [plan_terms(plan, each, cluster) for plan, each in zip(plans, costs, strict=True)]
+    sums, maxima = np.array(list(map(group_parts, plans, terms))).swapaxes(0, 1)
+    return sums, maxima, busiest_cut(plans[0], costs[0], cluster)
 
 
 def least_together(sums: Floats, maxima: Floats, floor: float) -> Ints:
