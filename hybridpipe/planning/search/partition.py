@@ -168,12 +168,12 @@ class _Search:
         return [found.plan for found in ordered[:MAX_PLANS]]
 
     def most_promising(self) -> list[Plan]:
-        """Return the plans in the order of the closer estimate, the best of each number of stages first."""
+        """Return by turns the best plans by the closer estimate, of each number of stages, by the formula."""
         ordered = sorted(self.found.values(), key=lambda found: (found.closely, found.order))
         first = {found.plan.num_stages: found.plan for found in reversed(ordered)}
         plans = [found.plan for found in ordered]
         best_of_each = sorted(first.values(), key=plans.index)
-        in_turns = chain.from_iterable(zip_longest(plans, best_of_each))
+        in_turns = chain.from_iterable(zip_longest(plans, best_of_each, self.best_plans()))
         return list(dict.fromkeys(plan for plan in in_turns if plan is not None))
 
     def run(self) -> None:

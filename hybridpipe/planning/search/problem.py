@@ -20,6 +20,7 @@ from hybridpipe.planning.sharing import may_run
 MAX_RANKS = 4096
 MAX_LAYERS = 100_000
 MAX_PRODUCT = 2**23  # of layers and ranks: half a minute
+LARGE = 10_000  # layers times ranks; beyond, a plan has many neighbours, and simulating one takes long
 MAX_NAMED = 20  # stages of a plan whose name lists its replica counts
 
 
@@ -58,6 +59,11 @@ class Problem:
     def size(self) -> int:
         """Layers times ranks."""
         return self.profile.num_layers * self.num_ranks
+
+    @property
+    def is_large(self) -> bool:
+        """True if few plans can be simulated in the time that planning may take."""
+        return self.size > LARGE
 
     @property
     def is_limited(self) -> bool:

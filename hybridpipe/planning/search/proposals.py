@@ -25,7 +25,8 @@ MAX_CUTS = 400  # straight pipelines of one number of stages, of which all are l
 # The number of partition's plans that are simulated, without those that cannot be the best (`bound`). The
 # formula sees neither the queues of asynchronous pipelines nor stages taking turns on a rank, so these need
 # more: with 16 instead of 32, asynchronous plans of 240 problems were 3 % slower in the mean, one by 89 %.
-NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 8, 32, 6
+NUM_EXACT, NUM_EXACT_ASYNCHRONOUS, NUM_INTERLEAVED = 12, 32, 6
+NUM_EXACT_OF_LARGE = 6  # whose simulations take seconds each
 
 
 def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
@@ -37,7 +38,8 @@ def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
         yield "dp", one_stage
     in_line = straight_plans(problem)
     yield from (("straight", plan) for plan in in_line[:1])
-    count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else NUM_EXACT
+    count = NUM_EXACT_OF_LARGE if problem.is_large else NUM_EXACT
+    count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else count
     for exact in _partition(problem)[:count] + in_line[1:]:
         yield "exact", exact
 

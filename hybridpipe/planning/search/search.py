@@ -51,7 +51,6 @@ __all__ = [
     "with_prediction",
 ]
 
-MAX_REFINED = 10_000  # layers times ranks; each of a larger problem's plans has many and costly neighbours
 TIE = 1e-9  # relative: times that differ by less are equal
 
 
@@ -195,7 +194,7 @@ def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Cand
     found = [list(_candidates(problem, outlook)) for problem in problems]
     for problem, candidates in zip(problems, found, strict=True):
         least = min((each.seconds for each in candidates), default=math.inf)
-        if problem.size <= MAX_REFINED and least <= FAR * outlook.best < math.inf:
+        if not problem.is_large and least <= FAR * outlook.best < math.inf:
             candidates += _refined(problem, candidates)
             outlook.best = min(outlook.best, *(each.seconds for each in candidates))
     return [each for candidates in found for each in candidates]
@@ -250,7 +249,7 @@ def straight(
             if (candidate := _judged(problem, "straight", plan, best)) is not None:
                 found.append(candidate)
         own = [each for each in found if each.plan.schedule == name]
-        found += _refined(problem, own, max_replicas=1) if own and problem.size <= MAX_REFINED else []
+        found += _refined(problem, own, max_replicas=1) if own and not problem.is_large else []
     return ranked(found)[0].plan if found else None
 
 
