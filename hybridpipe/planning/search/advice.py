@@ -54,8 +54,7 @@ def _advice(problem: Problem) -> str:
 def _closest(problem: Problem) -> Plan:
     """Return the plan that fits if the memory of every rank grows by the least factor, found by bisection.
 
-    For a large problem it is the plan for unlimited memory that needs least. All its stages run the way that
-    needs least.
+    For a large problem it is the plan for unlimited memory that needs least. Stages recompute that have to.
     """
     leanest = problem.request.variants[-1]
 
@@ -74,7 +73,8 @@ def _closest(problem: Problem) -> Plan:
             too_little = factor
         else:
             closest = min(closest, lean(found), key=needed)
-    return closest
+    just_enough = replace(problem, cluster=_with_memory(problem.cluster, needed(closest)))
+    return just_enough.fitted(closest) or closest
 
 
 def _with_memory(cluster: Cluster, factor: float) -> Cluster:

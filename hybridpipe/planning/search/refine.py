@@ -2,7 +2,8 @@
 
 The estimate errs by about as much for a plan and for its neighbour. So a neighbour is expected to take its
 estimate times a part of that error, and only those expected to be about as fast as the best are simulated.
-Each is run as it fits (`variants`): with a cut or a rank, recomputation moves to where it is needed now.
+Each is run as it fits (`variants`): with a cut or a rank, recomputation moves to where it is needed now. Of
+plans whose ranks hold several stages only the recomputation changes.
 Not known here: where the first plans come from. Invariant: every plan that is simulated fits into memory; at
 most `MAX_EXPANDED` plans have their neighbours looked at, and `NUM_TRIED` neighbours of each are simulated.
 """
@@ -10,9 +11,9 @@ most `MAX_EXPANDED` plans have their neighbours looked at, and `NUM_TRIED` neigh
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.search.placement import renumbered
 from hybridpipe.planning.search.problem import Problem
 
@@ -39,14 +40,14 @@ def refine(
     idle = 0
     while len(expanded) < MAX_EXPANDED and idle < NUM_IDLE:
         best = min(simulated.values())
-        unseen = [plan for plan in simulated if plan not in expanded and plan.chunks == 1]
+        unseen = [plan for plan in simulated if plan not in expanded]
         here = min(unseen, key=lambda plan: simulated[plan], default=None)
         if here is None or simulated[here] > best * FAR:
             return
         expanded.add(here)
         error = math.sqrt(simulated[here] / (expect(here) or 1.0))
-        near = map(problem.fitted, neighbours(here, problem))
-        expected = {plan: error * expect(plan) for plan in near if plan and plan not in simulated}
+        near = run_otherwise(here, problem) if here.chunks > 1 else neighbours(here, problem)
+        expected = {plan: error * expect(plan) for plan in near if plan not in simulated}
         for plan in sorted(expected, key=lambda plan: expected[plan])[:NUM_TRIED]:
             if expected[plan] > best * WORTH_TRYING:
                 break
@@ -67,10 +68,7 @@ class _Shape:
 
 
 def neighbours(plan: Plan, problem: Problem) -> Iterator[Plan]:
-    """Yield the plans that differ in one cut, one rank's stage, or one stage more or less.
-
-    No stage of theirs recomputes.
-    """
+    """Yield the plans that fit and differ in one cut, one rank's stage, or one stage more or less."""
     layers, ranks = problem.profile.layers, range(problem.num_ranks)
     traffic = [0.0, *(float(layer.output_bytes + layer.returned_bytes) for layer in layers)]
     here = _Shape(
@@ -86,7 +84,21 @@ def neighbours(plan: Plan, problem: Problem) -> Iterator[Plan]:
                 StageSpec(start, stop, len(own), own)
                 for (start, stop), own in zip(pairwise(shape.edges), placed, strict=True)
             )
-            yield replace(plan, stages=stages, predicted=None)
+            changed_plan = problem.fitted(replace(plan, stages=stages, predicted=None))
+            if changed_plan is not None:
+                yield changed_plan
+
+
+def run_otherwise(plan: Plan, problem: Problem) -> Iterator[Plan]:
+    """Yield the plans that fit and run one stage another way; none where memory is not limited.
+
+    Which of a rank's stages recompute decides when messages are on their way, which the formula does not see.
+    """
+    variants = list(map(Variant.of, plan.stages))
+    for s, variant in product(range(plan.num_stages), problem.request.variants if problem.is_limited else ()):
+        changed = plan.running([*variants[:s], variant, *variants[s + 1 :]])
+        if problem.fits(changed):
+            yield changed
 
 
 def _moved_cuts(here: _Shape, traffic: Sequence[float]) -> Iterator[_Shape]:
