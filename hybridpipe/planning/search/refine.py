@@ -97,7 +97,7 @@ def run_otherwise(plan: Plan, problem: Problem) -> Iterator[Plan]:
     variants = list(map(Variant.of, plan.stages))
     for s, variant in product(range(plan.num_stages), problem.request.variants if problem.is_limited else ()):
         changed = plan.running([*variants[:s], variant, *variants[s + 1 :]])
-        if problem.fits(changed):
+        if changed != plan and problem.fits(changed):
             yield changed
 
 

@@ -3,7 +3,7 @@
 import math
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -15,9 +15,10 @@ from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.problem import fits
+from hybridpipe.planning.search.search import with_prediction
 from hybridpipe.planning.search.variants import fitted, least_together
 from tests.planning.brute_force import random_layer
-from tests.planning.helpers import free, layer, model
+from tests.planning.helpers import free, layer, model, search
 
 EITHER = PlanRequest(recompute=True).variants
 WAYS = [
@@ -103,3 +104,46 @@ def test_nothing_recomputes_without_a_limit_or_where_it_may_not():
     assert fitted(plan, profile, tight) is None
     found = fitted(plan, profile, tight, EITHER)
     assert [stage.recompute for stage in found.stages] == [True, False]
+
+
+def every_straight_that_fits(profile, cluster, schedule, count):
+    """Every straight pipeline on the first ranks that fits, with every choice of what recomputes."""
+    for num_stages in range(1, cluster.num_ranks + 1):
+        for inner in combinations(range(1, profile.num_layers), num_stages - 1):
+            edges = pairwise((0, *inner, profile.num_layers))
+            stages = tuple(StageSpec(a, b, 1, (s,)) for s, (a, b) in enumerate(edges))
+            plan = Plan(stages, schedule, count)
+            every = map(plan.running, product(EITHER, repeat=num_stages))
+            yield from (each for each in every if fits(each, profile, cluster))
+
+
+@pytest.mark.parametrize(
+    "schedule, count", [("1f1b", 8), ("gpipe", 8), ("zero-bubble", 8), ("pipedream", 1), ("pipedream-2bw", 8)]
+)
+def test_under_a_limit_no_straight_pipeline_is_faster(schedule, count):
+    """None that recomputes where it must; one that recomputes more may be, as messages then meet less."""
+    recomputing = 0
+    for seed in range(14):
+        draw = random.Random(seed)
+        layers = (
+            layer(
+                0.01 * draw.random(),
+                0.02 * draw.random(),
+                *map(draw.randrange, (4 * 10**6, 10**6, 2 * 10**7)),
+            )
+            for _ in range(draw.randint(4, 5))
+        )
+        profile = model(*layers, state_factor=1.0)
+        whole = sum(2 * (one.parameter_bytes + one.activation_bytes) for one in profile.layers)
+        cluster = Cluster.flat(3, draw.choice([1e7, 1e8, 1e9]), draw.choice([1e-5, 1e-3]))
+        cluster = replace(cluster, memory_bytes=int(whole * draw.uniform(0.25, 0.6)))
+        every = list(every_straight_that_fits(profile, cluster, schedule, count))
+        if not every:
+            continue
+        needed = {fitted(each, profile, cluster, EITHER) for each in every}
+        seconds = [with_prediction(each, profile, cluster).predicted.minibatch_seconds for each in needed]
+        best = search(profile, cluster, count, schedule=schedule, recompute=True)[0]
+        assert fits(best.plan, profile, cluster)
+        assert best.seconds <= min(seconds) * (1 + 1e-9), seed
+        recomputing += any(stage.recompute for stage in best.plan.stages)
+    assert recomputing > 2
