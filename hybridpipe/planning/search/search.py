@@ -231,15 +231,21 @@ def data_parallel(
 
 
 def straight(
-    profile: ModelProfile, cluster: Cluster, num_ranks: int, num_microbatches: int, schedule: str
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_ranks: int,
+    num_microbatches: int,
+    schedule: str,
+    recompute: bool = False,
 ) -> Plan | None:
     """Return the best pipeline with one replica a stage, with its prediction; None if none fits into memory.
 
-    It may leave ranks unused.
+    It may leave ranks unused. With `recompute`, stages recompute that must to fit.
     """
     found: list[Candidate] = []
     for name in PlanRequest(schedule).schedules:
-        problem = Problem(profile, cluster, num_microbatches, num_ranks, PlanRequest(name))
+        request = PlanRequest(name, recompute=recompute)
+        problem = Problem(profile, cluster, num_microbatches, num_ranks, request)
         for plan in straight_plans(problem):
             found.append(Candidate("straight", with_prediction(plan, profile, cluster), profile.samples))
         for least, plan in every_straight(problem):
