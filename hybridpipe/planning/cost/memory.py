@@ -179,10 +179,9 @@ def _split_bytes(layers: Sequence[LayerProfile]) -> float:
 
 def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> int:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
-    most = max(
-        stash.counts @ stages.stash + (0.0 if stash.backward is None else stages.working[stash.backward])
-        for stash in interleaved_stash(plan, group, plan.num_microbatches)
-    )
+    counts, begun = zip(*interleaved_stash(plan, group, plan.num_microbatches), strict=True)
+    working = np.append(stages.working, 0.0)[[plan.chunks if chunk is None else chunk for chunk in begun]]
+    most = (np.array(counts) @ stages.stash + working).max()
     return int(_resident(stages, plan.replicas[group]) + most)
 
 

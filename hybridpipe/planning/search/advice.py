@@ -11,7 +11,7 @@ from dataclasses import replace
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cluster_transform import with_ranks
 from hybridpipe.planning.cost.memory import peak_memory_bytes
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import Plan, Variant
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.problem import MAX_RANKS, Problem, excess, short_name
@@ -74,7 +74,7 @@ def _closest(problem: Problem) -> Plan:
         else:
             closest = min(closest, lean(found), key=needed)
     just_enough = replace(problem, cluster=_with_memory(problem.cluster, needed(closest)))
-    return just_enough.fitted(closest) or closest
+    return just_enough.fitted(closest.running([Variant()] * closest.num_stages)) or closest
 
 
 def _with_memory(cluster: Cluster, factor: float) -> Cluster:

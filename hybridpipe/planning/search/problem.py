@@ -79,7 +79,9 @@ class Problem:
         return fits(plan, self.profile, self.cluster)
 
     def fitted(self, plan: Plan) -> Plan | None:
-        """Return the plan, recomputing where it must and may; None if it does not fit."""
+        """Return the plan as it is if it fits, or run as it fits (`variants`); None if it does not."""
+        if self.fits(plan):
+            return plan
         return fitted(plan, self.profile, self.cluster, self.request.variants)
 
     def least_seconds(self) -> float:

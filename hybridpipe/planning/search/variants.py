@@ -17,6 +17,7 @@ falls from plan to plan, and under each bound every rank takes the least sum.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from itertools import product
 
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.estimate import busiest_cut, group_parts
-from hybridpipe.planning.cost.formula import measured_speed, plan_terms, stage_costs
+from hybridpipe.planning.cost.formula import StageTerms, measured_speed, plan_terms, stage_costs
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import group_peaks
 from hybridpipe.planning.plan import Plan, Variant
@@ -33,6 +34,7 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.sharing import may_run
 
 Choice = tuple[Variant, ...]  # of a rank's stages, by chunk
+TERMS = [each.name for each in fields(StageTerms)]
 
 
 def fitted(
@@ -69,18 +71,30 @@ def fitted(
     if plan.chunks == 1:
         chosen: Ints = np.argmax(allowed, axis=0)
     else:
-        alike = [made([choice] * plan.num_groups) for choice in every]
-        sums, maxima, floor = _parts(alike, profile, cluster)
+        sums, maxima, floor = _parts(plan, variants, every, profile, cluster)
         chosen = least_together(np.where(allowed, sums, np.inf), maxima, floor)
     return made([every[number] for number in chosen])
 
 
-def _parts(plans: Sequence[Plan], profile: ModelProfile, cluster: Cluster) -> tuple[Floats, Floats, float]:
-    """Return the sum and the maximum of each group of ranks in each plan, and the maximum's least value."""
-    costs = [stage_costs(profile, plan, measured_speed(profile, cluster)) for plan in plans]
-    terms = [plan_terms(plan, each, cluster) for plan, each in zip(plans, costs, strict=True)]
-    sums, maxima = np.array(list(map(group_parts, plans, terms))).swapaxes(0, 1)
-    return sums, maxima, busiest_cut(plans[0], costs[0], cluster)
+def _parts(
+    plan: Plan,
+    variants: Sequence[Variant],
+    choices: Sequence[Choice],
+    profile: ModelProfile,
+    cluster: Cluster,
+) -> tuple[Floats, Floats, float]:
+    """Return the sum and the maximum of each choice in each group of ranks, and the maximum's least value."""
+    stages = range(plan.num_stages)
+    alike = [plan.running([variant] * plan.num_stages) for variant in variants]
+    costs = [stage_costs(profile, each, measured_speed(profile, cluster)) for each in alike]
+    terms = [plan_terms(each, of_each, cluster) for each, of_each in zip(alike, costs, strict=True)]
+    parts = []
+    for choice in choices:
+        taken = [terms[variants.index(choice[s // plan.num_groups])] for s in stages]
+        mixed = (np.array([getattr(taken[s], name)[s] for s in stages]) for name in TERMS)
+        parts.append(group_parts(plan, StageTerms(*mixed)))
+    sums, maxima = np.array(parts).swapaxes(0, 1)
+    return sums, maxima, busiest_cut(alike[0], costs[0], cluster)
 
 
 def least_together(sums: Floats, maxima: Floats, floor: float) -> Ints:
