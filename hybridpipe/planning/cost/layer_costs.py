@@ -21,19 +21,25 @@ from hybridpipe.planning.cost.memory import stage_memory
 from hybridpipe.planning.plan import Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
-from hybridpipe.planning.schedules.generators import per_update
+from hybridpipe.planning.schedules.generators import ceil_div, per_update
 
 PLAINLY = Variant()
 
 
 class StageKind(NamedTuple):
-    """The properties of a stage, besides its layers, that its costs depend on."""
+    """The properties of a stage, besides its layers, that its costs depend on.
+
+    Args:
+        most_held: in flight in the stage that has most, which decides how long others keep a split backward
+            (`generators.weight_lags`). 0: not known, and memory between the halves is neglected.
+    """
 
     replicas: int
     speed: float
     ring: Ring
     memory_bytes: float
     in_flight: int
+    most_held: int = 0
 
 
 class StageTable(NamedTuple):
@@ -79,6 +85,7 @@ class LayerCosts:
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
+        self.split = np.array([layer.split_bytes for layer in layers], dtype=np.float64)  # NaN: not known
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
         self.edges = np.arange(len(layers) + 1)
@@ -120,7 +127,7 @@ class LayerCosts:
         """Return the same with only these edges to cut at."""
         merged = copy(self)
         merged.sums, merged._tables = {}, {}
-        for name in ("forward", "update", "parameters", "activations"):
+        for name in ("forward", "update", "parameters", "activations", "split"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
         for name in ("output", "returned", "edges", "can_cut"):
             setattr(merged, name, getattr(self, name)[edges])
@@ -237,17 +244,27 @@ class LayerCosts:
 
     def memory(self, kind: StageKind, width: int, variant: Variant = PLAINLY) -> Floats:
         """Return `memory.peak_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
+        inside, received = (
+            self.between("activations", width) + self.ends(self.output, width),
+            self.output[:-1],
+        )
+        split = self.between("split", width) if kind.most_held else np.zeros(1)
         stage = stage_memory(
             parameters=self.between("parameters", width),
-            inside=self.between("activations", width) + self.ends(self.output, width),
-            received=self.output[:-1],
+            inside=inside,
+            received=received,
             sent=self.ends(np.append(self.output[:-1], 0.0), width),
             kept=self.between("kept", width, self.per_update(kind.replicas)),
             state_factor=self.state_factor,
             recompute=variant.recompute,
+            split=np.where(np.isnan(split), received + inside, split),
         )
         versions = self.request.traits.num_versions(kind.in_flight)
-        return stage.peak(kind.replicas, versions, kind.in_flight)
+        own = ceil_div(self.num_microbatches, kind.replicas)
+        lag = max(0, kind.most_held - kind.in_flight)
+        late = min(lag, own - kind.in_flight)
+        peak = stage.peak(kind.replicas, versions, kind.in_flight, late, min(lag, own - 1))
+        return peak if kind.in_flight <= (kind.most_held or kind.in_flight) else peak + math.inf
 
     def between(self, name: str, width: int, rounds: int = 0) -> Floats:
         """Return the sum over the d+1 layers from i on, at `[d, i]`, without differences of large sums.

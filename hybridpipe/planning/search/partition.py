@@ -28,9 +28,10 @@ Exactness:
   is refined by programs over its neighbourhood: a good plan, not surely the best.
 - Shared parameters: the program counts a layer's own copy and no exchange, `estimate` both as they are.
   Asynchronous schedules make no cut between layers that share one.
-- Limited memory under zero-bubble, vertical sync and `max_in_flight`, where a stage's peak depends on the
-  stages before: the search neglects this, and recomputes more than the program took or drops plans that do
-  not fit.
+- Limited memory under zero-bubble, where a stage's peak depends on the most that any stage has in flight:
+  the program is solved for each such number, on a line for the largest alone.
+- Limited memory under vertical sync and `max_in_flight`, where it depends on the stages before: the search
+  neglects this, and recomputes more than the program took or drops plans that do not fit.
 """
 
 import math
@@ -275,31 +276,28 @@ class _Search:
         line: tuple[int, ...] = (),
     ) -> bool:
         """Walk along the front of one layout. Return True if no layer was merged."""
-        is_complete = True
-        for tried in range(self.too_few, len(counts_held)):
-            self.too_few = tried
-            graph = slot_graph(
-                layout,
-                self.cluster,
-                share,
-                starts,
-                num_microbatches=self.num_microbatches,
-                schedule=self.request.schedule,
-                max_in_flight=self.request.max_in_flight or UNLIMITED,
-                held_a_rank=counts_held[tried],
-            )
-            program = self.program(graph)
-            is_complete = program.costs.num_layers == self.profile.num_layers
-            walk = self.walk(program)
-            if all(self.add_path(path, layout, graph, made, line) for made, path in walk):
-                break
-        return is_complete
+        *rough, closest = counts_held
+        while self.too_few < len(rough):
+            program = self.program_on(layout, share, starts, rough[self.too_few])
+            if all(self.add_paths(program, layout, line)):
+                return program.costs.num_layers == self.profile.num_layers
+            self.too_few += 1
+        program = self.program_on(layout, share, starts, closest)
+        fit = list(self.add_paths(program, layout, line))
+        if self.request.traits.splits_backward and not all(fit):
+            held = sorted({kind.in_flight for kind in program.graph.kinds})
+            for most_held in held if layout.is_exact else held[-1:]:
+                program = self.program_on(layout, share, starts, closest, most_held)
+                fit += self.add_paths(program, layout, line)
+        return program.costs.num_layers == self.profile.num_layers
 
-    def add_path(
-        self, path: Path, layout: Layout, graph: SlotGraph, program: StageProgram, line: tuple[int, ...]
-    ) -> bool:
+    def add_paths(self, program: StageProgram, layout: Layout, line: tuple[int, ...]) -> Iterator[bool]:
+        """Walk along the front of a program, and yield `add_path` of each path."""
+        return (self.add_path(path, layout, made, line) for made, path in self.walk(program))
+
+    def add_path(self, path: Path, layout: Layout, program: StageProgram, line: tuple[int, ...]) -> bool:
         """Add the plan of a path. Return True if it fits with its stages run as the program took them."""
-        slots = graph.slot[path.slots].tolist()
+        slots = program.graph.slot[path.slots].tolist()
         starts = [len(line) - len(layout.left[slot]) for slot in slots]
         ranks = [layout.ranks[slot].tolist() for slot in slots]
         spans = tuple((a, a + len(own)) for a, own in zip(starts, ranks, strict=True))
@@ -308,6 +306,28 @@ class _Search:
         if fits and line and self.compares_lines:
             self.reached = min(self.reached, path.slowest)
         return fits
+
+    def program_on(
+        self,
+        layout: Layout,
+        share: dict[int, float],
+        starts: Sequence[int],
+        held_a_rank: float | None,
+        most_held: int = 0,
+    ) -> StageProgram:
+        """Return the program over a layout; the arguments are those of `slot_graph`."""
+        graph = slot_graph(
+            layout,
+            self.cluster,
+            share,
+            starts,
+            num_microbatches=self.num_microbatches,
+            schedule=self.request.schedule,
+            max_in_flight=self.request.max_in_flight or UNLIMITED,
+            held_a_rank=held_a_rank,
+            most_held=most_held,
+        )
+        return self.program(graph)
 
     def program(self, graph: SlotGraph) -> StageProgram:
         """Return the program over the graph, with as many layers as `MAX_STEPS` allows."""
