@@ -252,9 +252,9 @@ def test_where_a_peak_hangs_on_other_stages_the_best_is_found(asked):
         count, ranks = max(options["num_microbatches"], 2), ranks[:3]
         request = PlanRequest(**asked, recompute=True)
         best = math.inf
-        for placement in every_placement(ranks, profile.num_layers, max_replicas or len(ranks)):
-            for inner in combinations(range(1, profile.num_layers), len(placement) - 1):
-                edges = zip(pairwise((0, *inner, profile.num_layers)), placement, strict=True)
+        for placed in every_placement(ranks, profile.num_layers, max_replicas or len(ranks)):
+            for inner in combinations(range(1, profile.num_layers), len(placed) - 1):
+                edges = zip(pairwise((0, *inner, profile.num_layers)), placed, strict=True)
                 stages = [StageSpec(*span, len(own), dealt(cluster, own)) for span, own in edges]
                 plan = fitted(request.plan(stages, count), profile, cluster, request.variants)
                 best = min(best, estimate(plan, profile, cluster) if plan else math.inf)
