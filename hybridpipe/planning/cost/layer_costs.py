@@ -49,7 +49,7 @@ class StageTable(NamedTuple):
         summed: in the sum.
         pace: of the stage and its ports in the maximum; infinite where the stage does not fit into memory.
         after: from the last backward to the end of the update, of a synchronous schedule; else 0.
-        variant: index into the request's `variants`.
+        variant: index into `LayerCosts.variants`.
     """
 
     summed: Floats
@@ -71,15 +71,21 @@ class LayerCosts:
     Args:
         num_microbatches: of a minibatch.
         request: of the plans, under a schedule that is not AUTO.
+        variants: the ways to run a stage, the fastest first. Empty: the request's.
     """
 
     def __init__(
-        self, profile: ModelProfile, cluster: Cluster, num_microbatches: int, request: PlanRequest
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        num_microbatches: int,
+        request: PlanRequest,
+        variants: Sequence[Variant] = (),
     ) -> None:
         layers, speed = profile.layers, measured_speed(profile, cluster)
         forward = np.array([layer.forward_seconds for layer in layers]) * speed
         self.cluster, self.num_microbatches, self.request = cluster, num_microbatches, request
-        self.state_factor = profile.state_factor
+        self.state_factor, self.variants = profile.state_factor, tuple(variants or request.variants)
         self._layers, self._speed, self.forward = layers, speed, forward
         self._of_update: dict[tuple[str, int], Floats] = {}
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
@@ -185,11 +191,11 @@ class LayerCosts:
     def stages(self, kind: StageKind, width: int) -> StageTable:
         """Return the figures of stages of the d+1 layers from i on, at `[d, i]`.
 
-        Each stage runs the first of the request's `variants` that fits into memory. Entries of stages that
+        Each stage runs the first of the variants that fits into memory. Entries of stages that
         would end behind the last layer have no meaning.
         """
         table = self._running(0, kind, width)
-        for number in range(1, len(self.request.variants)):
+        for number in range(1, len(self.variants)):
             fits = np.isfinite(table.pace)
             if fits.all():
                 break
@@ -197,8 +203,8 @@ class LayerCosts:
         return table
 
     def _running(self, number: int, kind: StageKind, width: int) -> StageTable:
-        """Return `stages` that all run one of the request's `variants`."""
-        variant, cluster = self.request.variants[number], self.cluster
+        """Return `stages` that all run one of the variants."""
+        variant, cluster = self.variants[number], self.cluster
         rounds = self.per_update(kind.replicas)
         again = self.between("forward", width) if variant.recompute else np.zeros(1)
         parameters = self.between("parameters", width)

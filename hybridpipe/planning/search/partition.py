@@ -95,6 +95,7 @@ def partition(
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
     closely: bool = False,
+    variants: Sequence[Variant] = (),
 ) -> list[Plan]:
     """Return plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
@@ -107,10 +108,12 @@ def partition(
         ranks: ranks that may be used. None: all.
         max_replicas: per stage; 1 finds the best straight pipeline. None: no limit.
         closely: order them by `Estimates.closely`, by turns with the best of each number of stages.
+        variants: the ways to run a stage by which cuts and ranks are chosen. Empty: the request's. What is
+            found is run as it fits.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # times beyond the largest number are infinite
-        search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas)
+        search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas, variants)
         search.run()
     return search.most_promising() if closely else search.best_plans()
 
@@ -146,11 +149,12 @@ class _Search:
         request: PlanRequest,
         ranks: tuple[int, ...],
         max_replicas: int | None,
+        variants: Sequence[Variant] = (),
     ) -> None:
         self.profile, self.cluster, self.ranks = profile, cluster, ranks
         self.num_microbatches, self.request = num_microbatches, request
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
-        self.costs = LayerCosts(profile, cluster, num_microbatches, request)
+        self.costs = LayerCosts(profile, cluster, num_microbatches, request, variants)
         self.estimates: dict[Plan, Estimates] = {}
         self.closest = Estimates(math.inf, math.inf, math.inf)  # the one that is best when looked at closely
         self.found: dict[object, _Found] = {}
@@ -251,6 +255,7 @@ class _Search:
         if plan is None:
             return False
         needed = [self.request.variants.index(Variant.of(stage)) for stage in plan.stages]
+        variants = [self.request.variants.index(self.costs.variants[number]) for number in variants]
         if variants and needed != variants:
             program_seconds = math.nan
         if plan not in self.estimates:

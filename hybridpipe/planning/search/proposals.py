@@ -8,7 +8,7 @@ simulator. Invariant: the same problem gives the same plans in the same order.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise, zip_longest
 
 import numpy as np
 
@@ -45,15 +45,27 @@ def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
 
 
 def _partition(problem: Problem, max_replicas: int | None = None) -> list[Plan]:
-    return partition(
-        problem.profile,
-        problem.cluster,
-        problem.num_microbatches,
-        problem.request,
-        ranks=range(problem.num_ranks),
-        max_replicas=max_replicas,
-        closely=True,
-    )
+    """Return the plans of `partition`, for an asynchronous schedule also those as if all stages ran leanest.
+
+    The formula sees no queues, of which plans that are even in another way may have fewer.
+    """
+    request, every = problem.request, problem.request.variants
+    leanest = every[-1:] if request.traits.is_asynchronous and problem.is_limited and len(every) > 1 else ()
+    found = [
+        partition(
+            problem.profile,
+            problem.cluster,
+            problem.num_microbatches,
+            request,
+            ranks=range(problem.num_ranks),
+            max_replicas=max_replicas,
+            closely=True,
+            variants=variants,
+        )
+        for variants in ((), leanest)[: 1 + len(leanest)]
+    ]
+    in_turns = chain.from_iterable(zip_longest(*found))
+    return list(dict.fromkeys(plan for plan in in_turns if plan is not None))
 
 
 def _interleaved(problem: Problem, max_replicas: int | None = None) -> list[Plan]:
