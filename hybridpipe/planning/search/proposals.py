@@ -40,17 +40,18 @@ def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
     yield from (("straight", plan) for plan in in_line[:1])
     count = NUM_EXACT_OF_LARGE if problem.is_large else NUM_EXACT
     count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else count
-    for exact in _partition(problem)[:count] + in_line[1:]:
+    for exact in _partition(problem, count) + in_line[1:]:
         yield "exact", exact
 
 
-def _partition(problem: Problem, max_replicas: int | None = None) -> list[Plan]:
-    """Return the plans of `partition`, for an asynchronous schedule also those as if all stages ran leanest.
+def _partition(problem: Problem, count: int, max_replicas: int | None = None) -> list[Plan]:
+    """Return the first plans of `partition`, by turns with those that it finds if all stages recompute.
 
-    The formula sees no queues, of which plans that are even in another way may have fewer.
+    All are run as they fit. The second ones are even in another way, and the formula errs differently there:
+    without them plans under limits were up to 12 % slower in 3 of 70 problems, if mostly faster.
     """
     request, every = problem.request, problem.request.variants
-    leanest = every[-1:] if request.traits.is_asynchronous and problem.is_limited and len(every) > 1 else ()
+    leanest = every[-1:] if problem.is_limited and len(every) > 1 else ()
     found = [
         partition(
             problem.profile,
@@ -61,7 +62,7 @@ def _partition(problem: Problem, max_replicas: int | None = None) -> list[Plan]:
             max_replicas=max_replicas,
             closely=True,
             variants=variants,
-        )
+        )[:count]
         for variants in ((), leanest)[: 1 + len(leanest)]
     ]
     in_turns = chain.from_iterable(zip_longest(*found))
@@ -97,7 +98,7 @@ def straight_plans(problem: Problem) -> list[Plan]:
         plans = _interleaved(problem, max_replicas=1)
         plans = [plan for plan in plans if problem.fits(plan)]
     else:
-        plans = _partition(problem, max_replicas=1)
+        plans = _partition(problem, NUM_EXACT_ASYNCHRONOUS, max_replicas=1)
     longer = [plan for plan in plans if plan.num_stages > 1]
     return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else 1]
 
