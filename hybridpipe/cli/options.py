@@ -112,7 +112,7 @@ def add_plan(command: Command) -> None:
     )
     plan.add_argument("--memory", type=positive, metavar="BYTES", help="of each rank; default: the cluster's")
     plan.add_argument(
-        "--recompute", action="store_true", help="let stages recompute activations where it pays"
+        "--recompute", action="store_true", help="let stages recompute activations where memory is short"
     )
     plan.add_argument(
         "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"

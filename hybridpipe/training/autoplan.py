@@ -137,7 +137,7 @@ def choose(
     if name == "dp":
         plan = data_parallel(profile, cluster, ranks, num_microbatches, schedule)
     else:
-        plan = straight(profile, cluster, ranks, num_microbatches, schedule)
+        plan = straight(profile, cluster, ranks, num_microbatches, schedule, request.recompute)
         if plan is None:
             raise NoPlanFits("no straight pipeline fits into memory")
     if (changed := request.applied_to(plan)) != plan:
