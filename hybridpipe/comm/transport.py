@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from hybridpipe.device import Event
+
 # A wait longer than this calls `on_slow`, and again after as long.
 SLOW_WAIT_SECONDS = 1.0
 # A longer message travels in parts: MPI counts in 32 bits before MPI-4, and libraries use less of MPI-4.
@@ -78,8 +80,12 @@ class Transport(Protocol):
     def buffer(self, num_bytes: int) -> Tensor:
         """Return a buffer to send from or receive into: CPU memory, pinned if the device is a GPU."""
 
-    def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending; `buffer` is kept alive, and must not change, until the transfer is complete."""
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
+        """Start sending; `buffer` is kept alive, and must not change, until the transfer is complete.
+
+        Args:
+            ready: nothing is read from the buffer before this event. Events of later calls come later.
+        """
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Post a receive of exactly `len(buffer)` bytes."""

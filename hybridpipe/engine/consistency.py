@@ -59,6 +59,20 @@ def check_alike(world: MPI.Comm, facts: Mapping[str, str], remedy: str = "") -> 
     raise ValueError(f"{what}; {remedy}" if remedy else what)
 
 
+def check_arguments(
+    world: MPI.Comm,
+    model: nn.Module,
+    loss: Loss,
+    rule: UpdateRule,
+    plan: Plan | str,
+    metrics: Mapping[str, Callable[..., Any]],
+    **settings: object,
+) -> None:
+    """Check that every rank was given the same arguments of a training (`facts`). Collective."""
+    texts = {name: callable_text(metric) for name, metric in metrics.items()}
+    check_alike(world, facts(model, loss, rule, plan, **settings, metrics=texts))
+
+
 def check_data_alike(world: MPI.Comm, name: str, source: Source, seed: int) -> dict[str, str]:
     """Compare the length of a data set and a few of its samples. Collective.
 

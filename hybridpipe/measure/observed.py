@@ -56,7 +56,7 @@ def observe(
     kept: dict[int, Any] = {
         tensor.untyped_storage().data_ptr(): tensor
         for stage in stages
-        for tensor in (*stage.module.parameters(), *stage.module.buffers())
+        for tensor in (*stage.module.parameters(), *stage.module.buffers(), *stage.copy_weights())
     }
     counting = [0]
 

@@ -41,16 +41,17 @@ class Numbers:
         on_tape = {name: self.places[name] for name in names if name not in self.given}
         return self.tape.numbers(on_tape) | {name: self.given[name]() for name in names if name in self.given}
 
-    def fill(self, model: nn.Module, wanted: Collection[int] | None = None) -> None:
-        """Put numbers into the model's tensors on the meta device.
+    def fill(self, model: nn.Module, *parts: nn.Module) -> None:
+        """Put numbers into those of the model's tensors on the meta device that the parts hold; default: all.
 
-        Each is replaced, wherever a module holds it, by one with the same attributes.
-
-        Args:
-            wanted: ids of tensors. None: all.
+        Each is replaced, wherever one of the model's modules holds it, by one with the same attributes.
         """
+        wanted = {id(each) for part in parts or (model,) for _, each in _held(part)}
+        self._fill(model, wanted)
+
+    def _fill(self, model: nn.Module, wanted: Collection[int]) -> None:
         held = {name: each for name, each in _held(model) if each.is_meta}
-        names = {id(each): name for name, each in held.items() if wanted is None or id(each) in wanted}
+        names = {id(each): name for name, each in held.items() if id(each) in wanted}
         made = self.of(names.values())
         _replace(model, {key: _like(held[name], made[name]) for key, name in names.items()})
 
@@ -62,7 +63,7 @@ class Numbers:
         """
         held = [each for _, each in _held(model) if each.is_meta]
         parameters = [each for each in held if isinstance(each, nn.Parameter)]
-        self.fill(model, {id(each) for each in held}.difference(map(id, parameters)))
+        self._fill(model, {id(each) for each in held}.difference(map(id, parameters)))
         most = max((each.numel() * each.itemsize for each in parameters), default=0)
         pool = torch.empty(most // 4 + 1).normal_(std=0.02).untyped_storage()
         _replace(

@@ -67,6 +67,17 @@ class StageSpec:
             non_negative_int("ranks", rank)
 
 
+class Variant(NamedTuple):
+    """A way to run a stage; each field is the field of `StageSpec` with its name."""
+
+    recompute: bool = False
+
+    @classmethod
+    def of(cls, stage: StageSpec) -> "Variant":
+        """Return the way in which a stage runs."""
+        return cls(*(getattr(stage, name) for name in cls._fields))
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The simulator's figures of a plan.
@@ -211,6 +222,14 @@ class Plan:
     ) -> "Plan":
         """Return the plan of one stage, replicated on every rank."""
         return cls((StageSpec(0, num_layers, num_ranks),), schedule, num_microbatches)
+
+    def running(self, variants: Sequence[Variant]) -> "Plan":
+        """Return the plan with its stages run in these ways."""
+        if not self.recompute and list(map(Variant.of, self.stages)) == list(variants):
+            return self
+        each = zip(self.stages, variants, strict=True)
+        stages = tuple(replace(stage, **variant._asdict()) for stage, variant in each)
+        return replace(self, stages=stages, recompute=False)
 
     @property
     def traits(self) -> ScheduleTraits:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from hybridpipe.planning.checks import plain, positive_int
-from hybridpipe.planning.plan import Plan, StageSpec, check_takes
+from hybridpipe.planning.plan import Plan, StageSpec, Variant, check_takes
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 AUTO = "auto"
@@ -78,13 +78,21 @@ class PlanRequest:
         """The traits of the schedule, which is not AUTO."""
         return TRAITS[self.schedule]
 
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The ways to run a stage, the fastest first; each needs no more memory than the one before."""
+        return (Variant(), Variant(recompute=True)) if self.recompute else (Variant(),)
+
     def under(self, schedule: str) -> "PlanRequest":
         """Return the request for one of `schedules`, without the options that it cannot take."""
         synced = self.vertical_sync and TRAITS[schedule].versions == "stashed"
         return replace(self, schedule=schedule, asynchronous=False, vertical_sync=synced)
 
     def plan(self, stages: Iterable[StageSpec], num_microbatches: int, chunks: int = 1) -> Plan:
-        """Return the plan of these stages with the requested options, under a schedule that is not AUTO."""
+        """Return the plan of these stages with the requested options, under a schedule that is not AUTO.
+
+        Each stage says itself whether it recomputes.
+        """
         return Plan(
             tuple(stages),
             self.schedule,
@@ -92,7 +100,6 @@ class PlanRequest:
             chunks=chunks,
             vertical_sync=self.vertical_sync,
             max_in_flight=self.max_in_flight,
-            recompute=self.recompute,
         )
 
     def check_found(self, plan: Plan) -> None:

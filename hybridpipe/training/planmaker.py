@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hybridpipe.comm.gpus import own_device, tell_shared_gpus
 from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
 from hybridpipe.comm.mpi import MPI
@@ -20,7 +21,6 @@ from hybridpipe.comm.progress_thread import needs_progress_thread
 from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.device import device_of_rank
 from hybridpipe.engine import consistency
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
@@ -79,12 +79,12 @@ class PlanMaker:
     Args:
         given: a plan, or a name of SOURCES.
         request: requirements for a plan by name.
+        numbers: of the model's tensors on the meta device.
         rule: optimizer and settings of updates.
         minibatch_size: samples of a minibatch.
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
         cluster: an earlier measurement of the machines.
         predicts: predict a given plan, too.
-        numbers: of the model's tensors on the meta device.
 
     Raises:
         ValueError: a given plan does not fit model, world or minibatch; the message shows the arithmetic.
@@ -95,6 +95,7 @@ class PlanMaker:
         given: Plan | str,
         request: PlanRequest,
         model: nn.Module,
+        numbers: Numbers | None,
         loss: Loss,
         rule: UpdateRule,
         world: MPI.Comm,
@@ -103,7 +104,6 @@ class PlanMaker:
         microbatch_size: int | None,
         cluster: ClusterLike | None = None,
         predicts: bool = False,
-        numbers: Numbers | None = None,
     ) -> None:
         self.numbers = numbers
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
@@ -233,6 +233,7 @@ class PlanMaker:
                 compression=self._rule.compression,
                 progress_thread=self.progress_thread,
                 cluster=self._cluster,
+                device=self._device,
             )
         except ValueError as error:  # the same on every rank
             if not isinstance(self._given, Plan):
@@ -287,9 +288,9 @@ def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
 
 def device_with_threads(world: MPI.Comm, device: torch.device | str | None) -> torch.device:
     """Choose this rank's device, and set its compute threads unless the user has. Collective."""
-    host = this_host(world)
-    chosen = device_of_rank(host.local_rank, device)
-    num_threads = default_num_threads(host)
+    chosen = own_device(world, device)
+    tell_shared_gpus(world, chosen)
+    num_threads = default_num_threads(this_host(world))
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     return chosen

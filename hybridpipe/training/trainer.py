@@ -89,7 +89,7 @@ class Trainer:
         seed: seed of the order of samples and of all random numbers of layers and data sets.
         num_workers: loader processes of each rank that loads samples; 0 loads them when they are needed.
         collate_fn: makes (inputs, targets), or a dict that is both, of a list of samples; None stacks them.
-        device: of this rank; by default one GPU for each rank of the host if there are any, else the CPU.
+        device: of this rank; by default its own of the GPUs that it sees, else the CPU.
         world: the ranks that train together; by default MPI.COMM_WORLD.
         hang_timeout: seconds in one instruction or one wait for other ranks, after which a rank reports the
             state of every rank and ends the job; 0 for never.
@@ -154,22 +154,15 @@ class Trainer:
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
         given, schedule = planmaker.read_given(plan, schedule)
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
-        sizes = {"hang_timeout": hang_timeout, "microbatch_size": microbatch_size}
-        self._check_alike(given, metrics, **asdict(request), **sizes)
+        sizes = {"hang_timeout": hang_timeout, "minibatch_size": minibatch_size}
+        options = asdict(request) | sizes | {"microbatch_size": microbatch_size, "seed": self.seed}
+        consistency.check_arguments(self.world, model, loss, self.rule, given, metrics, **options)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
-        trained = model, loss, self.rule, self.world, self.device
-        sizes_and_costs = minibatch_size, microbatch_size, cluster, predict
-        self._maker = PlanMaker(given, request, *trained, *sizes_and_costs, numbers)
+        trained = model, numbers, loss, self.rule, self.world, self.device
+        self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster, predict)
         self._begin_state()
         if self._maker.plan is not None and not self._maker.waits:
             self._start(self._maker.plan)
-
-    def _check_alike(self, given: Plan | str, metrics: Mapping[str, Metric], **options: Any) -> None:
-        """Check that every rank was given the same arguments. Collective."""
-        texts = {name: consistency.callable_text(metric) for name, metric in metrics.items()}
-        options |= {"seed": self.seed, "minibatch_size": self.minibatch_size, "metrics": texts}
-        facts = consistency.facts(self.model, self.loss, self.rule, given, **options)
-        consistency.check_alike(self.world, facts)
 
     def _begin_state(self) -> None:
         """Set the state of a training that has not begun."""
@@ -368,8 +361,7 @@ class Trainer:
     def resume(
         self, source: str | os.PathLike[str], or_anew: bool = False, allow_changed: bool = False
     ) -> list[str]:
-        """Resume from a checkpoint, the last good one in a folder, or weights: a safetensors file, or a
-        folder that Hugging Face's `save_pretrained` wrote.
+        """Resume from a checkpoint, the last good one in a folder, or a file or Hugging Face folder of weights.
 
         Under the checkpoint's plan, which "auto" prefers if it fits, training continues bit for bit. Under
         another plan weights, buffers and optimizer state are bit-equal by name. Collective.
@@ -503,4 +495,4 @@ class Trainer:
         on = self.world, self.device, self.seed, self._maker.progress_thread
         worker = Worker(*trained, *on, self._maker.numbers)
         self._checkpoints.load(worker, is_new=True)
-        self._worker = worker
+        self._worker, self._maker.numbers = worker, None

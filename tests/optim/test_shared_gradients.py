@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpipe.comm.courier import Courier
 from hybridpipe.comm.messages import ProtocolError
+from hybridpipe.device import Lanes
 from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.planning.plan import Place
 from tests.engine.helpers import each_in_a_thread, make_plan
@@ -20,10 +22,11 @@ class Ranks:
         for s, stage in enumerate(self.plan.stages):
             for r, rank in enumerate(stage.ranks):
                 own = {i: nn.Parameter(torch.zeros(2, 3)) for i, held in enumerate(groups) if s in held}
-                transport = QueueTransport(mailboxes, rank, timeout_seconds=2.0)
+                lanes = Lanes(torch.device("cpu"))
+                courier = Courier(QueueTransport(mailboxes, rank, timeout_seconds=2.0), lanes)
                 held = {parameter: groups[i] for i, parameter in own.items()}
                 self.parameters[s, r] = own
-                self.shared[rank] = SharedGradients(self.plan, Place(s, r), held, transport)
+                self.shared[rank] = SharedGradients(self.plan, Place(s, r), held, courier)
 
     def give(self, index: int, *gradients: torch.Tensor | None) -> None:
         """Give each stage's copies of a parameter a gradient, the same on all replicas."""

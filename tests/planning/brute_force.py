@@ -12,11 +12,16 @@ from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
 
 class Reference:
-    """Seconds of all plans of one instance by the docstring's formula; infinite where one does not fit."""
+    """Seconds of all plans of one instance by the docstring's formula; infinite where one does not fit.
+
+    Args:
+        recompute: under a limit every stage may recompute or not, whether it must or not.
+    """
 
     def __init__(self, profile, cluster, num_microbatches, schedule, recompute):
         self.profile, self.cluster = profile, cluster
-        self.M, self.schedule, self.recompute = num_microbatches, schedule, recompute
+        self.M, self.schedule = num_microbatches, schedule
+        self.ways = (False, True) if recompute and cluster.memory_bytes is not None else (False,)
         self.load = self.machine_speed(profile.load) if cluster.compute_speeds else 1.0
 
     def machine_speed(self, active):
@@ -119,7 +124,7 @@ class Reference:
     def last_product(self, one, n):
         return sum(self.product_seconds(one, size) for size in self.products(one, n)[-1:])
 
-    def fits(self, start, stop, m, stashes, memory):
+    def fits(self, start, stop, m, stashes, memory, again):
         layers = self.profile.layers[start:stop]
         weights = sum(one.parameter_bytes for one in layers)
         peak = round(weights * (2 + self.profile.state_factor)) + (min(weights, 2**27) if m > 1 else 0)
@@ -129,11 +134,11 @@ class Reference:
         sent = layers[-1].output_bytes if stop < self.profile.num_layers else 0
         peak += 2 * received + 2 * sent + 2 * max(received, sent)
         inside = sum(one.activation_bytes for one in layers) + layers[-1].output_bytes
-        peak += stashes * received + inside if self.recompute else stashes * (received + inside)
+        peak += stashes * received + inside if again else stashes * (received + inside)
         return peak <= memory
 
     def best(self, placement):
-        """The least seconds of all cuts, for stages on these ranks."""
+        """The least seconds of all cuts and choices of recomputation, for stages on these ranks."""
         n, stages = self.profile.num_layers, len(placement)
         speeds, rings = self.speeds(placement), [self.ring(ranks) for ranks in placement]
         links = [self.cut(a, b) for a, b in itertools.pairwise(placement)]
@@ -150,21 +155,20 @@ class Reference:
         best = math.inf
         for inner in itertools.combinations(range(1, n), stages - 1):
             cuts = (0, *inner, n)
-            if all(
-                self.fits(cuts[s], cuts[s + 1], len(placement[s]), stashes[s], limit[s])
-                for s in range(stages)
-            ):
-                best = min(best, self.seconds(cuts, [len(r) for r in placement], speeds, rings, links))
+            each = ((cuts[s], cuts[s + 1], len(placement[s]), stashes[s], limit[s]) for s in range(stages))
+            fitting = [[again for again in self.ways if self.fits(*stage, again)] for stage in each]
+            for again in itertools.product(*fitting):
+                best = min(best, self.seconds(cuts, list(map(len, placement)), speeds, rings, links, again))
         return best
 
-    def seconds(self, cuts, replicas, speeds, rings, links):
+    def seconds(self, cuts, replicas, speeds, rings, links, again):
         slowest, ways, after = 0.0, [], []
         for s, m in enumerate(replicas):
             layers = self.profile.layers[cuts[s] : cuts[s + 1]]
             edges = [e for e in cuts[s : s + 2] if 0 < e < self.profile.num_layers]
             forward = sum(one.forward_seconds for one in layers) * self.load
             n = self.per_update(m)
-            backward = sum(self.backward(one, n) for one in layers) * self.load + self.recompute * forward
+            backward = sum(self.backward(one, n) for one in layers) * self.load + again[s] * forward
             last = sum(self.last_product(one, n) for one in layers) * self.load / speeds[s]
             weights = sum(one.parameter_bytes for one in layers)
             handling = sum(
@@ -271,6 +275,25 @@ def random_instance(seed):
     world = cluster.num_ranks
     ranks = sorted(draw.sample(range(world), num_ranks) if draw.random() < 0.3 else range(num_ranks))
     return profile, cluster, options, ranks, draw.choice([None, None, None, 1, 2])
+
+
+def limited_instance(seed):
+    """An instance with fast links whose stages may recompute, under a limit that activations decide about."""
+    profile, cluster, options, ranks, max_replicas = random_instance(seed)
+    draw = random.Random(-1 - seed)
+    schedule = draw.choice(["1f1b", "1f1b", "1f1b", "gpipe", "pipedream", "pipedream-2bw"])
+    count = 1 if schedule == "pipedream" else draw.choice([2, 3, 4, 8, 16, 17])
+    layers = tuple(
+        replace(one, parameter_bytes=draw.randint(0, 10**7), activation_bytes=draw.randint(0, 2 * 10**7))
+        for one in profile.layers
+    )
+    levels = tuple(replace(level, bandwidth=100 * level.bandwidth) for level in cluster.levels)
+    whole = sum(2 * one.parameter_bytes + 2 * one.activation_bytes for one in layers)  # about, on one rank
+    memories = tuple(int(whole * draw.uniform(0.3, 0.9)) for _ in range(cluster.num_ranks))
+    memory = draw.choice([memories[0], memories[0], memories])
+    options = {"num_microbatches": count, "schedule": schedule, "recompute": True}
+    limited = replace(cluster, levels=levels, memory_bytes=memory, compute_speeds=None)
+    return replace(profile, layers=layers), limited, options, ranks, max_replicas
 
 
 def random_layer(draw, figure, name):

@@ -29,7 +29,7 @@ def test_under_a_schedule_what_that_cannot_do_is_left_out():
 
 def test_a_plan_is_made_as_asked():
     made = PlanRequest("pipedream", False, True, True, 3).plan([StageSpec(0, 2)], 1)
-    options = {"vertical_sync": True, "max_in_flight": 3, "recompute": True}
+    options = {"vertical_sync": True, "max_in_flight": 3}  # stages say themselves whether they recompute
     assert made == Plan((StageSpec(0, 2),), "pipedream", 1, **options)
 
 

@@ -43,6 +43,7 @@ def test_what_is_asked_for_is_in_the_plan():
         assert choose(name, PROFILE, CLUSTER, 8, PlanRequest(recompute=True)).plan.recompute
     limited = replace(CLUSTER, memory_bytes=41_300_000)  # hardly more than weights, gradients, messages
     assert choose("auto", PROFILE, limited, 16, PlanRequest(recompute=True)).plan.recomputes(0)
+    assert choose("straight", PROFILE, limited, 16, PlanRequest(recompute=True)).plan.num_stages > 1
     with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
         choose("auto", PROFILE, limited, 16)
 

@@ -67,8 +67,8 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
     terms = plan_terms(plan, costs, cluster)
     ways, apart, busiest, in_turns = _cuts(plan, costs, cluster)
     if plan.traits.interleaves:
-        fill, slowest = _interleaved(plan, terms)
-        seconds = float(fill + ways.sum() + max(slowest, busiest))
+        sums, each = group_parts(plan, terms)
+        seconds = float(sums.sum() + ways.sum() + max(each.max(), busiest))
         return Estimates(seconds, seconds, seconds)
     filling, maxima = stage_parts(
         plan.schedule, plan.num_microbatches, np.array(plan.replicas), terms.work, terms.weight, terms.after
@@ -142,8 +142,16 @@ def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Flo
     return ways, apart, float(busiest), float(in_turns)
 
 
-def _interleaved(plan: Plan, terms: StageTerms[Floats]) -> tuple[float, float]:
+def busiest_cut(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
+    """Return the seconds of the busiest link in the maximum."""
+    return _cuts(plan, costs, cluster)[2]
+
+
+def group_parts(plan: Plan, terms: StageTerms[Floats]) -> tuple[Floats, Floats]:
+    """Return what each group of ranks adds to the sum and to the maximum, where ranks hold several stages."""
     by_chunk = plan.chunks, plan.num_groups
-    work, after = (each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after))
+    work, after, held_up = (
+        each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after, terms.held_up)
+    )
     rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
-    return work.sum() / plan.chunks + terms.held_up.sum(), (rounds * work + after).max()
+    return work / plan.chunks + held_up, rounds * work + after

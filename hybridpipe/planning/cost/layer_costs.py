@@ -7,28 +7,39 @@ Each layer counts its own copy of a shared parameter. Not known here: ranks, bey
 import math
 from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster, Ring
 from hybridpipe.planning.cost.formula import measured_speed, port_seconds, stage_parts, stage_terms
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import stage_memory
+from hybridpipe.planning.plan import Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
-from hybridpipe.planning.schedules.generators import per_update
+from hybridpipe.planning.schedules.generators import ceil_div, per_update
+
+PLAINLY = Variant()
 
 
 class StageKind(NamedTuple):
-    """The properties of a stage, besides its layers, that its costs depend on."""
+    """The properties of a stage, besides its layers, that its costs depend on.
+
+    Args:
+        most_held: in flight in the stage that has most, which decides how long others keep a split backward
+            (`generators.weight_lags`). 0: not known, and memory between the halves is neglected.
+    """
 
     replicas: int
     speed: float
     ring: Ring
     memory_bytes: float
     in_flight: int
+    most_held: int = 0
 
 
 class StageTable(NamedTuple):
@@ -38,11 +49,18 @@ class StageTable(NamedTuple):
         summed: in the sum.
         pace: of the stage and its ports in the maximum; infinite where the stage does not fit into memory.
         after: from the last backward to the end of the update, of a synchronous schedule; else 0.
+        variant: index into `LayerCosts.variants`.
     """
 
     summed: Floats
     pace: Floats
     after: Floats
+    variant: Ints
+
+    def where(self, chosen: NDArray[np.bool_], other: "StageTable") -> "StageTable":
+        """Return these figures where they are chosen, and the others elsewhere."""
+        figures: list[Any] = [np.where(chosen, *each) for each in zip(self, other, strict=True)]
+        return StageTable(*figures)
 
 
 class LayerCosts:
@@ -53,20 +71,27 @@ class LayerCosts:
     Args:
         num_microbatches: of a minibatch.
         request: of the plans, under a schedule that is not AUTO.
+        variants: the ways to run a stage, the fastest first. Empty: the request's.
     """
 
     def __init__(
-        self, profile: ModelProfile, cluster: Cluster, num_microbatches: int, request: PlanRequest
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        num_microbatches: int,
+        request: PlanRequest,
+        variants: Sequence[Variant] = (),
     ) -> None:
         layers, speed = profile.layers, measured_speed(profile, cluster)
         forward = np.array([layer.forward_seconds for layer in layers]) * speed
         self.cluster, self.num_microbatches, self.request = cluster, num_microbatches, request
-        self.state_factor = profile.state_factor
-        self._layers, self._speed, self._forward = layers, speed, forward
+        self.state_factor, self.variants = profile.state_factor, tuple(variants or request.variants)
+        self._layers, self._speed, self.forward = layers, speed, forward
         self._of_update: dict[tuple[str, int], Floats] = {}
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
+        self.split = np.array([layer.split_bytes for layer in layers], dtype=np.float64)  # NaN: not known
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
         self.edges = np.arange(len(layers) + 1)
@@ -92,11 +117,11 @@ class LayerCosts:
         """Return the most microbatches that one of `replicas` replicas has of an update."""
         return per_update(self.request.schedule, self.num_microbatches, replicas)
 
-    def mean_work(self, replicas: int = 1) -> Floats:
+    def mean_work(self, replicas: int = 1, variant: Variant = PLAINLY) -> Floats:
         """Return each layer's seconds of a microbatch, the mean over those of an update."""
         rounds = self.per_update(replicas)
         work: Floats = self.of_update("work", rounds) + self.of_update("products", rounds) / rounds
-        return work
+        return work + variant.recompute * self.forward
 
     @property
     def moved(self) -> Floats:
@@ -108,7 +133,7 @@ class LayerCosts:
         """Return the same with only these edges to cut at."""
         merged = copy(self)
         merged.sums, merged._tables = {}, {}
-        for name in ("update", "parameters", "activations"):
+        for name in ("forward", "update", "parameters", "activations", "split"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
         for name in ("output", "returned", "edges", "can_cut"):
             setattr(merged, name, getattr(self, name)[edges])
@@ -118,7 +143,7 @@ class LayerCosts:
         """Return the costs of layers on a rank that has `rounds` microbatches of an update, shape (layers,).
 
         Args:
-            name: backward, weight, work or products, in seconds; kept, in bytes.
+            name: backward, weight, work or products, in seconds, nothing recomputed; kept, in bytes.
         """
         if (name, rounds) not in self._of_update:
             self._of_update[name, rounds] = self._each(name, rounds)
@@ -135,8 +160,7 @@ class LayerCosts:
             case "products":
                 return np.array([layer.products(schedule, rounds) for layer in layers]) * self._speed
         backward = np.array([layer.backward(schedule, rounds) for layer in layers]) * self._speed
-        backward += self.request.recompute * self._forward
-        return backward + self._forward if name == "work" else backward
+        return backward + self.forward if name == "work" else backward
 
     def longest(self, kinds: Iterable[StageKind], bound: float) -> list[int]:
         """Return, for each kind, a length: the maximum of every longer stage reaches the bound."""
@@ -162,14 +186,27 @@ class LayerCosts:
                 table = self.stages(kind, width)
             self._tables[kind] = table
         each = zip(self._tables.values(), widths, strict=True)
-        return [StageTable(*(figures[:width] for figures in table)) for table, width in each]
+        return [StageTable(*map(itemgetter(slice(width)), table)) for table, width in each]
 
     def stages(self, kind: StageKind, width: int) -> StageTable:
         """Return the figures of stages of the d+1 layers from i on, at `[d, i]`.
 
-        Entries of stages that would end behind the last layer have no meaning.
+        Each stage runs the first of the variants that fits into memory. Entries of stages that
+        would end behind the last layer have no meaning.
         """
-        cluster, rounds = self.cluster, self.per_update(kind.replicas)
+        table = self._running(0, kind, width)
+        for number in range(1, len(self.variants)):
+            fits = np.isfinite(table.pace)
+            if fits.all():
+                break
+            table = table.where(fits, self._running(number, kind, width))
+        return table
+
+    def _running(self, number: int, kind: StageKind, width: int) -> StageTable:
+        """Return `stages` that all run one of the variants."""
+        variant, cluster = self.variants[number], self.cluster
+        rounds = self.per_update(kind.replicas)
+        again = self.between("forward", width) if variant.recompute else np.zeros(1)
         parameters = self.between("parameters", width)
         handling = cluster.occupied_seconds(self.moved, 2)
         handling[[0, -1]] = 0.0
@@ -183,8 +220,8 @@ class LayerCosts:
             is_first=np.arange(self.num_layers) == 0,
             replicas=kind.replicas,
             speed=kind.speed,
-            work=self.between("work", width, rounds) + handling[:-1] + self.ends(handling, width),
-            backward=none if splits else self.between("backward", width, rounds),
+            work=self.between("work", width, rounds) + again + handling[:-1] + self.ends(handling, width),
+            backward=none if splits else self.between("backward", width, rounds) + again,
             weight=self.between("weight", width, rounds) if splits else none,
             products=self.between("products", width, rounds) if has_products else none,
             update=self.between("update", width),
@@ -201,8 +238,8 @@ class LayerCosts:
             pace = slowest - after
         np.maximum(pace, self.ports(kind.replicas, width), out=pace)
         if kind.memory_bytes < math.inf:
-            pace[self.memory(kind, width) > kind.memory_bytes] = math.inf
-        return StageTable(summed + terms.held_up, pace, after)
+            pace[self.memory(kind, width, variant) > kind.memory_bytes] = math.inf
+        return StageTable(summed + terms.held_up, pace, after, np.broadcast_to(np.intp(number), pace.shape))
 
     def ports(self, replicas: int, width: int) -> Floats:
         """Return `formula.port_seconds` of all stages."""
@@ -211,19 +248,29 @@ class LayerCosts:
         schedule, count = self.request.schedule, self.num_microbatches
         return port_seconds(schedule, count, replicas, self.cluster, outgoing, incoming)
 
-    def memory(self, kind: StageKind, width: int) -> Floats:
+    def memory(self, kind: StageKind, width: int, variant: Variant = PLAINLY) -> Floats:
         """Return `memory.peak_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
+        inside, received = (
+            self.between("activations", width) + self.ends(self.output, width),
+            self.output[:-1],
+        )
+        split = self.between("split", width) if kind.most_held else np.zeros(1)
         stage = stage_memory(
             parameters=self.between("parameters", width),
-            inside=self.between("activations", width) + self.ends(self.output, width),
-            received=self.output[:-1],
+            inside=inside,
+            received=received,
             sent=self.ends(np.append(self.output[:-1], 0.0), width),
             kept=self.between("kept", width, self.per_update(kind.replicas)),
             state_factor=self.state_factor,
-            recompute=self.request.recompute,
+            recompute=variant.recompute,
+            split=np.where(np.isnan(split), received + inside, split),
         )
         versions = self.request.traits.num_versions(kind.in_flight)
-        return stage.peak(kind.replicas, versions, kind.in_flight)
+        own = ceil_div(self.num_microbatches, kind.replicas)
+        lag = max(0, kind.most_held - kind.in_flight)
+        late = min(lag, own - kind.in_flight)
+        peak = stage.peak(kind.replicas, versions, kind.in_flight, late, min(lag, own - 1))
+        return peak if kind.in_flight <= (kind.most_held or kind.in_flight) else peak + math.inf
 
     def between(self, name: str, width: int, rounds: int = 0) -> Floats:
         """Return the sum over the d+1 layers from i on, at `[d, i]`, without differences of large sums.

@@ -6,7 +6,8 @@
 Summed over the stages that the rank holds; a parameter that several of them use counts once. A synchronous
 schedule has one version of the weights. PipeDream has one for each microbatch in flight (SOSP 2019, section
 3.3), with vertical sync one for each version that the input stage still uses. 2BW has two (ICML 2021, section
-3.1). With recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al.
+3.1). A version counts as large as the parameters, also where precision keeps the half of it. With
+recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al.
 2019, section 2.3). Where backwards are split, a microbatch keeps until the weights' half what gradients of
 weights are computed from, where the profile says so (`LayerProfile.split_bytes`), or else its stash.
 """
@@ -128,13 +129,17 @@ def _fusion_bytes(parameters: Floats, replicas: Ints | int) -> Floats:
 
 def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
     """Return the peak of each rank of the plan, in bytes, in stage order."""
+    peaks = group_peaks(profile, plan)
+    return tuple(peak for group, peak in enumerate(peaks) for _ in plan.stages[group].ranks)
+
+
+def group_peaks(profile: ModelProfile, plan: Plan) -> list[int]:
+    """Return the peak of each group of ranks, in bytes; ranks that hold one stage are its group."""
     if plan.traits.interleaves:
-        each = [_interleaved_peak(profile, plan, group) for group in range(plan.num_groups)]
-    else:
-        counts = versions_per_stage(plan), *_most_held(plan)
-        stages = _stages(profile, plan, range(plan.num_stages))
-        each = stages.peak(np.array(plan.replicas), *map(np.array, counts)).tolist()
-    return tuple(int(peak) for group, peak in enumerate(each) for _ in plan.stages[group].ranks)
+        return [_interleaved_peak(profile, plan, group) for group in range(plan.num_groups)]
+    counts = versions_per_stage(plan), *_most_held(plan)
+    stages = _stages(profile, plan, range(plan.num_stages))
+    return list(map(int, stages.peak(np.array(plan.replicas), *map(np.array, counts)).tolist()))
 
 
 def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageMemory:
@@ -173,13 +178,12 @@ def _split_bytes(layers: Sequence[LayerProfile]) -> float:
     return sum(math.nan if layer.split_bytes is None else layer.split_bytes for layer in layers)
 
 
-def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> float:
+def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> int:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
-    most = max(
-        stash.counts @ stages.stash + (0.0 if stash.backward is None else stages.working[stash.backward])
-        for stash in interleaved_stash(plan, group, plan.num_microbatches)
-    )
-    return float(_resident(stages, plan.replicas[group]) + most)
+    counts, begun = zip(*interleaved_stash(plan, group, plan.num_microbatches), strict=True)
+    working = np.append(stages.working, 0.0)[[plan.chunks if chunk is None else chunk for chunk in begun]]
+    most = (np.array(counts) @ stages.stash + working).max()
+    return int(_resident(stages, plan.replicas[group]) + most)
 
 
 def _resident(stages: StageMemory, replicas: int) -> float:

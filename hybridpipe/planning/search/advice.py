@@ -11,7 +11,7 @@ from dataclasses import replace
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cluster_transform import with_ranks
 from hybridpipe.planning.cost.memory import peak_memory_bytes
-from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.plan import Plan, Variant
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.problem import MAX_RANKS, Problem, excess, short_name
@@ -26,7 +26,7 @@ def how_far(problem: Problem) -> str:
     plan = _closest(problem)
     peaks = dict(zip(plan.ranks, peak_memory_bytes(problem.profile, plan), strict=True))
     rank = max(peaks, key=lambda r: peaks[r] / max(problem.cluster.memory(r), 1))
-    name = short_name(plan) + " with recomputation" * plan.recompute
+    name = short_name(plan) + " with recomputation" * any(map(plan.recomputes, range(plan.num_stages)))
     closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few that were tried"
     return (
         f"no plan fits into memory: {name} {closest} and "
@@ -37,7 +37,7 @@ def how_far(problem: Problem) -> str:
 
 def _fitting(problem: Problem) -> Plan | None:
     """Return the first proposal that fits; None if none does."""
-    return next((plan for _, plan in proposals(problem) if problem.fits(plan)), None)
+    return next((fitting for _, plan in proposals(problem) if (fitting := problem.fitted(plan))), None)
 
 
 def _advice(problem: Problem) -> str:
@@ -54,14 +54,17 @@ def _advice(problem: Problem) -> str:
 def _closest(problem: Problem) -> Plan:
     """Return the plan that fits if the memory of every rank grows by the least factor, found by bisection.
 
-    For a large problem it is the plan for unlimited memory that needs least, recomputing if requested.
+    For a large problem it is the plan for unlimited memory that needs least. Stages recompute that have to.
     """
+    leanest = problem.request.variants[-1]
 
     def needed(plan: Plan) -> float:
         return excess(plan, problem.profile, problem.cluster)
 
-    unlimited = (plan for _, plan in proposals(problem.without_limit()))
-    closest = min((replace(plan, recompute=problem.request.recompute) for plan in unlimited), key=needed)
+    def lean(plan: Plan) -> Plan:
+        return plan.running([leanest] * plan.num_stages)
+
+    closest = min((lean(plan) for _, plan in proposals(problem.without_limit())), key=needed)
     too_little = 1.0
     for _ in range(NUM_BISECTIONS if problem.size <= MAX_ADVISED else 0):
         factor = math.sqrt(too_little * needed(closest))
@@ -69,8 +72,9 @@ def _closest(problem: Problem) -> Plan:
         if (found := _fitting(eased)) is None:
             too_little = factor
         else:
-            closest = min(closest, found, key=needed)
-    return closest
+            closest = min(closest, lean(found), key=needed)
+    just_enough = replace(problem, cluster=_with_memory(problem.cluster, needed(closest)))
+    return just_enough.fitted(closest.running([Variant()] * closest.num_stages)) or closest
 
 
 def _with_memory(cluster: Cluster, factor: float) -> Cluster:

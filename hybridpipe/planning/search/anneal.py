@@ -26,6 +26,7 @@ from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.planning.search import search
 from hybridpipe.planning.search.placement import renumbered
 from hybridpipe.planning.search.search import Candidate
+from hybridpipe.planning.search.variants import fitted
 
 # First and last temperature relative to the first plan's time: a change that costs so much is accepted in one
 # case of e.
@@ -57,7 +58,7 @@ def anneal(
             result's microbatches have `profile.samples * start.num_microbatches / num_microbatches` samples.
         evaluations: the most plans that are simulated besides `start`.
         max_ranks: only ranks below it are used; defaults to all of the cluster's.
-        recompute: stages are tried with recomputation and without. False: all stay as in `start`.
+        recompute: of each plan those stages recompute that must to fit. False: all stay as in `start`.
         schedules: further schedules to try; interleaved plans keep schedule and groups.
         on_progress: called after each simulation.
 
@@ -67,7 +68,7 @@ def anneal(
     """
     non_negative_int("evaluations", evaluations)
     space = _Space(start, profile, cluster, max_ranks, recompute, schedules)
-    if not space.fits(start):
+    if not search.fits(start, profile, cluster):
         raise ValueError(f"start must fit into memory, plan {start.name} does not")
     random = Random(seed)
     best = space.with_prediction(start)
@@ -78,11 +79,11 @@ def anneal(
     while len(seconds) <= evaluations and num_idle < MAX_IDLE:
         if len(seconds) > end:
             here, begin, end = replace(best, predicted=None), end, 3 * end - 2 * begin
-        plan = space.neighbour(here, random)
         num_idle += 1
+        plan = space.fitting(space.neighbour(here, random))
+        if plan is None:
+            continue
         if plan not in seconds:
-            if not space.fits(plan):
-                continue
             num_idle = 0
             judged = space.with_prediction(plan)
             seconds[plan] = search.seconds_of(judged)
@@ -188,11 +189,6 @@ def _swap_ranks(draft: _Draft, random: Random) -> None:
         one[i], other[j] = other[j], one[i]
 
 
-def _flip_recompute(draft: _Draft, random: Random) -> None:
-    s = random.randrange(draft.num_stages)
-    draft.recompute[s] = not draft.recompute[s]
-
-
 class _Space:
     """The plans that may be visited, and the changes that lead from one to the next."""
 
@@ -206,6 +202,7 @@ class _Space:
         schedules: Sequence[str],
     ) -> None:
         self.cluster, self.start = cluster, start
+        self.variants = PlanRequest(recompute=True).variants if recompute else ()  # (): as in `start`
         self.ranks = range(cluster.num_ranks if max_ranks is None else min(max_ranks, cluster.num_ranks))
         start.check_world(len(self.ranks))
         minibatch = profile.samples * start.num_microbatches
@@ -217,10 +214,14 @@ class _Space:
         if start.chunks == 1:
             self.changes += [_split_stage, _merge_stages, _move_rank]
             self.changes += [self._reschedule] * (start.schedule in ALIKE and len(self.schedules) > 1)
-        self.changes += [self._resize] * (len(self.profiles) > 1) + [_flip_recompute] * recompute
+        self.changes += [self._resize] * (len(self.profiles) > 1)
 
-    def fits(self, plan: Plan) -> bool:
-        return search.fits(plan, self.profiles[plan.num_microbatches], self.cluster)
+    def fitting(self, plan: Plan) -> Plan | None:
+        """Return the plan as it fits into memory; None if it does not."""
+        profile = self.profiles[plan.num_microbatches]
+        if self.variants:
+            return fitted(plan, profile, self.cluster, self.variants)
+        return plan if search.fits(plan, profile, self.cluster) else None
 
     def with_prediction(self, plan: Plan) -> Plan:
         return search.with_prediction(plan, self.profiles[plan.num_microbatches], self.cluster)

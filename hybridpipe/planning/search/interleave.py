@@ -11,7 +11,7 @@ replicas are tried: `estimate` ranks the results, and the simulator decides.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.placement import lines, renumbered
+from hybridpipe.planning.search.variants import fitted
 
 CHUNKS = (2, 3, 4)  # more are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2)
 SLACKS = (1.0, 1.2)
@@ -45,7 +46,8 @@ def interleaved_plans(
 ) -> list[Plan]:
     """Return plans for these ranks, least `estimate` first; none where two groups of two stages do not fit.
 
-    Memory is not checked.
+    Where some fit into memory, these are all. Where stages may recompute there are also the cuts that are the
+    best where all do.
 
     Args:
         max_replicas: per stage. None: no limit.
@@ -53,12 +55,13 @@ def interleaved_plans(
     costs = LayerCosts(profile, cluster, num_microbatches, request)
     if not costs.can_cut[1:-1].all():
         costs = costs.merged(np.flatnonzero(costs.can_cut | np.isin(costs.edges, (0, profile.num_layers))))
+    variants = request.variants if cluster.memory_bytes is not None else request.variants[:1]
     found: dict[Plan, None] = {}
     tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
-            work = costs.mean_work(replicas).tolist()
-            for chunks in CHUNKS[:tried]:
+            works = [costs.mean_work(replicas, variant).tolist() for variant in variants]
+            for chunks, work in product(CHUNKS[:tried], works):
                 num_groups = min(len(line) // replicas, costs.num_layers // chunks, MAX_GROUPS)
                 if num_groups < 2:
                     continue
@@ -72,7 +75,9 @@ def interleaved_plans(
                         for s, (a, b) in enumerate(pairwise(costs.edges[edges].tolist()))
                     )
                     found[request.plan(stages, num_microbatches, chunks)] = None
-    return sorted(found, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))
+    fitting = (fitted(plan, profile, cluster, request.variants) for plan in found)
+    plans = list(dict.fromkeys(plan for plan in fitting if plan is not None)) or found
+    return sorted(plans, key=lambda plan: (estimate(plan, profile, cluster), plan.num_ranks, plan.num_stages))
 
 
 def _replicas(num_ranks: int, most: int) -> list[int]:

@@ -8,6 +8,9 @@ schedule has no sum. A program over maxima alone finds its optimum at once (as P
 section 3.1), unless its plans wait for gradients: then passes for bounds narrow the optimum down. Plans whose
 ranks hold several stages are found by `interleave`.
 
+Where stages may recompute, each stage of the program is run the fastest way that fits (`variants`), which
+depends on its layers, replicas and microbatches in flight. So the program has no more plans to look at.
+
 What no program over suffixes can know is in `estimates.closely`, by which the runners-up are ranked. For its
 sake the front is walked again where updates take long, without them, and where the best plan is slow, with
 messages alone on their cuts.
@@ -25,8 +28,10 @@ Exactness:
   is refined by programs over its neighbourhood: a good plan, not surely the best.
 - Shared parameters: the program counts a layer's own copy and no exchange, `estimate` both as they are.
   Asynchronous schedules make no cut between layers that share one.
-- Limited memory under zero-bubble, vertical sync and `max_in_flight`, where a stage's peak depends on the
-  stages before: the search neglects this and drops plans that do not fit.
+- Limited memory under zero-bubble, where a stage's peak depends on the most that any stage has in flight:
+  the program is solved for each such number, on a line for the largest alone.
+- Limited memory under vertical sync and `max_in_flight`, where it depends on the stages before: the search
+  neglects this, and recomputes more than the program took or drops plans that do not fit.
 """
 
 import math
@@ -41,8 +46,7 @@ from hybridpipe.planning.cost.estimate import Estimates, estimates
 from hybridpipe.planning.cost.formula import compute_share, measured_speed, stage_costs, stage_parts
 from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.links import Ints
-from hybridpipe.planning.cost.memory import peak_memory_bytes
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.generators import UNLIMITED
@@ -61,7 +65,7 @@ from hybridpipe.planning.search.placement import (
     slot_graph,
 )
 from hybridpipe.planning.search.stage_program import SAME, Path, StageProgram, just_above
-from hybridpipe.planning.sharing import may_run
+from hybridpipe.planning.search.variants import fitted
 
 # Assumed microbatches in flight on each rank behind a stage, tried in order until plans fit. None is the
 # exact number, for which long lines have too many slots; there the last figure is the largest that occurs.
@@ -91,6 +95,7 @@ def partition(
     ranks: Sequence[int] | None = None,
     max_replicas: int | None = None,
     closely: bool = False,
+    variants: Sequence[Variant] = (),
 ) -> list[Plan]:
     """Return plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
@@ -103,10 +108,12 @@ def partition(
         ranks: ranks that may be used. None: all.
         max_replicas: per stage; 1 finds the best straight pipeline. None: no limit.
         closely: order them by `Estimates.closely`, by turns with the best of each number of stages.
+        variants: the ways to run a stage by which cuts and ranks are chosen. Empty: the request's. What is
+            found is run as it fits.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # times beyond the largest number are infinite
-        search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas)
+        search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas, variants)
         search.run()
     return search.most_promising() if closely else search.best_plans()
 
@@ -142,12 +149,12 @@ class _Search:
         request: PlanRequest,
         ranks: tuple[int, ...],
         max_replicas: int | None,
+        variants: Sequence[Variant] = (),
     ) -> None:
         self.profile, self.cluster, self.ranks = profile, cluster, ranks
         self.num_microbatches, self.request = num_microbatches, request
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
-        self.costs = LayerCosts(profile, cluster, num_microbatches, request)
-        self.is_limited = any(cluster.memory(rank) < math.inf for rank in ranks)
+        self.costs = LayerCosts(profile, cluster, num_microbatches, request, variants)
         self.estimates: dict[Plan, Estimates] = {}
         self.closest = Estimates(math.inf, math.inf, math.inf)  # the one that is best when looked at closely
         self.found: dict[object, _Found] = {}
@@ -233,18 +240,24 @@ class _Search:
         program_seconds: float,
         line: tuple[int, ...] = (),
         spans: tuple[tuple[int, int], ...] = (),
+        variants: Sequence[int] = (),
     ) -> bool:
-        """Add the plan if it can run and fits into memory. Return True if it does."""
+        """Add the plan as it fits into memory (`fitted`). Return True if its stages need no leaner variants.
+
+        Args:
+            variants: the way to run each stage that the program took. Empty: any.
+        """
         ranks = renumbered(self.cluster, self.ranks, ranks)
         spans_of_layers = zip(edges, edges[1:], ranks, strict=False)
         stages = (StageSpec(a, b, len(own), own) for a, b, own in spans_of_layers)
-        plan = self.request.plan(stages, self.num_microbatches)
-        if not may_run(self.profile, plan):
+        given = self.request.plan(stages, self.num_microbatches)
+        plan = fitted(given, self.profile, self.cluster, self.request.variants)
+        if plan is None:
             return False
-        if self.is_limited:
-            peaks = zip(plan.ranks, peak_memory_bytes(self.profile, plan), strict=True)
-            if any(peak > self.cluster.memory(rank) for rank, peak in peaks):
-                return False
+        needed = [self.request.variants.index(Variant.of(stage)) for stage in plan.stages]
+        variants = [self.request.variants.index(self.costs.variants[number]) for number in variants]
+        if variants and needed != variants:
+            program_seconds = math.nan
         if plan not in self.estimates:
             costs = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
             self.estimates[plan] = estimates(plan, costs, self.cluster)
@@ -257,7 +270,7 @@ class _Search:
             self.found[found.shape] = found
         if self.best is None or found.order < self.best.order:
             self.best = found
-        return True
+        return not variants or all(a <= b for a, b in zip(needed, variants, strict=True))
 
     def search(
         self,
@@ -268,37 +281,58 @@ class _Search:
         line: tuple[int, ...] = (),
     ) -> bool:
         """Walk along the front of one layout. Return True if no layer was merged."""
-        is_complete = True
-        for tried in range(self.too_few, len(counts_held)):
-            self.too_few = tried
-            graph = slot_graph(
-                layout,
-                self.cluster,
-                share,
-                starts,
-                num_microbatches=self.num_microbatches,
-                schedule=self.request.schedule,
-                max_in_flight=self.request.max_in_flight or UNLIMITED,
-                held_a_rank=counts_held[tried],
-            )
-            program = self.program(graph)
-            is_complete = program.costs.num_layers == self.profile.num_layers
-            walk = self.walk(program)
-            if all(self.add_path(path, layout, graph, made, line) for made, path in walk):
-                break
-        return is_complete
+        *rough, closest = counts_held
+        while self.too_few < len(rough):
+            program = self.program_on(layout, share, starts, rough[self.too_few])
+            if all(self.add_paths(program, layout, line)):
+                return program.costs.num_layers == self.profile.num_layers
+            self.too_few += 1
+        program = self.program_on(layout, share, starts, closest)
+        fit = list(self.add_paths(program, layout, line))
+        if self.request.traits.splits_backward and not all(fit):
+            held = sorted({kind.in_flight for kind in program.graph.kinds})
+            for most_held in held if layout.is_exact else held[-1:]:
+                program = self.program_on(layout, share, starts, closest, most_held)
+                fit += self.add_paths(program, layout, line)
+        return program.costs.num_layers == self.profile.num_layers
 
-    def add_path(
-        self, path: Path, layout: Layout, graph: SlotGraph, program: StageProgram, line: tuple[int, ...]
-    ) -> bool:
-        slots = graph.slot[path.slots].tolist()
+    def add_paths(self, program: StageProgram, layout: Layout, line: tuple[int, ...]) -> Iterator[bool]:
+        """Walk along the front of a program, and yield `add_path` of each path."""
+        return (self.add_path(path, layout, made, line) for made, path in self.walk(program))
+
+    def add_path(self, path: Path, layout: Layout, program: StageProgram, line: tuple[int, ...]) -> bool:
+        """Add the plan of a path. Return True if it fits with its stages run as the program took them."""
+        slots = program.graph.slot[path.slots].tolist()
         starts = [len(line) - len(layout.left[slot]) for slot in slots]
         ranks = [layout.ranks[slot].tolist() for slot in slots]
         spans = tuple((a, a + len(own)) for a, own in zip(starts, ranks, strict=True))
-        fits = self.add(program.costs.edges[path.edges].tolist(), ranks, path.seconds, line, spans)
+        edges = program.costs.edges[path.edges].tolist()
+        fits = self.add(edges, ranks, path.seconds, line, spans, path.variants)
         if fits and line and self.compares_lines:
             self.reached = min(self.reached, path.slowest)
         return fits
+
+    def program_on(
+        self,
+        layout: Layout,
+        share: dict[int, float],
+        starts: Sequence[int],
+        held_a_rank: float | None,
+        most_held: int = 0,
+    ) -> StageProgram:
+        """Return the program over a layout; the arguments are those of `slot_graph`."""
+        graph = slot_graph(
+            layout,
+            self.cluster,
+            share,
+            starts,
+            num_microbatches=self.num_microbatches,
+            schedule=self.request.schedule,
+            max_in_flight=self.request.max_in_flight or UNLIMITED,
+            held_a_rank=held_a_rank,
+            most_held=most_held,
+        )
+        return self.program(graph)
 
     def program(self, graph: SlotGraph) -> StageProgram:
         """Return the program over the graph, with as many layers as `MAX_STEPS` allows."""

@@ -271,6 +271,7 @@ def slot_graph(
     schedule: str,
     max_in_flight: int,
     held_a_rank: float | None,
+    most_held: int = 0,
 ) -> SlotGraph:
     """Return the costs of a layout.
 
@@ -279,6 +280,7 @@ def slot_graph(
         starts: those of the layout's slots where the first stage may stand, under these speeds.
         max_in_flight: the most microbatches that a replica may stash.
         held_a_rank: assumed microbatches in flight on every rank behind. None: the exact number.
+        most_held: as in `StageKind`; no stage may have more in flight.
     """
     reachable = set().union(*(layout.left[slot] for slot in starts))
     slots = [slot for slot, left in enumerate(layout.left) if reachable.issuperset(left)]
@@ -298,7 +300,7 @@ def slot_graph(
     figures, row = distinct_cut_figures(cluster, layout.ranks, pairs, num_microbatches, asynchronous)
     kinds: dict[StageKind, int] = {}
     stands = {s: _stand(cluster, layout.ranks[s].tolist(), share) for s in set(slot.tolist())}
-    kind = [kinds.setdefault(StageKind(*stands[s.slot], s.in_flight), len(kinds)) for s in states]
+    kind = [kinds.setdefault(StageKind(*stands[s.slot], s.in_flight, most_held), len(kinds)) for s in states]
     may_start = np.zeros(len(layout.ranks), dtype=bool)
     may_start[list(starts)] = True
     left = [len(layout.left[state.slot]) for state in states]

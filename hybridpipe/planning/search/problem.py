@@ -13,6 +13,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS
+from hybridpipe.planning.search.variants import fitted
 from hybridpipe.planning.sharing import may_run
 
 # Beyond these limits a search would take minutes; far beyond, the input is a mistake.
@@ -64,10 +65,6 @@ class Problem:
         """True if few plans can be simulated in the time that planning may take."""
         return self.size > LARGE
 
-    def recomputing(self, recompute: bool) -> PlanRequest:
-        """Return the request with recomputation in all stages, or in none."""
-        return replace(self.request, recompute=recompute)
-
     @property
     def is_limited(self) -> bool:
         """True if ranks have a limit of memory."""
@@ -80,6 +77,12 @@ class Problem:
     def fits(self, plan: Plan) -> bool:
         """Return `fits` of a plan for this problem."""
         return fits(plan, self.profile, self.cluster)
+
+    def fitted(self, plan: Plan) -> Plan | None:
+        """Return the plan as it is if it fits, or run as it fits (`variants`); None if it does not."""
+        if self.fits(plan):
+            return plan
+        return fitted(plan, self.profile, self.cluster, self.request.variants)
 
     def least_seconds(self) -> float:
         """Return seconds that no plan undercuts: those in which all ranks together can compute."""

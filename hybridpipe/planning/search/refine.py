@@ -2,6 +2,8 @@
 
 The estimate errs by about as much for a plan and for its neighbour. So a neighbour is expected to take its
 estimate times a part of that error, and only those expected to be about as fast as the best are simulated.
+Each is run as it fits (`variants`): with a cut or a rank, recomputation moves to where it is needed now. Of
+plans whose ranks hold several stages only the recomputation changes.
 Not known here: where the first plans come from. Invariant: every plan that is simulated fits into memory; at
 most `MAX_EXPANDED` plans have their neighbours looked at, and `NUM_TRIED` neighbours of each are simulated.
 """
@@ -9,9 +11,9 @@ most `MAX_EXPANDED` plans have their neighbours looked at, and `NUM_TRIED` neigh
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.search.placement import renumbered
 from hybridpipe.planning.search.problem import Problem
 
@@ -38,14 +40,14 @@ def refine(
     idle = 0
     while len(expanded) < MAX_EXPANDED and idle < NUM_IDLE:
         best = min(simulated.values())
-        unseen = [plan for plan in simulated if plan not in expanded and plan.chunks == 1]
+        unseen = [plan for plan in simulated if plan not in expanded]
         here = min(unseen, key=lambda plan: simulated[plan], default=None)
         if here is None or simulated[here] > best * FAR:
             return
         expanded.add(here)
         error = math.sqrt(simulated[here] / (expect(here) or 1.0))
-        near = [plan for plan in dict.fromkeys(neighbours(here, problem)) if plan not in simulated]
-        expected = {plan: error * expect(plan) for plan in near if problem.fits(plan)}
+        near = run_otherwise(here, problem) if here.chunks > 1 else neighbours(here, problem)
+        expected = {plan: error * expect(plan) for plan in near if plan not in simulated}
         for plan in sorted(expected, key=lambda plan: expected[plan])[:NUM_TRIED]:
             if expected[plan] > best * WORTH_TRYING:
                 break
@@ -55,11 +57,10 @@ def refine(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A plan's stages: edges between their layers, and ranks and recomputation of each."""
+    """A plan's stages: edges between their layers, and the ranks of each."""
 
     edges: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
-    recompute: tuple[bool, ...]
 
     def with_groups(self, first: int, *groups: tuple[int, ...]) -> "_Shape":
         """Return the shape with other ranks for the stages from `first` on."""
@@ -67,13 +68,12 @@ class _Shape:
 
 
 def neighbours(plan: Plan, problem: Problem) -> Iterator[Plan]:
-    """Yield the plans that differ in one cut, one rank's stage, or one stage more or less."""
+    """Yield the plans that fit and differ in one cut, one rank's stage, or one stage more or less."""
     layers, ranks = problem.profile.layers, range(problem.num_ranks)
     traffic = [0.0, *(float(layer.output_bytes + layer.returned_bytes) for layer in layers)]
     here = _Shape(
         (0, *(stage.stop for stage in plan.stages)),
         tuple(tuple(sorted(stage.ranks)) for stage in plan.stages),
-        tuple(stage.recompute for stage in plan.stages),
     )
     idle = sorted(set(ranks).difference(plan.ranks))
     changes = _moved_cuts(here, traffic), _moved_ranks(here, idle), _merged(here), _split(here, traffic)
@@ -81,12 +81,24 @@ def neighbours(plan: Plan, problem: Problem) -> Iterator[Plan]:
         for shape in changed:
             placed = renumbered(problem.cluster, ranks, shape.groups)
             stages = tuple(
-                StageSpec(start, stop, len(own), own, recompute)
-                for (start, stop), own, recompute in zip(
-                    pairwise(shape.edges), placed, shape.recompute, strict=True
-                )
+                StageSpec(start, stop, len(own), own)
+                for (start, stop), own in zip(pairwise(shape.edges), placed, strict=True)
             )
-            yield replace(plan, stages=stages, predicted=None)
+            changed_plan = problem.fitted(replace(plan, stages=stages, predicted=None))
+            if changed_plan is not None:
+                yield changed_plan
+
+
+def run_otherwise(plan: Plan, problem: Problem) -> Iterator[Plan]:
+    """Yield the plans that fit and run one stage another way; none where memory is not limited.
+
+    Which of a rank's stages recompute decides when messages are on their way, which the formula does not see.
+    """
+    variants = list(map(Variant.of, plan.stages))
+    for s, variant in product(range(plan.num_stages), problem.request.variants if problem.is_limited else ()):
+        changed = plan.running([*variants[:s], variant, *variants[s + 1 :]])
+        if changed != plan and problem.fits(changed):
+            yield changed
 
 
 def _moved_cuts(here: _Shape, traffic: Sequence[float]) -> Iterator[_Shape]:
@@ -119,7 +131,6 @@ def _merged(here: _Shape) -> Iterator[_Shape]:
         yield _Shape(
             here.edges[: s + 1] + here.edges[s + 2 :],
             (*here.groups[:s], one + other, *here.groups[s + 2 :]),
-            (*here.recompute[:s], any(here.recompute[s : s + 2]), *here.recompute[s + 2 :]),
         )
 
 
@@ -134,5 +145,4 @@ def _split(here: _Shape, traffic: Sequence[float]) -> Iterator[_Shape]:
             yield _Shape(
                 (*here.edges[: s + 1], cut, *here.edges[s + 1 :]),
                 (*here.groups[:s], group[:half], group[half:], *here.groups[s + 1 :]),
-                (*here.recompute[: s + 1], *here.recompute[s:]),
             )

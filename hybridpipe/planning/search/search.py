@@ -231,16 +231,22 @@ def data_parallel(
 
 
 def straight(
-    profile: ModelProfile, cluster: Cluster, num_ranks: int, num_microbatches: int, schedule: str
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_ranks: int,
+    num_microbatches: int,
+    schedule: str,
+    recompute: bool = False,
 ) -> Plan | None:
     """Return the best pipeline with one replica a stage, with its prediction; None if none fits into memory.
 
-    It may leave ranks unused.
+    It may leave ranks unused. With `recompute`, stages recompute that must to fit.
     """
     found: list[Candidate] = []
     for name in PlanRequest(schedule).schedules:
-        problem = Problem(profile, cluster, num_microbatches, num_ranks, PlanRequest(name))
-        for plan in straight_plans(problem, recompute=False):
+        request = PlanRequest(name, recompute=recompute)
+        problem = Problem(profile, cluster, num_microbatches, num_ranks, request)
+        for plan in straight_plans(problem):
             found.append(Candidate("straight", with_prediction(plan, profile, cluster), profile.samples))
         for least, plan in every_straight(problem):
             best = min((each.seconds for each in found), default=math.inf)
@@ -319,10 +325,11 @@ def _estimates(problem: Problem, plan: Plan) -> Estimates:
 
 
 def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate | None:
-    """Return the plan with its prediction; None if it does not fit or is far behind the best."""
+    """Return the plan as it fits, with its prediction; None if it does not, or is far behind the best."""
     profile, cluster = problem.profile, problem.cluster
-    if not problem.fits(plan):
+    if (fitting := problem.fitted(plan)) is None:
         return None
+    plan = fitting
     if best < math.inf and any(least > best * (1 + TIE) for least in least_seconds(plan, profile, cluster)):
         return None
     predicted = with_prediction(plan, profile, cluster, FAR * best)

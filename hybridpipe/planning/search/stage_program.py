@@ -9,6 +9,7 @@ microbatches in flight. Not known here: the origin of the figures of stages (`la
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -35,6 +36,7 @@ class Path:
 
     Args:
         busiest: the maximum without the waits for gradients.
+        variants: the way to run each stage, as in `StageTable`.
     """
 
     slots: list[int]
@@ -43,6 +45,7 @@ class Path:
     busiest: float
     slowest: float
     seconds: float
+    variants: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class StageProgram:
 
     Args:
         tables: of `layer_costs`, by kind.
-        stage_sums, stage_maxima: by kind, at `[d, i]` the stage of the d+1 layers from i on.
+        stage_sums, stage_maxima, stage_variants: by kind, at `[d, i]` the stage of the d+1 layers from i on.
         cut_sums, cut_maxima: at `[cut, edge]`.
         bound: every maximum must be below it.
         tie: cost of a rank.
@@ -62,6 +65,7 @@ class StageProgram:
     tables: list[StageTable]
     stage_sums: list[Floats]
     stage_maxima: list[Floats]
+    stage_variants: list[Ints]
     cut_sums: Floats
     cut_maxima: Floats
     bound: float
@@ -84,6 +88,7 @@ class StageProgram:
             stage_maxima=[
                 table.pace if costs.is_asynchronous else table.pace + table.after for table in tables
             ],
+            stage_variants=[table.variant for table in tables],
             cut_sums=2 * latency + per_byte * costs.moved,
             cut_maxima=cut_maxima,
             bound=bound,
@@ -108,15 +113,16 @@ class StageProgram:
         starts = edges[:-1]
         lengths = np.array([np.roll(edges, -d - 1)[:-1] for d in range(len(starts))]) - starts
 
-        def of_merged(values: Floats) -> Floats:
+        def of_merged(values: Any, outside: float = math.inf) -> Any:
             inside = (lengths > 0) & (lengths <= len(values))
-            return np.where(inside, values[np.where(inside, lengths - 1, 0), starts], math.inf)
+            return np.where(inside, values[np.where(inside, lengths - 1, 0), starts], outside)
 
         return replace(
             self,
             costs=self.costs.merged(edges),
             stage_sums=list(map(of_merged, self.stage_sums)),
             stage_maxima=list(map(of_merged, self.stage_maxima)),
+            stage_variants=[of_merged(values, 0) for values in self.stage_variants],
             cut_sums=self.cut_sums[:, edges],
             cut_maxima=self.cut_maxima[:, edges],
         )
@@ -244,15 +250,17 @@ class StageProgram:
         """Return the choices that lead to the least value from this slot."""
         graph, slots, edges, busiest = self.graph, [slot], [0], 0.0
         parts: list[float] = []  # of the sum, from each slot to the next
+        variants: list[int] = []
         while True:
             kind, start = graph.kind[slot], edges[-1]
             values = stages[kind][:, start]
             d = int(np.argmin(combine(values, behind[slot, : len(values), start])))
             parts.append(float(self.stage_sums[kind][d, start]))
             busiest = max(busiest, float(self.stage_maxima[kind][d, start]))
+            variants.append(int(self.stage_variants[kind][d, start]))
             edges.append(start + d + 1)
             if edges[-1] == self.costs.num_layers:
-                return self.path(slots, edges, parts, busiest)
+                return self.path(slots, edges, parts, busiest, variants)
             run, stop = slice(graph.first[slot], graph.first[slot + 1]), edges[-1]
             options = combine(least[graph.behind[run], stop], cuts[graph.cut[run], stop])
             chosen = graph.first[slot] + int(np.argmin(options))
@@ -261,14 +269,21 @@ class StageProgram:
             busiest = max(busiest, float(self.cut_maxima[cut, stop]))
             slots.append(slot)
 
-    def path(self, slots: list[int], edges: list[int], parts: Sequence[float], busiest: float) -> Path:
+    def path(
+        self,
+        slots: list[int],
+        edges: list[int],
+        parts: Sequence[float],
+        busiest: float,
+        variants: list[int],
+    ) -> Path:
         """Return the path of these parts of its sum, whose longest maximum may be a wait for gradients."""
         total, slowest = 0.0, busiest
         for slot, part in zip(reversed(slots), reversed(parts), strict=True):
             total += part
             slowest = max(slowest, float(self.graph.trips[slot]) * total)
         seconds = slowest + total * (not self.costs.is_asynchronous)
-        return Path(slots, edges, total, busiest, slowest, seconds)
+        return Path(slots, edges, total, busiest, slowest, seconds, variants)
 
 
 def below(bound: Floats) -> Floats:

@@ -3,9 +3,11 @@
 import torch
 
 from hybridpipe import Plan, StageSpec
+from hybridpipe.comm.courier import Courier
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import PointToPoint
+from hybridpipe.device import Lanes
 from hybridpipe.planning.schedules.generators import programs
 
 ROWS, COLUMNS = 3 * 2**10, 2**18  # of four bytes
@@ -13,7 +15,7 @@ PLAN = Plan((StageSpec(0, 1), StageSpec(1, 2)), schedule="gpipe", num_microbatch
 
 rank = MPI.COMM_WORLD.rank
 with MpiTransport(MPI.COMM_WORLD.Dup()) as transport:
-    p2p = PointToPoint(PLAN, rank, transport, torch.device("cpu"))
+    p2p = PointToPoint(PLAN, rank, Courier(transport, Lanes(torch.device("cpu"))))
     p2p.begin(programs(PLAN, 1)[rank], lambda _: ROWS, step=0, training=True)
     first = torch.arange(ROWS, dtype=torch.int32)[:, None]
     columns = torch.arange(COLUMNS, dtype=torch.int32)

@@ -77,7 +77,7 @@ def of_annealing(schedule: str) -> list[str]:
     start = Plan.data_parallel(9, 4, 12, schedule)
     schedules = ("1f1b", "gpipe", "zero-bubble")
     return [
-        told(anneal(start, profile, NODES, evaluations=40, seed=seed, recompute=True, schedules=schedules))
+        told(anneal(start, profile, NODES, evaluations=120, seed=seed, recompute=True, schedules=schedules))
         for seed in range(4)
     ]
 

@@ -1,10 +1,10 @@
 from dataclasses import replace
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.problem import Problem
-from hybridpipe.planning.search.refine import MAX_EXPANDED, NUM_TRIED, neighbours, refine
+from hybridpipe.planning.search.refine import MAX_EXPANDED, NUM_TRIED, neighbours, refine, run_otherwise
 from tests.planning.helpers import layer, model
 
 PROFILE = model(layer(output=9), layer(output=1), layer(output=5), layer(output=7), layer(), layer())
@@ -63,3 +63,30 @@ def test_neighbours_that_do_not_fit_are_not_simulated():
     simulated = {plan((3, 2), (6, 2)): 1.0}
     refine(simulated, tight, lambda _: 1.0, lambda *_: 1 / 0)
     assert len(simulated) == 1
+
+
+def recomputing(each: Plan) -> str:
+    return "".join("-R"[stage.recompute] for stage in each.stages)
+
+
+def test_recomputation_moves_to_where_it_is_needed():
+    """Of two stages the first keeps two microbatches; with one layer less it need not recompute."""
+    kept = replace(PROFILE, layers=tuple(replace(each, activation_bytes=100) for each in PROFILE.layers))
+    limited = replace(problem().cluster, memory_bytes=800)
+    tight = replace(problem(), profile=kept, cluster=limited, request=PlanRequest(recompute=True))
+    here = tight.fitted(plan((4, 1), (6, 1)))
+    assert recomputing(here) == "R-"
+    near = {told([each]).pop(): recomputing(each) for each in neighbours(here, tight)}
+    assert near["3:1 6:1"] == "--" and near["5:1 6:1"] == "R-" and near["6:2"] == "-"
+
+
+def test_stages_of_one_rank_are_run_otherwise():
+    """Each of two ranks holds two stages; one of the four does not fit without recomputation."""
+    stages = tuple(StageSpec(a, b, 1, (s % 2,)) for s, (a, b) in enumerate([(0, 1), (1, 2), (2, 4), (4, 6)]))
+    chunked = Plan(stages, "interleaved-1f1b", 8, chunks=2).running([Variant(True), *[Variant()] * 3])
+    free = replace(problem(), request=PlanRequest("interleaved-1f1b", recompute=True))
+    assert not list(run_otherwise(chunked, free))
+    roomy = replace(free, cluster=replace(free.cluster, memory_bytes=10**6))
+    assert {recomputing(each) for each in run_otherwise(chunked, roomy)} == {
+        *("----", "RR--", "R-R-", "R--R"),
+    }
