@@ -122,9 +122,15 @@ def start(
 
 
 def merged(reports: Sequence[dict]) -> dict[str, Any]:
-    """Merge the ranks' reports: the largest time, the sum of the last losses, and rank 0's other figures."""
+    """Merge the ranks' reports: the largest time, the sum of the last losses, and rank 0's other figures.
+
+    Processor seconds, which some programs report, are summed over the ranks.
+    """
     losses = [report["losses"][-1] for report in reports if report["losses"]]
-    told = {name: value for name, value in reports[0].items() if name not in ("seconds", "losses")}
+    merged_here = ("seconds", "losses", "processor")
+    told = {name: value for name, value in reports[0].items() if name not in merged_here}
+    if all("processor" in report for report in reports):
+        told["processor"] = sum(steady_seconds(report["processor"]) for report in reports)
     return {
         "seconds": max(steady_seconds(report["seconds"]) for report in reports),
         "loss": sum(losses) if losses else None,

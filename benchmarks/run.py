@@ -20,6 +20,11 @@ from datetime import date
 from pathlib import Path
 from types import ModuleType
 
+import bootstrap
+
+if __name__ == "__main__":
+    bootstrap.enter(sys.argv[1:])  # before anything that the environment has to have
+
 import networks
 import results
 from jobs import Run

@@ -24,7 +24,7 @@ from hybridpipe.planning.checks import (
     positive,
     positive_int,
 )
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
+from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.request import AUTO, PlanRequest
 
 SOURCES = (AUTO, "dp", "straight")
@@ -168,7 +168,7 @@ class TrainConfig:
             positive("clip_grad_norm", self.clip_grad_norm)
         non_negative_int("delay_warm_up", self.delay_warm_up)
         one_of("precision", self.precision, PRECISIONS)
-        one_of("compression", self.compression, COMPRESSIONS)
+        check_compression(self.compression)
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.target_accuracy is not None:
             positive("target_accuracy", self.target_accuracy)

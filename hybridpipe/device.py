@@ -1,44 +1,202 @@
-"""Devices: a rank's device, its clock and its peak memory.
+"""Devices: a rank's device, its memory, and its lanes, in which a GPU computes and copies beside the host.
 
-Knows torch, no model, and of the ranks only this one's index on its host.
-Invariant: no other module reads time differently on a CPU and on a GPU.
+Knows torch, no model, and no ranks but those of this one's host.
+Invariant: no other module asks whether a device is a GPU to read time, to wait or to copy.
 """
 
 import resource
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 
-def device_of_rank(local_rank: int, device: torch.device | str | None) -> torch.device:
-    """Choose a rank's device: the GPU of its index on the host, modulo their number, or else the CPU.
+class Event(Protocol):
+    """A point in a lane's work."""
+
+    def query(self) -> bool:
+        """Return True if the work before the point is done."""
+
+
+class Lanes:
+    """The lanes of a CPU: work is done when a call returns, so nothing is waited for.
 
     Args:
-        local_rank: index of the rank on its host.
-        device: the user's choice; None chooses, and "cuda" without an index is that GPU.
+        device: the rank's device.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    on_host = True  # the host computes, so the host's memory is the device's, and time is the thread's
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Any:
+        """Return a mark of the present point in the work, for `seconds`."""
+        return time.perf_counter()
+
+    def seconds(self, marks: Sequence[Any]) -> Sequence[float]:
+        """Return the time of each mark in seconds of this host's monotonic clock; wait for the last one."""
+        return marks
+
+    def synchronize(self) -> None:
+        """Wait until all work is done."""
+
+    def load(self, tensor: Tensor) -> Tensor:
+        """Return an input on the device."""
+        return tensor.to(self.device)
+
+
+class GpuLanes(Lanes):
+    """The lanes of a GPU: torch's current stream computes, one stream copies out, and one copies in.
+
+    Copies out and copies in have a stream each: a copy out waits until its numbers are computed, and would
+    hold up what arrives. The host waits for nothing but in `seconds` and `synchronize`.
+
+    Args:
+        cuda: torch.cuda, or what stands for it.
+    """
+
+    on_host = False
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        super().__init__(device)
+        self._cuda = cuda
+        self._outward, self._inward = cuda.Stream(device), cuda.Stream(device)
+        self._arriving: deque[Point] = deque()  # copies in that still read the host's memory
+
+    def mark(self) -> Any:
+        """Return an event behind the work that the current stream has been given so far."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> Sequence[float]:
+        """Return the marks' times, counted back from an event that the host waits for now."""
+        if not marks:
+            return []
+        now = self.mark()
+        now.synchronize()
+        seconds = time.perf_counter()
+        return [seconds - 1e-3 * mark.elapsed_time(now) for mark in marks]
+
+    def synchronize(self) -> None:
+        """Wait until the current stream has done its work."""
+        self._cuda.current_stream(self.device).synchronize()
+
+    def load(self, tensor: Tensor) -> Tensor:
+        """Return an input on the device, without waiting.
+
+        A copy from memory that is not pinned would wait until the GPU has done all that it was given.
+        """
+        if self.is_here(tensor) or tensor.layout != torch.strided or tensor.requires_grad:
+            return tensor.to(self.device)
+        return self.copy_in(tensor if tensor.is_pinned() else tensor.pin_memory())
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return memory on the device with arbitrary content, for the current stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def is_here(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is not in the host's memory."""
+        return tensor.device.type != "cpu"
+
+    def computed(self, *held: Tensor) -> "Point":
+        """Return the present point in the current stream's work; tensors are held with it."""
+        return Point(self._recorded(), held)
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> "Point":
+        """Start to copy a tensor into pinned memory, once the work that was given so far is done.
+
+        Returns:
+            the end of the copy, which holds the tensor.
+        """
+        self._outward.wait_event(self._recorded())
+        with self._cuda.stream(self._outward):
+            host.copy_(tensor, non_blocking=True)
+            return Point(self._recorded(), (tensor,))
+
+    def copy_in(self, host: Tensor) -> Tensor:
+        """Start to copy pinned memory to the device; work that is given from now on waits for the copy.
+
+        The memory is held until it was read.
+        """
+        while self._arriving and self._arriving[0].query():
+            self._arriving.popleft()
+        with self._cuda.stream(self._inward):
+            tensor = torch.empty_like(host, device=self.device)
+            tensor.copy_(host, non_blocking=True)
+            copied = Point(self._recorded(), (host,))
+        self._arriving.append(copied)
+        self._cuda.current_stream(self.device).wait_event(copied.event)
+        return self.used(tensor)
+
+    def room(self, num_bytes: int) -> Tensor:
+        """Return memory on the device into which MPI may write at once.
+
+        What the current stream has let go of may still be used by work in it. So this memory is the inward
+        stream's, which gets it back only when the work that has used it is done.
+        """
+        with self._cuda.stream(self._inward):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def head(self, room: Tensor, num_bytes: int) -> Tensor:
+        """Return the first bytes of what MPI has written into a room, on the host."""
+        with self._cuda.stream(self._inward):
+            return room[:num_bytes].cpu()
+
+    def used(self, tensor: Tensor) -> Tensor:
+        """Return memory of the inward stream, which the current stream uses from now on."""
+        tensor.record_stream(self._cuda.current_stream(self.device))  # else it could be written too early
+        return tensor
+
+    def _recorded(self) -> Any:
+        event = self._cuda.Event()
+        event.record()
+        return event
+
+
+class Point(NamedTuple):
+    """A point in a lane's work; `held` must not be used otherwise before it is reached."""
+
+    event: Event
+    held: tuple[Tensor, ...]
+
+    def query(self) -> bool:
+        """Return True if the work before the point is done."""
+        return self.event.query()
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the names that are unique to each of the GPUs which this process sees, in torch's order."""
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
+
+
+def device_of_rank(index: int, count: int, num_gpus: int, device: torch.device | str | None) -> torch.device:
+    """Choose a rank's device.
+
+    Ranks share GPUs out in blocks, so that ranks which have one together are neighbours.
+
+    Args:
+        index, count: of the rank among the ranks of its host that see the same GPUs.
+        num_gpus: number of these.
+        device: the user's choice; None: a GPU, if there is one. "cuda" without an index is the rank's own.
+    """
     if device is None:
         device = "cuda" if num_gpus else "cpu"
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", local_rank % num_gpus)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # pinned memory and layers that use "cuda" take the current device
+        device = torch.device("cuda", index * num_gpus // count)
     return device
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds that first waits until the device has finished all queued work."""
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def clock() -> float:
-        torch.cuda.synchronize(device)  # otherwise an event would end when its kernels are queued
-        return time.perf_counter()
-
-    return clock
+def lanes_of(device: torch.device) -> Lanes:
+    """Return the lanes of a rank's device."""
+    return GpuLanes(device) if device.type == "cuda" else Lanes(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from hybridpipe.config import load_config
+from hybridpipe.data import digits
 from hybridpipe.launch import mpirun
+from hybridpipe.model.precision import Precision
 from hybridpipe.model.recording.events import call_arguments
 from tests.libraries import skip_without_transformers
 
@@ -308,3 +310,25 @@ def test_baseline_computes_what_one_process_does(name, tmp_path):
     assert three["bytes_allreduced"] == 3 * one["bytes_allreduced"]
     assert three["bytes_sent_p2p"] == 0 and three["samples_per_second"] > 0
     assert len(three["peak_memory_bytes"]) == 3
+    low = baseline(name, 1, tmp_path / "low", "--set", "train.precision=bf16")
+    assert low["loss_first"] == pytest.approx(in_one_forward(Precision("bf16")), rel=1e-6)
+    assert one["loss_first"] == pytest.approx(in_one_forward(Precision("fp32")), rel=1e-6)
+    assert low["loss_first"] != pytest.approx(one["loss_first"], rel=1e-5)
+
+
+def in_one_forward(precision: Precision) -> float:
+    """The loss of the baselines' first minibatch."""
+    config = tomllib.loads((EXAMPLES / "digits_mlp.toml").read_text())
+    torch.manual_seed(config["train"]["seed"])
+    model = import_module("models").mlp(**config["model"]["args"] | {"width": 64})
+    order = torch.randperm(1437, generator=torch.Generator().manual_seed(1000 * config["train"]["seed"]))
+    inputs, targets = (tensor[order[:718]] for tensor in digits().tensors)
+    with precision.context(torch.device("cpu")):
+        outputs = model(inputs)
+    return nn.functional.cross_entropy(outputs.float(), targets).item()
+
+
+def test_baselines_refuse_other_precisions(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "baseline_ddp.py"), str(EXAMPLES / "digits_mlp.toml")]
+    done = subprocess.run([*command, "--set", "train.precision=fp16"], capture_output=True, text=True)
+    assert done.returncode == 1 and "train in fp32 and bf16, got 'fp16'" in done.stderr

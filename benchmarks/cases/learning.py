@@ -111,7 +111,7 @@ def measure(run: Run) -> Iterator[Row]:
 def _trained(run: Run, example: str, way: Way) -> Row:
     folder = run.out / example / way.name.replace(", ", "-").replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "given.json", way.plan(_straight(example, run.out / example / "cut")))
+    write_json(folder / "given.json", way.plan(straight(example, run.out / example / "cut")))
     overrides = [f"train.seed={run.round}", *way.overrides(example)]
     out = folder / f"round{run.round}"
     summary = jobs.train(f"{example}.toml", folder / "given.json", RANKS, overrides, out)
@@ -123,10 +123,11 @@ def _trained(run: Run, example: str, way: Way) -> Row:
     return Row(example, way.name, run.round, figures)
 
 
-def _straight(example: str, folder: Path) -> Plan:
+def straight(example: str, folder: Path, overrides: Sequence[str] = ()) -> Plan:
     """Return the straight plan of a short job, which the first call runs."""
     if not (folder / "plan.json").is_file():
         short = (
+            *overrides,
             "train.epochs=1",
             "plan.schedule=1f1b",
             "data.args.limit=256",

@@ -41,12 +41,13 @@ class Task:
     minibatch: int  # samples
     input_shape: tuple[int, ...]  # () stands for a block of characters
     learning_rate: float = 0.01
+    block: int = BLOCK
 
     def samples(self, count: int) -> TensorDataset:
         """Make up samples: a minibatch takes the same time whatever they contain."""
         generator = torch.Generator().manual_seed(SEED)
         if not self.input_shape:
-            text = torch.randint(VOCABULARY, (count, BLOCK + 1), generator=generator)
+            text = torch.randint(VOCABULARY, (count, self.block + 1), generator=generator)
             return TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
         images = torch.randn(count, *self.input_shape, generator=generator)
         return TensorDataset(images, torch.randint(10, (count,), generator=generator))
@@ -69,6 +70,11 @@ TASKS = {
     "mlp": Task(partial(models.mlp, width=2048, depth=5), 128, (1, 8, 8)),
     # For slow networks: the quick start's VGG-style net with wider dense layers, 19 MB of parameters.
     "vgg-digits": Task(partial(models.vgg_digits, width=2048, dropout=0.0), 64, (1, 8, 8)),
+    # For `gpu`: 100 million parameters, and blocks long enough to fill a GPU; and the same, small.
+    "gpt-100m": Task(
+        partial(models.gpt, width=768, num_layers=14, num_heads=12, block_size=512), 64, (), block=512
+    ),
+    "gpt-small": Task(partial(models.gpt, width=64, num_layers=4), 16, ()),
     # For tests.
     "tiny": Task(partial(models.mlp, width=16, depth=4), 16, (1, 8, 8)),
 }
@@ -87,6 +93,7 @@ class Job:
     out: Path
     rank: int
     ranks: int
+    precision: str = "fp32"
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -135,8 +142,8 @@ class Job:
 
 
 def load_job() -> Job:
-    """Return the job of the command line, and set one compute thread."""
-    torch.set_num_threads(1)
+    """Return the job of the command line, and set the compute threads: OMP_NUM_THREADS, or one."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     parser = argparse.ArgumentParser()
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--variant", default="", help="variant of the program")
@@ -144,6 +151,7 @@ def load_job() -> Job:
     parser.add_argument("--minibatch", type=int, help="samples of a minibatch; by default the task's")
     parser.add_argument("--minibatches", type=int, default=10)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--precision", default="fp32", help="of hybridpipe's trainer")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     task = TASKS[options.task]
@@ -159,4 +167,5 @@ def load_job() -> Job:
         options.out,
         rank=int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")),
         ranks=int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")),
+        precision=options.precision,
     )

@@ -3,6 +3,7 @@
 The variants with auto write DIR/plan.json, profile.json and cluster.json beside the report.
 """
 
+import time
 from itertools import pairwise
 
 from common import Job, load_job
@@ -34,10 +35,14 @@ def main() -> None:
         optimizer=job.task.optimizer,
         plan=chosen,
         minibatch_size=job.minibatch,
+        precision=job.precision,
         **options(job) if chosen == "auto" else {},
     )
 
+    processor = [time.process_time()]
+
     def note(record: MinibatchRecord) -> None:
+        processor.append(time.process_time())
         job.seconds.append(record.seconds)
         job.losses.append(record.loss / job.ranks)
 
@@ -52,6 +57,7 @@ def main() -> None:
     memory = {name: summary.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
     job.report(
         plan=f"{used.name}, {used.schedule}, {used.num_microbatches}",
+        processor=[after - before for before, after in pairwise(processor)],
         rank_seconds=traced.per_minibatch() if traced else {},
         **memory,
     )

@@ -23,6 +23,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.model.tensors import overwrite
+from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.state import (
@@ -208,9 +209,8 @@ class _Reading:
         result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
         mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.trained}
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
-        match state.meta.get("loss_scale"):
-            case [float(value), int(updates)]:
-                result.loss_scale = value, updates
+        scales = state.meta.get("loss_scales", [])
+        result.loss_scales = tuple(LossScale(float(v), int(n), changes=True) for v, n in scales)
         if mine:
             result.parameters |= mine
             self.optimizers.add(str(state.meta.get("optimizer")))

@@ -110,12 +110,14 @@ def _doctor(_: argparse.Namespace) -> int:
     return doctor.main()
 
 
-def _setup(_: argparse.Namespace) -> int:
+def _setup(options: argparse.Namespace) -> int:
     for name in ("torch", "mpi4py"):
         if find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
     script = Path(__file__).parents[1] / "launch/setup.sh"
-    os.execvp("bash", ["bash", str(script), sys.executable])
+    words = {"--cuda": options.cuda, "--from": options.bundle}
+    given = [word for name, value in words.items() if value is not None for word in (name, value)]
+    os.execvp("bash", ["bash", str(script), sys.executable, *given])
 
 
 def _profile(options: argparse.Namespace) -> int:
@@ -164,8 +166,7 @@ def _probe(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise UserError(f"probe --flat: {error}") from None
         return 0
-    import torch
-
+    from hybridpipe.comm.gpus import own_device
     from hybridpipe.comm.groups import this_host
     from hybridpipe.comm.idle import share_cores
     from hybridpipe.comm.mpi import MPI
@@ -176,13 +177,13 @@ def _probe(options: argparse.Namespace) -> int:
 
     failure.install()
     share_cores(MPI.COMM_WORLD)
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # the default of training, too
+    device = own_device(MPI.COMM_WORLD, None)  # the default of training, too
     try:
-        thread = needs_progress_thread(MPI.COMM_WORLD, torch.device(device))
-        cluster = probe(MPI.COMM_WORLD, progress_thread=thread)
+        thread = needs_progress_thread(MPI.COMM_WORLD, device)
+        cluster = probe(MPI.COMM_WORLD, progress_thread=thread, device=device)
     except ValueError as error:
         failure.refuse(error)
-    num_cores = this_host(MPI.COMM_WORLD).num_cores
+    num_cores = this_host(MPI.COMM_WORLD).num_cores if device.type == "cpu" else None
     if MPI.COMM_WORLD.rank == 0:
         write_json(options.out, cluster)
         print(f"{describe(cluster, num_cores)}\nwritten to {options.out}")

@@ -31,7 +31,16 @@ def add_doctor(command: Command) -> None:
 
 def add_setup(command: Command) -> None:
     """Add `setup`."""
-    command("setup", "install an MPI if there is none, and build Horovod against it and torch")
+    setup = command("setup", "install an MPI if there is none, and build Horovod against it and torch")
+    setup.add_argument(
+        "--cuda",
+        choices=("off", "staged", "nccl"),
+        help="Horovod without CUDA, or with it: all-reduces through host memory, or by NCCL; "
+        "default: as before, else staged where torch has CUDA",
+    )
+    setup.add_argument(
+        "--from", dest="bundle", metavar="DIR", help="no index and no network: a folder of launch/bundle"
+    )
 
 
 def add_inspect(command: Command) -> None:

@@ -1,6 +1,7 @@
 """Messages: a tuple of tensors packed into one buffer of bytes, and back.
 
-A message is a header of eight int64, then each tensor's bytes in C order at a multiple of 64 bytes.
+A message is a head, then each tensor's bytes in C order at a multiple of 64 bytes. The head is a header of
+eight int64 and, where tensors may be missing, a byte for each, 0 if it is. Hosts read and write it.
 Invariant: the receiver checks the header against what the plan expects before it reads the rest.
 """
 
@@ -58,15 +59,22 @@ class Spec:
 
     Args:
         single: True for a bare tensor, False for a tuple.
+        optional: tensors may be missing.
     """
 
     tensors: tuple[TensorSpec, ...]
     single: bool = False
+    optional: bool = False
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """Size of the message's head in bytes."""
+        return HEADER_BYTES + (_aligned(len(self.tensors)) if self.optional else 0)
 
     @cached_property
     def offsets(self) -> list[int]:
         """Offset of each tensor in bytes, and of the message's end."""
-        offsets = [HEADER_BYTES]
+        offsets = [self.head_bytes]
         for tensor in self.tensors:
             offsets.append(offsets[-1] + _aligned(tensor.num_bytes))
         return offsets
@@ -78,14 +86,8 @@ class Spec:
 
     @cached_property
     def gradients(self) -> "Spec":
-        """Spec of the gradients' message: a byte for each gradient, 0 if it is missing, and the gradients."""
-        wanted = tuple(tensor for tensor in self.tensors if tensor.requires_grad)
-        return Spec((flags_spec(len(wanted)), *wanted))
-
-
-def flags_spec(count: int) -> TensorSpec:
-    """Return the spec of a byte for each of `count` gradients."""
-    return TensorSpec((count,), torch.uint8, False, torch.uint8)
+        """Spec of the gradients' message."""
+        return Spec(tuple(tensor for tensor in self.tensors if tensor.requires_grad), optional=True)
 
 
 def _as_it_is(tensor: Tensor) -> torch.dtype:
@@ -137,9 +139,16 @@ def _types(tensor: TensorSpec) -> str:
     return " ".join(str(each).removeprefix("torch.") for each in dict.fromkeys((tensor.dtype, tensor.sent)))
 
 
-def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor | None], header: Sequence[int]) -> None:
-    """Write header and tensors into `buffer`, from any device, type and memory layout; None is skipped."""
-    _HEADER.pack_into(buffer.numpy().data, 0, MAGIC, spec.num_bytes, *header, *[0] * (6 - len(header)))
+def write_head(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor | None], header: Sequence[int]) -> None:
+    """Write a message's head into the beginning of `buffer`, which is in the host's memory."""
+    memory = buffer.numpy().data
+    _HEADER.pack_into(memory, 0, MAGIC, spec.num_bytes, *header, *[0] * (6 - len(header)))
+    if spec.optional:
+        memory[HEADER_BYTES : HEADER_BYTES + len(tensors)] = bytes(tensor is not None for tensor in tensors)
+
+
+def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor | None]) -> None:
+    """Write tensors of any device, type and memory layout into a message's `buffer`; None is skipped."""
     for view, tensor in zip(views(buffer, spec), tensors, strict=True):
         if tensor is not None:
             view.copy_(tensor.detach())
@@ -161,6 +170,14 @@ def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Seque
             if received[name] != value
         )
         raise ProtocolError(f"a message is not the one the plan expects: {differences}")
+
+
+def present(head: Tensor, spec: Spec) -> list[bool]:
+    """Return for each tensor whether a message has it, given its head in the host's memory."""
+    count = len(spec.tensors)
+    if not spec.optional:
+        return [True] * count
+    return [flag != 0 for flag in head.numpy()[HEADER_BYTES : HEADER_BYTES + count].tolist()]
 
 
 def views(buffer: Tensor, spec: Spec) -> tuple[Tensor, ...]:

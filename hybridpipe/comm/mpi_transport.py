@@ -9,15 +9,18 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from hybridpipe.comm.cuda_aware import memory_of
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
-from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected
+from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Parts, Pending, Unexpected, is_last, parts_of
+from hybridpipe.device import Event
 
 # A waiting rank polls without pauses for this time if every rank of its machine has a core of its own: a
 # pause lasts at least 70 µs with the kernel's timer slack, and a small message takes 2 µs.
@@ -125,7 +128,7 @@ class MpiTransport:
         cores_to_spare: True if every rank of this machine has a core of its own and may poll without pauses.
         progress_thread: start a progress thread. Without one, messages must arrive without their sender's
             help.
-        device: the rank's device; by default the CPU.
+        pinned: its buffers are pinned memory, for copies to and from a GPU.
     """
 
     def __init__(
@@ -133,12 +136,14 @@ class MpiTransport:
         communicator: MPI.Comm,
         cores_to_spare: bool = False,
         progress_thread: bool = True,
-        device: torch.device | None = None,
+        pinned: bool = False,
     ) -> None:
         self._communicator = communicator
-        self.buffer = Buffers(pinned=device is not None and device.type == "cuda").take
+        self.buffer = Buffers(pinned).take
+        self._gpu = torch.cuda.current_device() if pinned and torch.cuda.is_available() else None
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
         self._active: list[_Request] = []  # MPI's requests
+        self._unsent: deque[tuple[Event, _Request]] = deque()  # messages that are not computed yet, in order
         # by (peer, tag), in order; a pair without any is absent
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
         self._arrived: defaultdict[tuple[int, int], deque[_Arrived]] = defaultdict(deque)
@@ -157,15 +162,40 @@ class MpiTransport:
             self.thread = threading.Thread(target=self._progress, name=name, daemon=True)
             self.thread.start()
 
-    def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
         """Start sending with `MPI_Isend`; `buffer` is kept alive until the transfer is complete."""
-        array = buffer.numpy()
-        request = self._communicator.Isend([array, MPI.BYTE], peer, tag)
-        what = Wait("send", (peer,), tag, array.nbytes)
-        return self._watch(_Request(request, buffer, self, array.nbytes > SMALL_BYTES, what))
+        return _one_or_parts([self._send(part, peer, tag, ready) for part in parts_of(buffer)])
+
+    def _send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None) -> Pending:
+        num_bytes = len(buffer)
+        what = Wait("send", (peer,), tag, num_bytes)
+        pending = _Request(None, buffer, self, num_bytes > SMALL_BYTES, what)
+        if ready is None:
+            pending.request = self._start(pending)
+            return self._watch(pending)
+        with self._guard:
+            self._unsent.append((ready, pending))
+            self._limit_pause(PAUSE_URGENT_SECONDS, 0.0)  # the event comes when the GPU is done, soon
+        return pending
+
+    def _start(self, pending: _Request) -> MPI.Request:
+        what = pending.what
+        assert isinstance(pending.buffer, Tensor) and what.tag is not None
+        return self._communicator.Isend([memory_of(pending.buffer), MPI.BYTE], what.peers[0], what.tag)
+
+    def _start_computed(self) -> None:
+        """Start sending what is computed by now. `_polling` is held."""
+        while self._unsent and self._unsent[0][0].query():
+            _, pending = self._unsent.popleft()
+            pending.request = self._start(pending)
+            with self._guard:
+                self._active.append(pending)
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Post a receive of the peer's next message with this tag; its `wait` raises for another size."""
+        return _one_or_parts([self._receive(part, peer, tag) for part in parts_of(buffer)])
+
+    def _receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         expected = _Request(None, buffer, self, False, Wait("receive", (peer,), tag, len(buffer)))
         with self._polling:
             if (peer, tag) in self._arrived:
@@ -204,7 +234,8 @@ class MpiTransport:
                 if source == peer:
                     copies = [each.content() for each in arrived]
                     self._arrived[source, tag] = deque(_Arrived(None, len(copy), copy) for copy in copies)
-                    found += [Unexpected(tag, copy) for copy in copies]
+                    firsts = compress(copies, [True, *map(is_last, copies)])
+                    found += [Unexpected(tag, copy) for copy in firsts]
         return found
 
     def _watch(self, pending: _Request) -> _Request:
@@ -274,10 +305,12 @@ class MpiTransport:
 
     @property
     def _is_under_way(self) -> bool:
-        return bool(self._active) or self._num_expected > 0
+        return bool(self._active) or bool(self._unsent) or self._num_expected > 0
 
     def _progress(self) -> None:
         """Run the progress thread."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # else this thread's first look at an event would use the first
         idle_pauses = 0
         while True:
             with self._guard:
@@ -288,6 +321,8 @@ class MpiTransport:
                 pause = self._pause
                 self._resting = math.inf if idle_pauses > LINGER_PAUSES else pause
                 self._pause = _longer(pause, only_expected=self._num_expected > 0 and not self._active)
+                if self._unsent:
+                    self._pause = PAUSE_URGENT_SECONDS
                 self._wake.wait(None if math.isinf(self._resting) else pause)
                 self._resting = 0.0
                 due = under_way and not self._num_waiting
@@ -297,6 +332,7 @@ class MpiTransport:
     def _test(self, pending: _Request) -> bool:
         """Return True if the request is complete; then test the others, too, if there are many."""
         with self._polling:
+            self._start_computed()
             while not pending.completed and pending.request is None:
                 if not self._match():
                     return False
@@ -314,6 +350,7 @@ class MpiTransport:
     def _poll(self) -> None:
         """Match arrived messages with receives, and test all requests."""
         with self._polling:
+            self._start_computed()
             while self._match():
                 pass
             with self._guard:
@@ -364,14 +401,18 @@ class MpiTransport:
             pending.complete()
         elif arrived.num_bytes <= SMALL_BYTES:  # all of it has arrived
             assert arrived.message is not None
-            arrived.message.Recv([pending.buffer.numpy(), MPI.BYTE])
+            arrived.message.Recv([memory_of(pending.buffer), MPI.BYTE])
             pending.complete()
         else:
             assert arrived.message is not None
-            pending.request = arrived.message.Irecv([pending.buffer.numpy(), MPI.BYTE])
+            pending.request = arrived.message.Irecv([memory_of(pending.buffer), MPI.BYTE])
             with self._guard:
                 self._active.append(pending)
                 self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
+
+
+def _one_or_parts(pending: list[Pending]) -> Pending:
+    return pending[0] if len(pending) == 1 else Parts(pending)
 
 
 def _longer(pause: float, only_expected: bool) -> float:

@@ -11,32 +11,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybridpipe.comm.courier import HEADER_NAMES, Arriving, Content, Courier
 from hybridpipe.comm.messages import (
     SPEC_BYTES,
     ProtocolError,
     Spec,
-    check_header,
     decode_spec,
     encode_spec,
     header_of,
-    pack,
     spec_of,
-    views,
 )
-from hybridpipe.comm.transport import Pending, Transport
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.tensors import TensorTree, received, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
 
-LARGEST_MESSAGE_BYTES = 2**31 - 1  # MPI counts in 32 bits
 LARGEST_TAG = 2**15 - 1  # every MPI library allows it
 SHARED_TAG = LARGEST_TAG  # of `optim.shared_gradients`; no activation or gradient at a cut has it
 
 KINDS = 3
 ACTIVATION, GRADIENT, SPEC = range(KINDS)
-HEADER_NAMES = ("kind", "step", "microbatch", "stage", "form")
 
 
 class _SpecKey(NamedTuple):
@@ -48,41 +43,17 @@ class _SpecKey(NamedTuple):
     training: bool
 
 
-class _Posted(NamedTuple):
-    """A posted receive and the message that the plan expects there."""
-
-    pending: Pending
-    buffer: Tensor
-    spec: Spec
-    header: tuple[int, ...]
-    peer: int
-    tag: int
-
-    def check(self) -> None:
-        """Raise ProtocolError unless the received message is the one that the plan expects."""
-        try:
-            check_header(self.buffer, self.spec, self.header, HEADER_NAMES)
-        except ProtocolError as error:
-            raise ProtocolError(f"from rank {self.peer}, tag {self.tag}: {error}") from None
-
-
 class PointToPoint:
     """The messages of one rank at `stage`. Call `begin` before each program.
 
     Before a pair of ranks exchanges its first microbatch of some form, the sender sends a `Spec`. Later
-    receives of that form are posted ahead into reused buffers. A rank that holds several stages has one
-    object a stage, over one transport.
+    receives of that form are posted ahead into reused memory. A rank that holds several stages has one
+    object a stage, with one courier.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        stage: int,
-        transport: Transport,
-        device: torch.device,
-        precision: Precision = FP32,
-    ) -> None:
-        self._stage, self._transport, self._device, self._sent = stage, transport, device, precision.sent
+    def __init__(self, plan: Plan, stage: int, courier: Courier, precision: Precision = FP32) -> None:
+        self._stage, self._courier, self._sent = stage, courier, precision.sent
+        self._transport = courier.transport
         self._chunk = stage // plan.num_groups
         self._num_stages = plan.num_stages
         self._num_tags = LARGEST_TAG // (KINDS * plan.num_stages)
@@ -108,7 +79,7 @@ class PointToPoint:
             for i in program
             if isinstance(i, ReceiveActivation | ReceiveGradient) and i.chunk == self._chunk
         ]
-        self._posted: dict[ReceiveActivation | ReceiveGradient, _Posted] = {}
+        self._posted: dict[ReceiveActivation | ReceiveGradient, Arriving] = {}
         self._num_posted = self._num_consumed = 0
 
     def end(self) -> None:
@@ -144,9 +115,7 @@ class PointToPoint:
         key = self._key(microbatch, self._stage - 1)
         spec = self._specs[key]
         wanted = [g for g, tensor in zip(gradients, spec.tensors, strict=True) if tensor.requires_grad]
-        present = torch.tensor([gradient is not None for gradient in wanted], dtype=torch.uint8)
-        tensors = [present, *wanted]
-        self._send(GRADIENT, microbatch, self._stage - 1, key.peer, spec.gradients, tensors)
+        self._send(GRADIENT, microbatch, self._stage - 1, key.peer, spec.gradients, wanted)
 
     def receive_activation(self, microbatch: int) -> TensorTree:
         """Wait for a stage's input and return it as leaves of this stage's graph.
@@ -161,7 +130,8 @@ class PointToPoint:
             self._transport.receive(buffer, key.peer, tag).wait(partial(self._check_peer, key.peer))
             self._specs[key] = decode_spec(buffer)
         spec = self._specs[key]
-        tensors = self._receive(ReceiveActivation(microbatch, self._chunk))
+        content = self._received(ReceiveActivation(microbatch, self._chunk))
+        tensors = tuple(tensor for tensor in content if tensor is not None)  # none is missing
         return received(tensors[0] if spec.single else tensors, [t.requires_grad for t in spec.tensors])
 
     def receive_gradient(self, microbatch: int) -> list[Tensor | None]:
@@ -173,31 +143,21 @@ class PointToPoint:
             ProtocolError: the message is not the one that the plan expects.
         """
         spec = self._specs[self._key(microbatch, self._stage + 1)]
-        present, *sent = self._receive(ReceiveGradient(microbatch, self._chunk))
-        gradients = iter([g if there else None for g, there in zip(sent, present.tolist(), strict=True)])
+        gradients = iter(self._received(ReceiveGradient(microbatch, self._chunk)))
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
 
-    def _send(
-        self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Sequence[Tensor | None]
-    ) -> None:
-        if spec.num_bytes > LARGEST_MESSAGE_BYTES:
-            raise ValueError(
-                f"the message of microbatch {microbatch} has {spec.num_bytes} bytes, MPI takes at most "
-                f"{LARGEST_MESSAGE_BYTES}; use smaller microbatches"
-            )
-        buffer = self._transport.buffer(spec.num_bytes)
-        pack(buffer, spec, tensors, (kind, self._step, microbatch, cut, self._form(microbatch)))
+    def _send(self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Content) -> None:
+        header = kind, self._step, microbatch, cut, self._form(microbatch)
         self.bytes_sent += spec.num_bytes
-        self._transport.send(buffer, peer, self._tag(kind, microbatch, cut))
+        self._courier.send(spec, tensors, header, [peer], self._tag(kind, microbatch, cut))
 
-    def _receive(self, instruction: ReceiveActivation | ReceiveGradient) -> tuple[Tensor, ...]:
+    def _received(self, instruction: ReceiveActivation | ReceiveGradient) -> Content:
+        """Wait for a message and return its tensors in their own types."""
         self._num_consumed += 1
         self._post_until(self._num_consumed + LOOK_AHEAD)
         posted = self._posted.pop(instruction)
-        posted.pending.wait(partial(self._check_peer, posted.peer))
-        posted.check()
-        sent = zip(views(posted.buffer, posted.spec), posted.spec.tensors, strict=True)
-        return tuple(tensor.to(self._device, spec.dtype) for tensor, spec in sent)
+        sent = zip(posted.wait(partial(self._check_peer, posted.peer)), posted.spec.tensors, strict=True)
+        return [None if tensor is None else tensor.to(spec.dtype) for tensor, spec in sent]
 
     def _post_until(self, count: int) -> None:
         """Post the program's next receives, as far as their sizes are known."""
@@ -211,11 +171,9 @@ class PointToPoint:
                 return
             spec = known if forward else known.gradients
             kind, cut = (ACTIVATION, self._stage - 1) if forward else (GRADIENT, self._stage)
-            buffer = self._transport.buffer(spec.num_bytes)
+            header = kind, self._step, m, cut, key.form
             tag = self._tag(kind, m, cut)
-            pending = self._transport.receive(buffer, key.peer, tag)
-            header = (kind, self._step, m, cut, key.form)
-            self._posted[instruction] = _Posted(pending, buffer, spec, header, key.peer, tag)
+            self._posted[instruction] = self._courier.receive(spec, header, key.peer, tag)
             self._num_posted += 1
 
     def _check_peer(self, peer: int) -> None:

@@ -3,13 +3,17 @@
 Knows no content of messages. Invariant: messages of one (peer, tag) arrive in order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from hybridpipe.device import Event
+
 # A wait longer than this calls `on_slow`, and again after as long.
 SLOW_WAIT_SECONDS = 1.0
+# A longer message travels in parts: MPI counts in 32 bits before MPI-4, and libraries use less of MPI-4.
+PART_BYTES = 2**30
 
 
 class Pending(Protocol):
@@ -29,21 +33,59 @@ class Pending(Protocol):
         """Return True if `wait` would return at once."""
 
 
+class Parts(NamedTuple):
+    """The transfers of a message's parts."""
+
+    pending: Sequence[Pending]
+
+    def wait(self, on_slow: Callable[[], None] | None = None) -> None:
+        """Wait for each part."""
+        for part in self.pending:
+            part.wait(on_slow)
+
+    def is_complete(self) -> bool:
+        """Return True if all parts are complete."""
+        return all(part.is_complete() for part in self.pending)
+
+
+def parts_of(buffer: Tensor) -> list[Tensor]:
+    """Return a message's parts, which share its memory.
+
+    All but the last have PART_BYTES. The last is shorter, and empty where nothing is left, so that the end of
+    a message shows (`is_last`).
+    """
+    if len(buffer) < PART_BYTES:
+        return [buffer]
+    return [buffer[start : start + PART_BYTES] for start in range(0, len(buffer) + 1, PART_BYTES)]
+
+
+def is_last(part: Tensor) -> bool:
+    """Return True if a part ends its message."""
+    return len(part) < PART_BYTES
+
+
 class Unexpected(NamedTuple):
-    """A message that has arrived without a posted receive."""
+    """A message that has arrived without a posted receive; `message` is its first part."""
 
     tag: int
     message: Tensor
 
 
 class Transport(Protocol):
-    """Moves bytes between ranks; its buffers are contiguous one-dimensional uint8 tensors."""
+    """Moves bytes between ranks, any number of them.
+
+    Its buffers are contiguous one-dimensional uint8 tensors.
+    """
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Return a buffer to send from or receive into: CPU memory, pinned if the device is a GPU."""
 
-    def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending; `buffer` is kept alive, and must not change, until the transfer is complete."""
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
+        """Start sending; `buffer` is kept alive, and must not change, until the transfer is complete.
+
+        Args:
+            ready: nothing is read from the buffer before this event. Events of later calls come later.
+        """
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Post a receive of exactly `len(buffer)` bytes."""

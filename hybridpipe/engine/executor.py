@@ -6,19 +6,20 @@ Invariant: the executor decides nothing; no other module turns a schedule's data
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.data.stream import Minibatch, Stream
-from hybridpipe.device import clock_of
+from hybridpipe.device import Lanes
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import TensorTree, Tree, map_tensors
 from hybridpipe.optim.gradient_sync import GradientSync
+from hybridpipe.optim.loss_scale import UNSCALED, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.optim.update import Update
@@ -58,30 +59,34 @@ class UpdateResult(NamedTuple):
         losses: each microbatch's loss, by microbatch; on last-stage ranks only.
         events: in seconds of this host's monotonic clock.
         num_minibatches: number of minibatches behind the update; 0 if no update was made.
+        skipped: True if the update was skipped, since a number was not finite.
     """
 
     losses: dict[int, LossSum]
     events: list[Event]
     num_minibatches: int
+    skipped: bool = False
 
 
 class Executor:
     """Runs programs for the rank at `place`. A rank that the plan leaves unused holds no stage.
 
     Args:
+        lanes: of the rank's device.
         stages, p2p: one of each for every stage that the rank holds, by chunk.
         sync: sums gradients over the stage's replicas; None if the stage has one replica.
         update: the optimizer of all stages that the rank holds.
         check: looks for NaN and infinity before an update; None leaves gradients unchecked.
         shared: sums gradients over the stages that share a parameter; None if no other rank's stage does.
         loss_weights: the factor on gradients where losses are (sum, weight); None: those of one rank.
+        scales: of the losses of minibatches in flight; None: the scale is that of `update`, or there is none.
     """
 
     def __init__(
         self,
         plan: Plan,
         place: Place | None,
-        device: torch.device,
+        lanes: Lanes,
         stages: Sequence[Stage],
         p2p: Sequence[PointToPoint],
         sync: GradientSync | None,
@@ -89,12 +94,12 @@ class Executor:
         check: NonfiniteCheck | None = None,
         shared: SharedGradients | None = None,
         loss_weights: LossWeights | None = None,
+        scales: LossScales | None = None,
     ) -> None:
         self.place, self.held = place, () if place is None else plan.held_stages(place)
-        self.device, self.stages, self.p2p = device, stages, p2p
+        self.lanes, self.device, self.stages, self.p2p = lanes, lanes.device, stages, p2p
         self.sync, self.update, self.check, self.shared = sync, update, check, shared
-        self.loss_weights = loss_weights or LossWeights(plan)
-        self.clock = clock_of(device)
+        self.loss_weights, self.scales = loss_weights or LossWeights(plan), scales
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
         self.forms: list[Callable[[int], int]] = []  # of the present run, by chunk
@@ -142,13 +147,13 @@ class Executor:
             self._execute(run, program, part)
             if part.num_minibatches:
                 yield run.take_result()
-                run.now = self.clock()
+                run.begin_update()
         for stage, p2p in zip(self.stages, self.p2p, strict=True):
             stage.complete_gradients()
             p2p.end()
         self.forms = []  # they hold the microbatches, whose samples processes may hold
         run.end()
-        if run.events:
+        if run.marks:
             yield run.take_result()
 
     def new_run(self, stream: Stream, done: int) -> "ProgramRun":
@@ -188,7 +193,7 @@ class Executor:
 
     def to_device(self, tree: Tree) -> Tree:
         """Move a tree's tensors to this rank's device."""
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), tree)
+        return map_tensors(self.lanes.load, tree)
 
 
 def _form(stage: Stage, stream: Stream, training: bool, microbatch: int) -> int:
@@ -209,12 +214,17 @@ class ProgramRun:
         self.gradients: dict[tuple[int, int], Gradient] = {}
         self.losses: dict[int, MicrobatchLoss] = {}
         self.unchecked: dict[int, MicrobatchLoss] = {}  # losses that no update covers so far
-        self.events: list[Event] = []
         self.is_final = False  # True in the last backward of a chunk before its gradients are used
         self.minibatches_due = 0  # number of minibatches in the next update
         self.applied = 0  # number of minibatches in updates since the last `take_result`
+        self.skipped = False  # True if the update since then was skipped
         self.covered = done  # number of minibatches in all updates so far
-        self.now = executor.clock()
+        self.marks: list[tuple[Instruction | Load | Products, Any]] = []  # ends of instructions so far
+        self.begin_update()
+
+    def begin_update(self) -> None:
+        """Mark the beginning of the next instruction."""
+        self.began = self.executor.lanes.mark()
 
     def do(self, instruction: Instruction, is_final: bool) -> None:
         """Run one instruction; `is_final` marks a chunk's last backward before its gradients are used."""
@@ -241,16 +251,25 @@ class ProgramRun:
         self.is_final = False
 
     def note(self, instruction: Instruction | Load | Products) -> None:
-        """Record an event from the end of the event before until now."""
-        began, self.now = self.now, self.executor.clock()
-        self.events.append(Event(instruction, began, self.now))
+        """Mark the end of an instruction, which began at the end of the one before."""
+        self.marks.append((instruction, self.executor.lanes.mark()))
 
     def take_result(self) -> UpdateResult:
-        """Return losses and events since the last call."""
+        """Return losses and events since the last call; waits until their work is done."""
         losses = {m: loss.summed(self.stream.sizes[m]) for m, loss in self.losses.items()}
-        result = UpdateResult(losses, self.events, self.applied)
-        self.losses, self.events, self.applied = {}, [], 0
+        result = UpdateResult(losses, self._events(), self.applied, self.skipped)
+        self.losses, self.marks, self.applied, self.skipped = {}, [], 0, False
         return result
+
+    def _events(self) -> list[Event]:
+        """Return the events between the marks, whose times are read only now."""
+        seconds = self.executor.lanes.seconds([self.began, *(mark for _, mark in self.marks)])
+        each = zip(self.marks, seconds, seconds[1:], strict=False)
+        return [Event(instruction, began, end) for (instruction, _), began, end in each]
+
+    def scale_of(self, minibatch: int) -> LossScale:
+        """Return the scale of a minibatch's loss."""
+        return self.executor.update.loss_scale
 
     def end(self) -> None:
         """End the run; no microbatch is in flight."""
@@ -290,7 +309,7 @@ class ProgramRun:
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, received, at.step, *given, form)
         else:
-            of_loss = *given, at.minibatch.num_samples, form, self.executor.update.loss_scale.value
+            of_loss = *given, at.minibatch.num_samples, form, self.scale_of(at.step).value
             loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *of_loss)
             self._check_loss(loss, at.share)
             self.losses[m] = self.unchecked[m] = loss
@@ -352,11 +371,12 @@ class ProgramRun:
         weighed = self.executor.loss_weights.weigh(losses, self.stream.sizes)
         update.scale(weighed.factor)
         values = {m: loss.value for m, loss in losses.items()}
-        of_loss = weighed.has_weight, update.loss_scale
+        of_loss = weighed.has_weight, max(map(self.scale_of, range(step, step + count)))
         if check is None or check.allows(values, self.stream, step, *of_loss):
             update.step(count)
         else:  # counts as an update, so that versions keep the plan's numbers
             update.skip(count)
+            self.skipped = True
         self.applied += count
         self.covered += count
 
@@ -383,6 +403,17 @@ class StashedRun(ProgramRun):
         assert executor.stashed is not None
         self.stashed = executor.stashed
         self.stashed.begin(ResumePoint(done, len(stream.minibatches)))
+        if executor.scales is not None:
+            executor.scales.begin(stream.step + done)
+
+    def scale_of(self, minibatch: int) -> LossScale:
+        """Return the scale of a minibatch's loss, which may be another than the next one's."""
+        scales = self.executor.scales
+        return UNSCALED if scales is None else scales.of(minibatch)
+
+    def factor_of(self, microbatch: int) -> float:
+        """Return the factor on a microbatch's gradients: of the update's mean, and against the scale."""
+        return 1 / (self.minibatches_due * self.scale_of(self.stream[microbatch].step).value)
 
     def forward(self, instruction: Forward) -> None:
         """Run the layers with the version of the weights that the plan gives the microbatch."""
@@ -394,13 +425,13 @@ class StashedRun(ProgramRun):
     def do_final(self, instruction: Instruction) -> None:
         """Run the last backward before an update; gradients move to the parameters while it runs."""
         assert isinstance(instruction, Backward)
-        with self.stashed.handing_over(instruction.microbatch, 1 / self.minibatches_due):
+        with self.stashed.handing_over(instruction.microbatch, self.factor_of(instruction.microbatch)):
             super().do_final(instruction)
 
     def backward(self, instruction: Backward) -> None:
         """Run a backward and move the gradients from the stashed version to the parameters."""
         super().backward(instruction)
-        self.stashed.collect(instruction.microbatch, 1 / self.minibatches_due)
+        self.stashed.collect(instruction.microbatch, self.factor_of(instruction.microbatch))
 
     def update(self, instruction: Step) -> None:
         """Make a new version of the weights."""

@@ -15,6 +15,7 @@ from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import KINDS, SPEC
 from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Stream
+from hybridpipe.device import Event
 from hybridpipe.engine.executor import Executor, ProgramRun
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import Tree, map_tensors
@@ -58,14 +59,14 @@ class Spoiling:
     fault: str | None = None
     next_tag = 0
 
-    def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
         """Start sending, with a wrong size or tag if `fault` says so."""
         if tag % KINDS != SPEC:
             if self.fault == "badsize":
                 buffer = torch.cat([buffer, buffer])
             elif self.fault == "badtag":
                 tag += self.next_tag
-        pending: Pending = super().send(buffer, peer, tag)  # type: ignore[misc]  # defined by the transport
+        pending: Pending = super().send(buffer, peer, tag, ready)  # type: ignore[misc]  # defined by the transport
         return pending
 
 

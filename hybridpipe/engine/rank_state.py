@@ -69,7 +69,8 @@ class NewState:
         model: the model's tensors, by key.
         parameters: the optimizer's state of each parameter, by key.
         num_minibatches: minibatches trained on so far, for the learning rate.
-        loss_scale: its value, and the updates since it last changed; None: there was none.
+        loss_scales: of the next minibatches, each with its value and the updates since it last changed; one
+            under a synchronous schedule, empty: there was none.
         newest: the version of the present weights, counted in updates of the stream.
         versions: older weights that microbatches in flight use, by version and key.
         random: states of the random generators; None leaves them as they are.
@@ -82,7 +83,7 @@ class NewState:
     parameters: dict[str, OfParameter] = field(default_factory=dict)
     scheduler: SchedulerState | None = None
     num_minibatches: int = 0
-    loss_scale: tuple[float, int] | None = None
+    loss_scales: tuple[LossScale, ...] = ()
     newest: int = 0
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random: Generators | None = None
@@ -154,8 +155,11 @@ def _put_update(executor: Executor, new: NewState) -> None:
     update = executor.update
     if update.optimizer is not None:
         put_optimizer(update.optimizer, parameters(executor), new.parameters, not new.is_fresh)
-    if update.loss_scale.changes and new.loss_scale is not None:  # on all ranks alike, fresh or not
-        update.loss_scale = LossScale(*new.loss_scale, changes=True)
+    if new.loss_scales:  # on all ranks alike, fresh or not
+        if update.loss_scale.changes:
+            update.loss_scale = new.loss_scales[-1]
+        if executor.scales is not None:
+            executor.scales.restore(new.loss_scales)
     if new.is_fresh:  # the new scheduler steps to where it would stand by now
         update.num_minibatches = 0
         update.catch_up(new.num_minibatches)
@@ -179,8 +183,8 @@ def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[
     update = executor.update
     state = State(prefixed("model", {**layers.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
-    if update.loss_scale.changes:
-        state.meta["loss_scale"] = update.loss_scale.value, update.loss_scale.updates
+    scales = (update.loss_scale,) if executor.scales is None else executor.scales.window()
+    state.meta["loss_scales"] = [[scale.value, scale.updates] for scale in scales if scale.changes]
     batches = executor.statistics.num_batches[executor.held.index(s)]
     state.meta[BATCHES_AGREED] = {layers.key(path): number for path, number in batches.items()}
     if update.optimizer is not None:

@@ -11,66 +11,41 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hybridpipe.comm.courier import courier_of
+from hybridpipe.comm.cuda_aware import cuda_aware
 from hybridpipe.comm.groups import communicators
 from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import PointToPoint
-from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Minibatch, Stream
-from hybridpipe.engine import rank_state
+from hybridpipe.device import lanes_of
+from hybridpipe.engine import rank_state, whole_state
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
+from hybridpipe.engine.pending import PendingLosses, blank, carried
 from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
-from hybridpipe.model.tensors import Tree, overwrite
+from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.gradient_sync import HorovodSync
+from hybridpipe.optim.loss_scale import DYNAMIC, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.optim.update import Update, UpdateRule
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.schedules.generators import forward_program, program
+from hybridpipe.planning.schedules.generators import forward_program, overflows_late, program
 from hybridpipe.planning.schedules.instructions import Forward, RankProgram, without_update
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
-from hybridpipe.stage.state import shared_tensors
 from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.types import Loss
-
-PART_BYTES = 2**30  # larger tensors move in parts, since MPI counts in 32 bits
-
-
-class PendingLosses:
-    """Numbers of microbatches, being summed over all ranks in the background.
-
-    Each number comes from one rank and the others add zero, so the sum is exact and the same on all ranks.
-    The last element counts the ranks that were asked to stop.
-    """
-
-    def __init__(self, numbers: np.ndarray, shape: tuple[int, ...], pending: Pending) -> None:
-        self._numbers, self._shape, self._pending = numbers, shape, pending
-
-    def wait(self) -> np.ndarray:
-        """Wait for the sum and return the numbers, in the shape that they were given in."""
-        self._pending.wait()
-        return self._numbers[:-1].reshape(self._shape)
-
-    def total(self) -> LossSum:
-        """Return the losses' sum in the order of the microbatches: the same floats under every plan."""
-        numbers = self.wait().tolist()
-        return LossSum(*(float(sum(column)) for column in zip(*numbers, strict=True)))
-
-    def ask_to_stop(self) -> bool:
-        """Return True if any rank was asked to stop when it gave its numbers; the same on all ranks."""
-        self._pending.wait()
-        return bool(self._numbers[-1])
 
 
 class Worker:
@@ -96,14 +71,16 @@ class Worker:
         progress_thread: bool,
     ) -> None:
         self.layers, self.model, self.plan, self.device = layers, layers.model, plan, device
+        self.lanes = lanes_of(device)
         self.place = plan.place(world.rank)
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
         transport = FaultyTransport if faults.any_left() else MpiTransport
         peers, to_spare = self.communicators.peers, cores_to_spare(world)
-        self.transport = transport(peers, to_spare, progress_thread, device)
+        self.transport = transport(peers, to_spare, progress_thread, not self.lanes.on_host)
+        self.courier = courier_of(self.transport, self.lanes, cuda_aware(self.control, device))
         self._left = False
-        _broadcast_state(self.model, self.control)
+        whole_state.broadcast(self.model, self.control)
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
         self._settings = self._present_settings()
@@ -113,7 +90,7 @@ class Worker:
     def _build_executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
         plan, place, replicas = self.plan, self.place, self.communicators.replicas
         if place is None or replicas is None:
-            return Executor(plan, None, self.device, [], [], None, Update(None))
+            return Executor(plan, None, self.lanes, [], [], None, Update(None))
         held = plan.held_stages(place)
         stages = [self._build_stage(s, loss, seed) for s in held]
         uses = Counter(p for stage in stages for p in stage.module.parameters())
@@ -129,14 +106,15 @@ class Worker:
         pieces = (
             plan,
             place,
-            self.device,
+            self.lanes,
             stages,
-            [PointToPoint(plan, s, self.transport, self.device, self.layers.precision) for s in held],
+            [PointToPoint(plan, s, self.courier, self.layers.precision) for s in held],
             sync,
             rule.build(parameters, plan, place.stage, self._sum_over_stages, elsewhere),
             NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks, elsewhere),
-            SharedGradients(plan, place, groups, self.transport) if groups else None,
+            SharedGradients(plan, place, groups, self.courier) if groups else None,
             LossWeights(plan, self._sum_over_updating_ranks),
+            LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(*pieces, transport=self.transport, num_stages=plan.num_stages)
@@ -265,7 +243,7 @@ class Worker:
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
                 losses, events = done.losses, done.events
-            numbers = _blank(minibatch)
+            numbers = blank(minibatch)
             for m, loss in losses.items():
                 numbers[m] = loss
             return self.share(numbers), events
@@ -283,15 +261,18 @@ class Worker:
             done: number of these minibatches that the run before a resume trained on.
         """
         stream = Stream(minibatches, step)
-        numbers = list(map(_blank, minibatches))
-        ahead = deque(numbers[done:])
+        numbers = list(map(blank, minibatches))
+        ahead, scales = deque(numbers[done:]), self.executor.scales
         with failure.guard(), self._refusing_early_end():
             rest = self._resumed_program(len(stream.sizes), ResumePoint(done, len(minibatches)))
             for update in self.executor.run(rest, stream, done):
                 for m, loss in update.losses.items():
                     at = stream[m]
                     numbers[at.step - step][at.microbatch] = loss
-                yield [self.share(ahead.popleft()) for _ in range(update.num_minibatches)], update.events
+                shared = [self.share(ahead.popleft(), update.skipped) for _ in range(update.num_minibatches)]
+                if scales is not None:
+                    scales.note(each.were_skipped for each in shared)
+                yield shared, update.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
 
@@ -395,13 +376,16 @@ class Worker:
             self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)
             return self.share(numbers)
 
-    def share(self, numbers: np.ndarray) -> PendingLosses:
-        """Start to sum `numbers` over all ranks in the background. Collective."""
-        carried = np.append(numbers, float(preemption.state.stop_requested))
-        request = self.control.Iallreduce(MPI.IN_PLACE, carried, op=MPI.SUM)
-        return PendingLosses(
-            carried, numbers.shape, self.transport.watch(request, carried, "sum of the losses")
-        )
+    def share(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:
+        """Start to sum `numbers` over all ranks in the background. Collective.
+
+        Args:
+            skipped: True if this rank has skipped its update.
+        """
+        summed = carried(numbers, preemption.state.stop_requested, skipped)
+        request = self.control.Iallreduce(MPI.IN_PLACE, summed, op=MPI.SUM)
+        pending = self.transport.watch(request, summed, "sum of the losses")
+        return PendingLosses(summed, numbers.shape, pending)
 
     def average_statistics(self) -> None:
         """Average the normalisation layers' statistics over a stage's replicas. Collective over them.
@@ -449,21 +433,9 @@ class Worker:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's present state on rank 0, on the CPU; None elsewhere. Collective."""
         self.average_statistics()
-        stages_of = self.layers.holders(self.plan)
-        state = {}
-        for key, tensor in self.model.state_dict().items():
-            rank = self.plan.stages[stages_of[key][0]].ranks[0]
-            if self.control.rank not in (0, rank):
-                continue
-            values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            if rank != 0 and self.control.rank == rank:
-                for part in _parts(values):
-                    self.control.Send([part, MPI.BYTE], 0)
-            elif rank != 0 and self.control.rank == 0:
-                for part in _parts(values):
-                    self.control.Recv([part, MPI.BYTE], rank)
-            state[key] = values
-        return state if self.control.rank == 0 else None
+        holders = self.layers.holders(self.plan)
+        ranks = {key: self.plan.stages[stages[0]].ranks[0] for key, stages in holders.items()}
+        return whole_state.gather(self.model, ranks, self.control)
 
     def close(self) -> None:
         """End background communication and free the communicators. Collective.
@@ -479,21 +451,3 @@ class Worker:
         self.communicators.free()
 
 
-def _blank(minibatch: Minibatch) -> np.ndarray:
-    """Return room for the `LossSum` of each microbatch."""
-    return np.zeros((len(minibatch.sizes), len(LossSum._fields)))
-
-
-def _broadcast_state(model: nn.Module, control: MPI.Comm) -> None:
-    """Give every rank the weights and buffers of rank 0, non-persistent buffers included. Collective."""
-    for tensor in shared_tensors(model).values():
-        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        for part in _parts(values):
-            control.Bcast([part, MPI.BYTE], 0)
-        overwrite(tensor, values)
-
-
-def _parts(tensor: Tensor) -> list[np.ndarray]:
-    """Return a contiguous CPU tensor's bytes in parts of at most PART_BYTES that share its memory."""
-    whole = tensor.reshape(-1).view(torch.uint8).numpy()
-    return [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]

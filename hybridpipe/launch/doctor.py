@@ -22,7 +22,7 @@ from typing import Any
 
 from hybridpipe import environment
 from hybridpipe.errors import REMEDIES, TRAINING
-from hybridpipe.launch import mpirun
+from hybridpipe.launch import gpus, mpirun
 
 TORCH_FROM, TORCH_BELOW = (2, 6), (2, 14)  # as in pyproject.toml, which says why
 SETUP = "run hybridpipe setup"
@@ -94,8 +94,7 @@ def torch_version() -> str:
     if not TORCH_FROM <= found < TORCH_BELOW:
         wanted = f"torch>={'.'.join(map(str, TORCH_FROM))},<{'.'.join(map(str, TORCH_BELOW))}"
         raise Problem(f"{torch.__version__} is not {wanted}", f"pip install '{wanted}' && hybridpipe setup")
-    threads, devices = torch.get_num_threads(), torch.cuda.device_count()
-    return f"{torch.__version__}, {_count(threads, 'thread')}, {_count(devices, 'CUDA device')}"
+    return f"{torch.__version__}, {_count(torch.get_num_threads(), 'thread')}"
 
 
 @check("MPI library", SETUP)
@@ -150,7 +149,33 @@ def horovod() -> str:
 
     if not hvd.mpi_built():
         raise Problem(f"{horovod.__version__} has no MPI", "pip uninstall horovod, then hybridpipe setup")
-    return f"{horovod.__version__}, built with MPI and torch"
+    parts = ["MPI", "torch"] + ["CUDA"] * hvd.cuda_built()
+    if version := hvd.nccl_built():
+        parts.append(gpus.nccl_name(version))
+    return f"{horovod.__version__}, built with {', '.join(parts[:-1])} and {parts[-1]}"
+
+
+@check("GPUs", gpus.ADVICE)
+def graphics_processors() -> str:
+    """Check that Horovod can average what is on this machine's GPUs."""
+    import torch
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    build = _build() if names else gpus.Build(torch.version.cuda)
+    if problem := gpus.lacks_cuda(build, len(names)):
+        raise Problem(problem)
+    return gpus.describe(build, names, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _build() -> gpus.Build:
+    from mpi4py import MPI  # noqa: F401  before Horovod: it requests THREAD_MULTIPLE
+
+    import horovod.torch as hvd  # isort: skip
+    import torch
+
+    from hybridpipe.comm.cuda_aware import library_says_so
+
+    return gpus.Build(torch.version.cuda, hvd.cuda_built(), hvd.nccl_built(), library_says_so())
 
 
 @check("launcher", "srun --mpi=pmix (`srun --mpi=list` shows what this Slurm has), or mpirun")
@@ -165,6 +190,28 @@ def launcher_met() -> str:
 
 
 # ---- Together: these checks are collective ---------------------------------------------------------------
+
+
+@check("ranks' GPUs", gpus.APART)
+def gpu_of_each_rank() -> str:
+    """Check that Horovod takes the ranks' GPUs, as a training chooses them."""
+    import torch
+    from mpi4py import MPI
+
+    from hybridpipe.comm.gpus import own_device
+    from hybridpipe.device import visible_gpus
+
+    world, here = MPI.COMM_WORLD, socket.gethostname()
+    device = own_device(world, None)
+    place = gpus.Place(world.rank, here, "", "")
+    if device.type == "cuda":
+        name = f"{device} ({torch.cuda.get_device_name(device)})"
+        place = gpus.Place(world.rank, here, visible_gpus()[device.index], name)
+    places = world.allgather(place)
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if problem := gpus.refuses_to_share(places, _build(), may_share):
+        raise Problem(problem)
+    return gpus.who_has_which(places)
 
 
 @check("messages", "mpirun --mca pml ob1 --mca btl tcp,self shows whether it is the network")
@@ -189,9 +236,12 @@ def all_reduce() -> str:
     import horovod.torch as hvd  # isort: skip
     import torch
 
+    from hybridpipe.comm.gpus import own_device
+
     world = MPI.COMM_WORLD
+    device = own_device(world, None)
     hvd.init(comm=world.Dup())
-    mean = float(hvd.allreduce(torch.tensor([float(world.rank)]), name="doctor"))
+    mean = float(hvd.allreduce(torch.tensor([float(world.rank)], device=device), name="doctor"))
     if mean != (world.size - 1) / 2:
         raise Problem(f"Horovod's mean of the ranks' numbers is {mean}, not {(world.size - 1) / 2}")
     return f"Horovod averaged over {world.size} ranks"
@@ -225,9 +275,10 @@ ALONE = (
     launcher,
     mpi_matches,
     horovod,
+    graphics_processors,
     launcher_met,
 )
-TOGETHER = (cores, messages, all_reduce)
+TOGETHER = (cores, gpu_of_each_rank, messages, all_reduce)
 
 
 def checks() -> list[Check]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridpipe.device import Lanes
 from hybridpipe.measure.computing import Computing
-from hybridpipe.measure.links import Link
+from hybridpipe.measure.links import HOST, Link
 from hybridpipe.measure.repetitions import (
     GROW_SECONDS,
     MAX_REPEATS,
@@ -50,7 +51,7 @@ LARGE_BYTES = (2**24, 2**25, 2**26)
 
 
 def measure_allreduce(
-    world: "MPI.Comm", unit: Unit, link: Link, gradient_bytes: int, computing: Computing
+    world: "MPI.Comm", unit: Unit, link: Link, gradient_bytes: int, computing: Computing, lanes: Lanes
 ) -> tuple[AllReduce, float, float]:
     """Measure Horovod's all-reduce over the first unit of a level. Collective over `world`.
 
@@ -61,6 +62,7 @@ def measure_allreduce(
             pass, the largest is at least two bursts, because time is no line in the bytes then: over
             100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
         computing: the speed of a machine's ranks.
+        lanes: of the device that holds gradients and computes.
 
     Returns:
         The all-reduce's figures; its overlap with computing, in [0, 1]; and the speed of ranks beside
@@ -72,7 +74,8 @@ def measure_allreduce(
     burst_size = int(burst / sent)  # of an all-reduce
     most = max(min(gradient_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * burst_size)
     larger = [num_bytes for num_bytes in LARGE_BYTES if most < num_bytes < 2 * gradient_bytes]
-    reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, larger=larger, sharing=computing.sharing)
+    sharing = computing.sharing
+    reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, larger=larger, sharing=sharing, lanes=lanes)
     timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
     limited = fit.beyond(timed, burst_size)
     (_, least), (num_bytes, seconds) = limited[0], limited[-1]
@@ -96,7 +99,12 @@ def measure_allreduce(
 
 
 def _reduce(
-    group: "MPI.Comm", rest_seconds: float, most_bytes: int, larger: Sequence[int], sharing: int
+    group: "MPI.Comm",
+    rest_seconds: float,
+    most_bytes: int,
+    larger: Sequence[int],
+    sharing: int,
+    lanes: Lanes,
 ) -> tuple[list[Timed], list[float], list[list[float]], float]:
     # Without pauses each all-reduce would wait for the cycle after the one before it, however short it is. So
     # the pauses are spread evenly over the cycle. A link that lets bursts pass rests in each pause, too.
@@ -106,7 +114,7 @@ def _reduce(
         time.sleep(next(pauses))
 
     with _horovod(group, quick=True) as hvd:
-        prepare = partial(_prepared, hvd)
+        prepare = partial(_prepared, hvd, lanes)
         timed = by_size(group, [n for n in SIZES_BYTES if n < most_bytes], prepare, pause)
         for num_bytes in (most_bytes, *larger):
             timed.append(repeated(group, num_bytes, prepare(num_bytes), pause))
@@ -116,11 +124,13 @@ def _reduce(
             (each for each in timed if each.seconds < BESIDE_SECONDS and each.num_bytes <= most_bytes),
             default=timed[0],
         )
-        beside = _beside_computing(group, _starter(hvd, chosen.num_bytes), chosen.seconds, pauses)
-    without = _processor_share(group)
+        start = _starter(hvd, lanes, chosen.num_bytes)
+        beside = _beside_computing(group, start, chosen.seconds, pauses, lanes)
+    without = _processor_share(group) if lanes.on_host else 1.0
     with _horovod(group) as hvd:
-        speed = min(1.0, _processor_share(group) / without)
-        waited = _waits_after_computing(group, _prepared(hvd, SIZES_BYTES[0])) if sharing > 1 else []
+        speed = min(1.0, _processor_share(group) / without) if lanes.on_host else 1.0
+        smallest = _prepared(hvd, lanes, SIZES_BYTES[0])
+        waited = _waits_after_computing(group, smallest, lanes) if sharing > 1 else []
     return timed, beside, waited, speed
 
 
@@ -149,20 +159,26 @@ def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
     hvd.shutdown()
 
 
-def _starter(hvd: Any, num_bytes: int) -> Callable[[], Callable[[], object]]:
+def _starter(hvd: Any, lanes: Lanes, num_bytes: int) -> Callable[[], Callable[[], object]]:
     """Return a function that begins an all-reduce and returns a function that waits for its end."""
-    tensors = [torch.zeros(num_bytes // 4 // NUM_TENSORS) for _ in range(NUM_TENSORS)]
+    length = num_bytes // 4 // NUM_TENSORS
+    tensors = [torch.zeros(length, device=lanes.device) for _ in range(NUM_TENSORS)]
 
     def begin() -> Callable[[], object]:
         handle = hvd.grouped_allreduce_async_(tensors, name=f"probe{num_bytes}", op=hvd.Sum)
-        return partial(wait_for, hvd, handle)
+
+        def finish() -> None:
+            wait_for(hvd, handle)
+            lanes.synchronize()
+
+        return finish
 
     return begin
 
 
-def _prepared(hvd: Any, num_bytes: int) -> Callable[[], object]:
+def _prepared(hvd: Any, lanes: Lanes, num_bytes: int) -> Callable[[], object]:
     """Return a whole all-reduce as one function."""
-    begin = _starter(hvd, num_bytes)
+    begin = _starter(hvd, lanes, num_bytes)
     return lambda: begin()()
 
 
@@ -172,7 +188,7 @@ def _processor_share(group: "MPI.Comm") -> float:
     The share is steadier than the work done, which changes with the machine's speed. Within a minute the
     work gave 0.93 to 0.995 for the ranks beside Horovod's thread, and the share 0.98 to 0.99.
     """
-    work, shares = default_work(), []
+    work, shares = default_work(HOST), []
     for _ in range(SHARE_ROUNDS):
         group.Barrier()
         began, spent = time.perf_counter(), time.thread_time()
@@ -183,10 +199,14 @@ def _processor_share(group: "MPI.Comm") -> float:
 
 
 def _beside_computing(
-    group: "MPI.Comm", begin: Callable[[], Callable[[], object]], seconds: float, pauses: Iterator[float]
+    group: "MPI.Comm",
+    begin: Callable[[], Callable[[], object]],
+    seconds: float,
+    pauses: Iterator[float],
+    lanes: Lanes,
 ) -> list[float]:
     """Return the seconds of a computation on all ranks, of a shorter all-reduce, and of both at once."""
-    compute = computation(group, 2 * seconds)
+    compute = computation(group, 2 * seconds, lanes)
 
     def both() -> None:
         finish = begin()
@@ -205,12 +225,14 @@ def _beside_computing(
     return [median(of_action) for of_action in taken]
 
 
-def _waits_after_computing(group: "MPI.Comm", reduce: Callable[[], object]) -> list[list[float]]:
+def _waits_after_computing(
+    group: "MPI.Comm", reduce: Callable[[], object], lanes: Lanes
+) -> list[list[float]]:
     """Return the seconds that each rank spends, in each round, in an all-reduce right after computing.
 
     Ranks that share processors arrive at different times; the last one waits for Horovod's cycle only.
     """
-    compute = computation(group, BEFORE_SECONDS)
+    compute = computation(group, BEFORE_SECONDS, lanes)
     reduce()  # Horovod negotiates a name in the first call
     taken = []
     for _ in range(BEFORE_ROUNDS):

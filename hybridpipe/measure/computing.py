@@ -1,6 +1,7 @@
-"""Computing: the speed of a machine's ranks when several compute, and of machines relative to each other.
+"""Computing: the speed of ranks that compute at once on a machine or a GPU, and of machines among themselves.
 
-Not known here: layers. Invariant: ranks that do not compute wait for a message, as in training.
+Not known here: layers. A GPU counts as a machine whose ranks are those that share it.
+Invariant: ranks that do not compute wait for a message, as in training.
 """
 
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ class Computing:
 
 
 def measure_computing(
-    world: "MPI.Comm", per_machine: int, work: Work, open_transport: OpenTransport
+    world: "MPI.Comm", per_machine: int, work: Work, open_transport: OpenTransport, on_host: bool
 ) -> Computing:
     """Measure the work that 1, 2, 4, ... and all ranks of a machine do at once. Collective over `world`.
 
@@ -85,7 +86,8 @@ def measure_computing(
 
     Args:
         per_machine: ranks on each machine.
-        work: computes one unit.
+        work: computes one unit, and returns when it is done.
+        on_host: False if GPUs compute, where no number of cores limits the ranks together.
     """
     counts = fit.doubling(1, per_machine)
     work()
@@ -106,7 +108,7 @@ def measure_computing(
     for communicator in (*groups.values(), machine):
         communicator.Free()
     done = {n: tuple(map(median, zip(*by_round, strict=True))) for n, by_round in rounds_done.items()}
-    return Computing(done, round(largest(world, num_cores)))
+    return Computing(done, round(largest(world, num_cores)) if on_host else per_machine)
 
 
 def _rate_of_first(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.measure.observed import LayerBytes, Observed, observe, stand_ins, total_bytes
-from hybridpipe.measure.stopwatch import Stopwatch, Took
+from hybridpipe.measure.stopwatch import Lap, Stopwatch, Took
 from hybridpipe.model import tensors
 from hybridpipe.model.layers import Layers, layers_of, shared_parameters
 from hybridpipe.model.precision import FP32, Precision
@@ -113,7 +113,7 @@ class Rehearsal:
         """Run one forward and one backward of the layers that were measured."""
         assert self._measured is not None, "measure first"
         with self._running() as watch:
-            _pass(*self._measured, watch)
+            watch.read(_pass(*self._measured, watch))
 
     @contextmanager
     def _running(self) -> Iterator[Stopwatch]:
@@ -309,7 +309,7 @@ def _passes(
     is a difference between them. The batched products are noted in the microbatch.
     """
 
-    def backwards() -> dict[int, Took]:
+    def backwards() -> dict[int, Lap]:
         of_pass = _pass(stages, microbatch, watch)
         return {i: of_pass["backward", i] for i in stages}
 
@@ -340,7 +340,7 @@ def _passes(
     microbatch.batching = {
         i: _Batching(stage.max_batched, stage.max_deferred_bytes) for i, stage in stages.items()
     }
-    return took
+    return watch.read(took)
 
 
 def _accumulate_seconds(seconds: Mapping[str, float]) -> float:
@@ -384,20 +384,20 @@ def _batched_wgrad(stages: _Stages) -> Iterator[None]:
 
 
 @contextmanager
-def _frozen(stages: list[Stage]) -> Iterator[None]:
-    """Freeze all parameters: none requires a gradient."""
-    trained = [p for stage in stages for p in stage.module.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
+def _keeping_gradients(stages: list[Stage]) -> Iterator[None]:
+    """Put all gradients aside inside this context."""
+    held = [(p, p.grad) for stage in stages for p in stage.module.parameters()]
+    for parameter, _ in held:
+        parameter.grad = None
     try:
         yield
     finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
-def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_Figure, Took]:
-    """Run one forward and one backward, whole or split, and return the seconds of each layer.
+def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_Figure, Lap]:
+    """Run one forward and one backward, whole or split, and return the time of each layer.
 
     Each layer receives what it was observed to receive, as the layer before it may not be among them.
     """
@@ -457,15 +457,16 @@ def _measure_updates(
 
     def steps() -> dict[int, Took]:
         took = {}
-        with _frozen(stages):
+        with _keeping_gradients(stages):
             in_between()
         for i, over_layer in optimizers.items():
             began = watch.now()
             norms(gradients[i])  # training checks them for numbers that are not finite
             with fused(over_layer):
                 over_layer.step()
+            stages[i].copy_weights()  # training does so once an update
             took[i] = watch.since(began)
-        return took
+        return watch.read(took)
 
     updates = _typical([steps], agree)[0] if optimizers else {}
     state_bytes = total_bytes(

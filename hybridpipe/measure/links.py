@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridpipe.comm.courier import Courier
 from hybridpipe.comm.idle import idle_barrier, largest
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.transport import Pending, Transport
+from hybridpipe.device import Lanes
 from hybridpipe.measure.repetitions import (
     MIN_REPEATS,
     ROUNDS,
@@ -53,6 +55,7 @@ TURNS, TURN_SECONDS = 30, 4e-3  # a turn is computing between two messages, for 
 LONG_AHEAD = 4  # turns; a message that was sent so long ago has certainly arrived
 WAITED_SECONDS = 2e-4  # a shorter wait means that the message was there
 HANDLED, UNITS = 30, 3  # messages each way, and units of work between them
+HOST = Lanes(torch.device("cpu"))
 HANDLED_BYTES = 2**14  # more than MPI's eager limit
 EXCHANGES: tuple[tuple[Callable[[int], Instruction], ...], ...] = (  # of the first stage of two, and the last
     (SendActivation, ReceiveGradient),
@@ -81,7 +84,9 @@ class Link:
     burst_bytes: float | None
 
 
-def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int, open_transport: OpenTransport) -> Link:
+def measure_link(
+    world: "MPI.Comm", unit: Unit, per_machine: int, open_transport: OpenTransport, on_host: bool
+) -> Link:
     """Measure messages between the first ranks of two units of the level below, then between all their ranks.
 
     Collective over `world`. A network that limits its rate lets some hundred KiB pass at once, and recovers
@@ -89,6 +94,7 @@ def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int, open_transport
 
     Args:
         per_machine: ranks on each machine.
+        on_host: False if GPUs compute: the host handles messages beside them.
     """
     timings = in_group(world, (0, unit.inner), partial(_ping_pong, open_transport=open_transport))
     both_units = range(2 * unit.inner)
@@ -105,7 +111,7 @@ def measure_link(world: "MPI.Comm", unit: Unit, per_machine: int, open_transport
     sizes = _handled_bytes(shared_seconds_per_byte)
     busy = range(max(2 * unit.inner, per_machine))
     handling_of = partial(_handling, distance=unit.inner, sizes=sizes, open_transport=open_transport)
-    handled = in_group(world, busy, handling_of)
+    handled = in_group(world, busy, handling_of) if on_host else [0.0]
     per_byte = max(0.0, handled[-1] - handled[0]) / max(1, sizes[-1] - sizes[0])
     handling = max(0.0, handled[0] - sizes[0] * per_byte)
     rested_link = partial(_rested, message=message, open_transport=open_transport)
@@ -208,7 +214,7 @@ def _handling(
         distance: ranks i and i + distance exchange messages, in blocks of twice as many; a rank without a
             partner only computes.
     """
-    work = default_work()
+    work = default_work(HOST)
     block, place = divmod(group.rank, distance)
     pair = [each * distance + place for each in (block & ~1, block | 1)]
     rounds: list[list[float]] = []
@@ -229,7 +235,8 @@ def _handling(
 def _p2p(pair: Sequence[int], stage: int, transport: Transport) -> PointToPoint:
     """Return the exchange between two ranks that hold one stage each."""
     stages = [StageSpec(i, i + 1, ranks=(rank,)) for i, rank in enumerate(pair)]
-    return PointToPoint(Plan(tuple(stages), num_microbatches=HANDLED), stage, transport, torch.device("cpu"))
+    plan = Plan(tuple(stages), num_microbatches=HANDLED)
+    return PointToPoint(plan, stage, Courier(transport, HOST))
 
 
 def _exchange_and_compute(p2p: PointToPoint | None, stage: int, num_bytes: int, work: Work) -> None:
@@ -293,7 +300,7 @@ def _lost_by_waiting(group: "MPI.Comm", slower: float, open_transport: OpenTrans
     Args:
         slower: factor by which turns with messages just in time take longer anyway: one rank fewer computes.
     """
-    compute = computation(group, TURN_SECONDS)
+    compute = computation(group, TURN_SECONDS, HOST)
     rounds = []
     for _ in range(WAKING_ROUNDS):
         scarce, waits = _turns(group, compute, int(group.rank < group.size - 1), open_transport)

@@ -50,7 +50,7 @@ def observe(stages: Sequence[Stage], inputs: Tree, targets: Tree) -> list[Observ
     kept: dict[int, Any] = {
         tensor.untyped_storage().data_ptr(): tensor
         for stage in stages
-        for tensor in (*stage.module.parameters(), *stage.module.buffers())
+        for tensor in (*stage.module.parameters(), *stage.module.buffers(), *stage.copy_weights())
     }
     counting = [0]
 

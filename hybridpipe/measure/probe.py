@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridpipe.comm.idle import machine_leaders
+from hybridpipe.comm.idle import idle_barrier, machine_leaders
+from hybridpipe.device import GpuLanes, lanes_of
 from hybridpipe.measure.allreduce import LARGE_BYTES, measure_allreduce
 from hybridpipe.measure.computing import measure_computing
 from hybridpipe.measure.links import measure_link, measure_wakeups
-from hybridpipe.measure.repetitions import Unit, Work, default_work
+from hybridpipe.measure.repetitions import OpenTransport, Unit, Work, default_work
 from hybridpipe.planning.cluster import Cluster, Level
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+CPU = torch.device("cpu")
 _MEMORY = Path("/proc/meminfo")
 
 
@@ -30,17 +32,20 @@ def probe(
     work: Work | None = None,
     gradient_bytes: int = LARGE_BYTES[-1],
     progress_thread: bool = True,
+    device: torch.device = CPU,
 ) -> Cluster:
     """Measure the machines behind `world`, as training uses them. Collective.
 
     Messages go through the transport of training, alone and several at once. Horovod's all-reduce is timed by
-    size, and beside a computation. The ranks of a machine compute alone and together.
+    size, and beside a computation. The ranks of a machine, or of a GPU, compute alone and together.
 
     Args:
-        work: computes one unit of the ranks' work, to measure how computing ranks slow each other down. By
-            default a product of matrices, which stays in the cache, and a sum, which does not.
+        work: computes one unit of the ranks' work, and returns when it is done, to measure how computing
+            ranks slow each other down. By default a product of matrices, which stays in the cache, and a sum,
+            which does not.
         gradient_bytes: size of the model's gradients; at most 64 MiB are all-reduced.
         progress_thread: the transport of training has a progress thread (`needs_progress_thread`).
+        device: on which this rank computes.
 
     Returns:
         The cluster, in seconds and bytes; the same on every rank.
@@ -48,20 +53,28 @@ def probe(
     Raises:
         ValueError: the ranks are not placed host by host in equal numbers.
     """
+    from hybridpipe.comm.gpus import processor_leaders
     from hybridpipe.comm.mpi_transport import MpiTransport
+    from hybridpipe.measure.staged import StagedTransport
 
     if world.size == 1:
         return Cluster.flat(1, bandwidth=1e10, latency_seconds=0.0)  # there is no link
-    per_host = _ranks_per_host(world)
+    per_host, lanes = _ranks_per_host(world), lanes_of(device)
     per_machine = _equal_units(machine_leaders(world)) or per_host
+    per_processor = _equal_units(processor_leaders(world, device)) or per_machine
     units = [("host", 1, per_host), ("network", per_host, world.size)]
     levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
-    open_transport = partial(MpiTransport, progress_thread=progress_thread)
-    measure_now = partial(measure_computing, world, per_machine, work or default_work(), open_transport)
+    open_transport: OpenTransport = partial(MpiTransport, progress_thread=progress_thread)
+    ranks = world, per_processor, work or default_work(lanes), open_transport, lanes.on_host
+    measure_now = partial(measure_computing, *ranks)
     computing = measure_now()
-    links = [measure_link(world, unit, per_machine, open_transport) for unit in levels]
-    measure = partial(measure_allreduce, world, gradient_bytes=gradient_bytes, computing=computing)
-    all_reduces = map(measure, levels, links)
+    if isinstance(lanes, GpuLanes):
+        open_transport = partial(StagedTransport, progress_thread=progress_thread, lanes=lanes)
+    links = [measure_link(world, unit, per_machine, open_transport, lanes.on_host) for unit in levels]
+    all_reduces = [
+        measure_allreduce(world, unit, link, gradient_bytes, computing, lanes)
+        for unit, link in zip(levels, links, strict=True)
+    ]
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     computing = computing.or_more(measure_now())
     return Cluster(
@@ -78,13 +91,17 @@ def probe(
             )
             for unit, link, allreduce in zip(levels, links, reduced, strict=True)
         ),
-        memory_bytes=_memory_bytes(world, per_machine),
+        memory_bytes=_memory_bytes(world, device, per_processor),
         relative_speed=computing.relative_speed,
-        node_ranks=per_machine,
+        node_ranks=per_processor,
         compute_speeds=computing.speeds,
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
-        wakeup_seconds=measure_wakeups(world, computing.sharing, computing.speeds, open_transport),
+        wakeup_seconds=(
+            measure_wakeups(world, computing.sharing, computing.speeds, open_transport)
+            if lanes.on_host
+            else ()  # the host wakes up beside the GPU
+        ),
         replicated_speed=replicated_speed[-1],
         overlap=overlap[-1],
     )
@@ -113,12 +130,15 @@ def _equal_units(leaders: Sequence[int]) -> int | None:
     return size if list(leaders) == [rank - rank % size for rank in range(len(leaders))] else None
 
 
-def _memory_bytes(world: "MPI.Comm", per_machine: int) -> int | None:
-    """Return the memory for one rank: free on its GPU, or its share of the machine's; None: unknown."""
-    if torch.cuda.is_available():
-        left = torch.cuda.mem_get_info()[0]
+def _memory_bytes(world: "MPI.Comm", device: torch.device, per_processor: int) -> int | None:
+    """Return the memory for one rank: its share of what its GPU or machine has left; None: unknown."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        idle_barrier(world)  # the ranks that share the GPU have let go of theirs, too
+        own = torch.cuda.memory_reserved(device)  # the measured copy, which training replaces
+        left = torch.cuda.mem_get_info(device)[0] // per_processor + own
     else:
         told = re.search(r"MemAvailable: *(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
-        left = int(told[1]) * 1024 // per_machine if told else 0
+        left = int(told[1]) * 1024 // per_processor if told else 0
     least: int = min(world.allgather(left))
     return least or None

@@ -14,6 +14,7 @@ import torch
 
 from hybridpipe.comm.idle import idle_barrier
 from hybridpipe.comm.transport import Transport
+from hybridpipe.device import Lanes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -111,24 +112,26 @@ def rate(work: Work) -> float:
     return done / elapsed
 
 
-def default_work() -> Work:
+def default_work(lanes: Lanes) -> Work:
     """Return a unit of work of about a millisecond, half of it in the cache and half of it through memory.
 
     Training does both.
     """
-    matrix, vector = torch.ones(192, 192), torch.ones(2**19)
+    side, length = (192, 2**19) if lanes.on_host else (4096, 2**27)
+    matrix, vector = (torch.ones(shape, device=lanes.device) for shape in ((side, side), (length,)))
     product, total = torch.empty_like(matrix), torch.empty_like(vector)
 
     def work() -> None:
         torch.mm(matrix, matrix, out=product)
         torch.add(vector, vector, out=total)
+        lanes.synchronize()
 
     return work
 
 
-def computation(group: "MPI.Comm", seconds: float) -> Callable[[], None]:
+def computation(group: "MPI.Comm", seconds: float, lanes: Lanes) -> Callable[[], None]:
     """Return work that takes about `seconds` while all ranks of `group` do it. Collective."""
-    work = default_work()
+    work = default_work(lanes)
     work()
     group.Barrier()
     units = max(1, round(seconds * mean(group.allgather(rate(work)))))

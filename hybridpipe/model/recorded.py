@@ -354,7 +354,9 @@ class RecordedStage(StageModule):
         if record.digest not in self._slices:
             start = 0 if self._begin is None else record.cut(self._begin)
             stop = len(record.events) if self._end is None else record.cut(self._end)
-            self._slices[record.digest] = Slice(record, start, stop, self._lookup, guards=False)
+            self._slices[record.digest] = Slice(
+                record, start, stop, self._lookup, guards=False, device=self.device
+            )
             if len(self._slices) > MOST_SHAPES:
                 del self._slices[next(iter(self._slices))]  # the oldest
         return self._slices[record.digest]

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from hybridpipe.model.precision import FP32, Precision
@@ -35,9 +36,11 @@ class StageModule:
 
     Attributes:
         shapes_vary: microbatches of as many samples may differ in shape; their inputs tell them apart.
+        device: on which the layers are; None: where the model was.
     """
 
     shapes_vary = False
+    device: torch.device | None = None
 
     def __init__(
         self,
@@ -61,6 +64,11 @@ class StageModule:
     def renew(self) -> None:
         """Adopt the layers' present hooks; call it between two runs."""
         self._draws_from_python = list(map(may_draw_from_python, self.module))
+
+    def move(self, device: torch.device) -> nn.Sequential:
+        """Move the layers to a device, and return them."""
+        self.device = device
+        return self.module.to(device)
 
     def needs_inputs(self, training: bool) -> bool:
         """Return True if `run` uses the model's inputs.

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Pause between two polls of an all-reduce. Horovod's own wait polls without a pause: with four ranks on two
 # cores it took up to 15 % of a core a rank from ranks that still computed and from Horovod's threads.
 POLL_SECONDS = 200e-6
+# Larger gradients are reduced in pieces of so many elements: Horovod 0.28.1 counts elements in 32 bits, and
+# would reduce the first few of 2^32.
+MOST_ELEMENTS = 2**30
 
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"  # milliseconds between two cycles of Horovod's background thread
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # bytes
@@ -167,12 +170,14 @@ class HorovodSync:
         return arrived
 
     def _start(self, bucket: _Bucket) -> None:
-        present = torch.tensor([float(p.grad is not None) for p in bucket.parameters])
+        device = bucket.parameters[0].device  # Horovod refuses a group of tensors on several devices
+        present = torch.tensor([float(p.grad is not None) for p in bucket.parameters], device=device)
         rows = [_rows(p) for p in bucket.parameters if p in self._sparse]
         bucket.tensors = [*(_reducible(p, self._halves) for p in bucket.parameters), *rows]
         self.bytes_reduced += sum(tensor.nbytes for tensor in bucket.tensors)
         bucket.tensors.append(present)
-        bucket.handle = self._hvd.grouped_allreduce_async_(bucket.tensors, name=bucket.name, op=self._hvd.Sum)
+        pieces = [piece for tensor in bucket.tensors for piece in _pieces(tensor)]
+        bucket.handle = self._hvd.grouped_allreduce_async_(pieces, name=bucket.name, op=self._hvd.Sum)
 
     def _finish(self, bucket: _Bucket) -> None:
         wait_for(self._hvd, bucket.handle)
@@ -202,9 +207,16 @@ def _reducible(parameter: Tensor, halve: bool) -> Tensor:
         return gradient.half()
     if gradient.dtype == torch.bfloat16:
         return gradient.float()
+    if gradient.numel() > MOST_ELEMENTS:
+        gradient = gradient.contiguous()  # so that its pieces are views
     if gradient is parameter.grad and _shares_memory(gradient):
         gradient = parameter.grad = gradient.clone()
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Return what Horovod reduces in place: the tensor, or views of it of at most MOST_ELEMENTS elements."""
+    return [tensor] if tensor.numel() <= MOST_ELEMENTS else torch.split(tensor.view(-1), MOST_ELEMENTS)
 
 
 def _put(parameter: Tensor, reduced: Tensor) -> None:
@@ -219,7 +231,7 @@ def _put(parameter: Tensor, reduced: Tensor) -> None:
 
 def _rows(parameter: Tensor) -> Tensor:
     """Return 1 for each row that a sparse gradient has; the last element is 1 for a dense gradient."""
-    counts = torch.zeros(len(parameter) + 1)
+    counts = torch.zeros(len(parameter) + 1, device=parameter.device)
     if parameter.grad is not None and parameter.grad.is_sparse:
         counts[parameter.grad.coalesce().indices()[0]] = 1
     elif parameter.grad is not None:
@@ -229,7 +241,7 @@ def _rows(parameter: Tensor) -> Tensor:
 
 def _sparse(dense: Tensor, counts: Tensor) -> Tensor:
     """Return the rows with a positive count as a sparse tensor."""
-    rows = counts.nonzero().t().to(dense.device)
+    rows = counts.nonzero().t()
     return torch.sparse_coo_tensor(
         rows, dense[rows[0]], dense.shape, is_coalesced=True, check_invariants=False
     )

@@ -81,7 +81,7 @@ class NonfiniteCheck:
         Args:
             losses: by microbatch of the stream; means, or sums of (sum, weight).
             has_weight: False if the weights of the losses add up to 0, so that the minibatch's loss is NaN.
-            scale: of the loss, by which the gradients were divided already.
+            scale: of the losses, the largest one, by which the gradients were divided already.
 
         Raises:
             NotFinite: a number is not finite, under policy "stop".
@@ -108,7 +108,7 @@ class NonfiniteCheck:
         if found is not None and mine == largest:
             what = f"hybridpipe: rank {self._rank}: {found[1]}; the update is skipped"
             if scale.explains_overflow:
-                what += f", and the loss scale is now {scale.after(overflowed=True).value:g}"
+                what += f", and the loss scale falls to {scale.after(overflowed=True).value:g}"
             print(what, file=sys.stderr, flush=True)
         self.num_skipped += largest > 0
         return largest == 0

@@ -1,30 +1,19 @@
 """SharedGradients: sums the gradients of parameters that several stages hold, such as tied embeddings.
 
-Knows parameters, the groups of ranks that hold them and a transport; no schedule and no model.
+Knows parameters, the groups of ranks that hold them and a courier; no schedule and no model.
 Invariant: every holder adds the same numbers in the same order, so copies stay equal bit for bit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.messages import Spec, TensorSpec, check_header, flags_spec, pack, views
-from hybridpipe.comm.p2p import HEADER_NAMES, KINDS, SHARED_TAG
-from hybridpipe.comm.transport import Pending, Transport
+from hybridpipe.comm.courier import Arriving, Courier
+from hybridpipe.comm.messages import Spec, TensorSpec
+from hybridpipe.comm.p2p import KINDS, SHARED_TAG
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.sharing import peers_of
-
-PART_BYTES = 2**30  # larger messages are sent in parts, since MPI counts in 32 bits
-
-
-class _Received(NamedTuple):
-    """A group's gradients on their way here."""
-
-    parts: list[Pending]
-    buffer: Tensor
-    spec: Spec
 
 
 class SharedGradients:
@@ -40,9 +29,9 @@ class SharedGradients:
     """
 
     def __init__(
-        self, plan: Plan, place: Place, groups: Mapping[Tensor, Sequence[int]], transport: Transport
+        self, plan: Plan, place: Place, groups: Mapping[Tensor, Sequence[int]], courier: Courier
     ) -> None:
-        self._own, self._groups, self._transport = place.stage, dict(groups), transport
+        self._own, self._groups, self._courier = place.stage, dict(groups), courier
         others = sorted({group for each in groups.values() for group in each} - {place.stage})
         self._peers = {group: peers_of(plan, place, group) for group in others}
         self._num_exchanges = 0
@@ -64,19 +53,17 @@ class SharedGradients:
         received = {group: self._receive(group, parameters) for group, parameters in shared.items()}
         for group, parameters in shared.items():
             self._send(group, parameters)
-        found = {group: self._wait(group, received[group]) for group in shared}
+        found = {group: iter(received[group].wait()) for group in shared}
         for parameter, groups in self._groups.items():
             if parameter.requires_grad:
                 each = [parameter.grad if g == self._own else next(found[g]) for g in groups]
                 parameter.grad = _sum([gradient for gradient in each if gradient is not None], parameter)
         self._num_exchanges += 1
 
-    def _receive(self, group: int, parameters: Sequence[Tensor]) -> _Received:
+    def _receive(self, group: int, parameters: Sequence[Tensor]) -> Arriving:
         """Post the receives of a group's gradients."""
-        spec, peer = _spec(parameters), self._peers[group].source
-        buffer = self._transport.buffer(spec.num_bytes)
-        parts = [self._transport.receive(part, peer, SHARED_TAG) for part in _parts(buffer)]
-        return _Received(parts, buffer, spec)
+        header, peer = self._header(group), self._peers[group].source
+        return self._courier.receive(_spec(parameters), header, peer, SHARED_TAG)
 
     def _send(self, group: int, parameters: Sequence[Tensor]) -> None:
         """Start sending this rank's gradients to a group."""
@@ -84,35 +71,18 @@ class SharedGradients:
         if not targets:
             return
         spec = _spec(parameters)
-        buffer = self._transport.buffer(spec.num_bytes)
         gradients = [None if p.grad is None else _dense(p.grad) for p in parameters]
-        present = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-        pack(buffer, spec, [present, *gradients], self._header(self._own))
-        for rank in targets:
-            self.bytes_sent += spec.num_bytes
-            for part in _parts(buffer):
-                self._transport.send(part, rank, SHARED_TAG)
-
-    def _wait(self, group: int, received: _Received) -> Iterator[Tensor | None]:
-        """Wait for a group's gradients and return one for each parameter, or None."""
-        for part in received.parts:
-            part.wait()
-        check_header(received.buffer, received.spec, self._header(group), HEADER_NAMES)
-        present, *sent = views(received.buffer, received.spec)
-        return iter([g if there else None for g, there in zip(sent, present.tolist(), strict=True)])
+        self.bytes_sent += spec.num_bytes * len(targets)
+        self._courier.send(spec, gradients, self._header(self._own), targets, SHARED_TAG)
 
     def _header(self, group: int) -> tuple[int, ...]:
         return KINDS, self._num_exchanges, 0, group, 0
 
 
 def _spec(parameters: Sequence[Tensor]) -> Spec:
-    """Return the spec of a message: a byte for each gradient, 0 if it is missing, and the gradients."""
+    """Return the spec of a message with the parameters' gradients."""
     gradients = (TensorSpec(tuple(p.shape), p.dtype, False, p.dtype) for p in parameters)
-    return Spec((flags_spec(len(parameters)), *gradients))
-
-
-def _parts(buffer: Tensor) -> list[Tensor]:
-    return [buffer[start : start + PART_BYTES] for start in range(0, len(buffer), PART_BYTES)]
+    return Spec(tuple(gradients), optional=True)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
+from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
 from hybridpipe.types import OptimizerFactory
@@ -73,7 +73,7 @@ class UpdateRule:
     precision: Precision = FP32
 
     def __post_init__(self) -> None:
-        one_of("compression", self.compression, COMPRESSIONS)
+        check_compression(self.compression)
 
     def check(self, plan: Plan) -> None:
         """Check that the options suit the plan's schedule.
@@ -90,11 +90,6 @@ class UpdateRule:
                     f"clip_grad_norm must not be given under {plan.schedule}, got {self.clip_grad_norm}: its "
                     "stages update at different times, so there is no norm of all gradients"
                 )
-        if self.precision.scales_loss and plan.is_asynchronous:
-            raise ValueError(
-                f"precision must not be {self.precision.name!r} under {plan.schedule}: its stages update at "
-                "different times and cannot agree on the scale of a loss; use 'bf16', which needs none"
-            )
         if self.delay_warm_up and not plan.is_asynchronous:
             raise ValueError(
                 f"delay_warm_up must be 0 under {plan.schedule}, whose gradients are never late, "
@@ -147,8 +142,12 @@ class UpdateRule:
             add_up,
             parameters,
             elsewhere,
-            DYNAMIC if self.precision.scales_loss else UNSCALED,
+            DYNAMIC if self.precision.scales_loss and not self.scales_in_flight(plan) else UNSCALED,
         )
+
+    def scales_in_flight(self, plan: Plan) -> bool:
+        """Return True if losses are scaled and several minibatches are in flight, each with its own scale."""
+        return self.precision.scales_loss and plan.is_asynchronous
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
         """Make the optimizer.
@@ -241,16 +240,14 @@ class Update:
     def skip(self, num_minibatches: int = 1) -> None:
         """Drop the gradients of `num_minibatches` minibatches, since a number is not finite."""
         self.loss_scale = self.loss_scale.after(overflowed=True)
-        self.end_step(num_minibatches)
+        self.catch_up(num_minibatches)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`, and divide them by the loss scale."""
-        found = [(p, p.grad) for p in self._parameters if p.grad is not None]
         factor /= self.loss_scale.value
-        if factor != 1 and found:
-            parameters, gradients = zip(*found, strict=True)
-            for parameter, gradient in zip(parameters, torch._foreach_mul(gradients, factor), strict=True):
-                parameter.grad = gradient  # not in place: two gradients may share their memory
+        for parameter in self._parameters if factor != 1 else ():
+            if parameter.grad is not None:  # not in place, since two gradients may share their memory
+                parameter.grad = parameter.grad * factor  # one by one: no second set of them is held
 
     def end_step(self, num_minibatches: int) -> None:
         """End a step, made or skipped: drop its gradients, and step the learning-rate scheduler."""
@@ -266,8 +263,8 @@ class Update:
             parameter.grad = None
 
     def catch_up(self, num_minibatches: int) -> None:
-        """Step a new scheduler to where it would stand after `num_minibatches` minibatches."""
-        with warnings.catch_warnings():  # torch warns, since this optimizer has made no step yet
+        """End `num_minibatches` steps that the optimizer does not make: skipped, or an earlier run's."""
+        with warnings.catch_warnings():  # torch warns where the optimizer has made no step yet
             warnings.simplefilter("ignore", UserWarning)
             self.end_step(num_minibatches)
 

@@ -18,6 +18,7 @@ from hybridpipe.planning.checks import (
     factor,
     non_negative,
     non_negative_int,
+    one_of,
     positive,
     positive_int,
 )
@@ -26,6 +27,20 @@ Bytes = TypeVar("Bytes", float, NDArray[np.float64])  # of one message, or of ma
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
 NO_COMPRESSION = "none"
 COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that an all-reduce moves
+
+
+def check_compression(compression: str) -> None:
+    """Check that gradients can travel so.
+
+    Raises:
+        ValueError: it is none of COMPRESSIONS.
+    """
+    if compression == "bf16":
+        raise ValueError(
+            "compression must not be 'bf16': Horovod adds no bfloat16, on CPUs or GPUs; use 'fp16', or "
+            f"{NO_COMPRESSION!r}, which adds in float32 under every precision"
+        )
+    one_of("compression", compression, COMPRESSIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +138,7 @@ class Cluster:
             all ranks.
         memory_bytes: of each rank, or one figure for all. None: not limited.
         relative_speed: per rank, 1.0 for the rank that the profile was measured on. None: all equal.
-        node_ranks: ranks that share one machine's processors. None: each rank has its own.
+        node_ranks: ranks that share one machine's processors, or one GPU. None: each rank has its own.
         compute_speeds: entry n-1 is the speed of each of n ranks of a machine that compute at once, relative
             to one that computes alone. None: 1.0 for as many as there are.
         message_seconds: processor time that a message takes from its sender, and again from its receiver (the

@@ -93,8 +93,9 @@ class Stage:
         batches_wgrad: bool = False,
         check_loss: bool = True,
     ) -> None:
-        self.layers, self.module = layers, layers.module.to(device)
-        self.device, self.seed, self.loss = device, seed, loss
+        self.layers, self.module = layers, layers.move(device)
+        self.device, self.seed = device, seed
+        self.loss = loss.to(device) if isinstance(loss, nn.Module) else loss
         self.split_backward, self.recompute, self.batches_wgrad = split_backward, recompute, batches_wgrad
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
@@ -111,6 +112,15 @@ class Stage:
         """Adopt the parameters' present numbers; call it before each run."""
         if self._copies is not None:
             self._copies.begin()
+
+    def copy_weights(self) -> list[Tensor]:
+        """Copy the present weights, as an update's first forward does; return what layers are called with.
+
+        The list is empty where they are called with their own parameters.
+        """
+        self.begin()
+        weights = [] if self._copies is None else self._copies.current()
+        return [tensor for layer in weights for tensor in layer.values()]
 
     def renew(self) -> None:
         """Adopt the layers' present modes, hooks and requires_grad flags; call it between two runs."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hybridpipe.comm.status import rank_status
 from hybridpipe.config import SOURCES
-from hybridpipe.measure.probe import probe
+from hybridpipe.measure.probe import CPU, probe
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -28,6 +28,7 @@ from hybridpipe.planning.search.search import (
 from hybridpipe.planning.simulator.predict import predict
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
 
@@ -59,6 +60,7 @@ def autoplan(
     compression: str = NO_COMPRESSION,
     progress_thread: bool = True,
     cluster: Cluster | None = None,
+    device: "torch.device | None" = None,
 ) -> Choice:
     """Choose or predict a plan; every rank returns the same choice. Collective over `world`.
 
@@ -71,6 +73,7 @@ def autoplan(
         compression: of gradients (`Cluster.compressing`).
         progress_thread: True if the transport of the training has one (`probe`).
         cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
+        device: on which this rank computes; by default the CPU.
 
     Raises:
         ValueError: no plan fits, or the given one cannot be predicted; raised on every rank.
@@ -81,7 +84,7 @@ def autoplan(
             what = f"the given cluster has {cluster.num_ranks} ranks, and there are {world.size}"
             print(f"hybridpipe: {what}: the machines are measured now", file=sys.stderr)
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
-        cluster = probe(world, work, gradient_bytes, progress_thread)
+        cluster = probe(world, work, gradient_bytes, progress_thread, device or CPU)
     cluster = cluster.compressing(compression, profile.dtype)
     choice: Choice | ValueError | None = None
     if world.rank == 0:

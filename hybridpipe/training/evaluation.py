@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.engine.worker import PendingLosses, Worker
+from hybridpipe.engine.pending import PendingLosses
+from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import shown
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import Tree

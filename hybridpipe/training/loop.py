@@ -10,7 +10,8 @@ from collections.abc import Generator, Iterator, Sequence
 
 from hybridpipe.checkpoint.policy import Keeper
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.engine.worker import PendingLosses, Worker
+from hybridpipe.engine.pending import PendingLosses
+from hybridpipe.engine.worker import Worker
 from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.planning.timeline import Event

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hybridpipe.comm.gpus import own_device, tell_shared_gpus
 from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
 from hybridpipe.comm.mpi import MPI
@@ -20,7 +21,6 @@ from hybridpipe.comm.progress_thread import needs_progress_thread
 from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.device import device_of_rank
 from hybridpipe.engine import consistency
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
@@ -223,6 +223,7 @@ class PlanMaker:
                 compression=self._rule.compression,
                 progress_thread=self.progress_thread,
                 cluster=self._cluster,
+                device=self._device,
             )
         except ValueError as error:  # the same on every rank
             if not isinstance(self._given, Plan):
@@ -258,9 +259,9 @@ class PlanMaker:
 
 def device_with_threads(world: MPI.Comm, device: torch.device | str | None) -> torch.device:
     """Choose this rank's device, and set its compute threads unless the user has. Collective."""
-    host = this_host(world)
-    chosen = device_of_rank(host.local_rank, device)
-    num_threads = default_num_threads(host)
+    chosen = own_device(world, device)
+    tell_shared_gpus(world, chosen)
+    num_threads = default_num_threads(this_host(world))
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     return chosen

@@ -87,7 +87,7 @@ class Trainer:
         seed: seed of the order of samples and of all random numbers of layers and data sets.
         num_workers: loader processes of each rank that loads samples; 0 loads them when they are needed.
         collate_fn: makes (inputs, targets), or a dict that is both, of a list of samples; None stacks them.
-        device: of this rank; by default one GPU for each rank of the host if there are any, else the CPU.
+        device: of this rank; by default its own of the GPUs that it sees, else the CPU.
         world: the ranks that train together; by default MPI.COMM_WORLD.
         hang_timeout: seconds in one instruction or one wait for other ranks, after which a rank reports the
             state of every rank and ends the job; 0 for never.

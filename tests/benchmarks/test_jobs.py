@@ -68,6 +68,8 @@ def test_a_program_that_fails_is_an_outcome_with_its_reason(tmp_path):
 def test_the_slowest_rank_counts_and_parts_of_the_loss_add_up():
     reports = [{"seconds": [1.0], "losses": [9.0, 0.5]}, {"seconds": [2.0], "losses": [9.0, 1.0]}]
     assert merged(reports) == {"seconds": 2.0, "loss": 1.5}
+    with_processor = [{**report, "processor": [0.25]} for report in reports]
+    assert merged(with_processor) == {"seconds": 2.0, "loss": 1.5, "processor": 0.5}
 
 
 def test_the_reason_is_the_first_error_of_a_log():

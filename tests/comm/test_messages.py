@@ -12,8 +12,10 @@ from hybridpipe.comm.messages import (
     decode_spec,
     encode_spec,
     pack,
+    present,
     spec_of,
     views,
+    write_head,
 )
 
 HEADER, NAMES = (1, 20, 3, 0), ("kind", "step", "microbatch", "stage")
@@ -35,12 +37,18 @@ def tensor_spec(shape, dtype, requires_grad=False, sent=None) -> TensorSpec:
     return TensorSpec(shape, dtype, requires_grad, sent or dtype)
 
 
+def packed(spec: Spec, tensors) -> torch.Tensor:
+    """Return a message in memory that held something else."""
+    buffer = torch.full((spec.num_bytes,), 170, dtype=torch.uint8)
+    write_head(buffer, spec, tensors, HEADER)
+    pack(buffer, spec, tensors)
+    return buffer
+
+
 def sent(tensors) -> tuple[torch.Tensor, ...]:
     """Return tensors packed into a message and unpacked again."""
     spec = spec_of(tensors)
-    buffer = torch.full((spec.num_bytes,), 170, dtype=torch.uint8)
-    pack(buffer, spec, tensors, HEADER)
-    arrived = buffer.clone()
+    arrived = packed(spec, tensors).clone()
     check_header(arrived, spec, HEADER, NAMES)
     return views(arrived, spec)
 
@@ -93,7 +101,7 @@ def test_what_requires_grad_is_sent_without_its_graph():
 
 def test_packing_does_not_keep_the_graph():
     spec = spec_of([tensor := torch.randn(3, requires_grad=True)])
-    pack(buffer := torch.empty(spec.num_bytes, dtype=torch.uint8), spec, [tensor], HEADER)
+    buffer = packed(spec, [tensor])
     assert not buffer.requires_grad
 
 
@@ -107,14 +115,14 @@ def test_packing_does_not_keep_the_graph():
 )
 def test_the_header_names_what_differs(header, told):
     spec = spec_of([torch.ones(3)])
-    pack(buffer := torch.empty(spec.num_bytes, dtype=torch.uint8), spec, [torch.ones(3)], HEADER)
+    buffer = packed(spec, [torch.ones(3)])
     with pytest.raises(ProtocolError, match=told):
         check_header(buffer, spec, header, NAMES)
 
 
 def test_another_size_is_told():
     spec = spec_of([torch.ones(3)])
-    pack(buffer := torch.empty(spec.num_bytes, dtype=torch.uint8), spec, [torch.ones(3)], HEADER)
+    buffer = packed(spec, [torch.ones(3)])
     with pytest.raises(ProtocolError, match="num_bytes 128 instead of 192"):
         check_header(buffer, spec_of([torch.ones(30)]), HEADER, NAMES)
 
@@ -149,16 +157,26 @@ def test_what_cannot_be_described_is_refused():
 def test_a_tensor_may_travel_in_half_its_bytes():
     tensors = [torch.tensor([1.0, 1 / 3, 1e30], requires_grad=True), torch.tensor([7])]
     spec = spec_of(tensors, sent=lambda each: torch.bfloat16 if each.requires_grad else each.dtype)
-    buffer = torch.empty(spec.num_bytes, dtype=torch.uint8)
-    pack(buffer, spec, tensors, HEADER)
+    buffer = packed(spec, tensors)
     values, integers = views(buffer, spec)
     assert spec.tensors[0].num_bytes == 6 and spec.tensors[0].dtype == torch.float32
     assert torch.equal(values, tensors[0].detach().bfloat16()) and torch.equal(integers, tensors[1])
-    assert spec.gradients.tensors[1] == spec.tensors[0]
+    assert spec.gradients.tensors == spec.tensors[:1]
 
 
 def test_gradients_come_back_for_what_requires_one():
     a, b, c = torch.ones(2, requires_grad=True), torch.ones(3), torch.ones(4, requires_grad=True)
-    there, *gradients = spec_of([a, b, c]).gradients.tensors
-    assert (there.shape, there.dtype) == ((2,), torch.uint8)
-    assert [t.shape for t in gradients] == [(2,), (4,)]
+    spec = spec_of([a, b, c]).gradients
+    assert [t.shape for t in spec.tensors] == [(2,), (4,)]
+    for gradients in ([None, c], [a, None], [a, c], [None, None]):
+        assert present(packed(spec, gradients), spec) == [each is not None for each in gradients]
+
+
+@pytest.mark.parametrize("count, num_bytes", [(0, 64), (1, 128), (64, 128), (65, 192)])
+def test_a_head_has_a_byte_for_each_gradient(count, num_bytes):
+    spec = Spec((tensor_spec((3,), torch.float32, True),) * count).gradients
+    assert spec.head_bytes == num_bytes and spec.num_bytes == num_bytes + 64 * count
+    values = [torch.full((3,), float(i)) if i % 3 else None for i in range(count)]
+    message = packed(spec, values)
+    assert present(message[:num_bytes], spec) == [value is not None for value in values]
+    assert all(torch.equal(a, b) for a, b in zip(views(message, spec), values, strict=True) if b is not None)

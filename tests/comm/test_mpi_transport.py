@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridpipe.comm import mpi_transport
+from hybridpipe.comm import transport as any_transport
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MOST_ACTIVE, MpiTransport
@@ -39,6 +40,46 @@ def test_bytes_arrive(transport, num_bytes, receive_first):
     receiving.wait()
     sending.wait()
     assert torch.equal(buffer, message)
+
+
+@pytest.fixture
+def short_parts(monkeypatch):
+    """Parts of 1000 bytes; MPI's limit is 2 GiB."""
+    monkeypatch.setattr(any_transport, "PART_BYTES", 1000)
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("num_bytes", [0, 999, 1000, 1001, 3000, 123456])
+@pytest.mark.parametrize("receive_first", [True, False])
+def test_a_long_message_travels_in_parts(transport, num_bytes, receive_first):
+    messages = [torch.randint(0, 256, (num_bytes + more,), dtype=torch.uint8) for more in (0, 1, 2)]
+    buffers = [filled(len(message)) for message in messages]
+    if receive_first:
+        receiving = [transport.receive(buffer, 0, tag=3) for buffer in buffers]
+    sending = [transport.send(message, 0, tag=3) for message in messages]
+    if not receive_first:
+        receiving = [transport.receive(buffer, 0, tag=3) for buffer in buffers]
+    for pending in receiving + sending:
+        pending.wait()
+        assert pending.is_complete()
+    assert all(map(torch.equal, buffers, messages))
+
+
+@pytest.mark.usefixtures("short_parts")
+def test_of_an_unexpected_long_message_the_beginning_is_told(transport):
+    sizes = (64, 2500, 2000, 7)
+    for i, num_bytes in enumerate(sizes):
+        transport.send(filled(num_bytes, i), 0, tag=4)
+    deadline = time.monotonic() + 10
+    while len(found := transport.unexpected(0)) < len(sizes):
+        assert time.monotonic() < deadline
+        transport.receive(filled(1), 0, tag=5)  # it looks for messages only where it expects some
+        transport.send(filled(1), 0, tag=5)
+    assert [len(message) for _, message in found] == [64, 1000, 1000, 7]
+    assert [int(message[0]) for _, message in found] == [0, 1, 2, 3]
+    for i, num_bytes in enumerate(sizes):
+        transport.receive(buffer := filled(num_bytes), 0, tag=4).wait()
+        assert buffer.eq(i).all()
 
 
 def test_order_for_each_tag(transport):
@@ -212,3 +253,62 @@ def test_a_slow_wait_can_look_at_unexpected_messages(transport):
         assert buffer.eq(value).all()
     transport.send(filled(64), 0, tag=3)  # so that the transport can be closed
     receiving.wait()
+
+
+class Computed:
+    """An event that comes when it is told, and counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.looks = False, 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.is_reached
+
+
+def looked_at(event: Computed, times: int) -> None:
+    deadline, before = time.monotonic() + 10, event.looks
+    while event.looks < before + times:
+        assert time.monotonic() < deadline, "nobody looks"
+        time.sleep(1e-3)
+
+
+@pytest.mark.parametrize("transport", [{}, {"cores_to_spare": True}], indirect=True)
+def test_what_is_not_computed_is_not_sent(transport):
+    """The progress thread looks while this one does other things."""
+    event, message, buffer = Computed(), filled(1 << 16), filled(1 << 16)
+    receiving = transport.receive(buffer, 0, tag=3)
+    sending = transport.send(message, 0, tag=3, ready=event)
+    looked_at(event, 3)
+    assert not sending.is_complete() and not receiving.is_complete()
+    message.fill_(7)  # computed now
+    event.is_reached = True
+    receiving.wait()
+    sending.wait()
+    assert buffer.eq(7).all()
+
+
+def test_a_rank_that_waits_sends_what_is_computed_meanwhile(transport):
+    event, buffers = Computed(), [filled(64), filled(1 << 16)]
+    receiving = [transport.receive(buffer, 0, tag=3) for buffer in buffers]
+    for i, buffer in enumerate(buffers):
+        transport.send(filled(len(buffer), i + 1), 0, tag=3, ready=event)
+
+    def on_slow():
+        event.is_reached = True
+
+    for pending in receiving:
+        pending.wait(on_slow)
+    assert [int(buffer[-1]) for buffer in buffers] == [1, 2]
+
+
+def test_a_late_message_holds_up_no_message_of_the_host(transport):
+    event, late, quick = Computed(), filled(8), filled(8)
+    waiting = transport.receive(late, 0, tag=3)
+    transport.send(filled(8, 1), 0, tag=3, ready=event)
+    transport.receive(quick, 0, tag=4)
+    transport.send(filled(8, 2), 0, tag=4).wait()
+    assert not waiting.is_complete()
+    event.is_reached = True
+    waiting.wait()
+    assert late.eq(1).all()

@@ -9,6 +9,12 @@ of floor(b / m_s) - h_s + 1 rounds. With vertical sync all stages use the versio
 v_s(b) = floor(v_0(b) m_0 / m_s). 2BW (ICML 2021, section 3.1): w(t + 1) = w(t) - rate * grad f_t(w(t - 1)).
 PipeMare (MLSys 2021, section 3.1) divides the rate by d_s^(1 - min(b / K, 1)) with b the first minibatch of
 the round. The delay d_s is b / m_s - v_s(b) for a b where all rounds begin and the pipeline is full.
+
+Where losses are scaled, minibatch b has the loss times S(b), and gradients are divided by that. A stage
+whose gradients of a round are not finite leaves its update out, and no other stage does: torch.amp.GradScaler
+with an optimizer a stage. With L the most minibatches in flight, max_s h_s m_s (2 under 2BW),
+
+    S(b) = S(b - 1) / 2  if a stage has left out b - L and S(b - L) = S(b - 1),  else S(b - 1)
 """
 
 import copy
@@ -51,8 +57,16 @@ class ReferenceStage:
             mine.grad = other.grad / size + (0 if mine.grad is None else mine.grad)
 
     def update(self, factor, size):
-        """Step with the learning rate times `factor`, and keep the new version."""
-        if self.optimizer is not None:
+        """Step with the learning rate times `factor` if gradients are finite; keep the new version.
+
+        Returns:
+            True if the step was left out.
+        """
+        gradients = [p.grad for p in self.newest.parameters()]
+        overflows = not all(bool(gradient.isfinite().all()) for gradient in gradients)
+        if overflows:
+            self.optimizer.zero_grad()
+        elif self.optimizer is not None:
             group = self.optimizer.param_groups[0]
             rate, group["lr"] = group["lr"], group["lr"] * factor
             self.optimizer.step()
@@ -61,19 +75,30 @@ class ReferenceStage:
         for _ in range(size if self.scheduler else 0):
             self.scheduler.step()
         self.versions.append(copy.deepcopy(self.newest))
+        return overflows
 
 
-def backward(stages, microbatches, loss, seed, step):
-    """Run a minibatch forward and backward through the stages and return its loss."""
+def scale_lag(replicas, rule):
+    """Return L of the formula above."""
+    return 2 if rule == "2bw" else max(h * m for h, m in zip(in_flight(replicas), replicas, strict=True))
+
+
+def backward(stages, microbatches, loss, seed, step, scale, low=None):
+    """Run a minibatch forward and backward through the stages and return its loss.
+
+    Args:
+        low: autocast's type in the forward; by default there is none.
+    """
     layers = [layer for stage in stages for layer in stage]
     samples = sum(len(targets) for _, targets in microbatches)
     total = 0.0
     for m, (value, targets) in enumerate(microbatches):
-        for i, layer in enumerate(layers):
-            torch.manual_seed(random_key(seed, step, m, i))
-            value = layer(value)
-        share = loss(value, targets) * len(targets) / samples
-        share.backward()
+        with torch.autocast("cpu", low, enabled=low is not None):
+            for i, layer in enumerate(layers):
+                torch.manual_seed(random_key(seed, step, m, i))
+                value = layer(value)
+        share = loss(value if low is None else value.float(), targets) * len(targets) / samples
+        (share * scale).backward()
         total += share.item()
     return total
 
@@ -101,6 +126,8 @@ def train(
     rate_scaled=True,
     scheduler=None,
     warm_up=0,
+    scale=1.0,
+    low=None,
 ):
     """Return the weights and losses after `minibatches`, each a list of microbatches (inputs, targets).
 
@@ -110,18 +137,25 @@ def train(
         rule: "pipedream", "vertical" or "2bw".
         scheduler: called with the optimizer of a stage; it steps once a minibatch.
         warm_up: K of PipeMare's formula above; 0 turns it off.
+        scale: S(0), a power of two.
+        low: autocast's type.
     """
     stages = [ReferenceStage(model[a:b], optimizer, scheduler) for a, b in itertools.pairwise(edges)]
     rounds = [1] * len(stages) if rule == "2bw" else replicas
-    losses = []
+    losses, scales, left_out, lag = [], [], set(), scale_lag(replicas, rule)
     for b, microbatches in enumerate(minibatches):
+        if b - lag in left_out and scales[b - lag] == scale:
+            scale /= 2
+        scales.append(scale)
         versions = versions_of(b, replicas, rule)
         used = [copy.deepcopy(stage.versions[v]) for stage, v in zip(stages, versions, strict=True)]
-        losses.append(backward(used, microbatches, loss, seed, b))
+        losses.append(backward(used, microbatches, loss, seed, b, scale, low))
         for s, stage in enumerate(stages):
             first = b // rounds[s] * rounds[s]
             size = min(rounds[s], len(minibatches) - first)
-            stage.add_gradients(used[s], size)
+            stage.add_gradients(used[s], size * scale)
             if b == first + size - 1:
-                stage.update(rate_factors(replicas, rule, first, rate_scaled, warm_up)[s], size)
+                factor = rate_factors(replicas, rule, first, rate_scaled, warm_up)[s]
+                if stage.update(factor, size):
+                    left_out |= set(range(first, first + size))
     return [parameter for stage in stages for parameter in stage.newest.parameters()], losses

@@ -1,9 +1,13 @@
 """Training in threads: the real executor, a thread for each rank, queues for the wire."""
 
 import copy
+import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,20 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec
+from hybridpipe.comm.courier import courier_of
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Stream, slice_minibatch
+from hybridpipe.device import Lanes
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.loss_weights import LossWeights
+from hybridpipe.model.precision import Precision
 from hybridpipe.model.sequential import check_plan, stage_module
+from hybridpipe.optim.loss_scale import DYNAMIC, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place
-from hybridpipe.planning.schedules.generators import programs
+from hybridpipe.planning.schedules.generators import overflows_late, programs
 from hybridpipe.planning.schedules.instructions import RankProgram, without_update
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from tests.engine.inprocess import Mailboxes, QueueTransport, SharedSync
+from tests.late_cuda import LateLanes
 
 CPU = torch.device("cpu")
 
@@ -103,6 +112,28 @@ class ArraySum:
         return add_up
 
 
+class Skips:
+    """The minibatches whose update some rank has skipped, where ranks are threads."""
+
+    def __init__(self, num_ranks: int, timeout_seconds: float):
+        self.num_ranks, self.timeout_seconds = num_ranks, timeout_seconds
+        self.changed, self.told, self.skipped = threading.Condition(), Counter[int](), set[int]()
+
+    def tell(self, minibatch: int, skipped: bool) -> Callable[[], bool]:
+        """Note a rank's update with a minibatch; return a function that says whether any rank has skipped."""
+        with self.changed:
+            self.told[minibatch] += 1
+            self.skipped |= {minibatch} if skipped else set()
+            self.changed.notify_all()
+        return partial(self.any_rank, minibatch)
+
+    def any_rank(self, minibatch: int) -> bool:
+        with self.changed:
+            all_told = lambda: self.told[minibatch] == self.num_ranks  # noqa: E731
+            assert self.changed.wait_for(all_told, self.timeout_seconds), f"{minibatch}: a rank waits for us"
+            return minibatch in self.skipped
+
+
 class Result(NamedTuple):
     """The results of a training: loss and gradients of each minibatch, and the weights at the end."""
 
@@ -160,26 +191,31 @@ def make_executors(
     loss,
     rule: UpdateRule,
     timeout_seconds: float = 5.0,
+    lanes: dict[int, Lanes] | None = None,
+    direct: bool = False,
+    scale: LossScale = DYNAMIC,
 ) -> tuple[dict[int, Executor], list[threading.Barrier]]:
     """Return each rank's executor, with a model of its own, and the barriers where ranks wait."""
     check_plan(model, plan)
     mailboxes = Mailboxes()
     executors: dict[int, Executor] = {}
     barriers = [threading.Barrier(plan.num_ranks, timeout=timeout_seconds)]
+    precision = rule.precision
     stage_sum, array_sum = StageSum(barriers[0]), ArraySum(barriers[0])
     for group, spec in enumerate(plan.stages[: plan.num_groups]):
         held = plan.held_stages(Place(group, 0))
-        stages = [[_stage(plan, model, s, loss) for s in held] for _ in spec.ranks]
+        stages = [[_stage(plan, model, s, loss, precision) for s in held] for _ in spec.ranks]
         parameters = [[p for stage in each for p in stage.module.parameters()] for each in stages]
         barriers.append(threading.Barrier(spec.replicas, timeout=timeout_seconds))
         for r, rank in enumerate(spec.ranks):
-            transport = QueueTransport(mailboxes, rank, timeout_seconds)
+            own = Lanes(CPU) if lanes is None else lanes[rank]
+            courier = courier_of(QueueTransport(mailboxes, rank, timeout_seconds), own, direct)
             executors[rank] = Executor(
                 plan,
                 Place(group, r),
-                CPU,
+                own,
                 stages[r],
-                [PointToPoint(plan, s, transport, CPU) for s in held],
+                [PointToPoint(plan, s, courier, precision) for s in held],
                 Recorded(parameters[r], r, parameters, barriers[-1]),
                 rule.build(
                     [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
@@ -187,6 +223,7 @@ def make_executors(
                 NonfiniteCheck("stop", plan, Place(group, r), stages[r], int),
                 None,
                 LossWeights(plan, array_sum.at(rank)),
+                LossScales(scale, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
             )
     return executors, barriers
 
@@ -223,15 +260,31 @@ def in_threads(
     timeout_seconds: float = 5.0,
     rule: UpdateRule | None = None,
     accumulate: int = 1,
+    lanes: dict[int, Lanes] | None = None,
+    direct: bool = False,
+    scale: LossScale = DYNAMIC,
 ) -> Result:
-    """Train under a plan, with a thread for each rank, and raise the first failing rank's error."""
-    executors, barriers = make_executors(plan, model, loss, rule or UpdateRule(optimizer), timeout_seconds)
+    """Train under a plan, with a thread for each rank, and raise the first failing rank's error.
+
+    Args:
+        lanes: of each rank; by default those of a CPU.
+        direct: messages are sent from the device's own memory.
+    """
+    lanes, rule = lanes or {rank: Lanes(CPU) for rank in plan.ranks}, rule or UpdateRule(optimizer)
+    made = plan, model, loss, rule, timeout_seconds, lanes, direct, scale
+    executors, barriers = make_executors(*made)
+    skips = Skips(plan.num_ranks, timeout_seconds)
     cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
     streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
     found: list[dict[int, LossSum]] = [{} for _ in minibatches]
     events: dict[int, list[list[Event]]] = {rank: [] for rank in plan.ranks}
 
     def train(rank: int) -> None:
+        with lanes[rank].cuda if isinstance(lanes[rank], LateLanes) else nullcontext():
+            train_in_it(rank)
+
+    def train_in_it(rank: int) -> None:
+        updated, scales = itertools.count(), executors[rank].scales
         for i, stream in enumerate(streams):
             program = programs(plan, len(stream.sizes))[rank]
             if (i + 1) % accumulate:
@@ -240,6 +293,10 @@ def in_threads(
                 for m, loss in done.losses.items():
                     found[stream[m].step][stream[m].microbatch] = loss
                 events[rank].append(done.events)
+                if scales is not None:
+                    scales.note(
+                        [skips.tell(next(updated), done.skipped) for _ in range(done.num_minibatches)]
+                    )
 
     each_in_a_thread(plan, train, barriers)
     first = _first_replicas(plan, executors)
@@ -268,10 +325,10 @@ def _first_replicas(plan: Plan, executors: dict[int, Executor]) -> list[Executor
     return first
 
 
-def _stage(plan: Plan, model: nn.Sequential, s: int, loss) -> Stage:
+def _stage(plan: Plan, model: nn.Sequential, s: int, loss, precision: Precision) -> Stage:
     spec = plan.stages[s]
     return Stage(
-        stage_module(copy.deepcopy(model), spec.start, spec.stop),
+        stage_module(copy.deepcopy(model), spec.start, spec.stop, precision),
         CPU,
         loss=loss if s == plan.num_stages - 1 else None,
         split_backward=plan.schedule == "zero-bubble",

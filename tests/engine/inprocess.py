@@ -4,22 +4,37 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from queue import Empty, Queue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected
+from hybridpipe.device import Event
+
+
+class _Message(NamedTuple):
+    """A message, which may be read once it is ready."""
+
+    buffer: Tensor
+    ready: Event | None
+
+    def content(self) -> Tensor:
+        """Return the message's bytes; wait until they are there."""
+        while self.ready is not None and not self.ready.query():
+            pass
+        return self.buffer
 
 
 class Mailboxes:
     """The wire between the ranks of one process: a queue for each (sender, receiver, tag)."""
 
     def __init__(self) -> None:
-        self._queues: defaultdict[tuple[int, int, int], Queue[Tensor]] = defaultdict(Queue)
+        self._queues: defaultdict[tuple[int, int, int], Queue[_Message]] = defaultdict(Queue)
         self._lock = threading.Lock()
 
-    def queue(self, sender: int, receiver: int, tag: int) -> "Queue[Tensor]":
+    def queue(self, sender: int, receiver: int, tag: int) -> "Queue[_Message]":
         """Return the queue from a sender to a receiver under a tag."""
         with self._lock:
             return self._queues[sender, receiver, tag]
@@ -28,7 +43,7 @@ class Mailboxes:
         """Return the messages that have not been received."""
         with self._lock:
             return [
-                Unexpected(tag, message)
+                Unexpected(tag, message.content())
                 for (source, target, tag), queue in self._queues.items()
                 if (source, target) == (sender, receiver)
                 for message in list(queue.queue)
@@ -44,7 +59,7 @@ class _Sent:
 
 
 class _Receiving:
-    def __init__(self, buffer: Tensor, queue: "Queue[Tensor]", timeout_seconds: float) -> None:
+    def __init__(self, buffer: Tensor, queue: "Queue[_Message]", timeout_seconds: float) -> None:
         self._buffer, self._queue, self._timeout_seconds = buffer, queue, timeout_seconds
         self._completed = False
 
@@ -58,9 +73,10 @@ class _Receiving:
             if on_slow is not None:
                 on_slow()
             message = self._queue.get(timeout=self._timeout_seconds)
-        if len(message) != len(self._buffer):
-            raise ProtocolError(f"{len(message)} bytes came where the plan expects {len(self._buffer)}")
-        self._buffer.copy_(message)
+        content = message.content()
+        if len(content) != len(self._buffer):
+            raise ProtocolError(f"{len(content)} bytes came where the plan expects {len(self._buffer)}")
+        self._buffer.numpy()[:] = content.numpy()
         self._completed = True
 
     def is_complete(self) -> bool:
@@ -74,9 +90,11 @@ class QueueTransport:
         self._mailboxes, self._rank, self._timeout_seconds = mailboxes, rank, timeout_seconds
         self.buffer = Buffers().take
 
-    def send(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Put a copy into the peer's mailbox."""
-        self._mailboxes.queue(self._rank, peer, tag).put(buffer.clone())
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
+        """Put a copy into the peer's mailbox, or the buffer itself if it is not ready."""
+        self._mailboxes.queue(self._rank, peer, tag).put(
+            _Message(buffer.clone() if ready is None else buffer, ready)
+        )
         return _Sent()
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:

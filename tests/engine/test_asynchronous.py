@@ -5,16 +5,19 @@ The models have no dropout here, since threads share torch's generator; tests/mp
 
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from hybridpipe.model.precision import Precision
+from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.stage.weights import WeightVersions
 from tests.engine import asynchronous_reference
-from tests.engine.helpers import in_threads, make_plan
+from tests.engine.helpers import Call, in_threads, make_plan
 
 PLANS = ["1", "1-1", "1-1-1-1", "2-1", "1-2", "3-1", "2-2", "1-2-1", "3"]
 OPTIMIZERS = {
@@ -47,9 +50,12 @@ def compare(
     scaled=True,
     scheduler=None,
     warm_up=0,
+    model=None,
+    loss=cross_entropy,
+    scale=None,
     **options,
 ):
-    model = make_model()
+    model = model or make_model()
     plan = make_plan(name, len(model), num_microbatches, schedule, **options)
     cut = [
         [(x[i : i + microbatch], y[i : i + microbatch]) for i in range(0, len(x), microbatch)]
@@ -61,18 +67,23 @@ def compare(
         edges,
         plan.replicas,
         cut,
-        cross_entropy,
+        loss,
         optimizer,
         rule,
         rate_scaled=scaled,
         scheduler=scheduler,
         warm_up=warm_up,
+        **({} if scale is None else {"scale": scale.value}),
     )
     update = UpdateRule(optimizer, scheduler, scale_learning_rate=scaled, delay_warm_up=warm_up)
+    in_scale = {}
+    if scale is not None:
+        update, in_scale = replace(update, precision=Precision("fp16")), {"scale": scale}
     update.check(plan)
-    result = in_threads(plan, model, data, microbatch, cross_entropy, rule=update)
+    result = in_threads(plan, model, data, microbatch, loss, rule=update, **in_scale)
     torch.testing.assert_close(result.parameters, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(result.losses, losses, rtol=0, atol=1e-10)
+    return result
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -156,3 +167,44 @@ def test_no_more_versions_than_the_schedule_needs_are_alive(monkeypatch, schedul
         num_bytes = sum(parameter.nbytes for parameter in layer.parameters())
         assert max(extra_bytes[executor.stashed.versions]) == (most - 1) * num_bytes
         assert executor.stashed.versions.extra_bytes == 0, "after the drain the newest is the only one"
+
+
+class Steep(torch.autograd.Function):
+    """The identity, whose gradients are 2^40 times larger where a value is large."""
+
+    @staticmethod
+    def forward(ctx, values):
+        ctx.factor = 2.0**40 if values.abs().max() > 50 else 1.0
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor
+
+
+def weighed(outputs, targets):
+    """Cross-entropy, 4096 times larger where a target has 3 added to it."""
+    losses = cross_entropy(outputs, targets % 3, reduction="none")
+    return (losses * torch.where(targets >= 3, 4096.0, 1.0)).mean()
+
+
+@pytest.mark.parametrize("rule", ["pipedream", "vertical", "2bw"])
+@pytest.mark.parametrize("name", ["1", "1-1-1-1", "3-1", "1-2-1"])
+def test_each_stage_skips_what_overflows_and_all_later_scales_halve(name, rule):
+    """Scales near float64's largest number, so that it overflows as float16 does."""
+    model = make_model()
+    model.insert(1, Call(Steep.apply))
+    data = make_data(40, 4, last=4)
+    for b in (9, 10, 25):  # overflows in all stages
+        data[b] = data[b][0], data[b][1] + 3
+    data[17][0][0, 0] = 1000.0  # overflows in the first stage only
+    schedule, count = ("pipedream-2bw", 2) if rule == "2bw" else ("pipedream", 1)
+    given = {"model": model, "loss": weighed, "scale": LossScale(2.0**1018, 0, True)}
+    given |= {"vertical_sync": rule == "vertical"}
+    result = compare(name, schedule, rule, OPTIMIZERS["adam"], data, 4 // count, count, **given)
+    executors = [result.executors[rank] for rank in sorted(result.executors)]
+    assert executors[0].num_skipped >= 3
+    if name.startswith("1-"):
+        assert executors[0].num_skipped > executors[-1].num_skipped
+    newest = {executor.scales.window()[-1] for executor in executors}
+    assert len(newest) == 1 and 2.0**1012 <= newest.pop().value <= 2.0**1016

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridpipe import environment
 from hybridpipe.launch import doctor, mpirun
@@ -51,6 +52,7 @@ def test_under_mpirun_it_sends_and_speaks_once():
     assert done.stdout.count("ok   Python") == 1
     assert "3 ranks on" in done.stdout
     assert "Horovod averaged over 3 ranks" in done.stdout
+    assert torch.cuda.is_available() or "ranks 0, 1, 2 on CPUs" in done.stdout
 
 
 def test_crowded_cores_are_slow_but_no_failure():
@@ -97,6 +99,14 @@ def test_mpi_missing(shadow):
 def test_torch_out_of_range(shadow):
     done = examine(**shadow("torch", "__version__ = '2.14.0'"))
     failed(done, "torch", "2.14.0 is not torch>=2.6,<2.14", "pip install")
+
+
+def test_gpus_that_horovod_cannot_average_on():
+    """A torch that sees a GPU, beside a Horovod that was built for CPUs."""
+    sees = "import torch\ntorch.cuda.device_count = lambda: 1\ntorch.cuda.get_device_name = lambda i: 'H100'"
+    without = "import horovod.torch\nhorovod.torch.cuda_built = lambda: False"
+    done = examine(f"from mpi4py import MPI\n{sees}\n{without}")
+    failed(done, "GPUs", "Horovod is built without CUDA", "hybridpipe setup --cuda staged")
 
 
 def test_mixed_mpis(tmp_path):

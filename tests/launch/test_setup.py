@@ -3,6 +3,7 @@
 launch/test shows the rest.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,20 +12,29 @@ from pathlib import Path
 
 import pytest
 
+from hybridpipe.launch import bundle
+
 REPOSITORY = Path(__file__).parents[2]
 SETUP_WRITES = [REPOSITORY / ".venv" / f"hybridpipe-setup.{suffix}" for suffix in ("log", "stamps")]
 PACKAGED = "hybridpipe/launch/setup.sh"  # what `hybridpipe setup` runs
-TOOLS = "awk bash cat cut df dirname env flock g++ grep head make mktemp paste sed sha256sum sort tail tr"
+READ = [
+    "pyproject.toml",
+    "launch/setup",
+    *(f"hybridpipe/{name}.py" for name in ("__init__", "errors", "version")),
+]
+READ += [
+    f"hybridpipe/launch/{name}"
+    for name in ("setup.sh", "horovod.sh", "horovod.txt", "__init__.py", "bundle.py")
+]
+TOOLS = "awk bash cat cut df dirname env flock g++ grep head make mktemp paste rm sed sha256sum sort tail tr"
 
 
 @pytest.fixture
 def machine(tmp_path):
     """A checkout on a machine that has only what is linked into its bin folder."""
-    (tmp_path / "launch").mkdir()
-    shutil.copy(REPOSITORY / "launch/setup", tmp_path / "launch")
-    (tmp_path / PACKAGED).parent.mkdir(parents=True)
-    shutil.copy(REPOSITORY / PACKAGED, tmp_path / PACKAGED)
-    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    for name in READ:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     bin = tmp_path / "bin"
     bin.mkdir()
     for tool in TOOLS.split():
@@ -111,8 +121,124 @@ def test_here_without_an_environment(machine):
 
 
 def test_unknown_options(machine):
-    assert "unknown option --there; allowed: --here, --extras" in refusal(machine, "--there")
+    options = "--here, --system-site-packages, --extras test|examples, --cuda off|staged|nccl, --from DIR"
+    assert f"unknown option --there; allowed: {options}" in refusal(machine, "--there")
     assert "unknown extras 'docs'; allowed: test, examples" in refusal(machine, "--extras", "docs")
+    assert "--cuda must be off, staged or nccl, got 'on'" in refusal(machine, "--cuda", "on")
+    assert "--here and --system-site-packages contradict" in refusal(
+        machine, "--here", "--system-site-packages"
+    )
+    assert "unknown option --there; allowed: --cuda" in refusal(
+        machine, sys.executable, "--there", script=PACKAGED
+    )
+
+
+@pytest.mark.parametrize("folder", ["nowhere", ""])
+def test_a_bundle_that_is_not_there(machine, folder):
+    assert f"--from: no folder '{folder}': launch/bundle makes one" in refusal(machine, "--from", folder)
+
+
+def test_a_folder_that_is_no_bundle(machine):
+    (machine / "wheels").mkdir()
+    expected = f"{machine}/bundle.json: No such file or directory: launch/bundle {machine} makes a bundle"
+    assert expected in refusal(machine, "--from", str(machine))
+
+
+def test_a_venv_that_does_not_see_the_site(machine):
+    (machine / ".venv/bin").mkdir(parents=True)
+    program(machine / ".venv/bin/python", f'exec {sys.executable} "$@"')
+    assert ".venv was made without --system-site-packages" in refusal(machine, "--system-site-packages")
+
+
+# ---- CUDA: what was asked for and cannot be built is refused ---------------------------------------------
+
+
+@pytest.fixture
+def torch_with(machine):
+    """Make a torch of some CUDA, or of none, the one that Python finds; return the variables for that."""
+
+    def make(cuda):
+        site = machine / "site"
+        (site / "torch-2.12.0.dist-info").mkdir(parents=True)
+        (site / "torch-2.12.0.dist-info/METADATA").write_text("Name: torch\nVersion: 2.12.0\n")
+        (site / "torch").mkdir()
+        (site / "torch/version.py").write_text(f"cuda: Optional[str] = {cuda!r}\n")
+        return {"PYTHONPATH": str(site)}
+
+    return make
+
+
+def cuda_refusal(machine, *options, **env):
+    python = program(
+        machine / "bin/python",
+        f'case "$2" in *sys.prefix*) echo {machine}; exit;; esac; exec {sys.executable} -B "$@"',
+    )
+    return refusal(machine, python, *options, script=PACKAGED, **env)
+
+
+@pytest.mark.parametrize("asked", ["--cuda nccl", "--cuda staged", "HOROVOD_GPU_OPERATIONS=NCCL"])
+def test_cuda_that_torch_does_not_have(machine, torch_with, asked):
+    name, _, value = asked.partition("=")
+    options, env = ([], {name: value}) if value else (asked.split(), {})
+    said = cuda_refusal(machine, *options, **torch_with(None), **env)
+    assert f"torch 2.12.0 has no CUDA, and {asked} asks for it" in said
+
+
+def test_no_compiler_for_an_old_cuda(machine, torch_with):
+    said = cuda_refusal(machine, **torch_with("11.8"))
+    assert "no nvcc of CUDA 11, which torch 2.12.0 has, and PyPI has compilers from 13 on only" in said
+    assert "module load cuda/11" in said and "--cuda off" in said
+
+
+def toolkit(machine, release, compiles="exit 0"):
+    """A CUDA toolkit's nvcc as far as set-up asks it."""
+    (machine / "cuda/bin").mkdir(parents=True)
+    lines = f"*--version*) echo 'Cuda compilation tools, release {release}, V{release}.1';;"
+    lines += f" *--dryrun*) echo '#$ TOP={machine}/cuda' >&2;; *) {compiles};;"
+    program(machine / "cuda/bin/nvcc", f'case "$*" in {lines} esac')
+    return {"CUDA_HOME": str(machine / "cuda")}
+
+
+def test_a_toolkit_of_another_cuda(machine, torch_with):
+    said = cuda_refusal(machine, **torch_with("13.0"), **toolkit(machine, "12.4"))
+    assert f"no nvcc of CUDA 13, which torch 2.12.0 has, in CUDA_HOME={machine}/cuda" in said
+
+
+def test_a_toolkit_that_does_not_take_this_compiler(machine, torch_with):
+    too_new = "echo '#error: unsupported GNU version' >&2; exit 1"
+    said = cuda_refusal(machine, **torch_with("13.0"), **toolkit(machine, "13.0", too_new))
+    assert (
+        f"nvcc of {machine}/cuda does not work with g++" in said and "#error: unsupported GNU version" in said
+    )
+
+
+def test_a_bundle_without_the_compiler_that_is_needed(machine, torch_with):
+    if Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("this machine has a CUDA toolkit")
+    (machine / "wheels").mkdir()
+    manifest = {
+        "format": bundle.FORMAT,
+        "hybridpipe": "0.1.0",
+        "requirements": bundle.requirements(""),
+        "extras": "",
+    }
+    manifest |= {
+        "python": "{}.{}".format(*sys.version_info),
+        "platform": "manylinux_2_5_x86_64",
+        "torch": None,
+    }
+    (machine / "bundle.json").write_text(
+        json.dumps(manifest | {"compiler": None, "without": [], "files": {}})
+    )
+    said = cuda_refusal(machine, "--from", str(machine), **torch_with("13.0"))
+    assert f"{machine} has no compiler of CUDA 13.0, and there is none here" in said
+
+
+def test_no_nccl(machine, torch_with):
+    if Path("/usr/include/nccl.h").exists():
+        pytest.skip("this machine has NCCL")
+    said = cuda_refusal(machine, "--cuda", "nccl", **torch_with("13.0"), **toolkit(machine, "13.0"))
+    assert "no NCCL (nccl.h): pip install nvidia-nccl-cu13, or set HOROVOD_NCCL_HOME" in said
 
 
 def test_another_python_than_that_of_the_venv(machine):

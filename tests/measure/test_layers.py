@@ -15,6 +15,7 @@ from hybridpipe.measure import layers as module
 from hybridpipe.measure.layers import Rehearsal, measure
 from hybridpipe.measure.stopwatch import Took
 from hybridpipe.model.layers import layers_of
+from hybridpipe.model.precision import Precision
 from hybridpipe.planning.profile import SharedParameter
 from tests.stage.helpers import Call, OnFirst, fork, join
 
@@ -57,6 +58,9 @@ class CountingStopwatch(TorchDispatchMode):
 
     def since(self, began: Took) -> Took:
         return Took(self.count - began.seconds)
+
+    def read(self, laps):
+        return laps
 
     def close(self) -> None:
         self.__exit__(None, None, None)
@@ -269,6 +273,36 @@ def test_state_factor(optimizer, factor):
     assert profile_of(mlp(), optimizer=optimizer).state_factor == factor
 
 
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def in_precision(name, **options):
+    return profile_of(mlp(), precision=Precision(name), optimizer=SGD, **options)
+
+
+def test_what_crosses_and_what_is_kept_in_each_precision():
+    """Values of 16 bits are half as large. A microbatch's autocast keeps a copy of the second weight.
+
+    The first weight's is dropped, since no gradient goes to the data. Copies that an update makes count with
+    the optimizer's state, and in no microbatch.
+    """
+    low, copy_of_second = FLOAT // 2, 8 * 3 * FLOAT // 2
+    weights, parameters = 4 * 8 + 8 * 3, 4 * 8 + 8 + 8 * 3 + 3
+    behind_loss = figures(in_precision("fp32"), "activation_bytes")[2]
+    for name in ("bf16", "fp16", "bf16-params"):
+        profile, by_update = in_precision(name), name == "bf16-params"
+        assert figures(profile, "output_bytes") == [5 * 8 * low, 5 * 8 * low, 0]
+        kept = [5 * 4 * low, 5 * 8 * low, behind_loss + (0 if by_update else copy_of_second)]
+        assert figures(profile, "activation_bytes") == kept, name
+        assert figures(profile, "parameter_bytes") == figures(in_precision("fp32"), "parameter_bytes")
+        assert profile.state_factor == pytest.approx(weights * low / (parameters * FLOAT) if by_update else 0)
+
+
+def test_an_update_under_bf16_params_copies_the_weights(counted):
+    one, other = (figures(in_precision(name), "update_seconds") for name in ("bf16", "bf16-params"))
+    assert [after - before for before, after in zip(one, other, strict=True)] == [4 * 8, 0, 8 * 3]
+
+
 def test_circumstances():
     profile = profile_of(mlp().double(), torch.randn(5, 4, dtype=torch.float64))
     assert (profile.samples, profile.device, profile.dtype) == (5, "cpu", "float64")
@@ -418,7 +452,7 @@ def test_adding_up_gradients_is_measured(counted):
 
 
 def test_between_two_steps_a_pass_goes_both_ways(monkeypatch):
-    """The first pass of all was one of frozen layers; no gradient came out of any later one."""
+    """And leaves the gradients as they are."""
     passes = []
 
     class Counted(torch.autograd.Function):
@@ -433,9 +467,12 @@ def test_between_two_steps_a_pass_goes_both_ways(monkeypatch):
 
     def updates(stages, optimizer, in_between, watch, agree):
         passes.clear()
-        with module._frozen(stages):
+        before = [p.grad.clone() for stage in stages for p in stage.module.parameters()]
+        with module._keeping_gradients(stages):
             in_between()
             in_between()
+        after = [p.grad for stage in stages for p in stage.module.parameters()]
+        assert all(map(torch.equal, before, after))
         return {}, 0
 
     monkeypatch.setattr(module, "_measure_updates", updates)

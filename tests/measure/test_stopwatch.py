@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpipe.measure import stopwatch as module
+from hybridpipe.device import Lanes
+from hybridpipe.measure import stopwatch
 from hybridpipe.measure.stopwatch import Stopwatch, Took
+from tests.late_cuda import LateLanes
 
 CPU = torch.device("cpu")
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -34,7 +36,7 @@ def given(monkeypatch, tmp_path):
     given = Given(tmp_path / "schedstat")
     descriptor = os.open(given.path, os.O_RDONLY)
     monkeypatch.setattr(os, "open", lambda *_: descriptor)
-    monkeypatch.setattr(module, "clock_of", lambda device: lambda: given.seconds)
+    monkeypatch.setattr(Lanes, "mark", lambda lanes: given.seconds)
     return given
 
 
@@ -51,7 +53,7 @@ def test_seconds_without_a_processor_are_the_kernels(given, waited, told):
     watch = Stopwatch(CPU)
     began = watch.now()
     given.tell(12.0, waited_seconds=waited)
-    took = watch.since(began)
+    took = watch.read({"it": watch.since(began)})["it"]
     watch.close()
     assert took == (pytest.approx(2.0), pytest.approx(told))
 
@@ -78,7 +80,7 @@ def test_a_thread_that_shares_a_processor_waits_for_it():
             while waited_seconds() < first + 0.05:
                 assert time.monotonic() < end, "the kernel counts no waiting"
             last = waited_seconds()
-            took = watch.since(began)
+            took = watch.read({"it": watch.since(began)})["it"]
             after = waited_seconds()
             watch.close()
         finally:
@@ -90,8 +92,20 @@ def test_a_thread_that_shares_a_processor_waits_for_it():
 def test_without_the_kernels_word_nothing_was_waited_for(monkeypatch):
     monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
     watch = Stopwatch(CPU)
-    assert watch.since(watch.now()).waited_seconds == 0.0
+    assert watch.read({0: watch.since(watch.now())})[0].waited_seconds == 0.0
     watch.close()
+
+
+def test_laps_of_a_gpu_are_read_when_all_are_over(monkeypatch):
+    lanes = LateLanes()
+    monkeypatch.setattr(stopwatch, "lanes_of", lambda device: lanes)
+    watch = Stopwatch(CPU)
+    laps = {name: watch.since(watch.now()) for name in ("first", "second")}
+    marks = [reading.mark for lap in laps.values() for reading in lap]
+    assert not any(mark.reached for mark in marks)
+    taken = watch.read(laps)
+    assert all(mark.reached for mark in marks)
+    assert all(took.seconds >= 0 and took.waited_seconds == 0 for took in taken.values())
 
 
 def test_running_is_what_is_left():

@@ -280,3 +280,35 @@ def test_a_plan_of_other_layers_is_refused_with_the_reason_if_there_is_one():
     told = "the model has 1 layer: its forward calls no modules between which to cut; use plan='dp'$"
     with pytest.raises(ValueError, match=told):
         one.check_plan(plan)
+
+
+class OnItsDevice(models.Base):
+    """A forward that asks for tensors where its inputs are, as models for GPUs do."""
+
+    def between(self, x, i):
+        rows = torch.arange(len(x), device=x.device, dtype=x.dtype)
+        return x + rows[:, None]
+
+
+def test_what_a_forward_makes_on_the_device_of_its_inputs_is_on_the_stages():
+    """The meta device stands for a GPU: it mixes with no other."""
+    meta = torch.device("meta")
+    layers = layers_of(OnItsDevice().double(), INPUTS)
+    stages = [Stage(layers.stage(0, 2), meta), Stage(layers.stage(2, layers.num_layers), meta)]
+    value = None
+    for stage in stages:
+        form = stage.layers.form(8, lambda: INPUTS, training=True)
+        value = stage.forward(0, value, 0, inputs=INPUTS.to(meta), form=form)
+    assert value.device == meta and value.shape == (8, 5)
+
+
+def test_other_shapes_are_recorded_while_the_model_is_on_several_devices():
+    layers = layers_of(OnItsDevice().double(), INPUTS)
+    stage = Stage(layers.stage(0, 2), torch.device("meta"))
+    weights = {name: tensor.device.type for name, tensor in layers.model.state_dict().items()}
+    assert set(weights.values()) == {"cpu", "meta"}
+    few = INPUTS[:3]
+    form = stage.layers.form(3, lambda: few, training=True)
+    outputs = stage.forward(0, None, 0, inputs=few.to("meta"), form=form)
+    assert {len(output) for output in outputs} == {3}
+    assert {name: tensor.device.type for name, tensor in layers.model.state_dict().items()} == weights

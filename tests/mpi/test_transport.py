@@ -79,3 +79,9 @@ def told(done):
     """What each rank says."""
     found = re.search(r"needs a thread: (.*)", done.stdout)
     return found[1].split() if found else []
+
+
+@pytest.mark.large
+def test_a_message_of_3_gib_crosses(job):
+    done = job(2, "large_message.py")
+    assert f"begins with {3071 * 2**18} and {3 * 2**30 + 64 + 64} bytes were sent" in done.stdout

@@ -385,6 +385,21 @@ def test_complex_gradients_travel_as_pairs(monkeypatch):
     assert weight.grad.tolist() == [2 + 4j, 6 - 2j]
 
 
+@pytest.mark.parametrize("of", ["rows", "columns", "complex"])
+def test_a_gradient_of_more_elements_than_horovod_counts_is_summed_in_pieces(monkeypatch, of):
+    monkeypatch.setattr(gradient_sync, "MOST_ELEMENTS", 8)
+    dtype = torch.complex64 if of == "complex" else torch.float32
+    small, weight = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4, 6, dtype=dtype))
+    synced, hvd = make(monkeypatch, [small, weight])
+    numbers = torch.arange(24.0).reshape(4, 6).to(dtype)
+    weight.grad = numbers.t().contiguous().t() if of == "columns" else numbers.clone()
+    small.grad = torch.ones(2)
+    synced.finish()
+    assert max(tensor.numel() for tensor in hvd.started[0].tensors) == 8
+    assert torch.equal(weight.grad, 2 * numbers)
+    assert small.grad.tolist() == [2, 2]
+
+
 def test_a_gradient_that_nobody_shares_is_summed_where_it_lies(monkeypatch):
     weight, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     synced, hvd = make(monkeypatch, [weight, other])

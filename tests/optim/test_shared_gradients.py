@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpipe.comm.courier import Courier
 from hybridpipe.comm.messages import ProtocolError
-from hybridpipe.optim import shared_gradients
+from hybridpipe.device import Lanes
 from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.planning.plan import Place
 from tests.engine.helpers import each_in_a_thread, make_plan
@@ -21,10 +22,11 @@ class Ranks:
         for s, stage in enumerate(self.plan.stages):
             for r, rank in enumerate(stage.ranks):
                 own = {i: nn.Parameter(torch.zeros(2, 3)) for i, held in enumerate(groups) if s in held}
-                transport = QueueTransport(mailboxes, rank, timeout_seconds=2.0)
+                lanes = Lanes(torch.device("cpu"))
+                courier = Courier(QueueTransport(mailboxes, rank, timeout_seconds=2.0), lanes)
                 held = {parameter: groups[i] for i, parameter in own.items()}
                 self.parameters[s, r] = own
-                self.shared[rank] = SharedGradients(self.plan, Place(s, r), held, transport)
+                self.shared[rank] = SharedGradients(self.plan, Place(s, r), held, courier)
 
     def give(self, index: int, *gradients: torch.Tensor | None) -> None:
         """Give each stage's copies of a parameter a gradient, the same on all replicas."""
@@ -81,14 +83,6 @@ def test_a_frozen_parameter_is_not_exchanged():
     ranks.exchange()
     assert ranks.gradients(0) == [None, None] and torch.equal(ranks.gradients(1)[0], noise(0) + noise(1))
     assert {shared.bytes_sent for shared in ranks.shared.values()} == {64 + 64 + 64}  # header, flags, numbers
-
-
-def test_a_large_message_goes_in_parts(monkeypatch):
-    monkeypatch.setattr(shared_gradients, "PART_BYTES", 50)
-    ranks = Ranks("1-2", (0, 1))
-    ranks.give(0, noise(0), noise(1))
-    ranks.exchange()
-    assert all(torch.equal(each, noise(0) + noise(1)) for each in ranks.gradients(0))
 
 
 def test_a_gradient_that_turns_out_sparse_is_added_as_a_dense_one():

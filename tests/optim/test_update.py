@@ -344,7 +344,13 @@ def test_a_stage_without_parameters_takes_part():
 
 
 def test_an_unknown_compression_is_refused_before_anything_is_measured():
-    with pytest.raises(ValueError, match="compression must be one of none, fp16, got 'bf16'"):
+    with pytest.raises(ValueError, match="compression must be one of none, fp16, got 'int8'"):
+        UpdateRule(partial(torch.optim.SGD, lr=0.1), compression="int8")
+
+
+def test_gradients_in_bfloat16_are_refused_with_what_to_do_instead():
+    told = r"must not be 'bf16': Horovod adds no bfloat16.*use 'fp16', or 'none'"
+    with pytest.raises(ValueError, match=told):
         UpdateRule(partial(torch.optim.SGD, lr=0.1), compression="bf16")
 
 
@@ -374,3 +380,14 @@ def test_a_new_scheduler_catches_up_without_a_step_of_the_optimizer():
     assert update.num_minibatches == 5
     assert update.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
     assert weight.eq(1).all() and weight.grad is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_first_update_that_is_skipped_counts_for_the_scheduler_without_a_warning():
+    parameter = torch.ones(1, requires_grad=True)
+    update = Update(torch.optim.SGD([parameter], lr=1.0), step_lr)
+    for _ in range(2):
+        parameter.grad = torch.ones(1)
+        update.skip()
+    assert parameter.item() == 1 and parameter.grad is None
+    assert update.optimizer.param_groups[0]["lr"] == 0.5

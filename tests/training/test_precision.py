@@ -8,6 +8,8 @@ from torch import nn
 
 from hybridpipe import NotFinite, Plan, StageSpec
 from hybridpipe.errors import UserError
+from hybridpipe.measure.layers import measure
+from hybridpipe.model.precision import Precision
 from hybridpipe.optim.loss_scale import INITIAL
 from tests.training.helpers import seeded_mlp
 
@@ -42,15 +44,15 @@ def make(make_trainer):
     return trainer
 
 
-def in_plain_pytorch(precision, huge):
+def in_plain_pytorch(precision, huge, num_parts=2):
     """Two microbatches a minibatch, as PyTorch's recipe for gradient accumulation says."""
     model = seeded_mlp().float()
     optimizer, scaler = SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     for inputs, (classes, weights) in minibatches(huge):
-        for part in (slice(0, 4), slice(4, 8)):
+        for part in torch.arange(8).chunk(num_parts):
             with torch.autocast("cpu", LOW[precision]):
                 outputs = model(inputs[part])
-            scaler.scale(weighed(outputs.float(), (classes[part], weights[part])) / 2).backward()
+            scaler.scale(weighed(outputs.float(), (classes[part], weights[part])) / num_parts).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -91,6 +93,25 @@ def test_a_resumed_training_goes_on_bit_for_bit_with_its_scale(precision, make, 
         assert torch.equal(own, other)
 
 
+@pytest.mark.parametrize("precision", ["fp32", *LOW])
+def test_the_profile_counts_the_bytes_that_a_training_holds(precision, make):
+    """Master weights, gradients and optimizer state in float32; copies of weights where there are any."""
+    trainer = make(precision, on_nonfinite="ignore")
+    for inputs, targets in minibatches():
+        trainer.train_step(inputs, targets)
+    with trainer.no_sync():  # leaves gradients
+        trainer.train_step(*next(minibatches()))
+    executor = trainer.worker.executor
+    tensors = [value for p in trainer.model.parameters() for value in (p, p.grad)]
+    tensors += [each["momentum_buffer"] for each in executor.update.optimizer.state.values()]
+    held = sum(tensor.nbytes for tensor in tensors) + executor.stages[0].copied_bytes
+    given = {"optimizer": SGD, "precision": Precision(precision)}
+    profile = measure(seeded_mlp().float(), *next(minibatches()), weighed, **given)
+    parameters = sum(layer.parameter_bytes for layer in profile.layers)
+    assert held == round(parameters * (2 + profile.state_factor))
+    assert (executor.stages[0].copied_bytes > 0) == (precision == "bf16-params")
+
+
 def test_another_precision_is_a_changed_setting(make, tmp_path):
     trainer = make("fp16")
     trainer.train_step(*next(minibatches()))
@@ -127,9 +148,20 @@ def test_a_loss_that_is_not_finite_is_no_overflow(make):
         trainer.train_step(inputs, (classes, weights * torch.inf))
 
 
-def test_asynchronous_stages_have_no_common_scale(make):
-    with pytest.raises(ValueError, match=r"precision must not be 'fp16' under pipedream: .*; use 'bf16'"):
-        make("fp16", schedule="pipedream")
+def test_one_stage_under_pipedream_scales_as_gradscaler_does(make):
+    """Nothing is in flight behind the one stage, so the next minibatch has the new scale."""
+    trainer = make("fp16", "pipedream")
+    samples = [
+        each
+        for inputs, (classes, weights) in minibatches(huge=3)
+        for each in zip(inputs, zip(classes, weights))
+    ]
+    trainer.fit(samples, shuffle=False)
+    model, told = in_plain_pytorch("fp16", huge=3, num_parts=1)
+    assert trainer.worker.executor.scales.window()[-1].value == told == INITIAL / 2
+    assert trainer.worker.executor.num_skipped == 1
+    for own, other in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

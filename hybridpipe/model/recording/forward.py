@@ -8,7 +8,7 @@ import copy
 import itertools
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,12 +89,13 @@ def record(
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             try:
-                _stand_in(model, fake, _device_of((args, kwargs)))
-                made = _checked(task, fake)
+                with _standing_in(model, fake, _device_of((args, kwargs))):
+                    made = _checked(task, fake)
             except Unsplittable:
                 raise
             except Exception:  # glue that does not know its shapes, or a loss that is not for any numbers
-                made = _checked(task, None)
+                with _standing_in(model, None, _device_of((args, kwargs))):
+                    made = _checked(task, None)
             with precision.recording():
                 _refuse_random_path(made, model, pytree.tree_leaves((args, kwargs)))
             return made
@@ -205,19 +206,37 @@ def _untouched(*owners: nn.Module) -> Iterator[None]:
             torch.cuda.set_rng_state(state, i)
 
 
-def _stand_in(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:
-    """Put fake tensors in the place of those on the meta device."""
+@contextmanager
+def _standing_in(model: nn.Module, fake: FakeTensorMode | None, device: torch.device) -> Iterator[None]:
+    """Put tensors on `device` in the place of those on another, such as the meta device or a GPU.
+
+    Args:
+        fake: the mode of fake tensors to put there; None: copies.
+    """
     made: dict[int, Tensor] = {}
-    for table in (t for module in model.modules() for t in (module._parameters, module._buffers)):
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
+    for table in tables:
         for name, tensor in table.items():
-            if tensor is None or not tensor.is_meta:
+            if tensor is None or tensor.device == device:
                 continue
             if id(tensor) not in made:
-                with fake:
-                    new = torch.empty_like(tensor, device=device, requires_grad=False)
+                with nullcontext() if fake is None else fake:
+                    new = tensor.detach().to(device) if fake is None else _like(tensor, device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-            table[name] = made[id(tensor)]  # type: ignore[assignment]
+            replaced.append((table, name, tensor))
+    for table, name, tensor in replaced:
+        table[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for table, name, tensor in replaced:
+            table[name] = tensor
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(tensor, device=device, requires_grad=False)
 
 
 def _device_of(tree: Any) -> torch.device:

@@ -349,4 +349,3 @@ class Record:
             f"this forward has no cut before {first!r}, where the plan cuts that of the first training step: "
             "it takes another path; begin with inputs and settings that take it, or use plan='dp'"
         )
-

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -106,14 +107,23 @@ class Slice:
         weights: names of the parameters and buffers that it uses.
     """
 
-    def __init__(self, record: Record, start: int, stop: int, lookup: Lookup, guards: bool = True) -> None:
+    def __init__(
+        self,
+        record: Record,
+        start: int,
+        stop: int,
+        lookup: Lookup,
+        guards: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
         """Choose the events.
 
         Args:
             guards: check all guards in each run; False where those that follow from the inputs are known to
                 hold (`Records.find`).
+            device: takes the place of the device that a forward has asked a tensor for; None: no other does.
         """
-        self._record, self._lookup = record, lookup
+        self._record, self._lookup, self._device = record, lookup, device
         self.last = stop == len(record.events)
         crossing = record.crossing(start)
         self.takes = crossing.values if start else ()
@@ -231,6 +241,8 @@ class Slice:
     def _known(self, leaf: Any) -> Any:
         if leaf.__class__ is Part:
             return self._lookup.unit(leaf)
+        if isinstance(leaf, torch.device):
+            return self._device or leaf
         return leaf.tensor if isinstance(leaf, Constant) else leaf
 
 

@@ -6,7 +6,8 @@
 Summed over the stages that the rank holds; a parameter that several of them use counts once. A synchronous
 schedule has one version of the weights. PipeDream has one for each microbatch in flight (SOSP 2019, section
 3.3), with vertical sync one for each version that the input stage still uses. 2BW has two (ICML 2021, section
-3.1). With recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al.
+3.1). A version counts as large as the parameters, also where precision keeps the half of it. With
+recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al.
 2019, section 2.3). Where backwards are split, a microbatch keeps until the weights' half what gradients of
 weights are computed from, where the profile says so (`LayerProfile.split_bytes`), or else its stash.
 """

@@ -419,6 +419,18 @@ def delay_of(plan: Plan, stage: int) -> int:
     return late // per_update - version_of(plan, stage, late)
 
 
+def overflows_late(plan: Plan) -> int:
+    """Return the minibatches between one and the first whose loss scale depends on its overflow.
+
+    They are the most that are in flight: once a stage begins minibatch b, the stages before and all replicas
+    have updated with b minus this number, so that no rank waits for one that waits for it.
+    """
+    if not plan.is_asynchronous or plan.traits.versions == "two":
+        return 1 + plan.is_asynchronous
+    held = in_flight_per_stage(plan, UNLIMITED)
+    return max(a * b for a, b in zip(held, plan.replicas, strict=True))
+
+
 def losses_late(plan: Plan) -> int:
     """Return the most minibatches between a minibatch and the wait for its loss.
 

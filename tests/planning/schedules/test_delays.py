@@ -10,11 +10,14 @@ from hybridpipe.planning.schedules.generators import (
     delay_of,
     in_flight_per_stage,
     losses_late,
+    overflows_late,
     per_update,
+    programs,
     resume_points_every,
     until_backward,
     version_of,
 )
+from hybridpipe.planning.schedules.instructions import Forward, Step
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS
 from tests.planning.helpers import plan
 
@@ -70,6 +73,26 @@ def test_a_flush_leaves_nothing_late():
 )
 def test_a_loss_is_waited_for_when_no_one_waits_for_who_has_it(of, late):
     assert losses_late(of) == late
+
+
+@pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 1), ("pipedream-2bw", 3)])
+@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
+def test_a_rank_has_told_its_overflows_before_its_scale_depends_on_them(
+    replicas, schedule, count
+):
+    of = plan(replicas, count, schedule)
+    lag, least = overflows_late(of), 10**9
+    for rank_program in programs(of, 40 * count).values():
+        updated = 0
+        for instruction in rank_program:
+            match instruction:
+                case Step(num_minibatches=covered):
+                    updated += covered
+                case Forward(microbatch=m) if m // count >= lag:
+                    least = min(least, updated - (m // count - lag))
+    assert least >= 1, "minibatch m - lag is updated with"
+    if schedule == "pipedream" and replicas[0] == 1:
+        assert least == 1, "no sooner than the first stage can know"
 
 
 def test_of_2bw_two_minibatches_are_on_their_way_at_most():

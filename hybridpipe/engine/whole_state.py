@@ -1,0 +1,52 @@
+"""Whole state: a model's weights and buffers, given to every rank and gathered from the stages.
+
+Knows a model and which rank holds what; no training. Invariant: tensors travel in the order of their names.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.transport import PART_BYTES
+from hybridpipe.model.tensors import overwrite
+from hybridpipe.stage.state import shared_tensors
+
+
+def broadcast(model: nn.Module, control: MPI.Comm) -> None:
+    """Give every rank the weights and buffers of rank 0, non-persistent buffers included. Collective."""
+    for tensor in shared_tensors(model).values():
+        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        for part in _parts(values):
+            control.Bcast([part, MPI.BYTE], 0)
+        overwrite(tensor, values)
+
+
+def gather(model: nn.Module, ranks: Mapping[str, int], control: MPI.Comm) -> dict[str, Tensor] | None:
+    """Return the model's state on rank 0, on the CPU; None elsewhere. Collective.
+
+    Args:
+        ranks: the rank that has each tensor of the state.
+    """
+    state = {}
+    for key, tensor in model.state_dict().items():
+        rank = ranks[key]
+        if control.rank not in (0, rank):
+            continue
+        values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        if rank != 0 and control.rank == rank:
+            for part in _parts(values):
+                control.Send([part, MPI.BYTE], 0)
+        elif rank != 0 and control.rank == 0:
+            for part in _parts(values):
+                control.Recv([part, MPI.BYTE], rank)
+        state[key] = values
+    return state if control.rank == 0 else None
+
+
+def _parts(tensor: Tensor) -> list[np.ndarray]:
+    """Return a contiguous CPU tensor's bytes in parts of at most PART_BYTES that share its memory."""
+    whole = tensor.reshape(-1).view(torch.uint8).numpy()
+    return [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]

@@ -1,0 +1,124 @@
+"""GPUs of a job, for the doctor: what Horovod's and MPI's builds can do with them, and which rank has which.
+
+Not known here: torch, MPI and Horovod, whose answers are arguments. Invariant: nothing is asked or changed.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SHARES_FROM = 23000  # NCCL 2.30, as NCCL counts; older ones refuse two ranks on one GPU
+ADVICE = "hybridpipe setup --cuda staged, or --cuda nccl for one rank a GPU (on CPUs: CUDA_VISIBLE_DEVICES=)"
+APART = "start one rank a GPU, or hybridpipe setup --cuda staged, which takes any number"
+
+
+@dataclass(frozen=True)
+class Build:
+    """Abilities of the installed builds.
+
+    Args:
+        torch_cuda: torch's version of CUDA; None if it has none.
+        horovod_cuda: True if Horovod is built with CUDA.
+        nccl: the version of Horovod's NCCL, such as 22809; 0 if it is built without.
+        cuda_aware: True if MPI says that it reads and writes the memory of GPUs itself.
+    """
+
+    torch_cuda: str | None
+    horovod_cuda: bool = False
+    nccl: int = 0
+    cuda_aware: bool = False
+
+
+class Place(NamedTuple):
+    """A rank's device: its host, the GPU's identity and its name in words, which are empty on a CPU."""
+
+    rank: int
+    host: str
+    gpu: str
+    name: str
+
+
+def describe(build: Build, names: Sequence[str], visible: str | None) -> str:
+    """Return what there is and what it can do, in words.
+
+    Args:
+        build: the installed builds.
+        names: of the GPUs that torch sees.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+    """
+    if build.torch_cuda is None:
+        return "none: torch is built without CUDA, so training is on CPUs"
+    if not names:
+        limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        return f"torch has CUDA {build.torch_cuda} and sees none{limited}, so training is on CPUs"
+    messages = (
+        "CUDA-aware MPI is there, for HYBRIDPIPE_CUDA_AWARE_MPI=1"
+        if build.cuda_aware
+        else "MPI is not CUDA-aware"
+    )
+    kinds = " and ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    return (
+        f"{kinds}, CUDA {build.torch_cuda}; {_all_reduces(build)}; messages by pinned host memory, {messages}"
+    )
+
+
+def _all_reduces(build: Build) -> str:
+    if not build.horovod_cuda:
+        return "no all-reduces"
+    if build.nccl:
+        return f"all-reduces by {nccl_name(build.nccl)}, of one rank a GPU"
+    return "all-reduces by host memory, of any number of ranks a GPU"
+
+
+def nccl_name(version: int) -> str:
+    """Return NCCL's name with its version, as in `NCCL 2.28` for 22809."""
+    return f"NCCL {version // 10000}.{version // 100 % 100}"
+
+
+def lacks_cuda(build: Build, num_gpus: int) -> str | None:
+    """Return why replicas cannot train on this machine's GPUs; None if they can, or if there are none."""
+    if not num_gpus or build.horovod_cuda:
+        return None
+    return (
+        "torch sees GPUs, and Horovod is built without CUDA: replicas on GPUs cannot average their gradients"
+    )
+
+
+def shared(places: Iterable[Place]) -> dict[tuple[str, str], list[int]]:
+    """Return the ranks of each GPU, by host and identity; ranks on CPUs are left out."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for place in places:
+        if place.gpu:
+            ranks.setdefault((place.host, place.gpu), []).append(place.rank)
+    return ranks
+
+
+def who_has_which(places: Sequence[Place]) -> str:
+    """Return each host's GPUs with their ranks, such as `h1: rank 0 on cuda:0, ranks 1, 2 share cuda:1`."""
+    names = {(place.host, place.gpu): place.name for place in places}
+    parts: dict[str, list[str]] = {place.host: [] for place in places}
+    for (host, gpu), ranks in shared(places).items():
+        several = len(ranks) > 1
+        parts[host].append(f"{_ranks(ranks)} {'share' if several else 'on'} {names[host, gpu]}")
+    for host in parts:
+        if on_cpu := [place.rank for place in places if place.host == host and not place.gpu]:
+            parts[host].append(f"{_ranks(on_cpu)} on CPUs")
+    return "; ".join(f"{host}: {', '.join(each)}" for host, each in parts.items())
+
+
+def refuses_to_share(places: Sequence[Place], build: Build, may_share: bool) -> str | None:
+    """Return why NCCL will refuse these places; None if it will not.
+
+    Args:
+        places: of all ranks.
+        build: the installed builds.
+        may_share: True if NCCL_MULTI_RANK_GPU_ENABLE=1 is set, which NCCL knows from 2.30 on.
+    """
+    if not build.nccl or (may_share and build.nccl >= SHARES_FROM):
+        return None
+    several = [ranks for ranks in shared(places).values() if len(ranks) > 1]
+    return f"{_ranks(several[0])} share a GPU, and Horovod's NCCL takes one rank a GPU" if several else None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

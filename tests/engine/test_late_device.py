@@ -1,0 +1,152 @@
+"""The executor over a stand-in for a GPU whose copies come late: what is not waited for is wrong."""
+
+import gc
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe import device as devices
+from hybridpipe.comm import courier
+from hybridpipe.device import Point
+from tests.engine.helpers import assert_same, in_threads, make_plan, one_process
+from tests.engine.test_executor import branches, minibatches, mlp, skip
+from tests.late_cuda import LateLanes
+
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+train = {"loss": nn.functional.cross_entropy, "optimizer": momentum}
+PLANS = [
+    ("1-1", "gpipe"),
+    ("1-1-1", "1f1b"),
+    ("2-1", "1f1b"),
+    ("1-2-1", "1f1b"),
+    ("1-1", "interleaved-1f1b"),
+    ("1-1-1", "zero-bubble"),
+]
+
+
+def trained_late(plan, model, data, direct):
+    """Train over late lanes; return the result, and the mistakes that these have noticed."""
+    lanes = {rank: LateLanes() for rank in plan.ranks}
+    done = in_threads(plan, model, data, 2, **train, lanes=lanes, direct=direct)
+    gc.collect()
+    for each in lanes.values():
+        for stream in (each.cuda.computing, each._outward, each._inward):
+            stream.synchronize()
+    return done, [mistake for each in lanes.values() for mistake in each.cuda.mistakes]
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize("model", [mlp, skip, branches])
+@pytest.mark.parametrize("name, schedule", PLANS)
+def test_late_copies_change_nothing(name, schedule, model, direct):
+    torch.manual_seed(0)
+    options = {"chunks": 2} if schedule == "interleaved-1f1b" else {}
+    net = model()
+    plan = make_plan(name, len(net), 4, schedule, **options)
+    data = minibatches(8, 8, 7)
+    done, mistakes = trained_late(plan, net, data, direct)
+    assert_same(done, one_process(net, data, **train))
+    assert mistakes == []
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_late_copies_change_nothing_of_an_asynchronous_schedule(schedule):
+    torch.manual_seed(0)
+    net, data = mlp(), minibatches(*[8] * 6)
+    plan = make_plan("1-1-1", 5, 1 if schedule == "pipedream" else 2, schedule)
+    size = 8 if schedule == "pipedream" else 4
+    expected = in_threads(plan, net, data, size, **train)
+    lanes = {rank: LateLanes() for rank in plan.ranks}
+    done = in_threads(plan, net, data, size, **train, lanes=lanes)
+    assert done.losses == expected.losses
+
+
+def test_events_are_those_of_the_program_in_order():
+    torch.manual_seed(0)
+    plan = make_plan("1-1", 5, 4)
+    data = minibatches(8, 8)
+    done, _ = trained_late(plan, mlp(), data, direct=False)
+    expected = in_threads(plan, mlp(), data, 2, **train)
+    for rank, updates in done.events.items():
+        for events, others in zip(updates, expected.events[rank], strict=True):
+            assert [each.instruction for each in events] == [each.instruction for each in others]
+            assert all(a.end_seconds == b.start_seconds for a, b in pairwise(events))
+            assert all(each.seconds >= 0 for each in events)
+
+
+class Broken:
+    """Breaks one of the waits, and tells which."""
+
+    @staticmethod
+    def send_does_not_wait(monkeypatch):
+        """A message is sent before it was copied."""
+        send = courier.StagingCourier.send
+
+        def at_once(self, *arguments):
+            copy_out = self.lanes.copy_out
+            monkeypatch.setattr(self.lanes, "copy_out", lambda *each: (copy_out(*each), None)[1])
+            send(self, *arguments)
+
+        monkeypatch.setattr(courier.StagingCourier, "send", at_once)
+
+    @staticmethod
+    def copy_does_not_wait_for_computing(monkeypatch):
+        """A message is copied before it was computed."""
+
+        def copy_out(self, host, tensor):
+            with self._cuda.stream(self._outward):
+                host.copy_(tensor, non_blocking=True)
+                return Point(self._recorded(), (tensor,))
+
+        monkeypatch.setattr(devices.GpuLanes, "copy_out", copy_out)
+
+    @staticmethod
+    def message_is_let_go(monkeypatch):
+        """Memory on the device is free before it was copied."""
+        monkeypatch.setattr(devices, "Point", lambda event, held: Point(event, ()))
+
+    @staticmethod
+    def computing_does_not_wait(monkeypatch):
+        """Layers read what has not arrived."""
+
+        def copy_in(self, host):
+            with self._cuda.stream(self._inward):
+                tensor = torch.empty_like(host, device=self.device)
+                tensor.copy_(host, non_blocking=True)
+            return self.used(tensor)
+
+        monkeypatch.setattr(devices.GpuLanes, "copy_in", copy_in)
+
+    @staticmethod
+    def arrived_is_not_held(monkeypatch):
+        """Pinned memory is received into before it was copied."""
+        copy_in = devices.GpuLanes.copy_in
+
+        def forget(self, host):
+            tensor = copy_in(self, host)
+            self._arriving.clear()
+            return tensor
+
+        monkeypatch.setattr(devices.GpuLanes, "copy_in", forget)
+
+    @staticmethod
+    def use_is_not_recorded(monkeypatch):
+        """The stream for copies gets memory back while layers use it."""
+        monkeypatch.setattr(LateLanes, "used", lambda self, tensor: tensor)
+
+
+@pytest.mark.parametrize("wait", [each for each in vars(Broken) if not each.startswith("_")])
+def test_a_missing_wait_is_found(monkeypatch, wait):
+    """This is a test of the stand-in: without the wait, numbers or the order of things are wrong."""
+    torch.manual_seed(0)
+    net, plan, data = mlp(), make_plan("1-1-1", 5, 8), minibatches(16, 16, 16)
+    expected = in_threads(plan, net, data, 2, **train)
+    getattr(Broken, wait)(monkeypatch)
+    try:
+        done, mistakes = trained_late(plan, net, data, direct=False)
+    except (RuntimeError, IndexError):  # NaN, another head, or targets that are no classes
+        return
+    assert mistakes or done.losses != expected.losses

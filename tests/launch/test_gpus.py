@@ -1,0 +1,66 @@
+"""What the doctor says of GPUs, from the answers of torch, MPI and Horovod on machines that have some."""
+
+import pytest
+
+from hybridpipe.launch.gpus import Build, Place, describe, lacks_cuda, refuses_to_share, who_has_which
+
+STAGED = Build(torch_cuda="13.0", horovod_cuda=True, nccl=0, cuda_aware=False)
+NCCL = Build(torch_cuda="13.0", horovod_cuda=True, nccl=22809, cuda_aware=True)
+NO_CUDA = Build(torch_cuda="13.0")
+CPU = Build(torch_cuda=None)
+
+
+def test_a_torch_without_cuda_is_named():
+    assert describe(CPU, [], None) == "none: torch is built without CUDA, so training is on CPUs"
+
+
+def test_gpus_that_a_variable_hides_are_named():
+    expected = "torch has CUDA 13.0 and sees none{}, so training is on CPUs"
+    assert describe(STAGED, [], None) == expected.format("")
+    assert describe(STAGED, [], "") == expected.format(" (CUDA_VISIBLE_DEVICES=)")
+
+
+def test_the_ways_of_gradients_and_messages_are_named():
+    staged, nccl = describe(STAGED, ["H100", "H100"], None), describe(NCCL, ["H100", "A100"], None)
+    assert "2 H100, CUDA 13.0; all-reduces by host memory, of any number of ranks a GPU;" in staged
+    assert staged.endswith("MPI is not CUDA-aware")
+    assert "1 H100 and 1 A100, CUDA 13.0; all-reduces by NCCL 2.28, of one rank a GPU;" in nccl
+    assert nccl.endswith("CUDA-aware MPI is there, for HYBRIDPIPE_CUDA_AWARE_MPI=1")
+
+
+def test_a_horovod_without_cuda_fails_only_where_there_are_gpus():
+    assert "Horovod is built without CUDA" in lacks_cuda(NO_CUDA, 1)
+    assert lacks_cuda(NO_CUDA, 0) is None
+    assert lacks_cuda(STAGED, 1) is None
+
+
+def test_each_rank_and_its_gpu():
+    places = [
+        Place(0, "h1", "a", "cuda:0 (H100)"),
+        Place(1, "h1", "b", "cuda:1 (H100)"),
+        Place(2, "h1", "b", "cuda:1 (H100)"),
+        Place(3, "h2", "a", "cuda:0 (H100)"),
+        Place(4, "h2", "", ""),
+    ]
+    assert who_has_which(places) == (
+        "h1: rank 0 on cuda:0 (H100), ranks 1, 2 share cuda:1 (H100); "
+        "h2: rank 3 on cuda:0 (H100), rank 4 on CPUs"
+    )
+
+
+@pytest.mark.parametrize(
+    "build, may_share, refused",
+    [
+        (NCCL, False, True),
+        (NCCL, True, True),  # 2.28 does not know the variable
+        (Build("13.0", True, 23007, False), False, True),
+        (Build("13.0", True, 23007, False), True, False),
+        (STAGED, False, False),
+    ],
+)
+def test_nccl_takes_one_rank_a_gpu(build, may_share, refused):
+    """Ranks that see one GPU each under the same number, as Slurm has it, do not share it."""
+    apart = [Place(0, "h1", "a", "cuda:0"), Place(1, "h1", "b", "cuda:0"), Place(2, "h2", "a", "cuda:0")]
+    assert refuses_to_share(apart, build, may_share) is None
+    said = refuses_to_share([*apart, Place(3, "h1", "b", "cuda:0")], build, may_share)
+    assert said == ("ranks 1, 3 share a GPU, and Horovod's NCCL takes one rank a GPU" if refused else None)
