@@ -1,7 +1,7 @@
 """Precision: the time of a minibatch and the accuracy after some epochs, in each precision.
 
-    python benchmarks/run.py precision --rounds 3             times of three models; seven minutes a round
-    python benchmarks/run.py precision --only fashion         accuracy on Fashion-MNIST; half an hour a round
+    python benchmarks/run.py precision --rounds 3             times of three models; half an hour a round
+    python benchmarks/run.py precision --only fashion         accuracy on Fashion-MNIST; a quarter of one
 
 Ranks have one thread each. In a round every precision runs once under a plan, one after the other, each as a
 fresh job, and ratios are taken within the round. Processor seconds are summed over the ranks; those of a rank

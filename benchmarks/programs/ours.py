@@ -57,7 +57,7 @@ def main() -> None:
     memory = {name: summary.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
     job.report(
         plan=f"{used.name}, {used.schedule}, {used.num_microbatches}",
-        processor=[after - before for before, after in pairwise(processor)],
+        processor=[after - before for before, after in pairwise(processor[:-1])],  # the last come together
         rank_seconds=traced.per_minibatch() if traced else {},
         **memory,
     )
