@@ -361,7 +361,7 @@ class Trainer:
     def resume(
         self, source: str | os.PathLike[str], or_anew: bool = False, allow_changed: bool = False
     ) -> list[str]:
-        """Resume from a checkpoint, the last good one in a folder, or a file or Hugging Face folder of weights.
+        """Resume from a checkpoint, the last good one in a folder, or a file of weights, or a folder of them.
 
         Under the checkpoint's plan, which "auto" prefers if it fits, training continues bit for bit. Under
         another plan weights, buffers and optimizer state are bit-equal by name. Collective.
