@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe.config import Config, DataConfig, Factory, PlanConfig, TrainConfig, load_config
+from hybridpipe.config import (
+    Config,
+    DataConfig,
+    Factory,
+    ModelConfig,
+    PlanConfig,
+    TrainConfig,
+    load_config,
+)
 from hybridpipe.errors import UserError
 from hybridpipe.planning.schedules.registry import SCHEDULES
 
@@ -66,7 +74,7 @@ def mistake(path: Path, *overrides: str) -> str:
 def test_what_the_file_says_and_what_it_leaves_out(path: Path):
     module = module_of(path)
     assert load_config(path) == Config(
-        model=Factory(f"{module}:net", {"width": 32}),
+        model=ModelConfig(f"{module}:net", {"width": 32}),
         data=DataConfig(f"{module}:samples", {"train": True, "limit": 4}, {"train": False}),
         optimizer=Factory(f"{module}:Descent", {"lr": 0.05}),
         train=TrainConfig(minibatch=64, microbatch=8, epochs=1, seed=0, shuffle=True),
@@ -162,7 +170,8 @@ BAD = [
         "model.factory={module}:number",
         "model.factory: must name a callable, got '{module}:number' of type int",
     ),
-    ("model.where=here", "model.where: unknown field (allowed: factory, args)"),
+    ("model.where=here", "model.where: unknown field (allowed: factory, args, materialize)"),
+    ("model.materialize=none", "model.materialize: must be one of stage, all, got 'none'"),
     ("model.args=3", "model.args: must be an object, got 3"),
     (
         "model.args.widht=3",

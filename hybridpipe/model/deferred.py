@@ -25,7 +25,7 @@ Factory = Callable[[], nn.Module]
 
 @dataclass
 class Numbers:
-    """What makes the numbers of a model's tensors.
+    """The source of the numbers of a model's tensors.
 
     Args:
         places: of its parameters and buffers on the tape, by each of their names.
