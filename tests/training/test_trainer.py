@@ -378,8 +378,10 @@ def test_train_step_is_in_the_summary(make):
 
 
 def test_what_is_no_model_is_refused(make):
-    with pytest.raises(TypeError, match=r"must be an nn\.Module, got function"):
-        make(lambda inputs: inputs)
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, got int"):
+        make(3)
+    with pytest.raises(TypeError, match="must be a module or a function that returns one; <lambda> returns None"):
+        make(lambda: None)
 
 
 class Nothing(Dataset):
