@@ -161,7 +161,8 @@ def make(options: argparse.Namespace) -> Manifest:
     lines = [line for line in (*wanted, *needs, *MPI) if _name(line) not in left_out]
     if options.torch and "torch" not in left_out:
         line = next(line for line in wanted if _name(line) == "torch")
-        pip.wheels([line], "--no-deps", "--index-url", TORCH_INDEX.format(options.torch))
+        index = options.torch if "/" in options.torch else TORCH_INDEX.format(options.torch)
+        pip.wheels([line], "--no-deps", "--index-url", index)
         lines = [f"torch=={_version(wheels, 'torch')}" if _name(line) == "torch" else line for line in lines]
     pip.wheels(lines)
     while more := lacking(wheels, options.python, left_out):
@@ -373,7 +374,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("--extras", choices=("test", "examples"), default="", help="as for launch/setup")
     make.add_argument(
-        "--torch", metavar="cpu|cu130|...", help="torch from PyTorch's own index; default: pip's index"
+        "--torch",
+        metavar="cpu|cu130|ADDRESS",
+        help="torch from PyTorch's own index of that name, or from another index; default: pip's index",
     )
     make.add_argument(
         "--without",
