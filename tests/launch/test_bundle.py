@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridpipe.errors import UserError
-from hybridpipe.launch import bundle
+from hybridpipe.launch import bundle, download
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 OTHER_PYTHON = "3.12" if PYTHON == "3.11" else "3.11"
@@ -159,15 +159,15 @@ def test_what_is_needed_under_another_python_is_found(tmp_path):
     )
     wheel(tmp_path, "first-1.0-py3-none-any", *needed)
     wheel(tmp_path, "there-1.0-py3-none-any")
-    assert bundle.lacking(tmp_path, "3.11", {"site"}) == ["old>=1"]
-    assert bundle.lacking(tmp_path, "3.12", {"site"}) == ["new"]
+    assert download.lacking(tmp_path, "3.11", {"site"}) == ["old>=1"]
+    assert download.lacking(tmp_path, "3.12", {"site"}) == ["new"]
 
 
 def test_a_bundle_runs_on_the_oldest_system_that_its_wheels_allow(tmp_path):
     wheel(tmp_path, "a-1.0-cp311-cp311-manylinux2014_x86_64.manylinux_2_17_x86_64")
-    assert bundle.oldest_platform(tmp_path, "manylinux_2_40_x86_64") == "manylinux_2_17_x86_64"
+    assert download.oldest_platform(tmp_path, "manylinux_2_40_x86_64") == "manylinux_2_17_x86_64"
     wheel(tmp_path, "b-1.0-cp311-cp311-manylinux_2_28_x86_64.manylinux_2_34_x86_64")
-    assert bundle.oldest_platform(tmp_path, "manylinux_2_40_x86_64") == "manylinux_2_28_x86_64"
+    assert download.oldest_platform(tmp_path, "manylinux_2_40_x86_64") == "manylinux_2_28_x86_64"
 
 
 @pytest.mark.parametrize(
