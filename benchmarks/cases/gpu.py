@@ -134,16 +134,16 @@ def _staging(run: Run, rehearses: bool) -> Iterator[Row]:
 def _cores(run: Run, rehearses: bool) -> Iterator[Row]:
     """Train on the CPU cores, each rank with cores of its own where there are enough."""
     task, cores = "tiny" if rehearses else "gpt", os.cpu_count() or 1
-    ranks = CORES_RANKS if cores >= CORES_RANKS * CORES_THREADS else 2
+    ranks, threads = (CORES_RANKS, CORES_THREADS) if cores >= CORES_RANKS * CORES_THREADS else (2, 1)
     for way in CORES_WAYS:
         sized = Way(way.name, way.program, way.variant, min(way.ranks, ranks))
-        yield _job(run, CORES, sized, task, ["--minibatch", str(8 * ranks)], str(CORES_THREADS))
+        yield _job(run, CORES, sized, task, ["--minibatch", str(8 * ranks)], str(threads))
 
 
 def _job(run: Run, part: str, way: Way, task: str, words: Sequence[str], threads: str = "1") -> Row:
     folder = run.out / part.replace(" ", "-") / way.name.replace(" ", "-") / f"round{run.round}"
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if part == CORES else {}
-    environment = {"OMP_NUM_THREADS": threads, **hidden}
+    environment, words = {"OMP_NUM_THREADS": threads, **hidden}, [*words, "--threads", threads]
     row = jobs.start(way, task, part, run.round, folder, arguments=words, environment=environment)
     return row if row.error else Row(part, way.name, run.round, {**row.figures, **_more(folder, way.ranks)})
 

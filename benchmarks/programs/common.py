@@ -142,8 +142,7 @@ class Job:
 
 
 def load_job() -> Job:
-    """Return the job of the command line, and set the compute threads: OMP_NUM_THREADS, or one."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    """Return the job of the command line, and set its compute threads."""
     parser = argparse.ArgumentParser()
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--variant", default="", help="variant of the program")
@@ -152,8 +151,10 @@ def load_job() -> Job:
     parser.add_argument("--minibatches", type=int, default=10)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--precision", default="fp32", help="of hybridpipe's trainer")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads of a rank")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     task = TASKS[options.task]
     if options.variant == TUNED:
         keep_freed_memory()

@@ -287,7 +287,8 @@ class OnItsDevice(models.Base):
 
     def between(self, x, i):
         rows = torch.arange(len(x), device=x.device, dtype=x.dtype)
-        return x + rows[:, None]
+        shift = torch.zeros(1, dtype=x.dtype).to(x.device) + torch.ones(1, dtype=x.dtype).to(x)
+        return x + rows[:, None] + shift
 
 
 def test_what_a_forward_makes_on_the_device_of_its_inputs_is_on_the_stages():

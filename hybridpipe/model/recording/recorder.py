@@ -47,6 +47,7 @@ READERS = ("tolist", "numpy", "__array__")  # which the dispatcher does not see
 TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")  # a slice would run without them
 CHANGERS = ("set requires_grad", "set data", "requires_grad_")  # likewise
 CPU = torch.device("cpu")
+MOVERS = torch.device | Tensor  # arguments of `to` that may move a tensor
 
 
 class Recorder(TorchFunctionMode):
@@ -199,6 +200,8 @@ class Recorder(TorchFunctionMode):
             event.weights |= self._own[name]
         event.free = self._may_be_free(event)
         out = self._run(event, call, args, kwargs)
+        if name == "to" and out is leaves[0] and any(isinstance(each, MOVERS) for each in leaves[1:]):
+            out = out.view_as(out)  # a value of its own, as it is a copy where the stage is on a GPU
         results = pytree.tree_leaves(out)
         self._learn(event, results)
         if not (tensors_in(results) or event.changes or event.checked):
