@@ -12,6 +12,7 @@ from hybridpipe.comm import transport as any_transport
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MOST_ACTIVE, MpiTransport
+from hybridpipe.comm.status import rank_status
 
 
 @pytest.fixture(
@@ -22,6 +23,7 @@ def transport(request):
     with MpiTransport(communicator, **request.param) as transport:
         yield transport
     communicator.Free()
+    rank_status.wait = None  # of a process with one thread that waits; some tests here have more
 
 
 def filled(num_bytes: int, value: int = 0) -> torch.Tensor:
