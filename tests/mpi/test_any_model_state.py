@@ -2,7 +2,7 @@
 
 import json
 
-from hybridpipe.checkpoint.plain import read_plain
+from hybridpipe.checkpoint.shard import read_plain
 from tests.mpi.project import write_project
 
 MODEL = """

@@ -160,7 +160,8 @@ class LayerCosts:
             case "products":
                 return np.array([layer.products(schedule, rounds) for layer in layers]) * self._speed
         backward = np.array([layer.backward(schedule, rounds) for layer in layers]) * self._speed
-        return backward + self.forward if name == "work" else backward
+        forward = np.array([layer.forward_seconds for layer in layers]) * self._speed  # of single layers
+        return backward + forward if name == "work" else backward
 
     def longest(self, kinds: Iterable[StageKind], bound: float) -> list[int]:
         """Return, for each kind, a length: the maximum of every longer stage reaches the bound."""
