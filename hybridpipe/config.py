@@ -110,17 +110,17 @@ class ModelConfig(Factory):
     """The model.
 
     Args:
-        materialize: "stage": a rank makes the weights that its stage holds; "all": those of the whole model.
+        materialize: "all": a rank makes the weights of the whole model; "stage": those of its stage.
 
     Raises:
         ValueError: `materialize` is another word.
     """
 
-    materialize: str = "stage"
+    materialize: str = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("materialize", self.materialize, ("stage", "all"))
+        one_of("materialize", self.materialize, ("all", "stage"))
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class GpuLanes(Lanes):
 
     def mark(self) -> Any:
         """Return an event behind the work that the current stream has been given so far."""
-        event = self._cuda.Event(enable_timing=True)
+        event = self._cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
 

@@ -126,7 +126,7 @@ class LateCuda(TorchFunctionMode):
     def Stream(self, device: torch.device) -> Stream:
         return Stream(self)
 
-    def Event(self, enable_timing: bool = False) -> Event:
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:
         return Event(self)
 
     def current_stream(self, device: torch.device | None = None) -> Stream:

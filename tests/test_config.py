@@ -171,7 +171,7 @@ BAD = [
         "model.factory: must name a callable, got '{module}:number' of type int",
     ),
     ("model.where=here", "model.where: unknown field (allowed: factory, args, materialize)"),
-    ("model.materialize=none", "model.materialize: must be one of stage, all, got 'none'"),
+    ("model.materialize=none", "model.materialize: must be one of all, stage, got 'none'"),
     ("model.args=3", "model.args: must be an object, got 3"),
     (
         "model.args.widht=3",

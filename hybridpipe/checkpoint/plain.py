@@ -105,10 +105,14 @@ class Weights:
             if key not in self._files and tensor.numel() and first is not None:
                 self._files[key], found[key] = self._files[first], found[first]
         check_fits(described(found), model, str(source))
+        self._forms = found
 
     def read(self, key: str) -> Tensor:
-        """Return one tensor, on the CPU; UserError if its file was changed."""
-        return read_one(*self._files[key])
+        """Return one tensor, on the CPU; UserError if its file was replaced by one with another tensor."""
+        path, name = self._files[key]
+        tensor = read_one(path, name)
+        check_fits(described({name: tensor}), {name: self._forms[key]}, str(path))
+        return tensor
 
 
 def is_weights(source: Path) -> bool:

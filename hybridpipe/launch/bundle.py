@@ -144,7 +144,7 @@ def check(folder: Path, extras: str = "", bare: bool = False) -> None:
     Raises:
         UserError: it does not fit; the message names what and how to make one that does.
     """
-    found, path, again = read(folder), folder / MANIFEST, f"launch/bundle {folder}"
+    found, path, again = read(folder), folder / MANIFEST, f"remove it, then launch/bundle {folder}"
     python, here = f"{sys.version_info[0]}.{sys.version_info[1]}", this_platform()
     if found.python != python:
         raise UserError(
@@ -157,15 +157,11 @@ def check(folder: Path, extras: str = "", bare: bool = False) -> None:
     if extras not in covered:
         raise UserError(f"{path}: has no extras {extras!r}: {again} --extras {extras}")
     if PROJECT.is_file() and tuple(found.requirements) != requirements(found.extras):
-        raise UserError(
-            f"{path}: is for another hybridpipe, with other requirements: make it again with {again}"
-        )
+        raise UserError(f"{path}: is for another hybridpipe, with other requirements: {again}")
     for name, size in found.files.items():
         file = folder / "wheels" / name
         if not file.is_file():
-            raise UserError(
-                f"{path}: wheels/{name} is missing: copy the folder again, or make it with {again}"
-            )
+            raise UserError(f"{path}: wheels/{name} is missing: copy the folder again, or {again}")
         if file.stat().st_size != size:
             raise UserError(f"{file}: has {file.stat().st_size} bytes, not {size}: copy the folder again")
     for name in found.without:

@@ -7,6 +7,7 @@ Invariant: a manifest is written last, when every requirement of every wheel is 
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,17 @@ def make(options: argparse.Namespace) -> Manifest:
         raise UserError(f"bundle: {options.folder} is there already: remove it, or name another folder")
     wheels = options.folder / "wheels"
     wheels.mkdir(parents=True)
+    try:
+        manifest = _downloaded(options, wheels)
+    except UserError:
+        shutil.rmtree(options.folder)  # it is new
+        raise
+    (options.folder / MANIFEST).write_text(json.dumps({"format": FORMAT} | asdict(manifest), indent=1) + "\n")
+    return manifest
+
+
+def _downloaded(options: argparse.Namespace, wheels: Path) -> Manifest:
+    """Download all files, and return what they are."""
     wanted = requirements(options.extras)
     horovod, needs = horovod_lines()
     pip = _Pip(wheels, options.python, options.platform)
@@ -62,9 +74,7 @@ def make(options: argparse.Namespace) -> Manifest:
         ]
     pip.wheels(lines)
     while more := lacking(wheels, options.python, left_out):
-        pip.wheels(
-            more
-        )  # pip asks the Python that runs it, which may be another, whether a package is needed
+        pip.wheels(more)  # pip asks the Python that runs it, perhaps another, whether a package is needed
     compiler = options.compiler or _compiler(wheels)
     if compiler:
         pip.wheels([f"nvidia-{each}=={compiler}.*" for each in COMPILER], "--no-deps")
@@ -72,7 +82,7 @@ def make(options: argparse.Namespace) -> Manifest:
     for file in wheels.glob("*.whl"):
         if _package(file) in left_out:
             file.unlink()
-    manifest = Manifest(
+    return Manifest(
         __version__,
         wanted,
         options.extras,
@@ -83,8 +93,6 @@ def make(options: argparse.Namespace) -> Manifest:
         tuple(sorted(left_out)),
         {file.name: file.stat().st_size for file in sorted(wheels.iterdir())},
     )
-    (options.folder / MANIFEST).write_text(json.dumps({"format": FORMAT} | asdict(manifest), indent=1) + "\n")
-    return manifest
 
 
 class _Pip:

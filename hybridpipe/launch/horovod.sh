@@ -21,7 +21,7 @@ choose_cuda() {  # sets CUDA: torch's version of it for a build with CUDA, else 
   local asked=${cuda:+--cuda $cuda}
   CUDA=$(torch_cuda)
   case $cuda in
-    off) CUDA=''; return;;
+    off) CUDA=''; unset "${!HOROVOD_GPU_@}"; return;;
     staged) unset "${!HOROVOD_GPU_@}";;
     nccl) export HOROVOD_GPU_OPERATIONS=NCCL;;
     *) asked=$(gpu_flags | head -n 1);;
@@ -38,7 +38,7 @@ find_toolkit() {  # sets toolkit: the folder of an nvcc of torch's major version
   if [ "$home" ] && ! fits "$home/bin/nvcc"; then
     die "no nvcc of CUDA ${CUDA%.*}, which torch $(torch_version) has, in CUDA_HOME=$home: module load cuda/${CUDA%.*}, or unset it"
   fi
-  for nvcc in ${home:+"$home/bin/nvcc"} $(type -P nvcc || true) /usr/local/cuda/bin/nvcc; do
+  for nvcc in ${home:+"$home/bin/nvcc"} "$(type -P nvcc || true)" /usr/local/cuda/bin/nvcc; do
     fits "$nvcc" || continue
     # nvcc may be a script or a link that leads elsewhere: it says itself where its toolkit is.
     toolkit=$(cd "$("$nvcc" --dryrun -E -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')" && pwd -P)
@@ -48,9 +48,7 @@ find_toolkit() {  # sets toolkit: the folder of an nvcc of torch's major version
     die "no nvcc of CUDA ${CUDA%.*}, which torch $(torch_version) has, and PyPI has compilers from 13 on only: module load cuda/${CUDA%.*}, or set CUDA_HOME (or --cuda off)"
   toolkit=PyPI
 }
-fits() { case $("$1" --version 2>/dev/null) in *"release ${CUDA%.*}."*) ;; *) return 1;; esac; }
-
-look_for_cuda() { choose_cuda; if [ "$CUDA" ]; then find_toolkit; fi; }
+fits() { [ "$1" ] && case $("$1" --version 2>/dev/null) in *"release ${CUDA%.*}."*) ;; *) return 1;; esac; }
 
 nccl_folder() {  # prints where NCCL's nccl.h and library are: the user's, or that of torch's wheels
   local each
@@ -60,13 +58,15 @@ nccl_folder() {  # prints where NCCL's nccl.h and library are: the user's, or th
 }
 
 check_cuda() {  # before a build of minutes: is there an nvcc, does it take this compiler, is there NCCL
+  local key; key=$(horovod_key 2>/dev/null) && is_built "$key" && return
   [ "$CUDA" ] || return 0
+  find_toolkit
   if uses_nccl && [ ! "$(nccl_folder)" ]; then
     die "no NCCL (nccl.h): pip install nvidia-nccl-cu${CUDA%.*}, or set HOROVOD_NCCL_HOME (or --cuda staged)"
   fi
   if [ "$toolkit" = PyPI ]; then
     [ ! "$from" ] || compgen -G "$from/wheels/nvidia_cuda_nvcc-$CUDA.*" >/dev/null ||
-      die "$from has no compiler of CUDA $CUDA, and there is none here: launch/bundle $from --compiler $CUDA, or module load cuda (or --cuda off)"
+      die "$from has no compiler of CUDA $CUDA, and there is none here: make the bundle anew with --compiler $CUDA, or module load cuda (or --cuda off)"
     return
   fi
   local said
@@ -79,10 +79,9 @@ compiles() {
   local code=$?; rm -f "$object"; return $code
 }
 
-cuda_words() {  # what is built, for people and for the key
+cuda_words() {  # what is built, for people and for the key: whose nvcc builds it does not matter later
   if [ ! "$CUDA" ]; then echo "without CUDA"; return; fi
-  local nvcc; nvcc=$([ "$toolkit" = PyPI ] && echo "PyPI's nvcc" || echo "nvcc of $toolkit")
-  echo "with CUDA $CUDA ($nvcc, $(uses_nccl && echo "NCCL" || echo "all-reduces through host memory"))"
+  echo "with CUDA $CUDA ($(uses_nccl && echo "NCCL" || echo "all-reduces through host memory"))"
 }
 
 horovod_key() {  # all that a built Horovod depends on; fails while something of it is not installed yet
@@ -93,6 +92,8 @@ print("horovod", sys.argv[1], "for torch", version("torch"), sysconfig.get_confi
   $cxx --version | head -n 1 &&
   { env | grep -E '^HOROVOD_(WITH|GPU|CUDA|BUILD_CUDA|NCCL|MPI|CPU|ROCM)|^(CXX|LD)FLAGS=' | sort || true; }
 }
+wheels_of() { echo "$CACHE/$(sha256sum <<<"$1" | cut -c -16)"; }   # wheels_of KEY
+is_built() { compgen -G "$(wheels_of "$1")/*.whl" >/dev/null; }
 horovod_is_there() {
   "$python" -c 'import importlib.util as u, pathlib as p
 s = u.find_spec("horovod"); raise SystemExit(not (s and [*p.Path(s.origin).parent.glob("torch/mpi_lib*.so")]))' 2>/dev/null

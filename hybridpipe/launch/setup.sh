@@ -115,8 +115,13 @@ install_mpi() {  # beside this python, whatever other packages it sees: mpi4py f
 }
 install_horovod() { pip --force-reinstall --no-deps "$1" && pip "$1"; }   # forced: another build has the same version
 
+examine() {  # the doctor, which must not mind GPUs that this build was told to leave alone
+  if [ "$CUDA" ]; then "$python" -m hybridpipe.launch.doctor
+  else CUDA_VISIBLE_DEVICES='' "$python" -m hybridpipe.launch.doctor; fi
+}
+
 set_up() {  # MPI, mpi4py and Horovod, for a package that is installed; leaves Horovod's key in $key
-  look_for_cuda
+  choose_cuda
   check_cuda
   if [ "$mpicxx" != "$env/bin/mpicxx" ]; then
     # The package looks for mpirun beside its python first: an MPI wheel there would be mixed with the outside MPI.
@@ -130,14 +135,15 @@ set_up() {  # MPI, mpi4py and Horovod, for a package that is installed; leaves H
       env MPICC="$(dirname "$mpicxx")/mpicc" "$python" -m pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py
   fi
   key=$(horovod_key)
-  wheels=$CACHE/$(sha256sum <<<"$key" | cut -c -16)
-  if ! compgen -G "$wheels/*.whl" >/dev/null; then
+  wheels=$(wheels_of "$key")
+  if ! is_built "$key"; then
     remedy=${CUDA:+'--cuda off builds without CUDA'}
     step "building Horovod $HOROVOD against $mpi, $(cuda_words) (2-6 minutes, once)" build_horovod "$wheels"
     remedy=''
   fi
   step "installing Horovod" install_horovod "$wheels"/*.whl
-  step "checking the result" eval '"$python" -m hybridpipe.launch.doctor && built_as_asked'
+  step "checking the result" eval 'examine && built_as_asked'
+  if [ ! "$cuda" ] && uses_nccl; then cuda=nccl; fi   # asked for by a variable, and remembered like the option
   echo "$cuda" >"$choice"
 }
 
@@ -156,7 +162,7 @@ env=$("$python" -c 'import sys; print(sys.prefix)')
 cd "$env"                       # nothing in the caller's folder is taken for a package
 take_turns
 look_around
-look_for_cuda
+choose_cuda
 stamp() { { cat "$scripts"/setup.sh "$scripts"/horovod.*; echo "$key"; } | sha256sum; }
 if [ -f "$stamps" ] && horovod_is_there && key=$(horovod_key 2>/dev/null) && grep -qxF "$(stamp)" "$stamps"; then
   say "nothing to do: Horovod $HOROVOD is there, for this torch and $(mpi_name), $(cuda_words)"; exit 0

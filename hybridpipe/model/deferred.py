@@ -5,6 +5,7 @@ that is filled is what the factory would have made at once.
 """
 
 import logging
+import random
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -38,8 +40,13 @@ class Numbers:
 
     def of(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors with their numbers, by name."""
-        on_tape = {name: self.places[name] for name in names if name not in self.given}
-        return self.tape.numbers(on_tape) | {name: self.given[name]() for name in names if name in self.given}
+        given = {name: self.given[name]() for name in names if name in self.given}
+        on_tape = {name: self.places[name] for name in names if name not in given}
+        given_storages = {self.places[name].storage for name in self.given if name in self.places}
+        for name, ref in on_tape.items():
+            if ref.storage in given_storages:
+                raise ValueError(f"{name} of the model is a view of a tensor whose numbers a file gives")
+        return self.tape.numbers(on_tape) | given
 
     def fill(self, model: nn.Module, *parts: nn.Module) -> None:
         """Put numbers into those of the model's tensors on the meta device that the parts hold; default: all.
@@ -52,6 +59,9 @@ class Numbers:
     def _fill(self, model: nn.Module, wanted: Collection[int]) -> None:
         held = {name: each for name, each in _held(model) if each.is_meta}
         names = {id(each): name for name, each in held.items() if id(each) in wanted}
+        for name in names.values():
+            if _has_hooks(held[name]):
+                raise ValueError(f"{name} of the model has got a hook before its numbers: register it later")
         made = self.of(names.values())
         _replace(model, {key: _like(held[name], made[name]) for key, name in names.items()})
 
@@ -64,15 +74,14 @@ class Numbers:
         held = [each for _, each in _held(model) if each.is_meta]
         parameters = [each for each in held if isinstance(each, nn.Parameter)]
         self._fill(model, {id(each) for each in held}.difference(map(id, parameters)))
-        most = max((each.numel() * each.itemsize for each in parameters), default=0)
-        pool = torch.empty(most // 4 + 1).normal_(std=0.02).untyped_storage()
-        _replace(
-            model,
-            {
-                id(each): _like(each, torch.empty(0, dtype=each.dtype).set_(pool, 0, each.size()))  # type: ignore[call-overload]
-                for each in parameters
-            },
-        )
+        most: dict[torch.dtype, int] = {}
+        for each in parameters:
+            most[each.dtype] = max(most.get(each.dtype, 0), each.numel())
+        pools = {dtype: torch.empty(count, dtype=dtype).fill_(0.02) for dtype, count in most.items()}
+        alike = {
+            id(each): _like(each, pools[each.dtype][: each.numel()].view(each.size())) for each in parameters
+        }
+        _replace(model, alike)
 
 
 class Built(NamedTuple):
@@ -94,15 +103,29 @@ def build(factory: Factory) -> Built:
 
     Raises:
         TypeError: it returns no module. Its own errors are raised as they are.
+        ValueError: it has kept a tensor without numbers from the first call.
     """
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     tape = Tape()
     try:
         with _quiet(), tape:
             model = factory()
-        return Built(model, _taken_out(_checked(model, factory), tape))
+        built = Built(_checked(model, factory), _taken_out(model, tape))
+        tape.check_nothing_is_left()
+        return built
     except Exception as error:  # whatever it is that fake tensors do not do
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return Built(_checked(factory(), factory), None, why)
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    np.random.set_state(before[2])
+    model = _checked(factory(), factory)
+    for name, tensor in _held(model):
+        if isinstance(tensor, FakeTensor):
+            raise ValueError(
+                f"{name} of the model has no numbers, as its function keeps tensors from call to call: "
+                "pass the model itself"
+            )
+    return Built(model, None, why)
 
 
 def _checked(model: Any, factory: Factory) -> nn.Module:
@@ -127,23 +150,52 @@ def _quiet() -> Iterator[None]:
 
 
 def _taken_out(model: nn.Module, tape: Tape) -> Numbers:
-    """Replace the fake tensors of a model by ones on the meta device; others that it holds get numbers."""
+    """Replace the fake tensors of a model by ones on the meta device; others that it has get numbers."""
     fake = {name: tensor for name, tensor in _held(model) if isinstance(tensor, FakeTensor)}
     for name, tensor in fake.items():
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise CannotDefer(f"{name} has a hook")
-        if tensor.device.type != "cpu":
-            raise CannotDefer(f"{name} is made on {tensor.device}")
-    for module in model.modules():
-        others = vars(module).keys() - {"_parameters", "_buffers", "_modules"}
-        for name in others:
-            value = vars(module)[name]
-            if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
-                vars(module)[name] = map_tensors(partial(_real, tape=tape), value)
+        if problem := _problem(tensor):
+            raise CannotDefer(f"{name} {problem}")
+    places = {name: tape.ref(tensor) for name, tensor in fake.items()}
     with FakeTensorMode():
         of_fakes = set(vars(nn.Parameter(torch.empty(0))))
     _replace(model, {id(tensor): _like(tensor, _on_meta(tensor), of_fakes) for tensor in fake.values()})
-    return Numbers(tape, {name: tape.ref(tensor) for name, tensor in fake.items()})
+    storages = {ref.storage for ref in places.values()}
+    for module, name, value in _attributes(model):
+        if any(tape.ref(leaf).storage in storages for leaf in _fakes_in(value)):
+            raise CannotDefer(f"{name} of a {type(module).__name__} has the memory of a parameter or buffer")
+        if _fakes_in(value):
+            vars(module)[name] = map_tensors(partial(_real, tape=tape), value)
+    return Numbers(tape, places)
+
+
+def _problem(tensor: Tensor) -> str:
+    """Return why a parameter or buffer cannot be made later as it is; "" if it can."""
+    if _has_hooks(tensor):
+        return "has a hook"
+    if tensor.device.type != "cpu":
+        return f"is made on {tensor.device}"
+    if tensor.grad is not None:
+        return "has a gradient"
+    is_parameter = isinstance(tensor, nn.Parameter)
+    if type(tensor) is not FakeTensor or (tensor.requires_grad and not is_parameter):
+        return "is more than a parameter or a buffer"
+    return ""
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield what modules hold beside parameters, buffers and modules, with its name."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield module, name, value
+
+
+def _fakes_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, FakeTensor)]
 
 
 def _real(tensor: Tensor, tape: Tape) -> Tensor:
@@ -162,11 +214,14 @@ def _like(tensor: Tensor, values: Tensor, without: Collection[str] = ()) -> Tens
 
 
 def _replace(model: nn.Module, made: Mapping[int, Tensor]) -> None:
-    """Replace tensors by those made for their ids."""
+    """Replace tensors by those made for their ids, wherever a module has them."""
     for table in (table for module in model.modules() for table in (module._parameters, module._buffers)):
         for name, tensor in table.items():
             if tensor is not None and id(tensor) in made:
                 table[name] = made[id(tensor)]  # type: ignore[assignment]
+    for module, name, value in _attributes(model):  # such as the flat weights of an LSTM
+        if any(id(leaf) in made for leaf in pytree.tree_leaves(value)):
+            vars(module)[name] = map_tensors(lambda tensor: made.get(id(tensor), tensor), value)
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

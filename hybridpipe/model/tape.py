@@ -3,10 +3,12 @@
 Knows tensors only, no model. Invariant: a tensor's numbers are bit for bit those that the same calls give it
 where they are made at once.
 
-New tensors are fake ones in a tape's context (as in torchdistX's deferred_init). A replay makes the calls
-again, draws every random number in its turn, for whichever tensor, and forgets what is not wanted.
+New tensors are fake ones in a tape's context (as in torchdistX's deferred_init). Random numbers are drawn at
+once, on memory that is dropped, and the generator's state before each draw is kept. A replay makes the calls
+again that matter for the tensors that are wanted.
 """
 
+import gc
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +52,7 @@ class _Call:
     Args:
         arguments: its arguments, with a `Ref` in the place of each tensor.
         results: one for each tensor that it returns.
-        state: that of the random generator before it, where this does not follow from the calls before.
+        state: of the random generator before it, if it draws.
     """
 
     operator: _Operator
@@ -59,11 +61,6 @@ class _Call:
     writes: frozenset[int]
     results: list[Ref]
     state: Tensor | None
-
-    @property
-    def draws(self) -> bool:
-        """True if it draws random numbers."""
-        return torch.Tag.nondeterministic_seeded in self.operator.tags
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,7 +80,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: list[Any] = []  # kept, so that no address is used again
         self._given: dict[int, _Storage] = {}  # copies of those of tensors that were there
         self._views: set[int] = set()  # further storages, whose memory is a given one's that others may read
-        self._state: Tensor | None = None  # of the random generator
 
     def __enter__(self) -> "Tape":
         self._fake.__enter__()
@@ -105,7 +101,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             with _disable_current_modes():
                 return self.numbers({"": self.ref(args[0])})[""].item()
-        arguments = pytree.tree_map_only(Tensor, self.ref, (tuple(args), dict(kwargs)))
+        arguments = pytree.tree_map_only(Tensor, self._argument, (tuple(args), dict(kwargs)))
         known = len(self._storages)
         made = func(*args, **kwargs)
         results = [self.ref(each) for each in pytree.tree_leaves(made) if isinstance(each, Tensor)]
@@ -114,28 +110,44 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if writes:
             read = frozenset(leaf.storage for leaf in _refs(arguments))
             self._check(func, arguments, written)
+            call = _Call(func, arguments, read, writes, results, None)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                with _disable_current_modes():
+                    self._draw(call, read - written)
             if _returns_views(func) and any(self._is_view(number, func) for number in read):
                 self._views |= writes
-            self._calls.append(_Call(func, arguments, read, writes, results, self._new_state(func)))
+            self._calls.append(call)
         return made
 
-    def _new_state(self, operator: _Operator) -> Tensor | None:
-        """Return the random generator's state, if someone has changed it: a fake draw does not."""
-        if torch.Tag.nondeterministic_seeded not in operator.tags:
-            return None
-        with _disable_current_modes():
-            state = torch.get_rng_state()
-            if self._state is not None and torch.equal(state, self._state):
-                return None
-        self._state = state
-        return state
+    def _draw(self, call: _Call, needed: Collection[int]) -> None:
+        """Draw for real and forget what was drawn, so that the generator goes on as it would."""
+        call.state = torch.get_rng_state()
+        with torch.no_grad():
+            held = self._replay(needed)
+            torch.set_rng_state(call.state)
+            _make(call, held)
+
+    def _argument(self, tensor: Tensor) -> Ref:
+        """Return the place of a call's argument."""
+        if isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self._numbers:
+            raise CannotDefer("a tensor without numbers is used that was made before")
+        return self.ref(tensor)
 
     def _check(self, operator: _Operator, arguments: tuple[Any, Any], written: Collection[int]) -> None:
         """Raise CannotDefer for a call that a replay would make with other numbers."""
         if not (self._given.keys() | self._views).isdisjoint(written):
             raise CannotDefer(f"{operator} changes a tensor that was there before the model")
-        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(arguments)):
+        leaves = pytree.tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Ref))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise CannotDefer(f"{operator} draws from a random generator of its own")
+        for leaf in leaves:
+            if isinstance(leaf, torch.device) and leaf.type != "cpu":
+                raise CannotDefer(f"{operator} makes a tensor on {leaf}")
+        names = [argument.name for argument in operator._schema.arguments]
+        undeclared = any(word in operator._schema.name for word in ("rrelu", "quantize"))
+        undeclared |= "running_mean" in names
+        if undeclared or any(isinstance(leaf, torch.UntypedStorage) for leaf in leaves):
+            raise CannotDefer(f"{operator} does more than its signature says")
 
     def _is_view(self, number: int, operator: _Operator) -> bool:
         """Return True if others may read the memory of what a call returns a view of.
@@ -147,6 +159,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the place of a tensor; one that was there is copied."""
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.layout != torch.strided:
+            raise CannotDefer("a tensor is conjugate, negative, quantized or sparse")
         storage: _Storage = tensor.untyped_storage()
         number = self._numbers.setdefault(storage._cdata, len(self._storages))
         if number == len(self._storages):
@@ -157,15 +171,24 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         return Ref(number, tensor.dtype, *place)
 
+    def check_nothing_is_left(self) -> None:
+        """Raise CannotDefer if someone still holds a tensor without numbers: a cache, a hook, a closure."""
+        gc.collect()
+        left = [
+            each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is self._fake
+        ]
+        if left:
+            raise CannotDefer(f"a tensor of shape {tuple(left[0].shape)} is kept outside of the model")
+
     @property
     def states(self) -> list[Tensor]:
-        """States that the random generator was given in the context, in order."""
+        """States of the random generator before each draw, in order."""
         return [call.state for call in self._calls if call.state is not None]
 
     @states.setter
     def states(self, states: Sequence[Tensor]) -> None:
-        changed = (call for call in self._calls if call.state is not None)
-        for call, state in zip(changed, states, strict=True):
+        draws = (call for call in self._calls if call.state is not None)
+        for call, state in zip(draws, states, strict=True):
             call.state = state
 
     def digest(self) -> str:
@@ -189,20 +212,20 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {name: _placed(ref, storages) for name, ref in wanted.items()}
 
     def _replay(self, wanted: Collection[int]) -> dict[int, _Storage]:
-        """Make the calls again that matter to these storages, and those that draw; return what is wanted."""
+        """Make the calls again that matter to these storages, and return what is wanted."""
         needed, matters = set(wanted), []
         for call in reversed(self._calls):
             matters.append(not needed.isdisjoint(call.writes))
             if matters[-1]:
                 needed |= call.reads
-        draws = any(does and call.draws for does, call in zip(matters, reversed(self._calls), strict=True))
         last = {s: i for i, call in enumerate(self._calls) for s in call.reads | call.writes}
         held = {number: storage.clone() for number, storage in self._given.items() if number in needed}
         for i, (call, does_matter) in enumerate(zip(self._calls, reversed(matters), strict=True)):
-            if call.state is not None and draws:
+            if not does_matter:
+                continue
+            if call.state is not None:
                 torch.set_rng_state(call.state)
-            if does_matter or (draws and call.draws):
-                _make(call, held if does_matter else dict(held))
+            _make(call, held)
             for number in call.reads | call.writes:
                 if last[number] == i and number not in wanted:
                     held.pop(number, None)
@@ -210,7 +233,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _make(call: _Call, held: dict[int, _Storage]) -> None:
-    """Make a call with numbers; add the storages that it makes. What it lacks does not matter."""
+    """Make a call with numbers; add the storages that it makes. What it lacks it only writes to."""
 
     def real(leaf: Any) -> Any:
         return _placed(leaf, held) if isinstance(leaf, Ref) else leaf

@@ -114,10 +114,9 @@ class PlanRequest:
             raise ValueError("recompute = False is requested")  # True allows it, in any number of stages
 
     def applied_to(self, plan: Plan) -> Plan:
-        """Return the plan with the requested options that its schedule can take."""
+        """Return the plan with the requested options that its schedule can take, but recomputation."""
         return replace(
             plan,
-            recompute=plan.recompute or self.recompute,
             vertical_sync=plan.vertical_sync or self.under(plan.schedule).vertical_sync,
             max_in_flight=self.max_in_flight or plan.max_in_flight,
         )

@@ -25,6 +25,7 @@ from hybridpipe.planning.search.search import (
     straight,
     with_prediction,
 )
+from hybridpipe.planning.search.variants import fitted
 from hybridpipe.planning.simulator.predict import predict
 
 if TYPE_CHECKING:
@@ -113,9 +114,9 @@ def choose(
 ) -> Choice:
     """Choose a plan by name.
 
-    "auto" chooses among the profile's microbatch sizes, for as many samples. With `request.recompute`, "auto"
-    recomputes only where memory requires it, "dp" and "straight" in every stage. "dp" is returned even if it
-    does not fit into memory, if another plan does.
+    "auto" chooses among the profile's microbatch sizes, for as many samples. With `request.recompute` stages
+    recompute where memory requires it. "dp" is returned even if it does not fit into memory, if another plan
+    does.
 
     Args:
         num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
@@ -140,7 +141,11 @@ def choose(
         plan = straight(profile, cluster, ranks, num_microbatches, schedule, request.recompute)
         if plan is None:
             raise NoPlanFits("no straight pipeline fits into memory")
-    if (changed := request.applied_to(plan)) != plan:
+    changed = request.applied_to(plan)
+    if name == "dp":
+        leanest = changed.running(request.variants[-1:])
+        changed = fitted(changed, profile, cluster, request.variants) or leanest
+    if changed != plan:
         plan = with_prediction(changed, profile, cluster)
     if plan not in (candidate.plan for candidate in candidates):
         candidates = tuple(ranked([*candidates, Candidate(name, plan, profile.samples)]))

@@ -152,7 +152,7 @@ class CheckpointManager:
         Raises:
             UserError: the checkpoint is damaged or of another training, or there is none without `or_anew`.
         """
-        if is_weights(source):
+        if self._world.bcast(is_weights(source)):  # rank 0's disk decides which collective follows
             load_plain(self._world, model, source, numbers)
             return None, [f"weights of {source}; everything else starts anew"]
         found = find(self._world, source)

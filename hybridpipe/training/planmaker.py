@@ -213,10 +213,10 @@ class PlanMaker:
             layers.check_plan(self._given)
             if not self._predicts:
                 return self._given, None
-        self._rule.try_out([p for p in layers.model.parameters() if p.requires_grad][:1])
         copy = layers.copied()
         if self.numbers is not None:
             self.numbers.fill_for_measuring(copy.model)
+        self._rule.try_out([p for p in copy.model.parameters() if p.requires_grad][:1])
         if layers.why_whole and self.plan is None and self._world.rank == 0:
             print(f"hybridpipe: the model runs as one stage: {layers.why_whole}", file=sys.stderr)
         with failure.guard():  # else the other ranks would wait for a failed one
@@ -271,19 +271,23 @@ class PlanMaker:
 def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
     """Return a module as it is, or what a function makes, without numbers where that is possible. Collective.
 
-    Raises:
-        ValueError: the ranks' functions make different models.
+    Where the ranks' functions do not do the same, each makes its whole model, and rank 0's weights count.
     """
     if isinstance(model, nn.Module) or not callable(model):
         return Built(model, None)
     built = build(model)
-    made = "with all numbers" if built.numbers is None else built.numbers.tape.digest()
-    consistency.check_alike(world, {"what the model's function does": made})
-    if built.numbers is not None:
+    digests = world.allgather("" if built.numbers is None else built.numbers.tape.digest())
+    if "" not in digests and len(set(digests)) > 1:
+        built = built._replace(why_whole="it does not do the same on all ranks")
+    if built.numbers is not None and not built.why_whole and "" not in digests:
         built.numbers.tape.states = world.bcast(built.numbers.tape.states)
-    elif world.rank == 0:
-        print(f"hybridpipe: every rank makes the whole model: {built.why_whole}", file=sys.stderr)
-    return built
+        return built
+    if built.numbers is not None:
+        built.numbers.fill(built.model)
+    whys = world.allgather(built.why_whole)
+    if world.rank == 0:
+        print(f"hybridpipe: every rank makes the whole model: {next(filter(None, whys))}", file=sys.stderr)
+    return Built(built.model, None)
 
 
 def device_with_threads(world: MPI.Comm, device: torch.device | str | None) -> torch.device:

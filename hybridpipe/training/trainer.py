@@ -138,7 +138,7 @@ class Trainer:
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
-        model, numbers, _ = planmaker.build_model(model, self.world)
+        model, numbers, *_ = planmaker.build_model(model, self.world)
         valid.check_trainable(model, loss, optimizer, lr_scheduler, precision, numbers is not None)
         self._metrics = MicrobatchMetrics(loss, metrics)
         minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)

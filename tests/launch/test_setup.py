@@ -212,6 +212,26 @@ def test_a_toolkit_that_does_not_take_this_compiler(machine, torch_with):
     )
 
 
+def chosen(machine, torch_with, words, **env):
+    """What `choose_cuda` says of these variables: torch's CUDA for a build with it, and NCCL."""
+    given = f"python={sys.executable} choice={machine}/choice env={machine} here=yes start={machine}"
+    asks = f"{given}; . {Path(__file__).parents[2] / PACKAGED}; {words}"
+    told = asks + '; choose_cuda; echo "CUDA=$CUDA $(uses_nccl && echo nccl)"'
+    env = {"PATH": os.environ["PATH"], "HOME": str(machine), **torch_with("13.0"), **env}
+    done = subprocess.run(["bash", "-c", told], env=env, capture_output=True, text=True, timeout=30)
+    return done.stdout.strip() or done.stderr
+
+
+def test_off_is_off_whatever_a_module_has_set(machine, torch_with):
+    assert chosen(machine, torch_with, "cuda=off", HOROVOD_GPU_OPERATIONS="NCCL") == "CUDA="
+
+
+def test_a_finished_build_needs_no_compiler(machine, torch_with):
+    """A shell without the CUDA module: nothing is to be built, so no nvcc is looked for."""
+    built = "horovod_key() { echo built; }; is_built() { true; }; find_toolkit() { echo asked; }"
+    assert chosen(machine, torch_with, f"{built}; choose_cuda; check_cuda") == "CUDA=13.0"
+
+
 def test_a_bundle_without_the_compiler_that_is_needed(machine, torch_with):
     if Path("/usr/local/cuda/bin/nvcc").exists():
         pytest.skip("this machine has a CUDA toolkit")

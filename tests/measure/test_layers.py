@@ -467,11 +467,11 @@ def test_between_two_steps_a_pass_goes_both_ways(monkeypatch):
 
     def updates(stages, optimizer, in_between, watch, agree):
         passes.clear()
-        before = [p.grad.clone() for stage in stages for p in stage.module.parameters()]
-        with module._keeping_gradients(stages):
+        before = [p.grad.clone() for stage in stages.values() for p in stage.module.parameters()]
+        with module._keeping_gradients(stages.values()):
             in_between()
             in_between()
-        after = [p.grad for stage in stages for p in stage.module.parameters()]
+        after = [p.grad for stage in stages.values() for p in stage.module.parameters()]
         assert all(map(torch.equal, before, after))
         return {}, 0
 

@@ -1,6 +1,7 @@
 """A model whose numbers are made later is the model that is made at once; the zoo's are, too."""
 
 import copy
+from functools import lru_cache
 
 import pytest
 import torch
@@ -146,3 +147,108 @@ def test_measuring_takes_the_memory_of_the_largest_parameter():
     assert len(storages) == 1 and not any(p.is_meta for p in built.model.parameters())
     assert built.model[8].running_var.eq(1).all()
     assert built.model(torch.randn(2, 64)).isfinite().all()
+
+
+@lru_cache
+def table() -> torch.Tensor:
+    return torch.arange(4.0)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("positions", table())
+
+
+class Listed(nn.Module):
+    """Its forward reads parameters by a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.weights = [self.a.weight, self.b.weight]
+
+
+class Viewing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.row = self.a.weight.detach()[0]
+
+
+def measured() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.size = model(torch.randn(2, 3)).shape[1]
+    return model
+
+
+def conjugate() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.register_buffer("turned", torch.randn(3, dtype=torch.complex64).conj() + 1)
+    return model
+
+
+REFUSED = [
+    (Viewing, "row of a Viewing has the memory"),
+    (measured, "does more than its signature says"),
+    (conjugate, "conjugate"),
+    (lambda: nn.Linear(3, 3).half(), "swap"),
+    (lambda: nn.utils.skip_init(nn.Linear, 3, 3), "on meta"),
+]
+
+
+@pytest.mark.parametrize("factory, why", REFUSED)
+def test_what_would_be_made_otherwise_is_made_at_once(factory, why):
+    built = build(seeded(factory))
+    assert built.numbers is None and why in built.why_whole, built.why_whole
+    if "skip" not in why and "meta" not in why:
+        assert same(built.model, seeded(factory)())
+
+
+def test_a_table_that_a_function_keeps_is_found():
+    table.cache_clear()
+    with pytest.raises(
+        ValueError, match="positions of the model has no numbers, as its function keeps tensors"
+    ):
+        build(Cached)
+    table.cache_clear()
+
+
+def test_a_list_of_parameters_follows_them():
+    built = build(seeded(Listed))
+    built.numbers.fill(built.model)
+    assert built.model.weights[0] is built.model.a.weight and built.model.weights[1] is built.model.b.weight
+
+
+def twice_seeded() -> nn.Module:
+    first = nn.Linear(3, 3)
+    torch.manual_seed(7)
+    second = nn.Linear(3, 3)
+    state = torch.get_rng_state()
+    third = nn.Linear(3, 3)
+    torch.set_rng_state(state)
+    with torch.random.fork_rng():
+        fourth = nn.Linear(3, 3)
+    return nn.Sequential(first, second, third, fourth, nn.Linear(3, 3))
+
+
+def test_random_states_that_are_set_again_are_followed():
+    built, plain = build(seeded(twice_seeded)), seeded(twice_seeded)()
+    after = torch.rand(1)
+    build(seeded(twice_seeded))
+    assert torch.equal(torch.rand(1), after), "the generator goes on as after the model made at once"
+    built.numbers.fill(built.model)
+    assert same(built.model, plain)
+
+
+def test_weights_of_a_file_leave_no_view_of_old_ones():
+    def viewing() -> nn.Module:
+        model = nn.Linear(3, 3)
+        model.register_buffer("row", model.weight.detach()[0], persistent=False)
+        return model
+
+    built = build(viewing)
+    built.numbers.given["weight"] = lambda: torch.zeros(3, 3)
+    with pytest.raises(ValueError, match="row of the model is a view of a tensor whose numbers a file gives"):
+        built.numbers.fill(built.model)

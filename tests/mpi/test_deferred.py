@@ -13,9 +13,10 @@ def test_checkpoints_and_files_of_weights_give_each_rank_its_part(job, tmp_path)
     assert printed.count(": the same") == 3, printed
 
 
-def test_ranks_whose_functions_differ_are_refused(job):
-    printed = job(2, "deferred.py", "refused").stdout
-    assert printed.count("what the model's function does must be the same on all ranks") == 2, printed
+def test_ranks_whose_functions_differ_make_whole_models(job):
+    done = job(2, "deferred.py", "differing")
+    assert done.stderr.count("every rank makes the whole model: it does not do the same on all ranks") == 2
+    assert done.stdout.count("weight of the model must be the same on all ranks") == 2, done.stdout
 
 
 def test_no_rank_makes_the_whole_model(job):

@@ -63,7 +63,7 @@ def test_options_are_applied_where_the_schedule_takes_them():
     assert PlanRequest(AUTO, asynchronous=True, vertical_sync=True).applied_to(other) == other
     assert PlanRequest(max_in_flight=2).applied_to(plan([1, 1], 4)).max_in_flight == 2
     assert PlanRequest().applied_to(plan([1, 1], 4, max_in_flight=3)).max_in_flight == 3
-    assert PlanRequest(recompute=True).applied_to(plan([1, 1], 4)).recompute
+    assert not PlanRequest(recompute=True).applied_to(plan([1, 1], 4)).recompute, "the search says where"
     assert PlanRequest().applied_to(plan([1, 1], 4, recompute=True)).recompute
 
 

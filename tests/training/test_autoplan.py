@@ -6,7 +6,7 @@ from pytest import approx
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
 from hybridpipe.planning.request import PlanRequest
-from hybridpipe.planning.search.search import NoPlanFits
+from hybridpipe.planning.search.search import NoPlanFits, fits
 from hybridpipe.training.autoplan import choose
 
 LAYER = LayerProfile("layer", 1e-2, 2e-2, 10**7, 10**5, 10**5)
@@ -40,10 +40,13 @@ def test_what_is_asked_for_is_in_the_plan():
         )
         assert named.plan.vertical_sync and named.plan.max_in_flight == 1
         assert named.plan in [candidate.plan for candidate in named.candidates], "the report points at it"
-        assert choose(name, PROFILE, CLUSTER, 8, PlanRequest(recompute=True)).plan.recompute
+        roomy = choose(name, PROFILE, CLUSTER, 8, PlanRequest(recompute=True)).plan
+        assert not any(map(roomy.recomputes, range(roomy.num_stages)))
     limited = replace(CLUSTER, memory_bytes=41_300_000)  # hardly more than weights, gradients, messages
     assert choose("auto", PROFILE, limited, 16, PlanRequest(recompute=True)).plan.recomputes(0)
-    assert choose("straight", PROFILE, limited, 16, PlanRequest(recompute=True)).plan.num_stages > 1
+    straight = choose("straight", PROFILE, limited, 16, PlanRequest(recompute=True)).plan
+    assert straight.num_stages > 1 and fits(straight, PROFILE, limited)
+    assert choose("dp", PROFILE, limited, 16, PlanRequest(recompute=True)).plan.recomputes(0)
     with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
         choose("auto", PROFILE, limited, 16)
 

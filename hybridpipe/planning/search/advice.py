@@ -37,7 +37,7 @@ def how_far(problem: Problem) -> str:
 
 def _fitting(problem: Problem) -> Plan | None:
     """Return the first proposal that fits; None if none does."""
-    return next((fitting for _, plan in proposals(problem) if (fitting := problem.fitted(plan))), None)
+    return next((plan for _, plan in proposals(problem)), None)
 
 
 def _advice(problem: Problem) -> str:

@@ -46,8 +46,8 @@ def interleaved_plans(
 ) -> list[Plan]:
     """Return plans for these ranks, least `estimate` first; none where two groups of two stages do not fit.
 
-    Where some fit into memory, these are all. Where stages may recompute there are also the cuts that are the
-    best where all do.
+    Where some fit into memory, these are all; else none fits. Where stages may recompute there are also the
+    cuts that are the best where all do.
 
     Args:
         max_replicas: per stage. None: no limit.

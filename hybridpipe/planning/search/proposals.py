@@ -30,7 +30,13 @@ NUM_EXACT_OF_LARGE = 6  # whose simulations take seconds each
 
 
 def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
-    """Yield plans, each with its origin (`search.Candidate`); not all fit into memory (`Problem.fitted`)."""
+    """Yield plans as they fit into memory (`Problem.fitted`), each with its origin (`search.Candidate`)."""
+    for origin, plan in _proposed(problem):
+        if (fitting := problem.fitted(plan)) is not None:
+            yield origin, fitting
+
+
+def _proposed(problem: Problem) -> Iterator[tuple[str, Plan]]:
     if problem.request.traits.interleaves:
         yield from (("interleaved", plan) for plan in _interleaved(problem))
         return
@@ -154,4 +160,6 @@ def every_straight(problem: Problem) -> Iterator[tuple[float, Plan]]:
         found += zip((count * least).tolist(), map(tuple, edges.tolist()), strict=True)
     for least_seconds, ends in sorted(found):
         stages = [StageSpec(a, b, 1, (s,)) for s, (a, b) in enumerate(pairwise(ends))]
-        yield least_seconds, problem.request.plan(stages, problem.num_microbatches)
+        plan = problem.fitted(problem.request.plan(stages, problem.num_microbatches))
+        if plan is not None:
+            yield least_seconds, plan

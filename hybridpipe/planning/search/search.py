@@ -325,11 +325,8 @@ def _estimates(problem: Problem, plan: Plan) -> Estimates:
 
 
 def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate | None:
-    """Return the plan as it fits, with its prediction; None if it does not, or is far behind the best."""
+    """Return a plan that fits, with its prediction; None if it is far behind the best."""
     profile, cluster = problem.profile, problem.cluster
-    if (fitting := problem.fitted(plan)) is None:
-        return None
-    plan = fitting
     if best < math.inf and any(least > best * (1 + TIE) for least in least_seconds(plan, profile, cluster)):
         return None
     predicted = with_prediction(plan, profile, cluster, FAR * best)

@@ -2,7 +2,7 @@
 
 deferred.py same           plans by hand and by name, of a recorded model and of an nn.Sequential
 deferred.py moved FOLDER   checkpoints and files of weights under other plans
-deferred.py refused        ranks whose functions differ
+deferred.py differing      ranks whose functions differ
 deferred.py large          a model of which a rank has no room for the whole; prints each rank's peak
 """
 
@@ -157,9 +157,17 @@ def moved(folder: str) -> None:
         trainer.close()
 
 
-def refused() -> None:
+def differing() -> None:
+    """Functions that do not do the same make whole models; those are compared as modules are."""
+
+    def make(width: int, bias: float) -> nn.Module:
+        model = nn.Linear(WIDTH, width)
+        nn.init.constant_(model.bias, bias)
+        return model
+
+    trainer_of(partial(make, WIDTH, float(WORLD.rank)), "dp").close()
     try:
-        trainer_of(partial(nn.Linear, WIDTH, WIDTH + WORLD.rank), "dp")
+        trainer_of(partial(make, WIDTH + WORLD.rank, 0.0), "dp")
     except ValueError as error:
         print(error, flush=True)
 
@@ -186,4 +194,4 @@ def large() -> None:
     trainer.close()
 
 
-{"same": same, "moved": partial(moved, *sys.argv[2:]), "refused": refused, "large": large}[sys.argv[1]]()
+{"same": same, "moved": partial(moved, *sys.argv[2:]), "differing": differing, "large": large}[sys.argv[1]]()
