@@ -165,7 +165,9 @@ def differing() -> None:
         nn.init.constant_(model.bias, bias)
         return model
 
-    trainer_of(partial(make, WIDTH, float(WORLD.rank)), "dp").close()
+    trainer = trainer_of(partial(make, WIDTH, float(WORLD.rank)), "dp")
+    print(f"whole: {not any(parameter.is_meta for parameter in trainer.model.parameters())}", flush=True)
+    trainer.close()
     try:
         trainer_of(partial(make, WIDTH + WORLD.rank, 0.0), "dp")
     except ValueError as error:
