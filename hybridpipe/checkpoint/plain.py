@@ -14,7 +14,7 @@ from hybridpipe.checkpoint import directory
 from hybridpipe.checkpoint.disk import replacing
 from hybridpipe.checkpoint.manifest import MANIFEST
 from hybridpipe.checkpoint.names import step_of
-from hybridpipe.checkpoint.shard import read_forms, read_one, read_shard, write_plain
+from hybridpipe.checkpoint.shard import PlainFile, read_shard, write_plain
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse, read_object
 from hybridpipe.planning.plan import Plan
@@ -93,26 +93,19 @@ class Weights:
     """
 
     def __init__(self, source: Path, model: Mapping[str, Tensor]) -> None:
-        self._files: dict[str, tuple[Path, str]] = {}
-        found: dict[str, Tensor] = {}
-        for path in _files_of(source):
-            held = read_forms(path)
-            found |= held
-            self._files |= {name: (path, name) for name in held}
-        written = {_memory(model[key]): key for key in self._files if key in model}
+        files = map(PlainFile, _files_of(source))
+        self._tensors = {name: (file, name) for file in files for name in file.forms}
+        written = {_memory(model[key]): entry for key, entry in self._tensors.items() if key in model}
         for key, tensor in model.items():
-            first = written.get(_memory(tensor))
-            if key not in self._files and tensor.numel() and first is not None:
-                self._files[key], found[key] = self._files[first], found[first]
+            if key not in self._tensors and tensor.numel() and _memory(tensor) in written:
+                self._tensors[key] = written[_memory(tensor)]
+        found = {key: file.forms[name] for key, (file, name) in self._tensors.items()}
         check_fits(described(found), model, str(source))
-        self._forms = found
 
     def read(self, key: str) -> Tensor:
-        """Return one tensor, on the CPU; UserError if its file was replaced by one with another tensor."""
-        path, name = self._files[key]
-        tensor = read_one(path, name)
-        check_fits(described({name: tensor}), {name: self._forms[key]}, str(path))
-        return tensor
+        """Return one tensor, on the CPU (`PlainFile.read`)."""
+        file, name = self._tensors[key]
+        return file.read(name)
 
 
 def is_weights(source: Path) -> bool:

@@ -217,8 +217,7 @@ class _Reading:
         result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
         mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.trained}
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
-        scales = state.meta.get("loss_scales", [])
-        result.loss_scales = tuple(LossScale(float(v), int(n), changes=True) for v, n in scales)
+        result.loss_scales = _loss_scales(state.meta.get("loss_scales", []), where)
         if mine:
             result.parameters |= mine
             self.optimizers.add(str(state.meta.get("optimizer")))
@@ -314,6 +313,15 @@ class _Reading:
             for name, *values in differences(update.given.scheduler or {}, before.given):
                 if name not in OF_RATES:  # these follow from the optimizer's options
                     yield changed_line(f"lr_scheduler: {name}", *values)
+
+
+def _loss_scales(found: Any, where: str) -> tuple[LossScale, ...]:
+    """Return the scales of a stage's file; UserError if they are none."""
+    match found:
+        case [*pairs] if all(isinstance(pair, list) and [*map(type, pair)] == [float, int] for pair in pairs):
+            return tuple(LossScale(value, updates, changes=True) for value, updates in pairs)
+    what = "pairs of a scale and a number of updates"
+    raise UserError(f"{where}: loss_scales: must be {what}, got {shown(found)}")
 
 
 def _on_rank_0(world: MPI.Comm, work: Callable[[], _Result]) -> _Result:

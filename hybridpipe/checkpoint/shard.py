@@ -21,7 +21,7 @@ from hybridpipe.checkpoint.names import parse_name
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import faults
 
-__all__ = ["FileEntry", "read_plain", "read_shard", "write_plain", "write_shard"]
+__all__ = ["FileEntry", "PlainFile", "read_shard", "write_plain", "write_shard"]
 
 _META = "hybridpipe-shard/1"  # the name of the JSON text among the header's metadata
 _PLAIN = {"format": "pt"}  # expected by other readers of safetensors files
@@ -89,35 +89,36 @@ def write_plain(path: Path, tensors: Mapping[str, Tensor]) -> None:
     _write(path, tensors, _PLAIN)
 
 
-def read_plain(path: Path) -> dict[str, Tensor]:
-    """Tensors of any safetensors file, on the CPU; UserError if it is none."""
-    return _read(path, None)[0]
+class PlainFile:
+    """A safetensors file of tensors alone, which are read one by one.
 
+    Args:
+        path: of any safetensors file.
 
-def read_forms(path: Path) -> dict[str, Tensor]:
-    """Tensors of any safetensors file, on the meta device; UserError if it is none."""
-    with open_regular(path) as (file, size):
-        slots, _, _ = _read_header(file, size, path)
-    return {slot.name: torch.empty(slot.shape, dtype=_DTYPES[slot.dtype], device="meta") for slot in slots}
+    The attribute `forms` has its tensors on the meta device, by name.
 
+    Raises:
+        UserError: it is no such file.
+    """
 
-def read_one(path: Path, name: str) -> Tensor:
-    """One tensor of a safetensors file, on the CPU; UserError if there is none of this name."""
-    with open_regular(path) as (file, size):
-        slots, _, head = _read_header(file, size, path)
-        slot = next((slot for slot in slots if slot.name == name), None)
-        if slot is None:
-            raise UserError(f"{path}: must hold tensor {shown(name)}")
-        tensor = torch.empty(slot.shape, dtype=_DTYPES[slot.dtype])
-        file.seek(len(head) + slot.start)
-        read_into(file, _bytes_of(tensor), path)
-    _check_bool(path, name, tensor)
-    return tensor
+    def __init__(self, path: Path) -> None:
+        with open_regular(path) as (file, size):
+            slots, _, head = _read_header(file, size, path)
+        self._path, self._num_bytes, self._start = path, size, len(head)
+        self._slots = {slot.name: slot for slot in slots}
+        self.forms = {
+            slot.name: torch.empty(slot.shape, dtype=_DTYPES[slot.dtype], device="meta") for slot in slots
+        }
 
-
-def _check_bool(path: Path, name: str, tensor: Tensor) -> None:
-    if tensor.dtype == torch.bool and tensor.view(torch.uint8).gt(1).any():
-        raise UserError(f"{path}: tensor {shown(name)}: BOOL must be bytes of 0 and 1")
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, on the CPU; UserError if the file has another length by now."""
+        with open_regular(self._path) as (file, size):
+            if size != self._num_bytes:
+                raise UserError(f"{self._path}: must have {self._num_bytes:,} bytes as before, got {size:,}")
+            file.seek(self._start + self._slots[name].start)
+            tensor = _read_tensor(file, self._slots[name], self._path)
+        _check_bool(self._path, name, tensor)
+        return tensor
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> NewFile:
@@ -149,11 +150,8 @@ def _read(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], dict[
         digest = hashlib.sha256(head)
         tensors = {}
         for slot in slots:
-            tensor = torch.empty(slot.shape, dtype=_DTYPES[slot.dtype])
-            data = _bytes_of(tensor)
-            read_into(file, data, path)
-            digest.update(data)
-            tensors[slot.name] = tensor
+            tensors[slot.name] = _read_tensor(file, slot, path)
+            digest.update(_bytes_of(tensors[slot.name]))
     if entry is not None:
         compare(path, FileEntry(entry.name, size, digest.hexdigest()), entry)
     for name, tensor in tensors.items():
@@ -168,6 +166,17 @@ def _read_header(file: BinaryIO, size: int, path: Path) -> tuple[list[header.Slo
     data_bytes = size - header.LENGTH_BYTES - len(text)
     slots, metadata = header.decode(bytes(text), data_bytes, str(path))
     return slots, metadata, length + text
+
+
+def _read_tensor(file: BinaryIO, slot: header.Slot, path: Path) -> Tensor:
+    tensor = torch.empty(slot.shape, dtype=_DTYPES[slot.dtype])
+    read_into(file, _bytes_of(tensor), path)
+    return tensor
+
+
+def _check_bool(path: Path, name: str, tensor: Tensor) -> None:
+    if tensor.dtype == torch.bool and tensor.view(torch.uint8).gt(1).any():
+        raise UserError(f"{path}: tensor {shown(name)}: BOOL must be bytes of 0 and 1")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -40,15 +40,14 @@ def gather(model: nn.Module, ranks: Mapping[str, int], control: MPI.Comm) -> dic
         rank = ranks[key]
         if control.rank not in (0, rank):
             continue
-        if tensor.is_meta:
-            values = torch.empty(tensor.size(), dtype=tensor.dtype)
-        else:
+        if control.rank == rank:
             values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        if rank != 0 and control.rank == rank:
-            for part in _parts(values):
+        else:
+            values = torch.empty(tensor.size(), dtype=tensor.dtype)
+        for part in _parts(values) if rank != 0 else ():
+            if control.rank == rank:
                 control.Send([part, MPI.BYTE], 0)
-        elif rank != 0 and control.rank == 0:
-            for part in _parts(values):
+            else:
                 control.Recv([part, MPI.BYTE], rank)
         state[key] = values
     return state if control.rank == 0 else None

@@ -203,11 +203,18 @@ def gpu_of_each_rank() -> str:
 
     world, here = MPI.COMM_WORLD, socket.gethostname()
     device = own_device(world, None)
-    place = gpus.Place(world.rank, here, "", "")
-    if device.type == "cuda":
-        name = f"{device} ({torch.cuda.get_device_name(device)})"
-        place = gpus.Place(world.rank, here, visible_gpus()[device.index], name)
-    places = world.allgather(place)
+    place: gpus.Place | Exception = gpus.Place(world.rank, here, "", "")
+    try:
+        if device.type == "cuda":
+            name = f"{device} ({torch.cuda.get_device_name(device)})"
+            place = gpus.Place(world.rank, here, visible_gpus()[device.index], name)
+    except Exception as error:  # told below on all ranks, so that none waits for this one
+        place = error
+    found = world.allgather(place)
+    for rank, each in enumerate(found):
+        if isinstance(each, Exception):
+            raise Problem(f"rank {rank}: {each}")
+    places = [each for each in found if isinstance(each, gpus.Place)]
     may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if problem := gpus.refuses_to_share(places, _build(), may_share):
         raise Problem(problem)

@@ -73,7 +73,8 @@ def _downloaded(options: argparse.Namespace, wheels: Path) -> Manifest:
             f"torch=={_version(wheels, 'torch')}" if package_name(line) == "torch" else line for line in lines
         ]
     pip.wheels(lines)
-    while more := lacking(wheels, options.python, left_out):
+    _, machine = glibc_and_machine(options.platform)
+    while more := lacking(wheels, options.python, machine, left_out):
         pip.wheels(more)  # pip asks the Python that runs it, perhaps another, whether a package is needed
     compiler = options.compiler or _compiler(wheels)
     if compiler:
@@ -164,11 +165,16 @@ def _compiler(wheels: Path) -> str | None:
     return None
 
 
-def lacking(wheels: Path, python: str, left_out: Iterable[str] = ()) -> list[str]:
-    """Return the requirements of the wheels in a folder, under another Python, that no wheel there meets."""
+def lacking(wheels: Path, python: str, machine: str, left_out: Iterable[str] = ()) -> list[str]:
+    """Return the requirements of the wheels in a folder, under another Python, that no wheel there meets.
+
+    Args:
+        machine: the processor's name, as in a platform: x86_64.
+    """
     files = list(wheels.glob("*.whl"))
     there = {_package(file): file.name.split("-")[1] for file in files} | dict.fromkeys(left_out, "")
-    environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    versions = {"python_version": python, "python_full_version": f"{python}.0"}
+    environment = versions | {"platform_machine": machine, "extra": ""}
     found = []
     for file in files:
         with zipfile.ZipFile(file) as archive:
@@ -184,7 +190,7 @@ def lacking(wheels: Path, python: str, left_out: Iterable[str] = ()) -> list[str
             needed = parsed(line)
             applies = needed.marker is None or needed.marker.evaluate(environment)
             if applies and package_name(needed.name) not in there:
-                found.append(f"{needed.name}{needed.specifier}")
+                found.append(str(needed).partition(";")[0].strip())
     return sorted(set(found))
 
 

@@ -16,9 +16,9 @@ from hybridpipe.comm.idle import idle_barrier, machine_leaders
 from hybridpipe.device import GpuLanes, lanes_of
 from hybridpipe.measure.allreduce import LARGE_BYTES, measure_allreduce
 from hybridpipe.measure.computing import measure_computing
-from hybridpipe.measure.links import measure_link, measure_wakeups
+from hybridpipe.measure.links import Link, measure_link, measure_wakeups
 from hybridpipe.measure.repetitions import OpenTransport, Unit, Work, default_work
-from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cluster import AllReduce, Cluster, Level
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,33 +77,33 @@ def probe(
     ]
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     computing = computing.or_more(measure_now())
+    wakeups: tuple[float, ...] = ()  # a GPU goes on computing while its host wakes up
+    if lanes.on_host:
+        wakeups = measure_wakeups(world, computing.sharing, computing.speeds, open_transport)
     return Cluster(
-        levels=tuple(
-            Level(
-                unit.name,
-                unit.ranks,
-                bandwidth=1 / link.message.seconds_per_byte,
-                latency_seconds=link.message.start_seconds,
-                shared_bandwidth=link.shared_bandwidth,
-                allreduce=allreduce,
-                burst_bytes=link.burst_bytes,
-                fit_error=link.message.error,
-            )
-            for unit, link, allreduce in zip(levels, links, reduced, strict=True)
-        ),
+        levels=tuple(map(_level, levels, links, reduced)),
         memory_bytes=_memory_bytes(world, device, per_processor),
         relative_speed=computing.relative_speed,
         node_ranks=per_processor,
         compute_speeds=computing.speeds,
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
-        wakeup_seconds=(
-            measure_wakeups(world, computing.sharing, computing.speeds, open_transport)
-            if lanes.on_host
-            else ()  # the host wakes up beside the GPU
-        ),
+        wakeup_seconds=wakeups,
         replicated_speed=replicated_speed[-1],
         overlap=overlap[-1],
+    )
+
+
+def _level(unit: Unit, link: Link, allreduce: AllReduce) -> Level:
+    return Level(
+        unit.name,
+        unit.ranks,
+        bandwidth=1 / link.message.seconds_per_byte,
+        latency_seconds=link.message.start_seconds,
+        shared_bandwidth=link.shared_bandwidth,
+        allreduce=allreduce,
+        burst_bytes=link.burst_bytes,
+        fit_error=link.message.error,
     )
 
 

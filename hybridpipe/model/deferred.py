@@ -30,19 +30,19 @@ class Numbers:
     """The source of the numbers of a model's tensors.
 
     Args:
-        places: of its parameters and buffers on the tape, by each of their names.
+        refs: its parameters and buffers on the tape, by each of their names.
         given: functions that return tensors from elsewhere, such as a file, by name; they go first.
     """
 
     tape: Tape
-    places: Mapping[str, Ref]
+    refs: Mapping[str, Ref]
     given: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
 
     def of(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors with their numbers, by name."""
         given = {name: self.given[name]() for name in names if name in self.given}
-        on_tape = {name: self.places[name] for name in names if name not in given}
-        given_storages = {self.places[name].storage for name in self.given if name in self.places}
+        on_tape = {name: self.refs[name] for name in names if name not in given}
+        given_storages = {self.refs[name].storage for name in self.given if name in self.refs}
         for name, ref in on_tape.items():
             if ref.storage in given_storages:
                 raise ValueError(f"{name} of the model is a view of a tensor whose numbers a file gives")
@@ -155,17 +155,17 @@ def _taken_out(model: nn.Module, tape: Tape) -> Numbers:
     for name, tensor in fake.items():
         if problem := _problem(tensor):
             raise CannotDefer(f"{name} {problem}")
-    places = {name: tape.ref(tensor) for name, tensor in fake.items()}
+    refs = {name: tape.ref(tensor) for name, tensor in fake.items()}
     with FakeTensorMode():
         of_fakes = set(vars(nn.Parameter(torch.empty(0))))
     _replace(model, {id(tensor): _like(tensor, _on_meta(tensor), of_fakes) for tensor in fake.values()})
-    storages = {ref.storage for ref in places.values()}
+    storages = {ref.storage for ref in refs.values()}
     for module, name, value in _attributes(model):
         if any(tape.ref(leaf).storage in storages for leaf in _fakes_in(value)):
             raise CannotDefer(f"{name} of a {type(module).__name__} has the memory of a parameter or buffer")
         if _fakes_in(value):
             vars(module)[name] = map_tensors(partial(_real, tape=tape), value)
-    return Numbers(tape, places)
+    return Numbers(tape, refs)
 
 
 def _problem(tensor: Tensor) -> str:

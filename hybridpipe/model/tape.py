@@ -4,8 +4,8 @@ Knows tensors only, no model. Invariant: a tensor's numbers are bit for bit thos
 where they are made at once.
 
 New tensors are fake ones in a tape's context (as in torchdistX's deferred_init). Random numbers are drawn at
-once, on memory that is dropped, and the generator's state before each draw is kept. A replay makes the calls
-again that matter for the tensors that are wanted.
+once, on memory that is dropped, and the generator's state before each draw is kept. To play the tape is to
+make the calls again that matter for the tensors that are wanted.
 """
 
 import gc
@@ -25,11 +25,11 @@ _Storage = Any  # torch.UntypedStorage, whose methods have no types
 
 
 class CannotDefer(RuntimeError):
-    """A replay would make other numbers than the calls would have made at once."""
+    """Played, a tape would make other numbers than the calls would have made at once."""
 
 
 class Ref(NamedTuple):
-    """A tensor by its place in a numbered storage."""
+    """A tensor by its position in a numbered storage."""
 
     storage: int
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class _Call:
     """A call that writes to tensors.
 
     Args:
-        arguments: its arguments, with a `Ref` in the place of each tensor.
+        arguments: its arguments, with a `Ref` for each tensor.
         results: one for each tensor that it returns.
         state: of the random generator before it, if it draws.
     """
@@ -69,7 +69,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Tensors that are there already, such as those of a file, are copied when they are used.
 
     Raises:
-        CannotDefer: in the context, where a replay would not make the same numbers.
+        CannotDefer: in the context, where played calls would not make the same numbers.
     """
 
     def __init__(self) -> None:
@@ -123,18 +123,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw for real and forget what was drawn, so that the generator goes on as it would."""
         call.state = torch.get_rng_state()
         with torch.no_grad():
-            held = self._replay(needed)
+            held = self._play(needed)
             torch.set_rng_state(call.state)
             _make(call, held)
 
     def _argument(self, tensor: Tensor) -> Ref:
-        """Return the place of a call's argument."""
+        """Return the position of a call's argument."""
         if isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata not in self._numbers:
             raise CannotDefer("a tensor without numbers is used that was made before")
         return self.ref(tensor)
 
     def _check(self, operator: _Operator, arguments: tuple[Any, Any], written: Collection[int]) -> None:
-        """Raise CannotDefer for a call that a replay would make with other numbers."""
+        """Raise CannotDefer for a call that would be played with other numbers."""
         if not (self._given.keys() | self._views).isdisjoint(written):
             raise CannotDefer(f"{operator} changes a tensor that was there before the model")
         leaves = pytree.tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Ref))
@@ -158,7 +158,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number in self._views or (number in self._given and not is_fresh)
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Return the place of a tensor; one that was there is copied."""
+        """Return the position of a tensor; one that was there is copied."""
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.layout != torch.strided:
             raise CannotDefer("a tensor is conjugate, negative, quantized or sparse")
         storage: _Storage = tensor.untyped_storage()
@@ -168,8 +168,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(tensor, FakeTensor) and number not in self._given:
             with _disable_current_modes():
                 self._given[number] = storage.clone()
-        place = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
-        return Ref(number, tensor.dtype, *place)
+        position = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
+        return Ref(number, tensor.dtype, *position)
 
     def check_nothing_is_left(self) -> None:
         """Raise CannotDefer if someone still holds a tensor without numbers: a cache, a hook, a closure."""
@@ -206,12 +206,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = torch.get_rng_state()
         try:
             with torch.no_grad():
-                storages = self._replay({ref.storage for ref in wanted.values()})
+                storages = self._play({ref.storage for ref in wanted.values()})
         finally:
             torch.set_rng_state(before)
-        return {name: _placed(ref, storages) for name, ref in wanted.items()}
+        return {name: _tensor_at(ref, storages) for name, ref in wanted.items()}
 
-    def _replay(self, wanted: Collection[int]) -> dict[int, _Storage]:
+    def _play(self, wanted: Collection[int]) -> dict[int, _Storage]:
         """Make the calls again that matter to these storages, and return what is wanted."""
         needed, matters = set(wanted), []
         for call in reversed(self._calls):
@@ -236,7 +236,7 @@ def _make(call: _Call, held: dict[int, _Storage]) -> None:
     """Make a call with numbers; add the storages that it makes. What it lacks it only writes to."""
 
     def real(leaf: Any) -> Any:
-        return _placed(leaf, held) if isinstance(leaf, Ref) else leaf
+        return _tensor_at(leaf, held) if isinstance(leaf, Ref) else leaf
 
     args, kwargs = pytree.tree_map(real, call.arguments, is_leaf=lambda leaf: isinstance(leaf, Ref))
     made = call.operator(*args, **kwargs)
@@ -244,13 +244,13 @@ def _make(call: _Call, held: dict[int, _Storage]) -> None:
     for ref, tensor in zip(call.results, tensors, strict=True):
         if ref.storage not in held:
             if (tensor.stride(), tensor.storage_offset()) != (ref.stride, ref.offset):
-                _placed(ref, held).copy_(tensor)
+                _tensor_at(ref, held).copy_(tensor)
             else:
                 held[ref.storage] = tensor.untyped_storage()
 
 
-def _placed(ref: Ref, held: dict[int, _Storage]) -> Tensor:
-    """Return the tensor at a place; a storage that is missing is made."""
+def _tensor_at(ref: Ref, held: dict[int, _Storage]) -> Tensor:
+    """Return the tensor at a position; a storage that is missing is made."""
     if ref.storage not in held:
         held[ref.storage] = torch.empty(ref.reach, dtype=ref.dtype).untyped_storage()
     made: Tensor = torch.empty(0, dtype=ref.dtype).set_(held[ref.storage], ref.offset, ref.size, ref.stride)

@@ -277,16 +277,15 @@ def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
         return Built(model, None)
     built = build(model)
     digests = world.allgather("" if built.numbers is None else built.numbers.tape.digest())
-    if "" not in digests and len(set(digests)) > 1:
-        built = built._replace(why_whole="it does not do the same on all ranks")
-    if built.numbers is not None and not built.why_whole and "" not in digests:
+    if built.numbers is not None and len(set(digests)) == 1:
         built.numbers.tape.states = world.bcast(built.numbers.tape.states)
         return built
     if built.numbers is not None:
         built.numbers.fill(built.model)
-    whys = world.allgather(built.why_whole)
+    whys = filter(None, world.allgather(built.why_whole))
     if world.rank == 0:
-        print(f"hybridpipe: every rank makes the whole model: {next(filter(None, whys))}", file=sys.stderr)
+        why = next(whys, "its function does not do the same on all ranks")
+        print(f"hybridpipe: every rank makes the whole model: {why}", file=sys.stderr)
     return Built(built.model, None)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hybridpipe.checkpoint import header
-from hybridpipe.checkpoint.shard import _DTYPES, read_plain, read_shard, write_plain, write_shard
+from hybridpipe.checkpoint.shard import _DTYPES, PlainFile, read_shard, write_plain, write_shard
 from hybridpipe.errors import UserError
 
 TENSORS = {
@@ -36,6 +36,11 @@ def bits(tensor: torch.Tensor) -> list[int]:
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     described = [{k: (t.dtype, t.shape, bits(t)) for k, t in each.items()} for each in (one, other)]
     return described[0] == described[1]
+
+
+def read_plain(path: Path) -> dict[str, torch.Tensor]:
+    file = PlainFile(path)
+    return {name: file.read(name) for name in file.forms}
 
 
 @pytest.fixture
@@ -174,6 +179,16 @@ def test_no_tensor_is_allocated_for_a_file_that_cannot_hold_it(path, monkeypatch
     monkeypatch.setattr(torch, "empty", None)
     with pytest.raises(UserError, match="declares 1,099,511,627,776 bytes of tensors, and the file holds 0"):
         read_plain(path)
+
+
+def test_a_file_that_has_changed_since_its_header_was_read(path):
+    write_plain(path, {"a": torch.ones(3), "b": torch.arange(4)})
+    file = PlainFile(path)
+    assert file.forms["b"].is_meta and file.read("b").tolist() == [0, 1, 2, 3]
+    path.unlink()
+    write_plain(path, {"a": torch.ones(30)})
+    with pytest.raises(UserError, match=r"must have \d+ bytes as before, got \d+"):
+        file.read("a")
 
 
 def test_a_sparse_file_of_a_terabyte_is_refused_before_it_is_read(path):

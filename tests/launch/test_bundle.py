@@ -159,8 +159,8 @@ def test_what_is_needed_under_another_python_is_found(tmp_path):
     )
     wheel(tmp_path, "first-1.0-py3-none-any", *needed)
     wheel(tmp_path, "there-1.0-py3-none-any")
-    assert download.lacking(tmp_path, "3.11", {"site"}) == ["old>=1"]
-    assert download.lacking(tmp_path, "3.12", {"site"}) == ["new"]
+    assert download.lacking(tmp_path, "3.11", "x86_64", {"site"}) == ["old>=1"]
+    assert download.lacking(tmp_path, "3.12", "x86_64", {"site"}) == ["new"]
 
 
 def test_a_bundle_runs_on_the_oldest_system_that_its_wheels_allow(tmp_path):

@@ -194,7 +194,6 @@ REFUSED = [
     (measured, "does more than its signature says"),
     (conjugate, "conjugate"),
     (lambda: nn.Linear(3, 3).half(), "swap"),
-    (lambda: nn.utils.skip_init(nn.Linear, 3, 3), "on meta"),
 ]
 
 
@@ -202,8 +201,12 @@ REFUSED = [
 def test_what_would_be_made_otherwise_is_made_at_once(factory, why):
     built = build(seeded(factory))
     assert built.numbers is None and why in built.why_whole, built.why_whole
-    if "skip" not in why and "meta" not in why:
-        assert same(built.model, seeded(factory)())
+    assert same(built.model, seeded(factory)())
+
+
+def test_what_is_made_on_another_device_is_made_at_once():
+    built = build(lambda: nn.utils.skip_init(nn.Linear, 3, 3))  # whose numbers are arbitrary
+    assert built.numbers is None and "on meta" in built.why_whole
 
 
 def test_a_table_that_a_function_keeps_is_found():

@@ -105,7 +105,7 @@ def drawn_elsewhere() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "make, why", [(refilled, "while it is made"), (changed, "there before"), (drawn_elsewhere, "of its own")]
 )
-def test_what_a_replay_would_make_otherwise_is_refused(make, why):
+def test_what_would_be_played_otherwise_is_refused(make, why):
     with pytest.raises(CannotDefer, match=why):
         noted(make)
 

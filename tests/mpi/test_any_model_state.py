@@ -2,7 +2,8 @@
 
 import json
 
-from hybridpipe.checkpoint.shard import read_plain
+from safetensors.torch import load_file
+
 from tests.mpi.project import write_project
 
 MODEL = """
@@ -54,6 +55,6 @@ def test_the_command_trains_and_resumes_a_class_of_ones_own(job, tmp_path):
     expected = train("whole")
     train("parts", "--set", "train.epochs=1")
     assert train("parts", "--resume", "auto") == expected
-    whole, parts = (read_plain(tmp_path / out / "model.safetensors") for out in ("whole", "parts"))
+    whole, parts = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "parts"))
     assert list(whole) and whole.keys() == parts.keys() and whole["mean"].abs().sum()
     assert all(tensor.equal(parts[key]) for key, tensor in whole.items())

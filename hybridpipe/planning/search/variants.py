@@ -34,6 +34,7 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.sharing import may_run
 
 Choice = tuple[Variant, ...]  # of a rank's stages, by chunk
+MOST_CHOICES = 256  # of a rank's stages, of which all are looked at
 TERMS = [each.name for each in fields(StageTerms)]
 
 
@@ -47,7 +48,7 @@ def fitted(
     """
     if not may_run(profile, plan):
         return None
-    every = list(product(variants, repeat=plan.chunks))  # choices for the stages of one rank
+    every = _choices(variants, plan.chunks)
 
     def made(choices: Sequence[Choice]) -> Plan:
         """Return the plan in which group g of ranks makes the choice `choices[g]`."""
@@ -74,6 +75,17 @@ def fitted(
         sums, maxima, floor = _parts(plan, variants, every, profile, cluster)
         chosen = least_together(np.where(allowed, sums, np.inf), maxima, floor)
     return made([every[number] for number in chosen])
+
+
+def _choices(variants: Sequence[Variant], chunks: int) -> list[Choice]:
+    """Return the choices for the stages of one rank, the fastest first and the leanest last.
+
+    They are all where these are few, else those in which the first stages run leanest.
+    """
+    if len(variants) ** chunks <= MOST_CHOICES:
+        return list(product(variants, repeat=chunks))
+    first, *_, last = variants
+    return [(last,) * lean + (first,) * (chunks - lean) for lean in range(chunks + 1)]
 
 
 def _parts(

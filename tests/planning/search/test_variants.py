@@ -14,6 +14,7 @@ from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.search import variants
 from hybridpipe.planning.search.problem import fits
 from hybridpipe.planning.search.search import with_prediction
 from hybridpipe.planning.search.variants import fitted, least_together
@@ -147,3 +148,10 @@ def test_under_a_limit_no_straight_pipeline_is_faster(schedule, count):
         assert best.seconds <= min(seconds) * (1 + 1e-9), seed
         recomputing += any(stage.recompute for stage in best.plan.stages)
     assert recomputing > 2
+
+
+def test_a_rank_of_many_stages_has_few_choices():
+    """All of 16 chunks would be 65,536, of which annealing asks for each neighbour."""
+    assert len(variants._choices(EITHER, 4)) == 16
+    many = variants._choices(EITHER, 16)
+    assert len(many) == 17 and many[0] == EITHER[:1] * 16 and many[-1] == EITHER[-1:] * 16
