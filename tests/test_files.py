@@ -29,20 +29,16 @@ PLAN = """\
   "schedule": "1f1b",
   "num_microbatches": 16,
   "stages": [
-    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false},
-    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true}
+    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false, "zero": 0, "scatter": false},
+    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true, "zero": 0, "scatter": false}
   ],
   "chunks": 1,
   "vertical_sync": false,
   "recompute": false,
-  "predicted": {
-    "minibatch_seconds": 0.41,
-    "samples_per_second": 620.0,
-    "bubble_fraction": 0.08,
-    "peak_memory_bytes": [1, 1, 1, 1]
-  }
+  "zero": 0,
+  "predicted": {"minibatch_seconds": 0.41, "samples_per_second": 620.0, "bubble_fraction": 0.08, "peak_memory_bytes": [1, 1, 1, 1]}
 }
-"""
+"""  # noqa: E501
 
 PROFILE = """\
 {
@@ -187,7 +183,8 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         (
             "stages[1].replica",
             1,
-            "unknown field (did you mean 'replicas'? allowed: start, stop, replicas, ranks, recompute)",
+            "unknown field (did you mean 'replicas'? allowed: start, stop, replicas, ranks, recompute, zero, "
+            "scatter)",
         ),
         ("stages[1].ranks", [2, 3], "must name replicas = 1 ranks, got 2: [2, 3]"),
         ("stages[1].ranks", 3, "must be a valid array, got 3"),

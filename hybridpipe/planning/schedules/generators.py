@@ -26,6 +26,7 @@ from hybridpipe.planning.schedules.instructions import (
     Program,
     Step,
     add_communication,
+    add_sharding,
 )
 from hybridpipe.planning.schedules.registry import TRAITS
 
@@ -384,7 +385,13 @@ GENERATORS: dict[str, Callable[[_Rank], Iterator[Instruction]]] = {
 def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction]]:
     """Return a function from a place to the computing instructions of its rank."""
     in_flight = () if plan.traits.interleaves else until_backward(plan, count)
-    return lambda place: GENERATORS[plan.schedule](_Rank(plan, place, count, in_flight))
+
+    def of_rank(place: Place) -> Iterator[Instruction]:
+        computing = GENERATORS[plan.schedule](_Rank(plan, place, count, in_flight))
+        zero, rounds = plan.zero_of(place.stage), ceil_div(count, plan.replicas[place.stage])
+        return add_sharding(computing, zero, plan.scatters(place.stage), rounds) if zero else computing
+
+    return of_rank
 
 
 def version_of(plan: Plan, stage: int, microbatch: int) -> int:
