@@ -234,6 +234,11 @@ class Plan:
             zero, first = max(self.zero, stage.zero), self.stages[s % self.num_groups]
             if zero > most:
                 raise ValueError(f"zero must be at most {most} under {self.schedule}, got {zero}")
+            if self.zero_of(s) == 2 and self.max_in_flight is not None:
+                raise ValueError(
+                    f"max_in_flight must not be given where zero is 2, got {self.max_in_flight}: replicas wait "
+                    "for each other in each backward, so they must have enough in flight"
+                )
             if stage.scatter and not zero:
                 raise ValueError(f"stages[{s}].scatter must be false where zero is 0, got true")
             for name in ("zero", "scatter"):

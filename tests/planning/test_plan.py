@@ -95,6 +95,10 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
         (lambda: plan([2], 2, zero=-1), "zero must be an integer >= 0, got -1"),
         (lambda: plan([2], 1, "pipedream", zero=1), "zero must be at most 0 under pipedream, got 1"),
         (
+            lambda: plan([2], 2, zero=2, max_in_flight=3),
+            "max_in_flight must not be given where zero is 2, got 3: replicas wait for each other",
+        ),
+        (
             lambda: plan([2, 2], 1, "interleaved-1f1b", chunks=2, zero=2),
             "zero must be at most 1 under interleaved-1f1b, got 2",
         ),

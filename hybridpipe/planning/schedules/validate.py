@@ -7,7 +7,8 @@ Pure. Known here are the rules; of the generators only `in_flight_per_stage` and
 - synchronously: one update, at the end. pipedream: one a round of the stage's replicas. pipedream-2bw:
   one a minibatch. Each after exactly its backwards, and where there are replicas after one reduction
 - replicas that share out the update (`StageSpec.zero`): the plan's kind of reduction, under 2 after each
-  backward and equally often on all of them, and the weights gathered after the update
+  backward and equally often on all of them, and the weights gathered after the update. Under 2 a backward may
+  wait for those of its round, so that few gradients are in flight
 - pipedream: a forward uses the newest weights (SOSP 2019, section 3.3); with vertical sync the newest that
   contain no minibatch which the input stage's do not. pipedream-2bw: those of the minibatch before, among the
   last two (ICML 2021, section 3.1)
@@ -16,6 +17,7 @@ Pure. Known here are the rules; of the generators only `in_flight_per_stage` and
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NoReturn
 
 from hybridpipe.planning.plan import Place, Plan
@@ -108,7 +110,21 @@ def validate(
         place = plan.place(rank)
         assert place is not None
         _Rank(plan, rank, place, count, allowed).check(program)
-    _check_progress(plan, programs, synchronous_sends)
+    _check_progress(
+        plan, {rank: _sending_late(plan, rank, each) for rank, each in programs.items()}, synchronous_sends
+    )
+
+
+def _sending_late(plan: Plan, rank: int, program: Program) -> Program:
+    """Return the program with each gradient sent after the reduction behind it, where backwards may wait."""
+    place = plan.place(rank)
+    if place is None or plan.zero_of(place.stage) < 2:
+        return program
+    late = list(program)
+    for i, (one, other) in enumerate(pairwise(program)):
+        if isinstance(one, SendGradient) and isinstance(other, Reduction):
+            late[i : i + 2] = other, one
+    return tuple(late)
 
 
 class _Rank:
