@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
@@ -320,7 +320,7 @@ def random_layer(draw, figure, name):
 
 def random_cluster(draw, figure):
     def allreduce():
-        measured = AllReduce(10 ** draw.uniform(5, 8), 0.01 * figure(), wait_seconds=0.01 * figure())
+        measured = Collective(10 ** draw.uniform(5, 8), 0.01 * figure(), wait_seconds=0.01 * figure())
         return draw.choice([None, None, measured])
 
     def shared():
