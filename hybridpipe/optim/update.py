@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from hybridpipe.model.precision import FP32, Precision
+from hybridpipe.optim.elementwise import why_not_in_parts
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
+from hybridpipe.optim.shards import Shards
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
 from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.plan import Plan
@@ -114,6 +116,13 @@ class UpdateRule:
         if parameters:
             Update(self.optimizer(parameters), self.lr_scheduler)
 
+    def why_not_sharded(self, parameters: Sequence[Tensor], shards: Shards | None) -> str | None:
+        """Return why the optimizer cannot update this replica's parts of the parameters; None if it can."""
+        if shards is None or not shards.ranges:
+            return None
+        why = why_not_in_parts(self.optimizer, parameters, shards.ranges)
+        return why and f"zero needs an optimizer that updates each element by itself: {why}; set zero = 0"
+
     def build(
         self,
         parameters: Sequence[Tensor],
@@ -121,6 +130,7 @@ class UpdateRule:
         stage: int,
         add_up: Callable[[float], float],
         elsewhere: Collection[Tensor] = (),
+        shards: Shards | None = None,
     ) -> "Update":
         """Return the `Update` of a rank.
 
@@ -129,10 +139,16 @@ class UpdateRule:
                 users may train them later, and it skips parameters without a gradient.
             stage: the rank's stage; any one of them where it holds several chunks.
             add_up, elsewhere: see `Update`.
+            shards: what this replica updates; None: everything.
         """
         scaled = plan.traits.whole_minibatch and self.scale_learning_rate
+        optimizer = self._optimizer(parameters)
+        if shards is not None:
+            if optimizer is not None:
+                shards.take_over(optimizer)
+            parameters = [*parameters, *(part for p, part in shards.parts.items() if part is not p)]
         return Update(
-            self._optimizer(parameters),
+            optimizer,
             self.lr_scheduler,
             LearningRate(
                 plan.replicas[stage] / plan.replicas[0] if scaled else 1.0,
@@ -191,9 +207,9 @@ class Update:
         scheduler: makes a learning-rate scheduler, which counts minibatches.
         learning_rate: the stage's factor on the learning rate; by default 1.
         max_norm: gradients are scaled down to this norm over the whole model; None does not clip.
-        add_up: returns the sum of a number over all stages; collective, called only with `max_norm`.
+        add_up: returns the sum of a number over all ranks; collective, called only with `max_norm`.
         parameters: the gradients of these are dropped after an update; by default the optimizer's.
-        elsewhere: parameters whose gradients another stage counts in the norm.
+        elsewhere: parameters whose gradients another rank counts in the norm.
         loss_scale: the factor on the losses; by default none.
 
     Raises:
