@@ -23,6 +23,7 @@ from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
+from hybridpipe.engine.allocator import returning_freed_memory
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
@@ -87,7 +88,8 @@ class Worker:
         whole_state.broadcast(self.model, self.control)
         if numbers is not None and self.place is not None:
             spans = (plan.stages[s] for s in plan.held_stages(self.place))
-            numbers.fill(self.model, *(layers.stage(span.start, span.stop).module for span in spans))
+            with returning_freed_memory():
+                numbers.fill(self.model, *(layers.stage(span.start, span.stop).module for span in spans))
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
         self._settings = self._present_settings()
