@@ -20,6 +20,7 @@ from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import (
     ON_NONFINITE,
     PRECISIONS,
+    memory_bytes,
     non_negative_int,
     one_of,
     positive,
@@ -205,15 +206,19 @@ class PlanConfig(PlanRequest):
         source: one of `SOURCES`, or a plan.json, which determines everything else.
         predict: measure model and machines also for a plan.json. That takes seconds at each start; without it
             no prediction is shown beside the measured times.
+        memory: the most bytes that each rank may have (`Trainer`).
     """
 
     source: str = "auto"
     predict: bool = True
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source not in SOURCES and not self.source.endswith(".json"):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
+        if self.memory is not None:
+            memory_bytes("memory", self.memory)
 
     @property
     def request(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hybridpipe.cli.values import (
     hang_timeout,
     hosts,
     names,
+    num_bytes,
     plan_source,
     plan_sources,
     positive,
@@ -110,7 +111,12 @@ def add_plan(command: Command) -> None:
         default=NO_COMPRESSION,
         help="compression of float32 gradients during the all-reduce; default: none",
     )
-    plan.add_argument("--memory", type=positive, metavar="BYTES", help="of each rank; default: the cluster's")
+    plan.add_argument(
+        "--memory",
+        type=num_bytes,
+        metavar="BYTES",
+        help="for the stage of each rank, such as 2GB; default: the cluster's",
+    )
     plan.add_argument(
         "--recompute", action="store_true", help="let stages recompute activations where memory is short"
     )
@@ -156,6 +162,13 @@ def add_train(command: Command) -> None:
         metavar="FILE",
         help="measurements of the machines by `probe` or an earlier training (DIR/cluster.json) with as many "
         "ranks; default: measured now, which takes some seconds",
+    )
+    train.add_argument(
+        "--memory",
+        type=num_bytes,
+        metavar="BYTES",
+        help="the most that each rank may have, such as 2GB; default: the config's, or what is found: the "
+        "least of cgroups, Slurm's --mem, ulimit, RAM and the GPU's memory",
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
     train.add_argument(

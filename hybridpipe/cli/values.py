@@ -3,10 +3,12 @@
 import argparse
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 from hybridpipe.errors import shown
 from hybridpipe.planning.checks import MAX_RANKS
 
+Number = TypeVar("Number", int, float)
 MOST = 2**53  # the largest count: floats represent every integer up to here exactly
 
 
@@ -66,7 +68,14 @@ def seconds(text: str) -> float:
     return _parsed(parse_seconds, text)
 
 
-def _parsed(parse: Callable[[str], float], text: str) -> float:
+def num_bytes(text: str) -> int:
+    """Bytes, from a number or a text such as 2GB or 512MiB."""
+    from hybridpipe.planning.checks import parse_bytes
+
+    return _parsed(parse_bytes, text)
+
+
+def _parsed(parse: Callable[[str], Number], text: str) -> Number:
     try:
         return parse(text)
     except ValueError as error:

@@ -68,6 +68,7 @@ class Trainer(TrainerView):
         plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
         cluster: a `Cluster` or the path of a cluster.json of as many ranks, instead of a measurement.
+        memory: the most bytes that each rank may have, such as "2GB"; None for the limits that are found.
         minibatch_size: samples behind one update, over all ranks.
         microbatch_size: samples of a microbatch, for a plan by name; a `Plan` has its own number of them. By
             default each rank's equal share; "auto" also tries a half and a quarter of it.
@@ -113,6 +114,7 @@ class Trainer(TrainerView):
         optimizer: OptimizerFactory,
         plan: PlanLike = "auto",
         cluster: ClusterLike | None = None,
+        memory: int | str | None = None,
         minibatch_size: int,
         microbatch_size: int | None = None,
         schedule: str = DEFAULT,
@@ -156,13 +158,13 @@ class Trainer(TrainerView):
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
         given, schedule = planmaker.read_given(plan, schedule)
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
-        sizes = {"hang_timeout": hang_timeout, "minibatch_size": minibatch_size}
-        options = asdict(request) | sizes | {"microbatch_size": microbatch_size, "seed": self.seed}
+        sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size, "memory": memory}
+        options = asdict(request) | sizes | {"hang_timeout": hang_timeout, "seed": self.seed}
         options |= {"callbacks": names_of(self._callbacks)}
         consistency.check_arguments(self.world, model, loss, self.rule, given, metrics, **options)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
-        trained = model, numbers, loss, self.rule, self.world, self.device
-        self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster, predict)
+        on = self.world, self.device, minibatch_size, microbatch_size, cluster, predict, memory
+        self._maker = PlanMaker(given, request, model, numbers, loss, self.rule, *on)
         self._begin_state()
         if self._maker.plan is not None and not self._maker.waits:
             self._start(self._maker.plan)
@@ -450,7 +452,7 @@ class Trainer(TrainerView):
 
     def _start(self, plan: Plan) -> None:
         self._maker.known_layers.check_plan(plan)
-        self.recorder.begin()
+        self.recorder.begin(self._maker.memory_for(plan))
         trained = self._maker.known_layers, plan, self.loss, self.rule
         on = self.world, self.device, self.seed, self._maker.progress_thread
         worker = Worker(*trained, *on, self._maker.numbers)
