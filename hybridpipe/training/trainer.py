@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.data.source import Collate, Source
@@ -278,6 +277,7 @@ class Trainer:
         target_accuracy: float | None = None,
         target_loss: float | None = None,
         checkpoint: Checkpointing | None = None,
+        resume: str | None = None,
     ) -> list[dict[str, Any]]:
         """Train on a data set whose samples are pairs (inputs, target) or dicts, or on a DataLoader of one.
 
@@ -293,6 +293,8 @@ class Trainer:
                 job, because minibatches are between ranks.
             checkpoint: save in the background during training, at the end, and after USR1 or TERM to any
                 rank, which ends all of them (`Preempted`).
+            resume: "auto" first resumes from the last good checkpoint in the folder of `checkpoint`, if there
+                is one and nothing is trained yet. `epochs` then counts from the training's beginning.
             target_accuracy, target_loss: end with the first epoch whose validation has at least this accuracy
                 and at most this loss; the summary has its time.
 
@@ -304,15 +306,18 @@ class Trainer:
             Preempted: with `checkpoint`, after a signal to any rank; all have stopped and saved.
             UserError, NotSaved: a checkpoint cannot be saved or written.
             ValueError: inside `no_sync`; or a target without `validation`, or target_accuracy with targets
-                that are no classes.
+                that are no classes; or `resume` without `checkpoint`.
         """
         self._check_now("fit")
         if not self._updates or self.state.accumulated:
             raise ValueError("fit makes no sense inside no_sync, or before the update that follows it")
         epochs = valid.integer("epochs", epochs, least=0)
+        valid.check_resume(resume, checkpoint)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
-        of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted}
+        of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted, "resume": resume}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
+        if resume is not None and checkpoint is not None:
+            epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)
         dataset = self._feed.training_set(dataset)
         validation = None if validation is None else self._feed.held_out_set("validation", validation)
         self.prepare(dataset, validation)
@@ -329,8 +334,7 @@ class Trainer:
         first = len(self.history)
         with preemption.listening(keeper is not None):
             self._fitting.run(epochs)
-            if checkpoint is not None:
-                self._checkpoints.leave_if_preempted(checkpoint.folder)
+            self._checkpoints.leave_if_preempted(checkpoint)
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
@@ -353,10 +357,7 @@ class Trainer:
             UserError: the state cannot be saved.
         """
         self.state.check_call("save", with_gradients=False)
-        settings = Checkpointing(root, keep=keep)
-        keeper = self._checkpoints.keeper(self.worker, settings, self.microbatch_size, anew=True)
-        keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
-        return Path(root) / name_of(self.step)
+        return self._checkpoints.save(self.worker, Checkpointing(root, keep=keep), self.microbatch_size)
 
     def resume(
         self, source: str | os.PathLike[str], or_anew: bool = False, allow_changed: bool = False
@@ -381,8 +382,6 @@ class Trainer:
                 data set.
         """
         self.state.check_call("resume", with_gradients=False)
-        of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
-        consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
         given = Path(source), self.model, or_anew, allow_changed
         found, lines = self._checkpoints.find(*given, self._worker is None, self._maker.numbers)
         if found is not None and self._worker is not None:
