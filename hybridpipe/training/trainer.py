@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.data.source import Collate, Source
@@ -248,6 +247,7 @@ class Trainer(TrainerView):
         target_accuracy: float | None = None,
         target_loss: float | None = None,
         checkpoint: Checkpointing | None = None,
+        resume: str | None = None,
     ) -> list[dict[str, Any]]:
         """Train on a data set whose samples are pairs (inputs, target) or dicts, or on a DataLoader of one.
 
@@ -268,6 +268,8 @@ class Trainer(TrainerView):
                 job, because minibatches are between ranks.
             checkpoint: save in the background during training, at the end, and after USR1 or TERM to any
                 rank, which ends all of them (`Preempted`).
+            resume: "auto" first resumes from the last good checkpoint in the folder of `checkpoint`, if there
+                is one and nothing is trained yet. `epochs` then counts from the training's beginning.
             target_accuracy, target_loss: end with the first epoch whose validation has at least this accuracy
                 and at most this loss; the summary has its time.
 
@@ -279,7 +281,8 @@ class Trainer(TrainerView):
             Preempted: with `checkpoint`, after a signal to any rank; all have stopped and saved.
             UserError, NotSaved: a checkpoint cannot be saved or written.
             ValueError: inside `no_sync`; a target or `eval_every` without `validation`, target_accuracy with
-                targets that are no classes; `max_steps` or `eval_every` under an asynchronous schedule.
+                targets that are no classes; `resume` without `checkpoint`; `max_steps` or `eval_every` under
+                an asynchronous schedule.
         """
         self._check_now("fit")
         if not self._updates or self.state.accumulated:
@@ -288,10 +291,13 @@ class Trainer(TrainerView):
         valid.check_breaks(breaks, self._maker.schedule)
         most = 1 if max_steps is None else breaks.max_steps  # an epoch has a minibatch at least
         epochs = valid.integer("epochs", most if epochs is None else epochs, least=0)
+        valid.check_resume(resume, checkpoint)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
-        of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted, "breaks": breaks[:2]}
-        of_fit |= {"drop_last": drop_last}
+        of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted, "resume": resume}
+        of_fit |= {"breaks": breaks[:2], "drop_last": drop_last}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
+        if resume is not None and checkpoint is not None:
+            epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)
         dataset = self._feed.training_set(dataset, drop_last)
         validation = None if validation is None else self._feed.held_out_set("validation", validation)
         self.prepare(dataset, validation)
@@ -315,8 +321,7 @@ class Trainer(TrainerView):
         first = len(self.history)
         with preemption.listening(keeper is not None):
             self._fitting.run(epochs)
-            if checkpoint is not None:
-                self._checkpoints.leave_if_preempted(checkpoint.folder)
+            self._checkpoints.leave_if_preempted(checkpoint)
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
@@ -344,10 +349,7 @@ class Trainer(TrainerView):
     def _save(self, root: str | os.PathLike[str], keep: int) -> Path:
         """Save between two minibatches, inside `fit`, too."""
         self.state.check_call("save", in_fit=True, with_gradients=False)
-        settings = Checkpointing(root, keep=keep)
-        keeper = self._checkpoints.keeper(self.worker, settings, self.microbatch_size, anew=True)
-        keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
-        return Path(root) / name_of(self.step)
+        return self._checkpoints.save(self.worker, Checkpointing(root, keep=keep), self.microbatch_size)
 
     def resume(
         self, source: str | os.PathLike[str], or_anew: bool = False, allow_changed: bool = False
@@ -372,8 +374,6 @@ class Trainer(TrainerView):
                 data set.
         """
         self.state.check_call("resume", with_gradients=False)
-        of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
-        consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
         given = Path(source), self.model, or_anew, allow_changed
         found, lines = self._checkpoints.find(*given, self._worker is None, self._maker.numbers)
         if found is not None and self._worker is not None:

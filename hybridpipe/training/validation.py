@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.data.source import Source
+from hybridpipe.errors import shown
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
@@ -101,6 +103,14 @@ def check_precision(precision: str, model: nn.Module) -> None:
                 f"precision={precision!r} needs trained parameters in float32, got {name} in {dtype}: call "
                 "model.float(), or leave precision at 'fp32', under which a model keeps its own types"
             )
+
+
+def check_resume(resume: str | None, checkpoint: Checkpointing | None) -> None:
+    """Check that `fit` knows the folder to resume from. Raises ValueError if not."""
+    if resume not in (None, "auto"):
+        raise ValueError(f'resume must be None or "auto", got {shown(resume)}; Trainer.resume takes a path')
+    if resume is not None and checkpoint is None:
+        raise ValueError('resume="auto" needs a folder: fit(..., checkpoint=Checkpointing(folder))')
 
 
 def check_loss(loss: Any, model: nn.Module) -> None:
