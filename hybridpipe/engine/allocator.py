@@ -7,7 +7,6 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 from hybridpipe.environment.memory_limits import Held, resident_bytes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
