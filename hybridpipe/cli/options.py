@@ -22,6 +22,7 @@ from hybridpipe.cli.values import (
     seconds,
     sizes,
     time_limit,
+    zero,
 )
 from hybridpipe.launch.batch import NOTICE_SECONDS
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
@@ -124,6 +125,13 @@ def add_plan(command: Command) -> None:
     )
     plan.add_argument(
         "--recompute", action="store_true", help="let stages recompute activations where memory is short"
+    )
+    plan.add_argument(
+        "--zero",
+        type=zero,
+        default=0,
+        metavar="0|1|2|auto",
+        help="replicas share out optimizer state (1), gradients, too (2); auto: for speed or memory",
     )
     plan.add_argument(
         "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"

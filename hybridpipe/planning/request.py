@@ -66,8 +66,9 @@ class PlanRequest:
         check_zero(self.zero)
         if not self.schedules:
             raise ValueError(
-                f"zero must be less under {self.schedule}"
-                f"{' with max_in_flight' * (self.max_in_flight is not None)}, got {self.zero}"
+                f"zero must be at most {max(map(self._most_zero_under, self._considered))} under "
+                f"{self.schedule}{' with max_in_flight' * (self.max_in_flight is not None)}, "
+                f"got {self.zero}"
             )
 
     @classmethod
@@ -81,19 +82,28 @@ class PlanRequest:
     @property
     def schedules(self) -> list[str]:
         """The schedules to consider, the simplest first."""
+        least = 0 if isinstance(self.zero, str) else self.zero
+        return [name for name in self._considered if least <= self._most_zero_under(name)]
+
+    @property
+    def _considered(self) -> list[str]:
+        """The schedules to consider, whatever replicas share out."""
+        if self.schedule != AUTO:
+            return [self.schedule]
         limited = self.max_in_flight is not None
-        considered = (
+        return [
             name
             for name, traits in TRAITS.items()
             if (self.asynchronous or not traits.is_asynchronous)
             and (traits.takes_max_in_flight or not limited)
-        )
-        least = 0 if isinstance(self.zero, str) else self.zero
-        names = considered if self.schedule == AUTO else [self.schedule]
-        return [name for name in names if least <= self._most_zero_under(name)]
+        ]
+
+    @property
+    def most_zero(self) -> int:
+        """The most that replicas may share out, under a schedule that is not AUTO."""
+        return self._most_zero_under(self.schedule)
 
     def _most_zero_under(self, schedule: str) -> int:
-        """Return the most that replicas may share out under a schedule."""
         return min(TRAITS[schedule].most_zero, 2 if self.max_in_flight is None else 1)
 
     @property
@@ -105,7 +115,7 @@ class PlanRequest:
     def variants(self) -> tuple[Variant, ...]:
         """The ways to run a stage under a schedule that is not AUTO, the simplest first, the leanest last."""
         fixed = not isinstance(self.zero, str)
-        zeros = (self.zero,) if fixed else range(self._most_zero_under(self.schedule) + 1)
+        zeros = (self.zero,) if fixed else range(self.most_zero + 1)
         recomputing = (False, True) if self.recompute else (False,)
         return tuple(Variant(recompute, int(zero)) for recompute in recomputing for zero in zeros)
 

@@ -74,10 +74,9 @@ def may_be_faster(variant: Variant, other: Variant) -> bool:
 
     Recomputing adds a forward f to the work. That hides up to f more of a reduction. So the formula's maximum
     falls by at most f where its sum grows by f, and waits for gradients grow with the sum. An asynchronous
-    schedule has no sum, but the work and the reduction are in one term of its maximum. A reduction after each
-    microbatch only adds to one after the last.
+    schedule has no sum, but the work and the reduction are in one term of its maximum.
     """
-    return variant.recompute <= other.recompute and variant.zero == 1
+    return variant.recompute <= other.recompute and variant.zero > 0
 
 
 def fastest(tables: Sequence[StageTable]) -> list[StageTable]:
