@@ -5,10 +5,12 @@ Not known here: how a training runs. Invariant: a callback decides from what all
 
 from hybridpipe.callbacks.best import BestCheckpoint
 from hybridpipe.callbacks.early_stopping import EarlyStopping
+from hybridpipe.callbacks.ema import EMA
 from hybridpipe.callbacks.loggers import CSVLogger, MLflowLogger, TensorBoardLogger
 from hybridpipe.training.callbacks import Callback, Run
 
 __all__ = [
+    "EMA",
     "BestCheckpoint",
     "CSVLogger",
     "Callback",

@@ -5,9 +5,12 @@ the same points of the training, so it may call what is collective.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hybridpipe.errors import shown
 from hybridpipe.planning.plan import Plan
@@ -69,9 +72,25 @@ class Run:
     @property
     def learning_rates(self) -> Sequence[float]:
         """Learning rate of each of this rank's parameter groups; none on a rank that trains nothing."""
-        optimizer = self._trainer.worker.executor.update.optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [float(group["lr"]) for group in groups if "lr" in group]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This rank's optimizer; with `zero` its parameters are the parts of weights that this rank updates.
+
+        None on a rank that trains nothing.
+        """
+        return self._trainer.worker.executor.update.optimizer
+
+    def gather_weights(self) -> None:
+        """Give each replica the parts of the weights that others have changed; needed with `zero` only.
+
+        Collective over the replicas of a stage.
+        """
+        shards = self._trainer.worker.executor.shards
+        if shards is not None:
+            shards.gather()
 
     @property
     def gradient_norm(self) -> float | None:
@@ -122,6 +141,10 @@ class Callback:
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """Take the path of a published checkpoint, before the next one is written."""
 
+    def evaluating(self, run: Run) -> AbstractContextManager[None]:
+        """Return a context around each validation of `fit`."""
+        return nullcontext()
+
     def on_fit_end(self, run: Run) -> None:
         """End: all checkpoints are published. Not called after an error."""
 
@@ -161,6 +184,14 @@ class CallbackList:
         """Call the method `event` of each."""
         for callback in self._named.values():
             getattr(callback, event)(self._run, *arguments)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Enter the context of each around a validation."""
+        with ExitStack() as stack:
+            for callback in self._named.values():
+                stack.enter_context(callback.evaluating(self._run))
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each, by name."""

@@ -121,7 +121,8 @@ class FitLoop:
     def _evaluated(self) -> dict[str, float] | None:
         """Evaluate, and return the metrics; None if a rank was asked to stop, which ends the epoch here."""
         assert self._evaluate is not None
-        metrics = self._evaluate()
+        with self._callbacks.evaluating():
+            metrics = self._evaluate()
         if metrics is None:
             self._state.preempt(self._state.step)
         else:
