@@ -455,5 +455,3 @@ class Worker:
             self.executor.sync.close()
         self.transport.close()
         self.communicators.free()
-
-

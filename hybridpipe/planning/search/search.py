@@ -3,8 +3,8 @@
 1. `proposals` names plans; the best of a closed formula, exactly, are among them (`partition`).
 2. Those that may be the best by their bounds are simulated, and all straight pipelines where these are few.
 3. `refine` simulates neighbours of the best.
-4. The plans for fewer ranks compete, too: for every power of two below the number of ranks, unless so few
-   ranks could not compute as fast.
+4. The plans for fewer ranks compete, too: for every number up to `EVERY_NUMBER`, for powers of two above,
+   unless so few ranks could not compute as fast.
 5. `anneal` continues from the best if it is asked to.
 
 Under a memory limit the plans of the same search without one compete where they fit. Invariants: only plans
@@ -51,6 +51,7 @@ __all__ = [
     "with_prediction",
 ]
 
+EVERY_NUMBER = 16  # of ranks, below which the plans for all smaller numbers are searched for, too
 TIE = 1e-9  # relative: times that differ by less are equal
 
 
@@ -147,18 +148,20 @@ def _filled(found: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]
 
 
 def _found(problems: Sequence[Problem]) -> list[Candidate]:
-    """Return the candidates, with the best for lower powers of two of ranks.
+    """Return the candidates, with the best for fewer ranks.
 
-    What is found for those does not depend on the ranks beyond. They are left out where so few ranks cannot
-    compute as fast as the best plan, and where no estimate is faster than it: fewer ranks allow fewer plans.
+    Those are left out where so few ranks cannot compute as fast as the best plan. Beyond `EVERY_NUMBER` they
+    are lower powers of two, and left out too where no estimate is faster: fewer ranks allow fewer plans.
     """
     outlook = _Outlook()
     found = _within_memory(problems, outlook)
     num_ranks, fewest = problems[0].num_ranks, 1 + problems[0].request.traits.interleaves
     while num_ranks > fewest:
-        num_ranks = 1 << (num_ranks - 1).bit_length() - 1
+        num_ranks = num_ranks - 1 if num_ranks <= EVERY_NUMBER else 1 << (num_ranks - 1).bit_length() - 1
         fewer = [replace(problem, num_ranks=num_ranks) for problem in problems]
-        least = max(outlook.promised, min(problem.least_seconds() for problem in fewer))
+        least = min(problem.least_seconds() for problem in fewer)
+        if num_ranks > EVERY_NUMBER:
+            least = max(least, outlook.promised)
         if found and least >= outlook.best * (1 - TIE):
             break
         known = {each.plan for each in found}

@@ -77,9 +77,7 @@ def test_a_loss_is_waited_for_when_no_one_waits_for_who_has_it(of, late):
 
 @pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 1), ("pipedream-2bw", 3)])
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
-def test_a_rank_has_told_its_overflows_before_its_scale_depends_on_them(
-    replicas, schedule, count
-):
+def test_a_rank_has_told_its_overflows_before_its_scale_depends_on_them(replicas, schedule, count):
     of = plan(replicas, count, schedule)
     lag, least = overflows_late(of), 10**9
     for rank_program in programs(of, 40 * count).values():

@@ -477,15 +477,13 @@ SLOW_LINKS = [Cluster.flat(8, 1e8, 5e-5), nodes_of_four(8, 3e7)]
 
 @pytest.mark.parametrize("cluster", SLOW_LINKS)
 @pytest.mark.parametrize("schedule, count", [("1f1b", 16), ("pipedream", 1)])
-def test_more_ranks_than_a_power_of_two_are_never_slower(cluster, schedule, count):
+def test_more_ranks_are_never_slower(cluster, schedule, count):
     for seed in range(3):
         profile = convolutional(8, seed)
-        seconds = {
-            n: search(profile, cluster, count, num_ranks=n, schedule=schedule)[0].seconds
-            for n in (1, 2, 4, 6, 8)
-        }
-        for fewer, more in ((1, 2), (2, 4), (4, 6), (4, 8)):
-            assert seconds[more] <= seconds[fewer], (seed, fewer, more)
+        seconds = [
+            search(profile, cluster, count, num_ranks=n, schedule=schedule)[0].seconds for n in range(1, 9)
+        ]
+        assert seconds == sorted(seconds, reverse=True), seed
 
 
 @pytest.mark.parametrize("cluster", SLOW_LINKS)
