@@ -44,7 +44,7 @@ def least_left(ranks: Sequence[RankMemory]) -> str:
     memory = ranks[rank]
     return (
         f"rank {rank} has {size(memory.left_bytes or 0)} for its stage: its limit is "
-        f"{size(memory.limit_bytes or 0)} ({memory.origin}), of which its process has {size(memory.held_bytes)}"
+        f"{size(memory.limit_bytes or 0)} ({memory.origin}), and its process has {size(memory.held_bytes)}"
     )
 
 

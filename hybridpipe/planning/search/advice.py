@@ -21,6 +21,7 @@ from hybridpipe.planning.units import size
 
 MAX_ADVISED = 10_000  # layers times ranks; trying remedies for a larger problem takes minutes
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
+ROUGHLY = 2  # bisections for a remedy
 MORE_RANKS = (2, 4)  # factors
 
 
@@ -46,7 +47,6 @@ class Need:
 def how_far(problem: Problem) -> str:
     """Return the excess of the plan that comes closest, the first remedy that works, and what each gives."""
     need = _need(problem, _closest(problem))
-    remedies = [*_changes(problem), *_more_ranks(problem)]
     is_large = problem.size > MAX_ADVISED
     closest = "comes closest of the few that were tried" if is_large else "comes closest"
     recomputing = " with recomputation" * any(map(need.plan.recomputes, range(need.plan.num_stages)))
@@ -55,9 +55,12 @@ def how_far(problem: Problem) -> str:
         f"{size(need.needed)} on rank {need.rank}, which has {size(need.had)}; "
     )
     if is_large:
-        return f"{told}these may help: {', '.join(text for text, _ in remedies)}"
-    tried = [(text, _least_need(eased)) for text, eased in remedies]
-    if not any(each.fits for _, each in tried):
+        remedies = ", ".join(text for text, _ in (*_changes(problem), *_more_ranks(problem)))
+        return f"{told}these may help: {remedies}"
+    tried = [(text, _least_need(eased)) for text, eased in _changes(problem)]
+    several = len(tried) > 1
+    tried += _on_more_ranks(problem)
+    if several and not any(each.fits for _, each in tried):
         tried += _together(problem)
     helps = next((f"{text} would help" for text, each in tried if each.fits), "none of these would help")
     return f"{told}{helps}\n{_table(need, tried)}"
@@ -67,7 +70,7 @@ def _table(need: Need, tried: list[tuple[str, Need]]) -> str:
     """Return aligned lines of what each remedy needs, against what the rank has."""
     rows = [("with", "plan", "rank", "needs", "has", "")]
     for text, each in (("as it is", need), *tried):
-        lack = "fits" if each.fits else f"{each.needed / max(each.had, 1):.2f} times as much"
+        lack = "fits" if each.fits else f"{each.needed / max(each.had, 1):.3g} times as much"
         rows.append((text, short_name(each.plan), str(each.rank), size(each.needed), size(each.had), lack))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -81,7 +84,7 @@ def _need(problem: Problem, plan: Plan) -> Need:
 
 def _least_need(problem: Problem) -> Need:
     """Return what the first proposal that fits needs, or else the plan that comes closest."""
-    return _need(problem, _fitting(problem) or _closest(problem))
+    return _need(problem, _fitting(problem) or _closest(problem, ROUGHLY))
 
 
 def _fitting(problem: Problem) -> Plan | None:
@@ -89,7 +92,7 @@ def _fitting(problem: Problem) -> Plan | None:
     return next((plan for _, plan in proposals(problem)), None)
 
 
-def _closest(problem: Problem) -> Plan:
+def _closest(problem: Problem, num_bisections: int = NUM_BISECTIONS) -> Plan:
     """Return the plan that fits if the memory of every rank grows by the least factor, found by bisection.
 
     For a large problem it is the plan for unlimited memory that needs least. Stages recompute that have to.
@@ -104,7 +107,7 @@ def _closest(problem: Problem) -> Plan:
 
     closest = min((lean(plan) for _, plan in proposals(problem.without_limit())), key=needed)
     too_little = 1.0
-    for _ in range(NUM_BISECTIONS if problem.size <= MAX_ADVISED else 0):
+    for _ in range(num_bisections if problem.size <= MAX_ADVISED else 0):
         factor = math.sqrt(too_little * needed(closest))
         eased = replace(problem, cluster=_with_memory(problem.cluster, factor))
         if (found := _fitting(eased)) is None:
@@ -149,21 +152,27 @@ def _more_ranks(problem: Problem) -> Iterator[tuple[str, Problem]]:
             yield text, replace(problem, cluster=grown, num_ranks=ranks)
 
 
+def _on_more_ranks(problem: Problem) -> Iterator[tuple[str, Need]]:
+    """Yield what more and more ranks need, until that fits, or twice as many would hardly help."""
+    for text, grown in _more_ranks(problem):
+        need = _least_need(grown)
+        yield text, need
+        if need.fits or need.needed > 2 * need.had:
+            return
+
+
 def _together(problem: Problem) -> Iterator[tuple[str, Need]]:
-    """Yield what all changes together need, on more and more ranks until that fits."""
-    if not (changes := list(_changes(problem))):
-        return
+    """Yield what all changes together need, and then on more ranks."""
     eased = _requesting(problem, recompute=True)
     if _may_change_schedule(problem):
         eased = _requesting(eased, schedule=DEFAULT)
     for samples in _smaller_sizes(problem)[-1:]:
         eased = _in_microbatches(eased, samples)
-    for text, grown in (("", eased), *_more_ranks(eased)):
-        if text or len(changes) > 1:
-            need = _least_need(grown)
-            yield f"all of them, {text}" if text else "all of them", need
-            if need.fits:
-                return
+    need = _least_need(eased)
+    yield "all of them", need
+    if not need.fits:
+        for text, each in _on_more_ranks(eased):
+            yield f"all of them, {text}", each
 
 
 def _requesting(problem: Problem, **options: Any) -> Problem:

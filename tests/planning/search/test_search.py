@@ -261,7 +261,6 @@ def test_what_each_remedy_gives_is_told_in_aligned_lines():
         "  microbatches of 2 sample(s)  1     0     552 B  400 B  1.38 times as much",
         "  microbatches of 1 sample(s)  1     0     376 B  400 B  fits",
         "  2 ranks                      1     0     904 B  400 B  2.26 times as much",
-        "  4 ranks                      1     0     904 B  400 B  2.26 times as much",
     ]
 
 
