@@ -20,7 +20,6 @@ from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import (
     ON_NONFINITE,
     PRECISIONS,
-    memory_bytes,
     non_negative_int,
     one_of,
     positive,
@@ -28,6 +27,7 @@ from hybridpipe.planning.checks import (
 )
 from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.request import AUTO, PlanRequest
+from hybridpipe.planning.units import memory_bytes
 
 SOURCES = (AUTO, "dp", "straight")
 LOGGERS = ("csv", "tensorboard", "mlflow")

@@ -261,7 +261,7 @@ def _report_plan(trainer: Trainer, out: Path) -> None:
         print(f"plan {trainer.plan.name}, {trainer.plan.schedule}, as given", flush=True)
         return
     write_json(out / "profile.json", choice.profile)
-    write_json(out / "cluster.json", choice.cluster)
+    write_json(out / "cluster.json", choice.machines or choice.cluster)
     print(explain(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
 
 
