@@ -92,6 +92,7 @@ class LayerCosts:
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
         self.split = np.array([layer.split_bytes for layer in layers], dtype=np.float64)  # NaN: not known
+        self.largest = np.array([layer.largest_parameter_bytes for layer in layers], dtype=np.float64)
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
         self.edges = np.arange(len(layers) + 1)
@@ -135,6 +136,7 @@ class LayerCosts:
         merged.sums, merged._tables = {}, {}
         for name in ("forward", "update", "parameters", "activations", "split"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
+        merged.largest = np.maximum.reduceat(self.largest, edges[:-1])
         for name in ("output", "returned", "edges", "can_cut"):
             setattr(merged, name, getattr(self, name)[edges])
         return merged
@@ -265,6 +267,8 @@ class LayerCosts:
             state_factor=self.state_factor,
             recompute=variant.recompute,
             split=np.where(np.isnan(split), received + inside, split),
+            workspace=self.workspace(width, self.per_update(kind.replicas)),
+            largest=_most(self.largest, width),
         )
         versions = self.request.traits.num_versions(kind.in_flight)
         own = ceil_div(self.num_microbatches, kind.replicas)
@@ -272,6 +276,14 @@ class LayerCosts:
         late = min(lag, own - kind.in_flight)
         peak = stage.peak(kind.replicas, versions, kind.in_flight, late, min(lag, own - 1))
         return peak if kind.in_flight <= (kind.most_held or kind.in_flight) else peak + math.inf
+
+    def workspace(self, width: int, rounds: int) -> Floats:
+        """Return `memory.workspace_bytes` of the d+1 layers from i on, at `[d, i]`."""
+        single, schedule = self._layers, self.request.schedule
+        done = np.cumsum([0.0, *(layer.activation_bytes for layer in single)])  # whole numbers, exact
+        tops = np.array([layer.workspace(schedule, rounds) for layer in single]) + done[1:]
+        tops = np.maximum.reduceat(tops, self.edges[:-1])
+        return np.maximum(_most(tops, width) - self.ends(done[self.edges], width), 0.0)
 
     def between(self, name: str, width: int, rounds: int = 0) -> Floats:
         """Return the sum over the d+1 layers from i on, at `[d, i]`, without differences of large sums.
@@ -290,3 +302,10 @@ class LayerCosts:
         """Return the figure of the edge behind the d+1 layers from i on, at `[d, i]`."""
         padded = np.concatenate([edges[1:], np.zeros(width - 1)])
         return sliding_window_view(padded, len(edges) - 1)
+
+
+def _most(layers: Floats, width: int) -> Floats:
+    """Return the largest figure of the d+1 layers from i on, at `[d, i]`."""
+    padded = np.concatenate([layers, np.zeros(width - 1)])
+    most: Floats = np.maximum.accumulate(sliding_window_view(padded, len(layers)), axis=0)
+    return most

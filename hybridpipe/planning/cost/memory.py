@@ -1,7 +1,7 @@
 """Memory: the bytes that a rank holds under a plan, at its peak and over time.
 
-    weights x versions + gradients + optimizer state + Horovod's buffer
-    + microbatches stashed x (received input + activations + output) + messages
+    weights x versions + gradients + optimizer state + all-reduce
+    + microbatches stashed x (received input + activations + output) + workspace + messages
 
 Summed over the stages that the rank holds; a parameter that several of them use counts once. A synchronous
 schedule has one version of the weights. PipeDream has one for each microbatch in flight (SOSP 2019, section
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpipe.planning.cost.formula import BUCKET_BYTES
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
@@ -38,8 +39,8 @@ from hybridpipe.planning.timeline import Event, Timeline
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
 
-# The largest fusion buffer, into which Horovod copies gradients; `optim.gradient_sync` may allow less.
-FUSION_BYTES = 128 * 2**20
+# The largest fusion buffer, into which Horovod copies small gradients (`optim.gradient_sync` sets it).
+FUSION_BYTES = BUCKET_BYTES
 
 # Receives posted beyond the one that a rank waits for: enough that the next message of either neighbour moves
 # while the rank computes, and no more, since each holds a buffer.
@@ -56,8 +57,9 @@ class StageMemory(NamedTuple):
         parameters: one version of the weights.
         resident: weights, gradients, inputs kept for deferred products, the optimizer's state, and messages.
         stash: bytes that each microbatch keeps from its forward on.
-        working: further bytes that it keeps during its backward.
+        working: further bytes that it has during its backward.
         split: bytes that it keeps between the halves of a split backward.
+        largest: the largest parameter.
     """
 
     parameters: Floats
@@ -65,6 +67,7 @@ class StageMemory(NamedTuple):
     stash: Floats
     working: Floats
     split: Floats
+    largest: Floats
 
     def peak(
         self,
@@ -85,7 +88,7 @@ class StageMemory(NamedTuple):
         if np.any(self.split):
             later = (in_flight + late - lag) * self.stash + lag * self.split
             held = np.maximum(held, later + np.maximum(self.working, self.split - self.stash))
-        peak: Floats = self.resident + _fusion_bytes(self.parameters, replicas)
+        peak: Floats = self.resident + _reduction_bytes(self.parameters, self.largest, replicas)
         return peak + (versions - 1) * self.parameters + held
 
 
@@ -99,6 +102,8 @@ def stage_memory(
     state_factor: float,
     recompute: NDArray[np.bool_] | bool,
     split: Floats | float = 0.0,
+    workspace: Floats | float = 0.0,
+    largest: Floats | float = 0.0,
 ) -> StageMemory:
     """Return the memory of stages; all arrays, of bytes, broadcast against each other.
 
@@ -111,20 +116,41 @@ def stage_memory(
         kept: inputs for deferred products (`LayerProfile.kept`), and messages with gradients of shared
             parameters, one sent and one received for each other group of ranks.
         split: of a microbatch between the halves of a split backward.
+        workspace: what passes have for a moment, beyond the stash (`workspace_bytes`).
+        largest: the largest parameter.
     """
     messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
     return StageMemory(
         parameters,
         np.rint(parameters * (2 + state_factor)) + kept + messages,
         np.where(recompute, received, received + inside),
-        np.where(recompute, inside, 0.0),
+        np.where(recompute, inside, 0.0) + workspace,
         np.asarray(split, dtype=np.float64),
+        np.asarray(largest, dtype=np.float64),
     )
 
 
-def _fusion_bytes(parameters: Floats, replicas: Ints | int) -> Floats:
-    """Return the size of Horovod's buffer on a rank with `parameters` bytes of weights."""
-    return np.minimum(parameters, FUSION_BYTES) * (np.asarray(replicas) > 1)
+def _reduction_bytes(parameters: Floats, largest: Floats, replicas: Ints | int) -> Floats:
+    """Return what an all-reduce takes: Horovod's buffer, and MPI's room for what arrives.
+
+    A parameter larger than the buffer is reduced by itself. MPI has room for all of it between two ranks, and
+    in a ring of m for two parts of m.
+    """
+    most = np.maximum(largest, np.minimum(parameters, FUSION_BYTES))
+    room = np.rint(2 * most / np.maximum(replicas, 2))
+    return (np.minimum(parameters, FUSION_BYTES) + room) * (np.asarray(replicas) > 1)
+
+
+def workspace_bytes(layers: Sequence[LayerProfile], schedule: str, num_microbatches: int) -> int:
+    """Return the most bytes that a stage has for a moment in an update, beyond its stash.
+
+    In a layer's backward what the later layers had kept is free already.
+    """
+    most = freed = 0
+    for layer in reversed(layers):
+        most = max(most, layer.workspace(schedule, num_microbatches) - freed)
+        freed += layer.activation_bytes
+    return most
 
 
 def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
@@ -158,9 +184,11 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
                 layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
                 sum(layer.kept(plan.schedule, rounds) for layer in layers) + 2 * sum(exchanged[s].values()),
                 _split_bytes(layers) if plan.traits.splits_backward else math.nan,
+                workspace_bytes(layers, plan.schedule, rounds),
+                max(layer.largest_parameter_bytes for layer in layers),
             )
         )
-    parameters, inside, received, sent, kept, split = np.array(rows, dtype=np.float64).T
+    parameters, inside, received, sent, kept, split, workspace, largest = np.array(rows, dtype=np.float64).T
     return stage_memory(
         parameters=parameters,
         inside=inside,
@@ -170,6 +198,8 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
         state_factor=profile.state_factor,
         recompute=np.array([plan.recomputes(s) for s in numbers]),
         split=np.where(np.isnan(split), received + inside, split),
+        workspace=workspace,
+        largest=largest,
     )
 
 
@@ -188,7 +218,8 @@ def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> int:
 
 def _resident(stages: StageMemory, replicas: int) -> float:
     """Return the bytes that a rank with these stages always holds."""
-    return float(stages.resident.sum() + _fusion_bytes(stages.parameters.sum(), replicas))
+    reduction = _reduction_bytes(stages.parameters.sum(), stages.largest.max(), replicas)
+    return float(stages.resident.sum() + reduction)
 
 
 def _most_held(plan: Plan) -> tuple[list[int], list[int], list[int]]:
