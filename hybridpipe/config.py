@@ -258,7 +258,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where figures go besides OUT/metrics.jsonl.
+    """Destinations of figures besides OUT/metrics.jsonl.
 
     Args:
         to: names of LOGGERS: OUT/log.csv, event files in OUT/tensorboard, a run of MLflow.

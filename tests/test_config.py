@@ -285,7 +285,7 @@ def test_callbacks_and_loggers(path):
     with pytest.raises(UserError, match=r"callbacks\[0\]\.args: EarlyStopping\(\) .*patient"):
         wrong.check()
     path.write_text(f'{text}[log]\nto = ["wandb"]\n')
-    with pytest.raises(UserError, match="log.to: must be one of csv, tensorboard, mlflow, got 'wandb'"):
+    with pytest.raises(UserError, match=r"log\.to: must be one of csv, tensorboard, mlflow, got 'wandb'"):
         load_config(path)
 
 
