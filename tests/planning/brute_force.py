@@ -140,10 +140,15 @@ class Reference:
         weights = sum(one.parameter_bytes for one in layers)
         state = weights * self.profile.state_factor / (m if zero else 1)
         gradients = weights
+        largest = max(
+            one.parameter_bytes if one.largest_bytes is None else one.largest_bytes for one in layers
+        )
+        buffer = min(weights, 2**21)
         if zero == 2:  # a share, and whole ones of three buckets
-            bucket = max(2**21, *(one.parameter_bytes for one in layers))
-            gradients = weights / m + min(weights, 3 * bucket)
-        peak = round(weights + state + gradients) + (min(weights, 2**27) if m > 1 else 0)
+            gradients = weights / m + min(weights, 3 * max(2**21, largest))
+        peak = round(weights + state + gradients)
+        if m > 1:  # Horovod's buffer, and MPI's room for two parts of the largest piece
+            peak += buffer + round(2 * max(largest, buffer) / m)
         peak += {"pipedream": stashes - 1, "pipedream-2bw": 1}.get(self.schedule, 0) * weights
         together = 1 if zero == 2 else self.per_update(m)
         peak += sum(max([0, *self.products(one, together)]) * kept(one) for one in layers)
@@ -152,7 +157,19 @@ class Reference:
         peak += 2 * received + 2 * sent + 2 * max(received, sent)
         inside = sum(one.activation_bytes for one in layers) + layers[-1].output_bytes
         peak += stashes * received + inside if again else stashes * (received + inside)
-        return peak <= memory
+        return peak + self.workspace(layers, together) <= memory
+
+    def workspace(self, layers, together):
+        """The most that a pass has for a moment, less what later layers have freed."""
+        most = 0
+        for i, one in enumerate(layers):
+            if one.workspace_bytes is not None:
+                added = one.parameter_bytes if one.largest_bytes is None else one.largest_bytes
+                products = max([0, *self.products(one, together)]) * kept(one)
+                extra = (products or added) if together > 1 else 0
+                freed = sum(later.activation_bytes for later in layers[i + 1 :])
+                most = max(most, one.workspace_bytes + extra - freed)
+        return most
 
     def best(self, placement):
         """The least seconds of all cuts and ways to run stages, for stages on these ranks."""
