@@ -236,8 +236,8 @@ class Plan:
                 raise ValueError(f"zero must be at most {most} under {self.schedule}, got {zero}")
             if self.zero_of(s) == 2 and self.max_in_flight is not None:
                 raise ValueError(
-                    f"max_in_flight must not be given where zero is 2, got {self.max_in_flight}: replicas wait "
-                    "for each other in each backward, so they must have enough in flight"
+                    f"max_in_flight must not be given where zero is 2, got {self.max_in_flight}: replicas "
+                    "wait for each other in each backward, so they must have enough in flight"
                 )
             if stage.scatter and not zero:
                 raise ValueError(f"stages[{s}].scatter must be false where zero is 0, got true")
