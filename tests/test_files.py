@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_cluster, read_plan, read_profile, write_json
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile, SharedParameter
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS, SCHEDULES
@@ -389,7 +389,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     levels, num_ranks = [], 1
     for factor in draw(st.lists(counts, min_size=1, max_size=3)):
         num_ranks *= factor
-        reduced = draw(st.none() | st.builds(AllReduce, rates, seconds, st.none() | seconds))
+        reduced = draw(st.none() | st.builds(Collective, rates, seconds, st.none() | seconds))
         shared = draw(st.none() | rates)
         levels.append(Level(draw(st.text()), num_ranks, draw(rates), draw(seconds), shared, reduced))
     return Cluster(

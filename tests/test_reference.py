@@ -126,7 +126,7 @@ def test_the_page_of_commands_names_every_option():
         profile.Measurement,
         cluster.Cluster,
         cluster.Level,
-        cluster.AllReduce,
+        cluster.Collective,
     ],
 )
 def test_the_page_of_files_names_every_field(kind):

@@ -17,6 +17,7 @@ from hybridpipe.cli.values import (
     ranks,
     seconds,
     sizes,
+    zero,
 )
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES
@@ -113,6 +114,13 @@ def add_plan(command: Command) -> None:
     plan.add_argument("--memory", type=positive, metavar="BYTES", help="of each rank; default: the cluster's")
     plan.add_argument(
         "--recompute", action="store_true", help="let stages recompute activations where memory is short"
+    )
+    plan.add_argument(
+        "--zero",
+        type=zero,
+        default=0,
+        metavar="0|1|2|auto",
+        help="replicas share out optimizer state (1), gradients, too (2); auto: for speed or memory",
     )
     plan.add_argument(
         "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"

@@ -36,6 +36,13 @@ def factor(text: str) -> float:
     return value
 
 
+def zero(text: str) -> int | str:
+    """0, 1, 2 or "auto"."""
+    if text not in ("0", "1", "2", "auto"):
+        raise argparse.ArgumentTypeError(f"must be 0, 1, 2 or auto, got {text!r}")
+    return int(text) if text.isdecimal() else text
+
+
 def hang_timeout(text: str) -> float:
     """Seconds from 0 to 1e6."""
     try:

@@ -18,7 +18,8 @@ from hybridpipe.measure.allreduce import LARGE_BYTES, measure_allreduce
 from hybridpipe.measure.computing import measure_computing
 from hybridpipe.measure.links import Link, measure_link, measure_wakeups
 from hybridpipe.measure.repetitions import OpenTransport, Unit, Work, default_work
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.measure.sharding import measure_sharding
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,7 +38,8 @@ def probe(
     """Measure the machines behind `world`, as training uses them. Collective.
 
     Messages go through the transport of training, alone and several at once. Horovod's all-reduce is timed by
-    size, and beside a computation. The ranks of a machine, or of a GPU, compute alone and together.
+    size, and beside a computation; its reduce-scatter and MPI's all-gather by size. The ranks of a machine,
+    or of a GPU, compute alone and together.
 
     Args:
         work: computes one unit of the ranks' work, and returns when it is done, to measure how computing
@@ -76,12 +78,16 @@ def probe(
         for unit, link in zip(levels, links, strict=True)
     ]
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
+    sharing = [
+        measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes)
+        for unit, link, allreduce in zip(levels, links, reduced, strict=True)
+    ]
     computing = computing.or_more(measure_now())
     wakeups: tuple[float, ...] = ()  # a GPU goes on computing while its host wakes up
     if lanes.on_host:
         wakeups = measure_wakeups(world, computing.sharing, computing.speeds, open_transport)
     return Cluster(
-        levels=tuple(map(_level, levels, links, reduced)),
+        levels=tuple(map(_level, levels, links, reduced, sharing)),
         memory_bytes=_memory_bytes(world, device, per_processor),
         relative_speed=computing.relative_speed,
         node_ranks=per_processor,
@@ -94,7 +100,7 @@ def probe(
     )
 
 
-def _level(unit: Unit, link: Link, allreduce: AllReduce) -> Level:
+def _level(unit: Unit, link: Link, allreduce: Collective, sharing: tuple[Collective, Collective]) -> Level:
     return Level(
         unit.name,
         unit.ranks,
@@ -104,6 +110,8 @@ def _level(unit: Unit, link: Link, allreduce: AllReduce) -> Level:
         allreduce=allreduce,
         burst_bytes=link.burst_bytes,
         fit_error=link.message.error,
+        reduce_scatter=sharing[0],
+        all_gather=sharing[1],
     )
 
 

@@ -266,12 +266,13 @@ class Plan:
         return cls((StageSpec(0, num_layers, num_ranks),), schedule, num_microbatches)
 
     def running(self, variants: Sequence[Variant]) -> "Plan":
-        """Return the plan with its stages run in these ways."""
-        if not self.recompute and not self.zero and list(map(Variant.of, self.stages)) == list(variants):
-            return self
+        """Return the plan with its stages run in these ways; a stage with one replica shares nothing out."""
         each = zip(self.stages, variants, strict=True)
-        stages = tuple(replace(stage, **variant._asdict()) for stage, variant in each)
-        return replace(self, stages=stages, recompute=False, zero=0)
+        wanted = [one if stage.replicas > 1 else Variant(one.recompute) for stage, one in each]
+        if not self.recompute and not self.zero and list(map(Variant.of, self.stages)) == wanted:
+            return self
+        stages = (replace(*each, **one._asdict()) for *each, one in zip(self.stages, wanted, strict=True))
+        return replace(self, stages=tuple(stages), recompute=False, zero=0)
 
     @property
     def traits(self) -> ScheduleTraits:

@@ -72,7 +72,8 @@ class Trainer:
         minibatch_size: samples behind one update, over all ranks.
         microbatch_size: samples of a microbatch, for a plan by name; a `Plan` has its own number of them. By
             default each rank's equal share; "auto" also tries a half and a quarter of it.
-        schedule, asynchronous, vertical_sync, max_in_flight, recompute: for a plan by name (`PlanRequest`).
+        schedule, asynchronous, vertical_sync, max_in_flight, recompute, zero: of a plan by name
+            (`PlanRequest`).
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
             step_size=100)`. It counts minibatches; those of `no_sync` and the one after them count as one.
         clip_grad_norm: largest norm of the whole model's gradient, to which larger ones are scaled down. Not
@@ -120,6 +121,7 @@ class Trainer:
         vertical_sync: bool = False,
         max_in_flight: int | None = None,
         recompute: bool = False,
+        zero: int | str = 0,
         lr_scheduler: SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
         scale_learning_rate: bool = True,
@@ -153,7 +155,7 @@ class Trainer:
         keep_freed_memory()
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
         given, schedule = planmaker.read_given(plan, schedule)
-        request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
+        request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight, zero)
         sizes = {"hang_timeout": hang_timeout, "minibatch_size": minibatch_size}
         options = asdict(request) | sizes | {"microbatch_size": microbatch_size, "seed": self.seed}
         consistency.check_arguments(self.world, model, loss, self.rule, given, metrics, **options)

@@ -12,7 +12,7 @@ from hybridpipe.planning.cost.formula import stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import Measurement, ModelProfile
-from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.search import search as search_module
 from hybridpipe.planning.search.problem import Problem
 from hybridpipe.planning.search.proposals import every_straight
@@ -227,7 +227,8 @@ def test_no_plan_fits():
         r"no plan fits into memory: (\S+) comes closest and needs (\d+) bytes on rank (\d), .*", told
     )
     assert closest and 299 < int(closest[2]) <= 320
-    assert "which has 299; none of these would help: recomputation, 8 ranks, 16 ranks" in told
+    helpless = "recomputation, zero = 1, zero = 2, 8 ranks, 16 ranks"
+    assert f"which has 299; none of these would help: {helpless}" in told
     assert search(FOUR, replace(free(4), memory_bytes=int(closest[2])), 8)
 
 
@@ -246,6 +247,17 @@ def test_what_would_help_is_computed():
     assert gpipe.endswith("the schedule 1f1b would help")
 
 
+def test_shared_out_state_would_help():
+    """Weights, gradients and Horovod's buffer take 300 bytes, the state 200 or a half of that."""
+    one = model(layer(1, 2, parameters=100), state_factor=2.0)
+    wide = model(layer(1, 2, parameters=100, activation=30), state_factor=2.0, samples=2)
+    assert refusal(one, replace(free(2), memory_bytes=399), 2).count("zero = 1") == 1
+    both = replace(free(2), memory_bytes=430)
+    assert search(one, both, 2, zero=1)[0].plan.zero_of(0) == 1
+    found = search(wide, replace(both, memory_bytes=460), 2, zero=AUTO)
+    assert any(each.plan.zero_of(0) == 1 for each in found if each.plan.name == "2")
+
+
 def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
     """Once the best of plans for unlimited memory was called the closest, with no remedy beside it."""
     monkeypatch.setattr("hybridpipe.planning.search.advice.MAX_ADVISED", 1)
@@ -253,9 +265,10 @@ def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
     assert re.search(
         r": (\S+) comes closest of the few that were tried and needs \d+ bytes on rank \d, which", told
     )
-    assert told.endswith("these may help: recomputation, the schedule 1f1b, 8 ranks, 16 ranks")
+    unlooked = "recomputation, zero = 1, zero = 2, the schedule 1f1b, 8 ranks, 16 ranks"
+    assert told.endswith(f"these may help: {unlooked}")
     again = refusal(FOUR, replace(free(4), memory_bytes=100), 8, schedule="gpipe", recompute=True)
-    assert "with recomputation comes closest of" in again and "help: the schedule 1f1b, 8" in again
+    assert "with recomputation comes closest of" in again and "zero = 2, the schedule 1f1b, 8" in again
 
 
 def test_memory_that_differs_is_told_of_the_right_rank():
