@@ -32,7 +32,6 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.model.deferred import Numbers
-from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
@@ -110,17 +109,18 @@ def load_plain(world: MPI.Comm, model: nn.Module, source: Path, numbers: Numbers
         numbers: of tensors on the meta device, which are read when a rank gets them.
 
     Raises:
-        UserError: the source does not fit the model, which stays unchanged (`Weights`).
+        UserError: the source does not fit the model, which stays unchanged (`Weights`); or a file is damaged
+            or changes meanwhile, and a part of the model has its weights.
     """
     state = model.state_dict()
+    weights = _agreed(world, lambda: Weights(source, state))
 
-    def read() -> tuple[Weights, dict[str, Tensor]]:
-        weights = Weights(source, state)
-        return weights, {key: weights.read(key) for key, tensor in state.items() if not tensor.is_meta}
+    def read() -> None:
+        for key, tensor in state.items():
+            if not tensor.is_meta:
+                weights.overwrite(tensor, key)
 
-    weights, tensors = _agreed(world, read)
-    for key, values in tensors.items():
-        overwrite(state[key], values)
+    _agreed(world, read)
     if numbers is not None:
         absent = (key for key, tensor in state.items() if tensor.is_meta)
         numbers.given.update({key: partial(weights.read, key) for key in absent})

@@ -23,6 +23,7 @@ from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
+from hybridpipe.engine.allocator import returning_freed_memory
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
@@ -83,10 +84,12 @@ class Worker:
         self.transport = transport(peers, to_spare, progress_thread, not self.lanes.on_host)
         self.courier = courier_of(self.transport, self.lanes, cuda_aware(self.control, device))
         self._left = False
+        self.end_requested = False  # by a callback of this rank
         whole_state.broadcast(self.model, self.control)
         if numbers is not None and self.place is not None:
             spans = (plan.stages[s] for s in plan.held_stages(self.place))
-            numbers.fill(self.model, *(layers.stage(span.start, span.stop).module for span in spans))
+            with returning_freed_memory():
+                numbers.fill(self.model, *(layers.stage(span.start, span.stop).module for span in spans))
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
         self._settings = self._present_settings()
@@ -350,9 +353,13 @@ class Worker:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Set this rank's layers to evaluation mode inside this context, and to their own modes after it."""
+        """Set this rank's layers to evaluation mode inside this context, and back to what they were after it.
+
+        What `expect_shapes` has said comes back, too.
+        """
         stages = self.executor.stages
         modes = [(module, module.training) for stage in stages for module in stage.module.modules()]
+        vary = [stage.layers.shapes_vary for stage in stages]
         for stage in stages:
             stage.module.eval()
         try:
@@ -360,6 +367,8 @@ class Worker:
         finally:
             for module, training in modes:
                 module.training = training
+            for stage, before in zip(stages, vary, strict=True):
+                stage.layers.shapes_vary = before
 
     def infer(
         self,
@@ -392,7 +401,7 @@ class Worker:
         Args:
             skipped: True if this rank has skipped its update.
         """
-        summed = carried(numbers, preemption.state.stop_requested, skipped)
+        summed = carried(numbers, self.end_requested, preemption.state.stop_requested, skipped)
         request = self.control.Iallreduce(MPI.IN_PLACE, summed, op=MPI.SUM)
         pending = self.transport.watch(request, summed, "sum of the losses")
         return PendingLosses(summed, numbers.shape, pending)

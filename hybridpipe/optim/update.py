@@ -86,7 +86,8 @@ class UpdateRule:
         non_negative_int("delay_warm_up", self.delay_warm_up)
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.clip_grad_norm is not None:
-            positive("clip_grad_norm", self.clip_grad_norm)
+            if self.clip_grad_norm != math.inf:  # that only measures it
+                positive("clip_grad_norm", self.clip_grad_norm)
             if plan.is_asynchronous:
                 raise ValueError(
                     f"clip_grad_norm must not be given under {plan.schedule}, got {self.clip_grad_norm}: its "
@@ -241,6 +242,7 @@ class Update:
         groups = [] if optimizer is None else optimizer.param_groups
         self._parameters = parameters or [p for group in groups for p in group["params"]]
         self.num_minibatches = 0
+        self.gradient_norm: float | None = None  # of the whole model at the last update that was clipped
 
     def step(self, num_minibatches: int = 1) -> None:
         """Apply the gradients of `num_minibatches` minibatches, then drop them and step the scheduler."""
@@ -290,7 +292,8 @@ class Update:
         counted = gradients_of(self.optimizer, self._elsewhere)
         norms = list(torch._foreach_norm(counted)) if counted else []
         here = float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
-        factor = max_norm / (math.sqrt(self.add_up(here)) + 1e-6)
+        self.gradient_norm = math.sqrt(self.add_up(here))
+        factor = max_norm / (self.gradient_norm + 1e-6)
         if gradients and not factor >= 1:  # a NaN norm makes all gradients NaN, as in one process
             torch._foreach_mul_(gradients, factor)
 

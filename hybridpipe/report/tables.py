@@ -402,28 +402,6 @@ def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
     return tabulate(rows, headers="keys", disable_numparse=True)
 
 
-def memory_table(plan: Plan, peak: Sequence[int], before: Sequence[int]) -> str:
-    """Table of the memory of each used rank's process, and of its prediction.
-
-    Args:
-        peak: bytes of each rank at most.
-        before: bytes of each rank before training.
-    """
-    peaks = plan.predicted.peak_memory_bytes if plan.predicted else ()
-    predicted = dict(zip(plan.ranks, map(size, peaks), strict=False))
-    rows = [
-        {
-            "rank": rank,
-            "memory at most": size(peak[rank]),
-            "before training": size(before[rank]),
-            "more": size(max(0, peak[rank] - before[rank])),
-            "predicted for the stage": predicted.get(rank, "-"),
-        }
-        for rank in sorted(plan.ranks)
-    ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
-
-
 def size(num_bytes: float) -> str:
     """Format a number of bytes, such as "1.25 MB"."""
     return _scaled(num_bytes, 1e3, "B", "kB", "MB", "GB", "TB")
