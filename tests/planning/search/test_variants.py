@@ -14,7 +14,7 @@ from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.cost.estimate import Between, estimate
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec, Variant
-from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, ModelProfile
 from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.search import variants
 from hybridpipe.planning.search.problem import fits
@@ -151,6 +151,15 @@ def test_the_update_is_shared_out_for_speed_or_memory_that_is_there():
     needed = peak_memory_bytes(profile, pair)[0]
     tight = replace(slow, memory_bytes=needed - 100)  # half of the state
     assert fitted(pair, profile, tight, ways).stages[0].zero == 1
+
+
+def test_equal_ways_go_to_the_simplest():
+    """A product in the backward or behind it: with one microbatch of a replica the sum is the same."""
+    joined = JoinedProducts(0.1, 0.2, 0.3, microbatches=4)
+    profile = model(replace(layer(0.7, 0.6, parameters=100, update=0.3), joined=joined))
+    pair = Plan((StageSpec(0, 1, 2),), num_microbatches=2)
+    fast = Cluster((Level("all", 2, 1e9, 0.0),))
+    assert fitted(pair, profile, fast, PlanRequest(zero=AUTO).variants).stages[0].zero == 1
 
 
 def no_cuts(groups: int, busiest: float) -> Between:
