@@ -81,6 +81,8 @@ SHARED_OUT = [
     ("1f1b", 1, None),
     ("gpipe", 1, None),
     ("zero-bubble", 1, None),
+    ("pipedream", 1, None),
+    ("pipedream-2bw", 1, None),
     ("1f1b", 1, 0.6),
     ("gpipe", 1, 0.6),
     ("interleaved-1f1b", 2, 0.6),
@@ -103,7 +105,8 @@ def test_no_other_way_to_share_out_the_update_is_faster(schedule, chunks, memory
         layers = tuple(replace(one, activation_bytes=draw.randint(0, 10**6)) for one in layers)
         profile = ModelProfile(layers, 1, state_factor=2.0)
         stages = tuple(StageSpec(i, i + 1, m) for i, m in enumerate(replicas * chunks))
-        plan = Plan(stages, schedule, draw.choice([1, 2, 8]), chunks=chunks)
+        count = 1 if schedule == "pipedream" else draw.choice([1, 2, 8])
+        plan = Plan(stages, schedule, count, chunks=chunks)
         figures = [draw.choice([None, measured(draw)]) for _ in range(3)]
         level = Level("all", 9, 10 ** draw.uniform(6, 9), 0.01 * draw.random(), None, figures[0])
         level = replace(level, reduce_scatter=figures[1], all_gather=figures[2])
