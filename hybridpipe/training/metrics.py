@@ -201,6 +201,7 @@ class Recorder:
                 "origin": self._memory.origin,
                 "p2p": worker.executor.bytes_sent,
                 "allreduced": worker.executor.bytes_reduced,
+                "gathered": worker.executor.bytes_gathered,
                 "left_out": worker.executor.num_skipped,
             }
         )
@@ -231,6 +232,7 @@ class Recorder:
             "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
+            "bytes_gathered": sum(note["gathered"] for note in notes),
             "updates_left_out": max(note["left_out"] for note in notes),
             "minibatches": past.minibatches,
         }
