@@ -5,6 +5,7 @@ text, `Config.check` imports the factories and checks their arguments.
 """
 
 import inspect
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -183,7 +184,7 @@ class TrainConfig:
                 raise ValueError(f"microbatch must be <= minibatch = {self.minibatch}, got {self.microbatch}")
         positive_int("epochs", self.epochs)
         non_negative_int("seed", self.seed)
-        if self.clip_grad_norm is not None:
+        if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:  # that only measures it
             positive("clip_grad_norm", self.clip_grad_norm)
         non_negative_int("delay_warm_up", self.delay_warm_up)
         one_of("precision", self.precision, PRECISIONS)

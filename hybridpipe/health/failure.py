@@ -61,6 +61,7 @@ def install() -> None:
     The hooks see uncaught exceptions of all threads, and `sys.exit` with an error. In a world of one rank
     they see those of the main thread, and only write the exit report; without a supervisor none is installed.
     """
+    exit_report.begin()
     alone = MPI.COMM_WORLD.size == 1
     if sys.excepthook is _excepthook or (alone and not exit_report.has_supervisor()):
         return
@@ -135,7 +136,9 @@ def _tell(error: BaseException) -> tuple[int, str]:
         filter(None, [traceback.format_exception_only(error)[-1].strip(), out_of_memory.explanation(error)])
     )
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {rank_status}"
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    code = getattr(error, "exit_code", 1)  # of a UserError
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code
     exit_report.tell(code, f"{where}: {what}", what, rank_status.step)
     return code, f"{where}: {what}"
 

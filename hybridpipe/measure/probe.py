@@ -18,7 +18,7 @@ from hybridpipe.measure.computing import measure_computing
 from hybridpipe.measure.links import Link, measure_link, measure_wakeups
 from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.measure.repetitions import OpenTransport, Unit, Work, default_work
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -93,7 +93,7 @@ def probe(
     )
 
 
-def _level(unit: Unit, link: Link, allreduce: AllReduce) -> Level:
+def _level(unit: Unit, link: Link, allreduce: Collective) -> Level:
     return Level(
         unit.name,
         unit.ranks,

@@ -25,7 +25,7 @@ from hybridpipe.planning.search.search import (
     straight,
     with_prediction,
 )
-from hybridpipe.planning.search.variants import fitted
+from hybridpipe.planning.search.variants import fitted, reducing
 from hybridpipe.planning.simulator.predict import predict
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ def choose(
     """Choose a plan by name.
 
     "auto" chooses among the profile's microbatch sizes, for as many samples. With `request.recompute` stages
-    recompute where memory requires it. "dp" is returned even if it does not fit into memory, if another plan
-    does.
+    recompute where memory requires it, and with `request.zero` replicas share out their update. "dp" is
+    returned even if it does not fit into memory, if another plan does.
 
     Args:
         num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
@@ -158,8 +158,9 @@ def choose(
             raise NoPlanFits("no straight pipeline fits into memory")
     changed = request.applied_to(plan)
     if name == "dp":
-        leanest = changed.running(request.variants[-1:])
-        changed = fitted(changed, profile, cluster, request.variants) or leanest
+        ways = request.under(plan.schedule).variants
+        leanest = reducing(changed.running(ways[-1:]), profile, cluster)
+        changed = fitted(changed, profile, cluster, ways) or leanest
     if changed != plan:
         plan = with_prediction(changed, profile, cluster)
     if plan not in (candidate.plan for candidate in candidates):

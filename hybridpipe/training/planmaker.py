@@ -23,6 +23,7 @@ from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine import consistency
+from hybridpipe.engine.allocator import returning_freed_memory
 from hybridpipe.environment.memory_limits import RankMemory, bytes_for_stages
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
@@ -317,7 +318,8 @@ def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
     """
     if isinstance(model, nn.Module) or not callable(model):
         return Built(model, None)
-    built = build(model)
+    with returning_freed_memory():
+        built = build(model)
     digests = world.allgather("" if built.numbers is None else built.numbers.tape.digest())
     if built.numbers is not None and len(set(digests)) == 1:
         built.numbers.tape.states = world.bcast(built.numbers.tape.states)
