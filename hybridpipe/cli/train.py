@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from safetensors.torch import save_file
 from torch import nn
 
 from hybridpipe import environment
@@ -23,6 +22,7 @@ from hybridpipe.callbacks.loggers import make_loggers
 from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
 from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.policy import Checkpointing
+from hybridpipe.checkpoint.whole import write_whole
 from hybridpipe.cli.profile import build_model
 from hybridpipe.cli.progress_bar import Progress
 from hybridpipe.comm.mpi import MPI
@@ -267,9 +267,13 @@ def _report_plan(trainer: Trainer, out: Path) -> None:
 
 def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     """Gather, print and write the results of the run."""
-    summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
+    summary, timeline = trainer.summary(), trainer.timeline()
     traced = trainer.traced() if trace else None
-    if summary is None or state is None:
+    try:
+        write_whole(trainer.worker, out / "model.safetensors")
+    except UserError as error:
+        failure.refuse(error)
+    if summary is None:
         return
     shown = timeline if traced is None else traced.timeline
     traces, parts = [] if shown is None else shown.to_chrome_trace("measured", process=0), None
@@ -293,7 +297,6 @@ def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
         },
     )
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
-    save_file(state, out / "model.safetensors")
     epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
     figures = ", ".join(f"{name} {_rounded(value)}" for name, value in summary["metrics"].items())
     print(
