@@ -21,6 +21,11 @@ def test_ranks_whose_functions_differ_make_whole_models(job):
     assert printed.count("weight of the model must be the same on all ranks") == 2, printed
 
 
+def test_a_model_on_the_meta_device_starts_alike_under_every_plan(job, tmp_path):
+    printed = job(3, "deferred.py", "meta", str(tmp_path)).stdout
+    assert printed.count(": the same") == 4, printed
+
+
 def test_a_model_of_three_times_what_a_rank_may_hold_trains(job, tmp_path):
     """288 MiB of weights, mostly frozen, under a limit of 96 beside what a process takes by itself."""
     printed = job(4, "limited.py", "folder", "last", "72", "1024", "+96", str(tmp_path / "weights")).stdout
