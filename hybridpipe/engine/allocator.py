@@ -7,6 +7,8 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hybridpipe.environment.memory_limits import Held, resident_bytes
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 NEVER = -1  # value of M_TRIM_THRESHOLD
 LARGE_BYTES, MOST_BLOCKS = 2**20, 2**16
@@ -42,3 +44,21 @@ def _set(parameter: int, value: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(parameter, value)
+
+
+def held_by_process() -> Held:
+    """Return what this process has; a C library without mallinfo2 says of nothing that it is reusable."""
+    libc, resident = ctypes.CDLL(None), resident_bytes()
+    if not hasattr(libc, "mallinfo2"):  # glibc < 2.33
+        return Held(resident)
+    libc.mallinfo2.restype = _MallInfo
+    return Held(resident, min(resident, libc.mallinfo2().fordblks))
+
+
+_ENTRIES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h; fordblks are the free bytes of all heaps."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _ENTRIES.split()]
