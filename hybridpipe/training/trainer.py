@@ -459,4 +459,5 @@ class Trainer(TrainerView):
         on = self.world, self.device, self.seed, self._maker.progress_thread
         worker = Worker(*trained, *on, self._maker.numbers)
         self._checkpoints.load(worker, is_new=True)
+        self.recorder.end_start(self.device)
         self._worker, self._maker.numbers = worker, None

@@ -74,6 +74,8 @@ def train(make, layers: int, width: int, folder: Path | None = None) -> None:
     if folder is not None:
         held = [i for i, layer in enumerate(trainer.model) if not layer[0].weight.is_meta]
         assert all(trainer.model[i][0].weight[0, 0].round() == i + 1 for i in held)
+    if summary := trainer.summary():
+        print("at start", *(each // MIB for each in summary["start_peak_memory_bytes"]), flush=True)
     trainer.close()
 
 
