@@ -60,8 +60,8 @@ class Trainer(TrainerView):
 
     Args:
         model: the same on every rank; rank 0's weights are used. An `nn.Sequential` is cut between its
-            children. Any other model is called with a dict by keyword, a tuple by position, and recorded. Or
-            a function without arguments that makes it: each rank then makes only what its stage holds.
+            children. Any other model is called with a dict by keyword, a tuple by position, and recorded. On
+            the meta device, or as a function that makes it, each rank makes only what its stage holds.
         loss: a function `loss(outputs, targets)` that returns the mean over the samples, or (sum, weight),
             such as the sum over the tokens and their number, for a mean over the whole minibatch.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
@@ -476,4 +476,5 @@ class Trainer(TrainerView):
         on = self.world, self.device, self.seed, self._maker.progress_thread
         worker = Worker(*trained, *on, self._maker.numbers)
         self._checkpoints.load(worker, is_new=True)
+        self.recorder.end_start(self.device)
         self._worker, self._maker.numbers = worker, None
