@@ -289,6 +289,8 @@ def _checked(options: argparse.Namespace) -> "tuple[Config, str]":
     from hybridpipe.files import read_cluster, read_plan
 
     config: Config = _load(options)
+    if options.memory is not None:
+        config = replace(config, plan=replace(config.plan, memory=options.memory))
     plan: str = options.plan or config.plan.source
     if plan.endswith(".json"):
         read_plan(plan)  # for its checks only; the trainer reads it again

@@ -12,6 +12,7 @@ from hybridpipe.cli.values import (
     hosts,
     memory_size,
     names,
+    num_bytes,
     one_line,
     plan_source,
     plan_sources,
@@ -21,6 +22,7 @@ from hybridpipe.cli.values import (
     seconds,
     sizes,
     time_limit,
+    zero,
 )
 from hybridpipe.launch.batch import NOTICE_SECONDS
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
@@ -115,9 +117,21 @@ def add_plan(command: Command) -> None:
         default=NO_COMPRESSION,
         help="compression of float32 gradients during the all-reduce; default: none",
     )
-    plan.add_argument("--memory", type=positive, metavar="BYTES", help="of each rank; default: the cluster's")
+    plan.add_argument(
+        "--memory",
+        type=num_bytes,
+        metavar="BYTES",
+        help="for the stage of each rank, such as 2GB; default: the cluster's",
+    )
     plan.add_argument(
         "--recompute", action="store_true", help="let stages recompute activations where memory is short"
+    )
+    plan.add_argument(
+        "--zero",
+        type=zero,
+        default=0,
+        metavar="0|1|2|auto",
+        help="replicas share out optimizer state (1), gradients, too (2); auto: for speed or memory",
     )
     plan.add_argument(
         "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"
@@ -161,6 +175,13 @@ def add_train(command: Command) -> None:
         metavar="FILE",
         help="measurements of the machines by `probe` or an earlier training (DIR/cluster.json) with as many "
         "ranks; default: measured now, which takes some seconds",
+    )
+    train.add_argument(
+        "--memory",
+        type=num_bytes,
+        metavar="BYTES",
+        help="the most that each rank may have, such as 2GB; default: the config's, or what is found: the "
+        "least of cgroups, Slurm's --mem, ulimit, RAM and the GPU's memory",
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
     train.add_argument(

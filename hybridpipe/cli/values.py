@@ -4,10 +4,12 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from hybridpipe.errors import shown
 from hybridpipe.planning.checks import MAX_RANKS
 
+Number = TypeVar("Number", int, float)
 MOST = 2**53  # the largest count: floats represent every integer up to here exactly
 
 
@@ -35,6 +37,13 @@ def factor(text: str) -> float:
     if not 1 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number >= 1, got {text!r}")
     return value
+
+
+def zero(text: str) -> int | str:
+    """0, 1, 2 or "auto"."""
+    if text not in ("0", "1", "2", "auto"):
+        raise argparse.ArgumentTypeError(f"must be 0, 1, 2 or auto, got {text!r}")
+    return int(text) if text.isdecimal() else text
 
 
 def hang_timeout(text: str) -> float:
@@ -67,7 +76,14 @@ def seconds(text: str) -> float:
     return _parsed(parse_seconds, text)
 
 
-def _parsed(parse: Callable[[str], float], text: str) -> float:
+def num_bytes(text: str) -> int:
+    """Bytes, from a number or a text such as 2GB or 512MiB."""
+    from hybridpipe.planning.checks import parse_bytes
+
+    return _parsed(parse_bytes, text)
+
+
+def _parsed(parse: Callable[[str], Number], text: str) -> Number:
     try:
         return parse(text)
     except ValueError as error:

@@ -85,14 +85,15 @@ def _figures(
     replicas = plan.stages[s].replicas
     # Under pipedream the replicas take turns, and each minibatch is on one replica only.
     takes_turns = replicas if plan.traits.whole_minibatch else 1
-    work = ceil_div(plan.num_microbatches, replicas) * terms.work + terms.products
+    rounds = ceil_div(plan.num_microbatches, replicas)
+    work = rounds * terms.work + terms.products
     return StageFigures(
         work_seconds=terms.work,
         sent_bytes=behind.output_bytes + before.gradient_bytes,
         received_bytes=before.output_bytes + behind.gradient_bytes,
-        allreduce_seconds=terms.allreduce,
+        allreduce_seconds=terms.reduction,
         compute_seconds=(work + terms.update) / takes_turns,
-        exposed_seconds=terms.exposed / takes_turns,
+        exposed_seconds=((rounds - 1) * terms.between + terms.exposed + terms.gather) / takes_turns,
         link_seconds=busy_per_byte * max(behind.output_bytes, behind.gradient_bytes),
     )
 
@@ -134,6 +135,7 @@ def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
     figures = stage_figures(plan, profile, cluster)
     stashes = in_flight_per_stage(plan, plan.num_microbatches)
     versions = versions_per_stage(plan)
+    zeros = list(map(plan.zero_of, range(plan.num_stages)))
     rows = []
     for s, (stage, each) in enumerate(zip(plan.stages, figures, strict=True)):
         rows.append(
@@ -149,6 +151,7 @@ def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
                 "exposed": _or_dash(duration, each.exposed_seconds),
                 "in flight": str(stashes[s]) + " recomputing" * plan.recomputes(s),
                 **({"versions": str(versions[s])} if plan.is_asynchronous else {}),
+                **({"zero": f"{zeros[s]}" + ", reduce-scatter" * plan.scatters(s)} if any(zeros) else {}),
                 "memory": _memory(
                     max(map(peaks.__getitem__, stage.ranks)), min(map(cluster.memory, stage.ranks))
                 ),
@@ -184,6 +187,8 @@ def _remarks(candidate: Candidate) -> Iterator[str]:
     yield candidate.origin
     if any(map(candidate.plan.recomputes, range(candidate.plan.num_stages))):
         yield "recomputing"
+    if zero := max(map(candidate.plan.zero_of, range(candidate.plan.num_stages))):
+        yield f"zero = {zero}"
     if not is_simulated(candidate.plan):
         yield "not simulated"
 
@@ -271,6 +276,9 @@ def _particulars(plan: Plan) -> str:
         parts.append("activations recomputed")
     elif recomputing:
         parts.append(f"activations recomputed in stage(s) {_ranges(recomputing)}")
+    for zero in (1, 2):
+        if sharing := [s for s in range(plan.num_stages) if plan.zero_of(s) == zero]:
+            parts.append(f"zero = {zero} in stage(s) {_ranges(sharing)}")
     return "".join(f", {each}" for each in parts)
 
 
@@ -390,28 +398,6 @@ def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
         {"rank": rank}
         | {TRACED[name]: duration(seconds) if seconds else "-" for name, seconds in of_rank.items()}
         for rank, of_rank in ranks.items()
-    ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
-
-
-def memory_table(plan: Plan, peak: Sequence[int], before: Sequence[int]) -> str:
-    """Table of the memory of each used rank's process, and of its prediction.
-
-    Args:
-        peak: bytes of each rank at most.
-        before: bytes of each rank before training.
-    """
-    peaks = plan.predicted.peak_memory_bytes if plan.predicted else ()
-    predicted = dict(zip(plan.ranks, map(size, peaks), strict=False))
-    rows = [
-        {
-            "rank": rank,
-            "memory at most": size(peak[rank]),
-            "before training": size(before[rank]),
-            "more": size(max(0, peak[rank] - before[rank])),
-            "predicted for the stage": predicted.get(rank, "-"),
-        }
-        for rank in sorted(plan.ranks)
     ]
     return tabulate(rows, headers="keys", disable_numparse=True)
 

@@ -42,6 +42,7 @@ from hybridpipe.health import exit_report, preemption
 from hybridpipe.model.deferred import Numbers
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
+from hybridpipe.training.callbacks import CallbackList
 from hybridpipe.training.metrics import Past, Recorder
 from hybridpipe.training.train_state import EpochProgress, TrainState
 
@@ -75,6 +76,8 @@ class CheckpointManager:
     ) -> None:
         self._sizes, self._world, self._state, self._recorder = sizes, world, state, recorder
         self._settings = settings
+        self._callbacks: CallbackList | None = None  # of the last `fit`
+        self._callback_states: Mapping[str, Any] = {}  # of the checkpoint that was loaded
         self._data: Mapping[str, str] = {}  # fingerprint of the last data set
         self._allow_changed = False
         self._found: Found | None = None  # checkpoint to load once there is a worker
@@ -97,21 +100,29 @@ class CheckpointManager:
         return Path(settings.folder) / name_of(self._state.step)
 
     def keeper(
-        self, worker: Worker, settings: Checkpointing, microbatch_size: int, anew: bool = False
+        self,
+        worker: Worker,
+        settings: Checkpointing,
+        microbatch_size: int,
+        anew: bool = False,
+        callbacks: CallbackList | None = None,
     ) -> Keeper:
         """Make a keeper. The first call is collective.
 
         Args:
             settings: folder, interval and number of checkpoints.
             anew: True to save even a state that was just resumed from this folder.
+            callbacks: told of each checkpoint.
         """
+        self._callbacks = callbacks or self._callbacks
         if self._saver is None:
             with rank_status.waiting("making communicators", range(self._world.size)):
                 self._saver = Saver(self._world.Dup())
 
         describe = partial(self._described, worker, microbatch_size)
         saved = None if anew else self._step_in(settings.folder)
-        return Keeper(settings, self._saver, worker, self._state.step, saved, describe)
+        published = None if callbacks is None else partial(callbacks.tell, "on_checkpoint")
+        return Keeper(settings, self._saver, worker, self._state.step, saved, describe, published)
 
     def _described(self, worker: Worker, microbatch_size: int) -> dict[str, Any]:
         """Return the manifest's contents besides the step, for a snapshot whose losses have just come in."""
@@ -126,6 +137,7 @@ class CheckpointManager:
             **state,
             "model": snapshot.described_model(worker),
             "statistics": sorted(statistics(worker.model)),
+            "callbacks": {} if self._callbacks is None else self._callbacks.state_dict(),
         }
         return {
             "epoch": self._state.epoch,
@@ -134,6 +146,11 @@ class CheckpointManager:
             "versions": snapshot.software(),
             "run": pack(run, "run", {}),
         }
+
+    def give(self, callbacks: CallbackList) -> None:
+        """Hand the callbacks what the loaded checkpoint kept of them."""
+        callbacks.load_state_dict(self._callback_states)
+        self._callbacks, self._callback_states = callbacks, {}
 
     def find(
         self,
@@ -262,6 +279,7 @@ class CheckpointManager:
             progress.stream_start = progress.position
         self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         self._found, self._came_from = None, found.path
+        self._callback_states = found.run.get("callbacks", {})
         self._recorder.continue_from(_past(found))
 
     def close(self) -> None:
