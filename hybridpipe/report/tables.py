@@ -25,6 +25,7 @@ from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.search import Candidate, fits, short_name, with_prediction
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Parts, Timeline
+from hybridpipe.planning.units import duration, size
 
 NUM_CANDIDATES = 6
 MAX_LISTED = 8  # items of a list of cuts, or of ranges of ranks
@@ -400,27 +401,6 @@ def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
         for rank, of_rank in ranks.items()
     ]
     return tabulate(rows, headers="keys", disable_numparse=True)
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes, such as "1.25 MB"."""
-    return _scaled(num_bytes, 1e3, "B", "kB", "MB", "GB", "TB")
-
-
-def duration(seconds: float) -> str:
-    """Format a number of seconds, such as "12.5 ms"."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-    return _scaled(seconds * 1e6, 1e3, "us", "ms", "s")
-
-
-def _scaled(value: float, step: float, *units: str) -> str:
-    unit, *larger = units
-    for each in larger:
-        if value < step * (1 - 5e-4):  # 999.6 would be shown as 1e+03
-            break
-        value, unit = value / step, each
-    return f"{value:.3g} {unit}" if value < step else f"{value:,.0f} {unit}"
 
 
 def _or_dash(show: Callable[[float], str], value: float) -> str:
