@@ -257,6 +257,16 @@ def test_shared_out_state_would_help():
         assert [(each.plan.name, each.plan.zero_of(0)) for each in found] == [("2", 1)]
 
 
+def test_chunks_that_fit_with_shared_out_state_alone_are_found():
+    """Two of four layers have 2000 bytes on a rank, of which 1600 are state, or 1600 with a half of it."""
+    profile = model(*[layer(1, 2, parameters=100)] * 4, state_factor=8.0)
+    limited = replace(free(4), memory_bytes=1700)
+    with pytest.raises(NoPlanFits):
+        search(profile, limited, 4, schedule="interleaved-1f1b")
+    best = search(profile, limited, 4, schedule="interleaved-1f1b", zero=AUTO)[0].plan
+    assert best.name == "2-2x2" and [stage.zero for stage in best.stages] == [1] * 4
+
+
 def test_what_each_remedy_gives_is_told_in_aligned_lines():
     """Weights and gradients have 200; the layer is one, and its microbatch has 176 a sample."""
     outputs = model(layer(1, 2, parameters=100, output=64, activation=640), samples=4)
