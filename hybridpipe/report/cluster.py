@@ -4,7 +4,7 @@ from tabulate import tabulate
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.fit import doubling
-from hybridpipe.report.tables import duration, size
+from hybridpipe.report.units import duration, size
 
 
 def describe(cluster: Cluster, num_cores: int | None = None) -> str:

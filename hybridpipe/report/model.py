@@ -6,7 +6,7 @@ from tabulate import tabulate
 
 from hybridpipe.model.explanation import RECORDED, WHOLE, Explanation, ForbiddenCut, LayerFacts
 from hybridpipe.planning.profile import SharedParameter
-from hybridpipe.report.tables import few, size
+from hybridpipe.report.units import few, size
 
 
 def model_text(found: Explanation) -> str:
