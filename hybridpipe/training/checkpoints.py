@@ -6,7 +6,6 @@ completely, or not at all.
 
 import os
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +38,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import preemption
 from hybridpipe.model.deferred import Numbers
+from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
 from hybridpipe.training.metrics import Past, Recorder
@@ -204,7 +204,7 @@ class CheckpointManager:
 
     def _tell_changed(self, line: str) -> None:
         if self._world.rank == 0:
-            print(f"hybridpipe: resuming with changed settings: {line}", file=sys.stderr, flush=True)
+            notices.tell(f"resuming with changed settings: {line}")
 
     def load(self, worker: Worker, is_new: bool = False) -> None:
         """Load the found checkpoint, if there is one. Collective.

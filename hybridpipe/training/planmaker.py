@@ -5,7 +5,6 @@ searches. A given plan is checked at once, and measured only for a prediction.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.schedules.validate import validate_plan
+from hybridpipe.report.notices import notices
 from hybridpipe.training.autoplan import Choice, autoplan
 from hybridpipe.types import Loss
 
@@ -218,7 +218,7 @@ class PlanMaker:
             self.numbers.fill_for_measuring(copy.model)
         self._rule.try_out([p for p in copy.model.parameters() if p.requires_grad][:1])
         if layers.why_whole and self.plan is None and self._world.rank == 0:
-            print(f"hybridpipe: the model runs as one stage: {layers.why_whole}", file=sys.stderr)
+            notices.tell(f"the model runs as one stage: {layers.why_whole}")
         with failure.guard():  # else the other ranks would wait for a failed one
             profile, work = self._measured(copy, minibatch)
         count = ceil_div(self._minibatch_size, self.microbatch_size)
@@ -239,7 +239,7 @@ class PlanMaker:
             if not isinstance(self._given, Plan):
                 raise
             if self._world.rank == 0:
-                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
+                notices.tell(f"the plan runs as given, without a prediction: {error}")
             return self._given, None
         self._rule.check(choice.plan)
         self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
@@ -285,7 +285,7 @@ def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
     whys = filter(None, world.allgather(built.why_whole))
     if world.rank == 0:
         why = next(whys, "its function does not do the same on all ranks")
-        print(f"hybridpipe: every rank makes the whole model: {why}", file=sys.stderr)
+        notices.tell(f"every rank makes the whole model: {why}")
     return Built(built.model, None)
 
 

@@ -3,7 +3,6 @@
 Invariant: every function raises TypeError or ValueError in one line that says what is accepted.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from types import CellType
@@ -19,6 +18,7 @@ from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
+from hybridpipe.report.notices import notices
 
 
 def integer(name: str, value: Any, least: int = -(2**63)) -> int:
@@ -239,4 +239,4 @@ def warn_if_in_evaluation_mode(model: nn.Module) -> None:
     """Print a warning if the whole model is in evaluation mode."""
     if not any(module.training for module in model.modules()):
         what = "the whole model is in evaluation mode and is trained in it; model.train() changes that"
-        print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
+        notices.tell(what)
