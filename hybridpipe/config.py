@@ -8,7 +8,7 @@ import inspect
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -260,6 +260,7 @@ class Config:
     lr_scheduler: Factory | None = None
     plan: PlanConfig = PlanConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    where: str = field(default="", init=False, repr=False, compare=False)  # "digits.toml with --set ..."
 
     def __post_init__(self) -> None:
         for name in ("target_accuracy", "target_loss"):
@@ -269,6 +270,10 @@ class Config:
                     f"train.{name} must not be given without data.validation_args, whose samples it is "
                     f"measured on, got {value}"
                 )
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the settings that are not their defaults, by table and name."""
+        return {name: _changed(table) for name, table in _changed(self).items()}
 
     def check(self) -> None:
         """Import every factory and check that its arguments fit, without calling it.
@@ -311,7 +316,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if factory is not None:
             object.__setattr__(factory, "where", f"{source}: {table}")
             object.__setattr__(factory, "folder", str(path.resolve().parent))
+    object.__setattr__(config, "where", source)
     return config
+
+
+def _changed(table: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults."""
+    values = {each: getattr(table, each.name) for each in fields(table) if each.init}
+    return {
+        each.name: value
+        for each, value in values.items()
+        if value != (each.default if each.default_factory is MISSING else each.default_factory())
+    }
 
 
 def _override(document: dict[str, Any], override: str) -> None:

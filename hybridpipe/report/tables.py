@@ -25,6 +25,7 @@ LEGEND = (
     "compute, sends and receives: a microbatch's; link behind and exposed: a minibatch's; "
     "in flight: microbatches"
 )
+COMPARE_LEGEND = "p2p and all-reduced: of all ranks, per minibatch"
 TRACED = {  # parts of a rank's minibatch: field -> heading
     "seconds": "minibatch",
     "forward_seconds": "forward",
@@ -281,8 +282,19 @@ def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> str:
     return f"{who}: no plan with more that fits into memory is among the best"
 
 
+def reference_of(runs: Iterable[str]) -> str:
+    """Return the run that others are compared with: "dp" or else the first."""
+    names = list(runs)
+    return "dp" if "dp" in names else names[0]
+
+
 def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
-    """Table of measured and predicted figures of several runs, and ratios to the run named `reference`."""
+    """Return the `compare_rows` as text."""
+    return f"{table(compare_rows(runs, reference))}\n({COMPARE_LEGEND})"
+
+
+def compare_rows(runs: Mapping[str, Mapping[str, Any]], reference: str) -> list[Row]:
+    """Rows of measured and predicted figures of several runs, and ratios to the run named `reference`."""
     base = runs.get(reference)
     rows = []
     for name, run in runs.items():
@@ -299,12 +311,12 @@ def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
             row["predicted "] = f"{predicted / expected:.2f}x" if predicted and expected else "-"
         row |= {
             "accuracy": _accuracy(run),
-            "last loss": f"{run['loss_last']:.5f}",
+            "last loss": "-" if run["loss_last"] is None else f"{run['loss_last']:.5f}",
             "p2p": size(run["bytes_sent_p2p"] / run["minibatches"]),
             "all-reduced": size(run["bytes_allreduced"] / run["minibatches"]),
         }
         rows.append(row)
-    return table(rows) + "\n(p2p and all-reduced: of all ranks, per minibatch)"
+    return rows
 
 
 def compared(predicted: Parts, measured: Parts) -> dict[str, dict[str, float]]:

@@ -44,3 +44,8 @@ def few(items: Sequence[str], separator: str) -> str:
     """Join items; of a long list, the first ones and the last."""
     shown = items if len(items) <= MAX_LISTED else [*items[: MAX_LISTED - 1], "..", items[-1]]
     return separator.join(shown)
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Format a number of things, such as "2 ranks"; `many` is the plural if it does not end with a mere s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

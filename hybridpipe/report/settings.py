@@ -1,0 +1,40 @@
+"""Settings: a configuration's tables as TOML, for people and for `tomllib`.
+
+Pure. Invariant: what is written is read back equal.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def toml_text(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return tables as TOML text; a table within one of them is inline."""
+    parts = [
+        "\n".join([f"[{name}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items())])
+        for name, table in tables.items()
+    ]
+    return "\n\n".join(parts)
+
+
+def _key(name: str) -> str:
+    return (
+        name if name and name.isascii() and name.replace("_", "").replace("-", "").isalnum() else _text(name)
+    )
+
+
+def _value(value: Any) -> str:
+    match value:
+        case Mapping():
+            inner = ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items())
+            return f"{{ {inner} }}" if inner else "{}"
+        case list() | tuple():
+            return f"[{', '.join(map(_value, value))}]"
+        case str():
+            return _text(value)
+    return json.dumps(value)
+
+
+def _text(value: str) -> str:
+    """Return a basic string; JSON's escapes are TOML's, but for the character 127."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
