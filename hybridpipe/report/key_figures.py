@@ -57,7 +57,6 @@ def _validation(summary: Summary) -> Iterator[Figure]:
 
 def warnings(run: Run) -> Iterator[str]:
     """Yield what was told during the training, then what its figures say."""
-    yield from run.start.notes if run.start else ()
     summary = run.summary or Summary()
     yield from summary.warnings
     if summary.updates_left_out:

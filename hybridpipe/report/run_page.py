@@ -42,7 +42,7 @@ def run_page(run: Run) -> Page:
         figures=tuple(figures(summary)),
         warnings=tuple(warnings(run)) if run.summary else None,
         sections=(
-            Section("Plan, and why", tuple(_plan(run))),
+            Section("Plan, and why", (*_plan(run), *_notes(run))),
             Section("Learning", tuple(_learning(run))),
             Section("One minibatch, predicted and measured", tuple(_minibatch(run, summary))),
             Section("Where each rank’s time went", tuple(_ranks(summary))),
@@ -86,6 +86,11 @@ def _plan(run: Run) -> Iterator[Block]:
         yield Table(rows, "considered, by predicted time; the chosen plan stands out", chosen)
     if found.unused:
         yield Lines((_sentence(found.unused),))
+
+
+def _notes(run: Run) -> Iterator[Block]:
+    if run.start is not None and run.start.notes:
+        yield Lines(run.start.notes)
 
 
 def _sentence(line: str) -> str:

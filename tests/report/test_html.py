@@ -47,6 +47,7 @@ def test_a_page_loads_nothing_and_runs_nothing():
         ("3.29 GB/s", "number"),
         ("1e-05", "number"),
         ("2-1", "words"),
+        ("1f1b", "words"),
         ("0-3,8", "words"),
         ("0 .. 3 (4)", "words"),
         ("auto", "words"),
