@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from hybridpipe.checkpoint.policy import Checkpointing
     from hybridpipe.health.preemption import Preempted
     from hybridpipe.optim.nonfinite import NotFinite
+    from hybridpipe.training.callbacks import Callback
     from hybridpipe.training.metrics import MinibatchRecord
     from hybridpipe.training.trainer import Trainer
 
 __all__ = [
+    "Callback",
     "Checkpointing",
     "Cluster",
     "LayerProfile",
@@ -32,6 +34,7 @@ __all__ = [
     "__version__",
 ]
 _LATER = {  # loaded at the first use, from these modules
+    "Callback": "training.callbacks",
     "Checkpointing": "checkpoint.policy",
     "MinibatchRecord": "training.metrics",
     "NotFinite": "optim.nonfinite",

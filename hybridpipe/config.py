@@ -5,6 +5,7 @@ text, `Config.check` imports the factories and checks their arguments.
 """
 
 import inspect
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import (
     ON_NONFINITE,
     PRECISIONS,
+    memory_bytes,
     non_negative_int,
     one_of,
     positive,
@@ -182,7 +184,7 @@ class TrainConfig:
                 raise ValueError(f"microbatch must be <= minibatch = {self.minibatch}, got {self.microbatch}")
         positive_int("epochs", self.epochs)
         non_negative_int("seed", self.seed)
-        if self.clip_grad_norm is not None:
+        if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:  # that only measures it
             positive("clip_grad_norm", self.clip_grad_norm)
         non_negative_int("delay_warm_up", self.delay_warm_up)
         one_of("precision", self.precision, PRECISIONS)
@@ -204,15 +206,19 @@ class PlanConfig(PlanRequest):
         source: one of `SOURCES`, or a plan.json, which determines everything else.
         predict: measure model and machines also for a plan.json. That takes seconds at each start; without it
             no prediction is shown beside the measured times.
+        memory: the most bytes that each rank may have (`Trainer`).
     """
 
     source: str = "auto"
     predict: bool = True
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source not in SOURCES and not self.source.endswith(".json"):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
+        if self.memory is not None:
+            memory_bytes("memory", self.memory)
 
     @property
     def request(self) -> dict[str, Any]:

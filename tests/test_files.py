@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_cluster, read_plan, read_profile, write_json
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile, SharedParameter
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS, SCHEDULES
@@ -29,20 +29,16 @@ PLAN = """\
   "schedule": "1f1b",
   "num_microbatches": 16,
   "stages": [
-    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false},
-    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true}
+    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false, "zero": 0, "scatter": false},
+    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true, "zero": 0, "scatter": false}
   ],
   "chunks": 1,
   "vertical_sync": false,
   "recompute": false,
-  "predicted": {
-    "minibatch_seconds": 0.41,
-    "samples_per_second": 620.0,
-    "bubble_fraction": 0.08,
-    "peak_memory_bytes": [1, 1, 1, 1]
-  }
+  "zero": 0,
+  "predicted": {"minibatch_seconds": 0.41, "samples_per_second": 620.0, "bubble_fraction": 0.08, "peak_memory_bytes": [1, 1, 1, 1]}
 }
-"""
+"""  # noqa: E501
 
 PROFILE = """\
 {
@@ -187,7 +183,8 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
         (
             "stages[1].replica",
             1,
-            "unknown field (did you mean 'replicas'? allowed: start, stop, replicas, ranks, recompute)",
+            "unknown field (did you mean 'replicas'? allowed: start, stop, replicas, ranks, recompute, zero, "
+            "scatter)",
         ),
         ("stages[1].ranks", [2, 3], "must name replicas = 1 ranks, got 2: [2, 3]"),
         ("stages[1].ranks", 3, "must be a valid array, got 3"),
@@ -392,7 +389,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     levels, num_ranks = [], 1
     for factor in draw(st.lists(counts, min_size=1, max_size=3)):
         num_ranks *= factor
-        reduced = draw(st.none() | st.builds(AllReduce, rates, seconds, st.none() | seconds))
+        reduced = draw(st.none() | st.builds(Collective, rates, seconds, st.none() | seconds))
         shared = draw(st.none() | rates)
         levels.append(Level(draw(st.text()), num_ranks, draw(rates), draw(seconds), shared, reduced))
     return Cluster(

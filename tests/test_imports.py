@@ -11,6 +11,7 @@ import pytest
 PACKAGE = Path(importlib.util.find_spec("hybridpipe").origin).parent
 ORDER = [
     "cli",
+    "callbacks",
     "training",
     "launch",
     "checkpoint",

@@ -107,6 +107,11 @@ class Weights:
         file, name = self._tensors[key]
         return file.read(name)
 
+    def overwrite(self, tensor: Tensor, key: str) -> None:
+        """Read one tensor into the model's (`PlainFile.overwrite`)."""
+        file, name = self._tensors[key]
+        file.overwrite(tensor, name)
+
 
 def is_weights(source: Path) -> bool:
     """True if the path is that of a file of weights, or of a folder with some as Hugging Face writes it."""

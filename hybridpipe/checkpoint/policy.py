@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridpipe.checkpoint import snapshot
+from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.snapshot import Saver, Snapshot
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError
@@ -80,6 +81,7 @@ class Keeper:
         step: the current step.
         saved: the step of the checkpoint in the folder that was just resumed; None if none was.
         describe: returns the manifest's description of the training; called once the losses are in.
+        published: called with each published checkpoint, before the next one is written.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class Keeper:
         step: int,
         saved: int | None,
         describe: Callable[[], dict[str, JSON]],
+        published: Callable[[Path], None] | None = None,
     ) -> None:
         self._settings, self._saver, self._worker, self._describe = settings, saver, worker, describe
+        self._published, self._started = published, deque[Path]()
         self._last_point, self._resumed, self._saved = step, saved, saved
         self._every = None if settings.every is None else _far_enough(settings.every, worker.plan)
         self._waiting = deque[_Waiting]()
@@ -116,9 +120,11 @@ class Keeper:
     def losses_in(self, done: int) -> None:
         """Start writing the snapshot at `done`: the losses of the first `done` minibatches are in."""
         if self._waiting and self._waiting[0].position == done:
-            taken = self._waiting.popleft().snapshot
+            taken, folder = self._waiting.popleft().snapshot, Path(self._settings.folder)
+            self._wait()
             manifest = self._describe() if self._worker.control.rank == 0 else None
-            self._saver.start(taken, Path(self._settings.folder), manifest, self._settings.keep)
+            self._saver.start(taken, folder, manifest, self._settings.keep)
+            self._started.append(folder / name_of(taken.step))
 
     def finish(self, step: int, point: ResumePoint) -> None:
         """Save the final state and wait until it is published. Collective.
@@ -129,7 +135,15 @@ class Keeper:
             self._guarded(lambda: snapshot.check_finite(self._worker, step, point))
         self.take(step, point)
         self.losses_in(point.done)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until what was started is published, and say so."""
         self._saver.wait()
+        while self._started:
+            path = self._started.popleft()
+            if self._published is not None:
+                self._published(path)
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Run `work`; a UserError ends the job, because other ranks may not see it and would wait."""

@@ -13,18 +13,25 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from torch import Tensor, nn
 
 from hybridpipe.checkpoint import directory
+from hybridpipe.checkpoint.joined_state import JoinedState
 from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.plain import Weights
 from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.checkpoint.snapshot import plan_json, rank_file, stage_file
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.engine.rank_state import NewState, SchedulerState, parameters, stage_modules
+from hybridpipe.engine.rank_state import (
+    NewState,
+    SchedulerState,
+    parameters,
+    ranges,
+    stage_modules,
+    updated,
+)
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.model.deferred import Numbers
-from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
@@ -102,17 +109,18 @@ def load_plain(world: MPI.Comm, model: nn.Module, source: Path, numbers: Numbers
         numbers: of tensors on the meta device, which are read when a rank gets them.
 
     Raises:
-        UserError: the source does not fit the model, which stays unchanged (`Weights`).
+        UserError: the source does not fit the model, which stays unchanged (`Weights`); or a file is damaged
+            or changes meanwhile, and a part of the model has its weights.
     """
     state = model.state_dict()
+    weights = _agreed(world, lambda: Weights(source, state))
 
-    def read() -> tuple[Weights, dict[str, Tensor]]:
-        weights = Weights(source, state)
-        return weights, {key: weights.read(key) for key, tensor in state.items() if not tensor.is_meta}
+    def read() -> None:
+        for key, tensor in state.items():
+            if not tensor.is_meta:
+                weights.overwrite(tensor, key)
 
-    weights, tensors = _agreed(world, read)
-    for key, values in tensors.items():
-        overwrite(state[key], values)
+    _agreed(world, read)
     if numbers is not None:
         absent = (key for key, tensor in state.items() if tensor.is_meta)
         numbers.given.update({key: partial(weights.read, key) for key in absent})
@@ -169,12 +177,16 @@ class _Reading:
         self.wanted = {key: t for layers in self.layers.values() for key, t in layers.tensors().items()}
         self.trained = set(parameters(worker.executor).values())
         self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
+        mine = set(updated(worker.executor).values())
+        shapes = {key: p.shape for p, key in parameters(worker.executor).items() if key in mine}
+        self.joined = JoinedState(shapes, ranges(worker.executor))
         self.batches: dict[str, int] = {}
 
     def all(self) -> NewState:
         """Read everything this rank needs; UserError if it does not fit."""
         for s in sorted({*self.stages(), *self.owners()}):
             self.of_stage(s)
+        self.of_optimizer()
         if self.exact:
             self.of_rank()
         else:
@@ -215,11 +227,10 @@ class _Reading:
         result = self.result
         self.batches |= batches_agreed(state.meta, where)
         result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
-        mine = {k: own for k, own in read_optimizer(state, where).items() if k in self.trained}
+        mine = self.joined.add(read_optimizer(state, where))
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
         result.loss_scales = _loss_scales(state.meta.get("loss_scales", []), where)
-        if mine:
-            result.parameters |= mine
+        if mine or s in self.owners():
             self.optimizers.add(str(state.meta.get("optimizer")))
             match state.meta.get("lr_scheduler"):
                 case {"class": str(name), "state": held, **more}:
@@ -230,6 +241,17 @@ class _Reading:
         if self.exact:
             result.newest = int(state.meta.get("newest", 0))
             self.versions(state)
+
+    def of_optimizer(self) -> None:
+        """Read what further replicas of the checkpoint's stages have updated, and join it all."""
+        plan, own = self.found.plan, self.worker.control.rank
+        stages = (plan.stages[s] for s in {*self.stages(), *self.owners()} if plan.zero_of(s))
+        ranks = {rank for stage in stages for rank in stage.ranks[1:]}
+        for rank in sorted(ranks, key=lambda rank: (rank != own, rank)):  # its own is enough under one plan
+            if self.joined.is_complete:
+                break
+            self.joined.add(read_optimizer(self.read(rank_file(rank)), rank_file(rank)))
+        self.result.parameters = self.joined.joined(str(self.found.path))
 
     def versions(self, state: State) -> None:
         for number in state.meta.get("versions", []):
@@ -255,9 +277,9 @@ class _Reading:
         found: dict[str, Tensor] = {}
         wanted = {layers.key(path) for layers in self.layers.values() for path in statistics(layers.module)}
         # under an interleaved plan the same ranks hold several stages: read them once
-        for ranks in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
-            if wanted and len(ranks) > 1:
-                replicas = [self.replica(rank) for rank in ranks]
+        for ranks_of in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
+            if wanted and len(ranks_of) > 1:
+                replicas = [self.replica(rank) for rank in ranks_of]
                 replicas[0] = replicas[0]._replace(tensors=self.result.model)
                 found |= agreed(wanted, replicas, self.batches)
         return found
@@ -275,7 +297,7 @@ class _Reading:
         update = self.worker.executor.update
         if update.optimizer is None:
             return
-        names, now = parameters(self.worker.executor), name_of(update.optimizer)
+        names, now = updated(self.worker.executor), name_of(update.optimizer)
         for other in self.optimizers - {now}:
             raise UserError(f"{where}: optimizer: the checkpoint has {other}, the training {now}")
         check_optimizer(update.optimizer, names, result.parameters, where)
@@ -292,7 +314,7 @@ class _Reading:
                 "resume under the checkpoint's plan"
             )
         for number, version in result.versions.items():
-            if version.keys() != {key for p, key in names.items() if p.requires_grad}:
+            if version.keys() != {k for p, k in parameters(self.worker.executor).items() if p.requires_grad}:
                 raise UserError(f"{where}: version {number}: must hold the stage's trained parameters")
 
     def differences(self, update: Update, names: Mapping[Tensor, str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from hybridpipe.checkpoint.manifest import JSON, FileEntry, check_json, parse_js
 from hybridpipe.checkpoint.names import parse_name
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import faults
+from hybridpipe.model.tensors import overwrite
 
 __all__ = ["FileEntry", "PlainFile", "read_shard", "write_plain", "write_shard"]
 
@@ -112,13 +113,22 @@ class PlainFile:
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU; UserError if the file has another length by now."""
+        form = self.forms[name]
+        tensor = torch.empty(form.size(), dtype=form.dtype)
+        self.overwrite(tensor, name)
+        return tensor
+
+    def overwrite(self, tensor: Tensor, name: str) -> None:
+        """Read one tensor into one of the same shape and type, without memory of its own if possible."""
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            overwrite(tensor, self.read(name))
+            return
         with open_regular(self._path) as (file, size):
             if size != self._num_bytes:
                 raise UserError(f"{self._path}: must have {self._num_bytes:,} bytes as before, got {size:,}")
             file.seek(self._start + self._slots[name].start)
-            tensor = _read_tensor(file, self._slots[name], self._path)
+            read_into(file, _bytes_of(tensor.detach()), self._path)
         _check_bool(self._path, name, tensor)
-        return tensor
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> NewFile:

@@ -29,6 +29,7 @@ from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
     from hybridpipe.config import Config
+    from hybridpipe.launch.supervisor import LaunchOptions
     from hybridpipe.planning.request import PlanRequest
 
 RANK0_SECONDS = 5.0  # long enough for rank 0 to print its mistake and for mpirun to end the other ranks
@@ -273,7 +274,6 @@ def _simulate(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     config, plan = _checked(options)
     with preemption.listening():
-        exit_report.up()
         with _loading():
             config.check()
             import torch._dynamo  # noqa: F401  else the first optimizer imports it during a measurement
@@ -289,6 +289,8 @@ def _checked(options: argparse.Namespace) -> "tuple[Config, str]":
     from hybridpipe.files import read_cluster, read_plan
 
     config: Config = _load(options)
+    if options.memory is not None:
+        config = replace(config, plan=replace(config.plan, memory=options.memory))
     plan: str = options.plan or config.plan.source
     if plan.endswith(".json"):
         read_plan(plan)  # for its checks only; the trainer reads it again
@@ -302,39 +304,66 @@ def _checked(options: argparse.Namespace) -> "tuple[Config, str]":
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """Report mistakes in the arguments of `train` before any rank starts, then supervise the job."""
-    from hybridpipe.files import read_plan
+    """Report mistakes in the command before any rank starts, then supervise the job."""
     from hybridpipe.launch import supervisor
 
-    words = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if words[:1] != ["train"]:
-        raise UserError(
-            f"launch: must be followed by -- train CONFIG ..., got {' '.join(words) or 'nothing'}"
-        )
-    training = _parser().parse_args(words)
-    plan = _checked(training)[1]
-    kind = options.launcher or ("srun" if "SLURM_JOB_ID" in os.environ else "mpirun")
     ranks, slots = supervisor.places(options.ranks, options.hosts)
-    if plan.endswith(".json"):
-        try:
-            read_plan(plan).check_world(ranks)
-        except ValueError as error:
-            raise UserError(f"{plan}: {error}") from None
+    job = _of_command(options, ranks)
     return supervisor.supervise(
-        supervisor.LaunchOptions(
-            words=tuple(words),
-            out=_out(training),
-            checkpoints=_out(training) / CHECKPOINTS,
+        replace(
+            job,
             ranks=ranks,
-            launcher=kind,
+            launcher=options.launcher or ("srun" if "SLURM_JOB_ID" in os.environ else "mpirun"),
             slots=slots,
             max_restarts=options.max_restarts,
             min_ranks=options.min_ranks or ranks,
             deadline_seconds=options.deadline,
-            fixed_plan=plan.endswith(".json"),
-            resumes=training.resume == "auto",
         )
     )
+
+
+def _slurm(options: argparse.Namespace) -> int:
+    """Report mistakes in the command now, not when the job begins, then print or submit its script."""
+    from hybridpipe.cli.slurm import ntasks_per_node, slurm
+
+    ranks = options.nodes * ntasks_per_node(options)
+    words = _words(options)
+    if options.container is None or words[:1] in ([], ["train"]):  # other programs are in the image
+        _of_command(options, ranks)
+    return slurm(options, words)
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """Return the words of the command after --."""
+    words: list[str] = options.command
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def _of_command(options: argparse.Namespace, ranks: int) -> "LaunchOptions":
+    """Return the supervisor's options for the command after --. Raises UserError if that cannot run."""
+    from hybridpipe.launch import supervisor
+
+    words = _words(options)
+    if words[:1] == ["train"]:
+        return _of_training(words, ranks)
+    return supervisor.of_script(words, options.name)
+
+
+def _of_training(words: Sequence[str], ranks: int) -> "LaunchOptions":
+    """Return the supervisor's options for `train CONFIG ...`, after every check that needs no torch."""
+    from hybridpipe.files import read_plan
+    from hybridpipe.launch.supervisor import LaunchOptions
+
+    training = _parser().parse_args(words)
+    plan, out = _checked(training)[1], _out(training)
+    is_file = plan.endswith(".json")
+    if is_file:
+        try:
+            read_plan(plan).check_world(ranks)
+        except ValueError as error:
+            raise UserError(f"{plan}: {error}") from None
+    resumes = training.resume == "auto"
+    return LaunchOptions(tuple(words), out, out / CHECKPOINTS, ranks, fixed_plan=is_file, resumes=resumes)
 
 
 def _out(options: argparse.Namespace) -> Path:
@@ -408,6 +437,7 @@ _RUNS = {
     "simulate": _simulate,
     "train": _train,
     "launch": _launch,
+    "slurm": _slurm,
     "replay": _replay,
     "compare": _compare,
     "report": _report,

@@ -10,14 +10,21 @@ from hybridpipe.cli.values import (
     factor,
     hang_timeout,
     hosts,
+    memory_size,
     names,
+    num_bytes,
+    one_line,
     plan_source,
     plan_sources,
     positive,
     ranks,
+    sbatch_option,
     seconds,
     sizes,
+    time_limit,
+    zero,
 )
+from hybridpipe.launch.batch import NOTICE_SECONDS
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES
 
@@ -110,9 +117,21 @@ def add_plan(command: Command) -> None:
         default=NO_COMPRESSION,
         help="compression of float32 gradients during the all-reduce; default: none",
     )
-    plan.add_argument("--memory", type=positive, metavar="BYTES", help="of each rank; default: the cluster's")
+    plan.add_argument(
+        "--memory",
+        type=num_bytes,
+        metavar="BYTES",
+        help="for the stage of each rank, such as 2GB; default: the cluster's",
+    )
     plan.add_argument(
         "--recompute", action="store_true", help="let stages recompute activations where memory is short"
+    )
+    plan.add_argument(
+        "--zero",
+        type=zero,
+        default=0,
+        metavar="0|1|2|auto",
+        help="replicas share out optimizer state (1), gradients, too (2); auto: for speed or memory",
     )
     plan.add_argument(
         "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"
@@ -157,6 +176,13 @@ def add_train(command: Command) -> None:
         help="measurements of the machines by `probe` or an earlier training (DIR/cluster.json) with as many "
         "ranks; default: measured now, which takes some seconds",
     )
+    train.add_argument(
+        "--memory",
+        type=num_bytes,
+        metavar="BYTES",
+        help="the most that each rank may have, such as 2GB; default: the config's, or what is found: the "
+        "least of cgroups, Slurm's --mem, ulimit, RAM and the GPU's memory",
+    )
     train.add_argument("--out", type=Path, metavar="DIR", help="default: runs/CONFIG's name")
     train.add_argument(
         "--resume",
@@ -188,6 +214,7 @@ def add_train(command: Command) -> None:
 def add_launch(command: Command) -> None:
     """Add `launch`."""
     launch = command("launch", "train on several ranks: starts mpirun or srun, and restarts after a failure")
+    launch.usage = f"{launch.prog} [OPTIONS] -- train CONFIG ... | -- python train.py ..."
     launch.add_argument("--ranks", type=ranks, help="number of ranks; default: that of the Slurm allocation")
     launch.add_argument(
         "--hosts", type=hosts, default={}, metavar="h1:4,h2:4", help="hosts, with the most ranks of each"
@@ -210,9 +237,58 @@ def add_launch(command: Command) -> None:
         metavar="SECONDS",
         help="time to save a checkpoint after a signal to stop; default: 100",
     )
-    launch.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- train CONFIG ...", help="as `hybridpipe train`"
+    _add_command(launch)
+
+
+def add_slurm(command: Command) -> None:
+    """Add `slurm`."""
+    slurm = command("slurm", "print a batch script for Slurm that trains, resumes and requeues itself")
+    slurm.usage = f"{slurm.prog} [OPTIONS] -- train CONFIG ... | -- python train.py ..."
+    slurm.add_argument("--nodes", type=ranks, default=1, metavar="N", help="hosts; default: 1")
+    slurm.add_argument(
+        "--ntasks-per-node", type=ranks, metavar="N", help="ranks of each host; default: one a GPU"
     )
+    slurm.add_argument("--gpus-per-node", type=ranks, metavar="N", help="GPUs of each host")
+    slurm.add_argument(
+        "--cpus-per-task", type=ranks, default=1, metavar="N", help="cores and threads of a rank; default: 1"
+    )
+    slurm.add_argument("--mem", type=memory_size, metavar="64G", help="memory of each host")
+    slurm.add_argument("--time", type=time_limit, metavar="D-HH:MM:SS", help="default: the partition's limit")
+    slurm.add_argument("--account", type=one_line, metavar="NAME")
+    slurm.add_argument("--partition", type=one_line, metavar="NAME")
+    slurm.add_argument(
+        "--output", type=one_line, metavar="FILE", help="what the job prints; default: NAME-%%j.log"
+    )
+    slurm.add_argument(
+        "--sbatch",
+        type=sbatch_option,
+        action="append",
+        default=[],
+        metavar="=--OPTION",
+        help="any further option of sbatch, as in --sbatch=--qos=high; may be repeated",
+    )
+    slurm.add_argument(
+        "--notice",
+        type=positive,
+        default=NOTICE_SECONDS,
+        metavar="SECONDS",
+        help=f"from the request to save until the time limit; default: {NOTICE_SECONDS}",
+    )
+    slurm.add_argument("--launcher", choices=("srun", "mpirun"), default="srun", help="default: srun")
+    slurm.add_argument(
+        "--max-restarts", type=count, default=3, metavar="N", help="restarts within the job; default: 3"
+    )
+    slurm.add_argument(
+        "--modules", type=names, default=[], metavar="NAME,...", help="modules to load, such as gcc,openmpi"
+    )
+    slurm.add_argument(
+        "--venv", type=Path, metavar="DIR", help="environment to activate; default: that of this command"
+    )
+    slurm.add_argument(
+        "--container", type=one_line, metavar="IMAGE", help="image for apptainer, in which the ranks run"
+    )
+    slurm.add_argument("--submit", action="store_true", help="submit the script instead of printing it")
+    _add_command(slurm)
 
 
 def add_replay(command: Command) -> None:
@@ -266,6 +342,15 @@ def add_import(command: Command) -> None:
     into.add_argument("--out", type=Path, metavar="DIR", help="as for train; default: runs/CONFIG's name")
 
 
+def _add_command(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="train CONFIG ..., as for `hybridpipe train`, or a program, such as python train.py ...",
+    )
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     _add_set(parser)
@@ -287,6 +372,7 @@ COMMANDS = (
     add_simulate,
     add_train,
     add_launch,
+    add_slurm,
     add_replay,
     add_compare,
     add_report,

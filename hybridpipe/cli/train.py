@@ -37,13 +37,15 @@ from hybridpipe.model.deferred import Factory
 from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
+from hybridpipe.report.memory import beyond_limit, memory_table
 from hybridpipe.report.notices import notices
 from hybridpipe.report.run import RunStart
-from hybridpipe.report.tables import compared, explain, memory_table, parts_table, ranks_table
+from hybridpipe.report.tables import compared, explain, parts_table, ranks_table
 from hybridpipe.training.metrics import MinibatchRecord
 from hybridpipe.training.trainer import Trainer
 from hybridpipe.types import Loss
 
+MEMORY = ("peak_memory_bytes", "memory_before_bytes", "memory_limit_bytes", "memory_limit_origin")
 RESULTS = ("summary.json", "trace.json", REPORT)  # written at the end
 SUMMARY_FORMAT = "hybridpipe-summary/1"
 
@@ -245,6 +247,7 @@ def _trainer(
         precision=config.train.precision,
         compression=config.train.compression,
         predict=config.plan.predict,
+        memory=config.plan.memory,
         seed=config.train.seed,
         num_workers=config.data.num_workers,
         hang_timeout=hang_timeout,
@@ -285,7 +288,7 @@ def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
         traces += simulated.to_chrome_trace("predicted", process=1)
         if timeline is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
             parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
-    memory = memory_table(trainer.plan, summary["peak_memory_bytes"], summary["memory_before_bytes"])
+    memory = [summary[name] for name in MEMORY]
     predicted = summary["predicted_minibatch_seconds"]
     rate = trainer.minibatch_size / predicted if predicted else None
     write_json(
@@ -308,7 +311,8 @@ def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     print(
         (f"{parts_table(parts)}\n" if parts else "")
         + (f"{ranks_table(traced.per_minibatch())}\n" if trace and traced else "")
-        + (f"{memory}\n" if trace else "")
+        + (f"{memory_table(trainer.plan, *memory)}\n" if trace else "")
+        + "".join(f"{line}\n" for line in beyond_limit(*memory))
         + f"{summary['samples_per_second']:,.0f} samples/s measured"
         + (f", {rate:,.0f} predicted" if rate else "")
         + f"; last loss {summary['loss_last']:.5f}"

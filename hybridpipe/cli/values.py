@@ -2,11 +2,14 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from hybridpipe.errors import shown
 from hybridpipe.planning.checks import MAX_RANKS
 
+Number = TypeVar("Number", int, float)
 MOST = 2**53  # the largest count: floats represent every integer up to here exactly
 
 
@@ -34,6 +37,13 @@ def factor(text: str) -> float:
     if not 1 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number >= 1, got {text!r}")
     return value
+
+
+def zero(text: str) -> int | str:
+    """0, 1, 2 or "auto"."""
+    if text not in ("0", "1", "2", "auto"):
+        raise argparse.ArgumentTypeError(f"must be 0, 1, 2 or auto, got {text!r}")
+    return int(text) if text.isdecimal() else text
 
 
 def hang_timeout(text: str) -> float:
@@ -66,7 +76,14 @@ def seconds(text: str) -> float:
     return _parsed(parse_seconds, text)
 
 
-def _parsed(parse: Callable[[str], float], text: str) -> float:
+def num_bytes(text: str) -> int:
+    """Bytes, from a number or a text such as 2GB or 512MiB."""
+    from hybridpipe.planning.checks import parse_bytes
+
+    return _parsed(parse_bytes, text)
+
+
+def _parsed(parse: Callable[[str], Number], text: str) -> Number:
     try:
         return parse(text)
     except ValueError as error:
@@ -90,6 +107,35 @@ def plan_sources(text: str) -> list[str]:
 def names(text: str) -> list[str]:
     """Names separated by commas; empty ones are dropped."""
     return [name for name in text.split(",") if name]
+
+
+def one_line(text: str) -> str:
+    """Text that is not empty and has no control characters."""
+    if not text.isprintable() or not text:
+        raise argparse.ArgumentTypeError(f"must be one line of text, got {text!r}")
+    return text
+
+
+def sbatch_option(text: str) -> str:
+    """A further option of sbatch, such as --qos=high."""
+    if not one_line(text).startswith("-"):
+        raise argparse.ArgumentTypeError(f"must be an option of sbatch, such as --qos=high, got {text!r}")
+    return text
+
+
+def time_limit(text: str) -> str:
+    """A time as Slurm takes it: minutes, 30:00, 12:00:00, 1-12 or 1-12:00:00."""
+    if not re.fullmatch(r"\d+(:\d\d?){0,2}|\d+-\d+(:\d\d?){0,2}", text):
+        allowed = "minutes, MINUTES:SECONDS, HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+    return text
+
+
+def memory_size(text: str) -> str:
+    """Memory as Slurm takes it: megabytes, or a number with K, M, G or T."""
+    if not re.fullmatch(r"\d+[KMGT]?", text):
+        raise argparse.ArgumentTypeError(f"must be a number with K, M, G or T, such as 64G, got {text!r}")
+    return text
 
 
 def count(text: str) -> int:

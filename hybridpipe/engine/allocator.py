@@ -1,22 +1,64 @@
-"""Allocator: makes glibc keep freed memory for the next microbatch instead of returning it to the kernel.
+"""Allocator: what glibc does with freed memory: it keeps it while training, and returns it before.
 
-Knows the C library only.
+Knows the C library only. Where that has no mallopt, nothing happens.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+from hybridpipe.environment.memory_limits import Held, resident_bytes
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 NEVER = -1  # value of M_TRIM_THRESHOLD
+LARGE_BYTES, MOST_BLOCKS = 2**20, 2**16
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process from now on; does nothing where the C library has no mallopt.
+    """Keep freed memory in this process from now on.
 
     By default glibc returns the end of the heap to the kernel, and every block above a threshold of at most
     32 MiB. Each microbatch's gradients then cause page faults again: the gradient of one dense layer of
     4096 x 4096 (64 MB) cost a VGG-11 a seventh of its time.
     """
+    _set(M_MMAP_MAX, 0)  # the main thread allocates every block on the heap
+    _set(M_TRIM_THRESHOLD, NEVER)
+
+
+@contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Return large blocks to the kernel as soon as they are freed, in this context; then keep what is freed.
+
+    On the heap, small blocks that stay would be put where a large one was freed, and the next large one
+    would not fit there: weights that are made and dropped one by one took the memory of all together.
+    """
+    _set(M_MMAP_THRESHOLD, LARGE_BYTES)  # each larger block has a mapping of its own
+    _set(M_MMAP_MAX, MOST_BLOCKS)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _set(parameter: int, value: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_MAX, 0)  # the main thread allocates every block on the heap
-        libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+        libc.mallopt(parameter, value)
+
+
+def held_by_process() -> Held:
+    """Return what this process has; a C library without mallinfo2 says of nothing that it is reusable."""
+    libc, resident = ctypes.CDLL(None), resident_bytes()
+    if not hasattr(libc, "mallinfo2"):  # glibc < 2.33
+        return Held(resident)
+    libc.mallinfo2.restype = _MallInfo
+    return Held(resident, min(resident, libc.mallinfo2().fordblks))
+
+
+_ENTRIES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h; fordblks are the free bytes of all heaps."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _ENTRIES.split()]

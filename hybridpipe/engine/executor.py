@@ -21,10 +21,12 @@ from hybridpipe.model.tensors import TensorTree, Tree, map_tensors
 from hybridpipe.optim.gradient_sync import GradientSync
 from hybridpipe.optim.loss_scale import UNSCALED, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
+from hybridpipe.optim.shards import Shards
 from hybridpipe.optim.shared_gradients import SharedGradients
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -37,6 +39,8 @@ from hybridpipe.planning.schedules.instructions import (
     RankProgram,
     ReceiveActivation,
     ReceiveGradient,
+    ReduceScatter,
+    Reduction,
     SendActivation,
     SendGradient,
     Step,
@@ -80,6 +84,7 @@ class Executor:
         shared: sums gradients over the stages that share a parameter; None if no other rank's stage does.
         loss_weights: the factor on gradients where losses are (sum, weight); None: those of one rank.
         scales: of the losses of minibatches in flight; None: the scale is that of `update`, or there is none.
+        shards: what each of the stage's replicas updates; None: everything.
     """
 
     def __init__(
@@ -95,11 +100,12 @@ class Executor:
         shared: SharedGradients | None = None,
         loss_weights: LossWeights | None = None,
         scales: LossScales | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.place, self.held = place, () if place is None else plan.held_stages(place)
         self.lanes, self.device, self.stages, self.p2p = lanes, lanes.device, stages, p2p
         self.sync, self.update, self.check, self.shared = sync, update, check, shared
-        self.loss_weights, self.scales = loss_weights or LossWeights(plan), scales
+        self.loss_weights, self.scales, self.shards = loss_weights or LossWeights(plan), scales, shards
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
         self.forms: list[Callable[[int], int]] = []  # of the present run, by chunk
@@ -131,8 +137,13 @@ class Executor:
 
     @property
     def bytes_reduced(self) -> int:
-        """Bytes of gradients handed to the all-reduce so far."""
+        """Bytes of gradients handed to an all-reduce or a reduce-scatter so far."""
         return 0 if self.sync is None else self.sync.bytes_reduced
+
+    @property
+    def bytes_gathered(self) -> int:
+        """Bytes of weights that all-gathers have completed so far."""
+        return 0 if self.shards is None else self.shards.bytes_gathered
 
     def run(self, program: RankProgram, stream: Stream, done: int = 0) -> Iterator[UpdateResult]:
         """Train on a stream; yields after each update, and at the end if events follow the last one.
@@ -351,16 +362,18 @@ class ProgramRun:
         """Run the weight half of a split backward."""
         self.executor.stages[instruction.chunk].backward_weight(instruction.microbatch)
 
-    def all_reduce(self, _: AllReduce) -> None:
+    def reduce(self, instruction: Reduction) -> None:
         """Compute the deferred weight gradients, then sum all gradients over replicas and other holders."""
         for stage in self.executor.stages:  # here, where no other stage waits for this rank
             if stage.has_deferred_wgrad:
                 stage.complete_gradients()
                 self.note(Products())
         if self.executor.sync is not None:
-            self.executor.sync.finish()
-        if self.executor.shared is not None:
+            self.executor.sync.finish(instruction.completes)
+        if self.executor.shared is not None and instruction.completes:
             self.executor.shared.exchange()
+        if self.executor.shards is not None and instruction.completes:
+            self.executor.shards.take()
 
     def update(self, instruction: Step) -> None:
         """Apply the gradients, or skip the update where the check finds a number that is not finite."""
@@ -373,12 +386,19 @@ class ProgramRun:
         values = {m: loss.value for m, loss in losses.items()}
         of_loss = weighed.has_weight, max(map(self.scale_of, range(step, step + count)))
         if check is None or check.allows(values, self.stream, step, *of_loss):
+            if self.executor.shards is not None:
+                self.executor.shards.adopt()
             update.step(count)
         else:  # counts as an update, so that versions keep the plan's numbers
             update.skip(count)
             self.skipped = True
         self.applied += count
         self.covered += count
+
+    def all_gather(self, _: AllGather) -> None:
+        """Give the stage's replicas the weights that this one has updated, and take theirs."""
+        assert self.executor.shards is not None
+        self.executor.shards.gather()
 
 
 _HANDLERS: dict[type[Instruction], str] = {
@@ -390,8 +410,10 @@ _HANDLERS: dict[type[Instruction], str] = {
     BackwardInput: "backward_input",
     BackwardWeight: "backward_weight",
     SendGradient: "send_gradient",
-    AllReduce: "all_reduce",
+    AllReduce: "reduce",
+    ReduceScatter: "reduce",
     Step: "update",
+    AllGather: "all_gather",
 }
 
 

@@ -21,6 +21,7 @@ from hybridpipe.health import faults
 from hybridpipe.model.tensors import Tree, map_tensors
 from hybridpipe.optim.update import gradients_of
 from hybridpipe.planning.schedules.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -29,6 +30,8 @@ from hybridpipe.planning.schedules.instructions import (
     Instruction,
     ReceiveActivation,
     ReceiveGradient,
+    ReduceScatter,
+    Reduction,
     SendActivation,
     SendGradient,
     Step,
@@ -44,7 +47,9 @@ _POINTS: dict[type[Instruction], str] = {
     BackwardWeight: "backward",
     SendGradient: "send-gradient",
     AllReduce: "all-reduce",
+    ReduceScatter: "all-reduce",
     Step: "step",
+    AllGather: "all-gather",
 }
 
 
@@ -94,7 +99,7 @@ class FaultyExecutor(Executor):
         return map_tensors(_not_numbers, moved) if self._spoils_inputs else moved
 
     def _pass(self, run: ProgramRun, handle: Callable[[Instruction], None], instruction: Instruction) -> None:
-        if isinstance(instruction, AllReduce | Step):
+        if isinstance(instruction, Reduction | Step | AllGather):
             m, chunk = -1, 0
         else:
             m, chunk = instruction.microbatch, instruction.chunk

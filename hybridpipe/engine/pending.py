@@ -10,7 +10,7 @@ from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.stage.losses import LossSum
 
-_BESIDE = 2  # numbers of ranks: those that were asked to stop, and those that have skipped the update
+_BESIDE = 3  # numbers of ranks: those that want to end, were asked to stop, and have skipped the update
 
 
 class PendingLosses:
@@ -34,6 +34,11 @@ class PendingLosses:
         numbers = self.wait().tolist()
         return LossSum(*(float(sum(column)) for column in zip(*numbers, strict=True)))
 
+    def ask_to_end(self) -> bool:
+        """Return True if a callback of any rank wanted the training to end; the same on all ranks."""
+        self._pending.wait()
+        return bool(self._carried[-3])
+
     def ask_to_stop(self) -> bool:
         """Return True if any rank was asked to stop when it gave its numbers; the same on all ranks."""
         self._pending.wait()
@@ -45,9 +50,9 @@ class PendingLosses:
         return bool(self._carried[-1])
 
 
-def carried(numbers: np.ndarray, asked_to_stop: bool, skipped: bool) -> np.ndarray:
+def carried(numbers: np.ndarray, wants_to_end: bool, asked_to_stop: bool, skipped: bool) -> np.ndarray:
     """Return one array of a rank's numbers and what travels beside them."""
-    return np.append(numbers, [float(asked_to_stop), float(skipped)])
+    return np.append(numbers, [float(wants_to_end), float(asked_to_stop), float(skipped)])
 
 
 def blank(minibatch: Minibatch) -> np.ndarray:

@@ -36,7 +36,8 @@ class RankState(NamedTuple):
 
     Args:
         stages: the state of each stage whose first replica the rank is, by stage.
-        own: state that no other rank has: random states, and a further replica's buffers and versions.
+        own: state that no other rank has: random states, and a further replica's buffers, versions and part
+            of the optimizer's state.
         learnt: the keys of trained parameters and running statistics.
     """
 
@@ -118,6 +119,10 @@ def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
         else:
             own.tensors |= prefixed("model", buffers)
             _put_versions(executor, layers, _own_versions(plan, place, point), own)
+    if place is not None and place.replica and executor.shards is not None:
+        held = [layers.owned_parameters().items() for layers in stage_modules(executor).values()]
+        sharded = {p: key for owned in held for p, key in owned if p in executor.shards.ranges}
+        _take_optimizer(executor, sharded, own)
     if place is not None:
         own.meta[SAMPLES_SEEN] = executor.statistics.num_samples if before is None else before.num_samples
     random = Generators.now(executor.device).state()
@@ -154,7 +159,7 @@ def put(executor: Executor, new: NewState) -> None:
 def _put_update(executor: Executor, new: NewState) -> None:
     update = executor.update
     if update.optimizer is not None:
-        put_optimizer(update.optimizer, parameters(executor), new.parameters, not new.is_fresh)
+        put_optimizer(update.optimizer, updated(executor), new.parameters, not new.is_fresh)
     if new.loss_scales:  # on all ranks alike, fresh or not
         if update.loss_scale.changes:
             update.loss_scale = new.loss_scales[-1]
@@ -179,6 +184,30 @@ def parameters(executor: Executor) -> dict[Tensor, str]:
     return {p: key for stage in executor.stages for p, key in stage.layers.parameters().items()}
 
 
+def updated(executor: Executor) -> dict[Tensor, str]:
+    """Return the key of the parameter behind each tensor that this rank's optimizer updates."""
+    held = parameters(executor)
+    parts = {p: p for p in held} if executor.shards is None else executor.shards.parts
+    return {parts[p]: key for p, key in held.items() if p in parts}
+
+
+def ranges(executor: Executor) -> dict[str, range]:
+    """Return the elements that this rank updates of each sharded parameter, by its key."""
+    of_parameter = {} if executor.shards is None else executor.shards.ranges
+    return {key: of_parameter[p] for p, key in parameters(executor).items() if p in of_parameter}
+
+
+def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: State) -> None:
+    """Add the optimizer's state of these parameters, as far as this rank updates them."""
+    update, shards = executor.update, executor.shards
+    if update.optimizer is None:
+        return
+    parts = {p: p for p in names} if shards is None else shards.parts
+    mine = {parts[p]: key for p, key in names.items() if p in parts}
+    of_part = {} if shards is None else {part: shards.ranges[p] for p, part in parts.items() if part is not p}
+    take_optimizer(update.optimizer, mine, state, update.given.options, of_part)
+
+
 def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[str, Tensor]) -> State:
     update = executor.update
     state = State(prefixed("model", {**layers.tensors(), **buffers}))
@@ -187,8 +216,7 @@ def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[
     state.meta["loss_scales"] = [[scale.value, scale.updates] for scale in scales if scale.changes]
     batches = executor.statistics.num_batches[executor.held.index(s)]
     state.meta[BATCHES_AGREED] = {layers.key(path): number for path, number in batches.items()}
-    if update.optimizer is not None:
-        take_optimizer(update.optimizer, layers.owned_parameters(), state, update.given.options)
+    _take_optimizer(executor, layers.owned_parameters(), state)
     if update.scheduler is not None:
         held = pack(update.scheduler.state_dict(), "lr_scheduler", state.tensors)
         given = pack(update.given.scheduler, "lr_scheduler.given", state.tensors)

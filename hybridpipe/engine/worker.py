@@ -4,7 +4,7 @@ Invariant: all ranks call its collective methods in the same order; a rank that 
 part in the collectives and does nothing else.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -23,17 +23,19 @@ from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
+from hybridpipe.engine.allocator import returning_freed_memory
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.pending import PendingLosses, blank, carried
 from hybridpipe.engine.rank_state import NewState, RankState
+from hybridpipe.engine.replication import replication
+from hybridpipe.errors import UserError
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.deferred import Numbers
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import Tree
-from hybridpipe.optim.gradient_sync import HorovodSync
 from hybridpipe.optim.loss_scale import DYNAMIC, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.shared_gradients import SharedGradients
@@ -45,7 +47,6 @@ from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_prog
 from hybridpipe.planning.timeline import Event
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
-from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.types import Loss
 
 
@@ -83,10 +84,12 @@ class Worker:
         self.transport = transport(peers, to_spare, progress_thread, not self.lanes.on_host)
         self.courier = courier_of(self.transport, self.lanes, cuda_aware(self.control, device))
         self._left = False
+        self.end_requested = False  # by a callback of this rank
         whole_state.broadcast(self.model, self.control)
         if numbers is not None and self.place is not None:
             spans = (plan.stages[s] for s in plan.held_stages(self.place))
-            numbers.fill(self.model, *(layers.stage(span.start, span.stop).module for span in spans))
+            with returning_freed_memory():
+                numbers.fill(self.model, *(layers.stage(span.start, span.stop).module for span in spans))
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
         self._settings = self._present_settings()
@@ -96,35 +99,40 @@ class Worker:
     def _build_executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
         plan, place, replicas = self.plan, self.place, self.communicators.replicas
         if place is None or replicas is None:
+            self._refuse(None)
             return Executor(plan, None, self.lanes, [], [], None, Update(None))
         held = plan.held_stages(place)
         stages = [self._build_stage(s, loss, seed) for s in held]
-        uses = Counter(p for stage in stages for p in stage.module.parameters())
-        parameters: Sequence[Tensor] = list(uses)
-        sync = None
-        if replicas.size > 1:
-            sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
-            late = [p for p, count in uses.items() if count > 1]
-            sync = HorovodSync(parameters, replicas, rule.compression, sparse, late)
-            parameters = sync.owned
         groups = self._groups_that_share(stages)
+        with_others = replicas, self.transport, rule.compression, groups
+        made = replication(plan, place, stages, *with_others)
+        self._refuse(rule.why_not_sharded(made.parameters, made.shards))
         elsewhere = [p for p, others in groups.items() if others[0] != place.stage]
+        of_update = self._sum_over_ranks, made.uncounted(elsewhere), made.shards
+        of_check = self._max_over_updating_ranks, elsewhere, made.parts
         pieces = (
             plan,
             place,
             self.lanes,
             stages,
             [PointToPoint(plan, s, self.courier, self.layers.precision) for s in held],
-            sync,
-            rule.build(parameters, plan, place.stage, self._sum_over_stages, elsewhere),
-            NonfiniteCheck(rule.on_nonfinite, plan, place, stages, self._max_over_updating_ranks, elsewhere),
+            made.sync,
+            rule.build(made.parameters, plan, place.stage, *of_update),
+            NonfiniteCheck(rule.on_nonfinite, plan, place, stages, *of_check),
             SharedGradients(plan, place, groups, self.courier) if groups else None,
             LossWeights(plan, self._sum_over_updating_ranks),
             LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
+            made.shards,
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(*pieces, transport=self.transport, num_stages=plan.num_stages)
         return Executor(*pieces)
+
+    def _refuse(self, why: str | None) -> None:
+        """Raise UserError on all ranks if any has a reason. Collective."""
+        for told in self.control.allgather(why):
+            if told is not None:
+                raise UserError(told)
 
     def _build_stage(self, s: int, loss: Loss, seed: int) -> Stage:
         plan = self.plan
@@ -186,11 +194,10 @@ class Worker:
             () if self.place is None else resumed_program(self.plan, self.place, num_microbatches, point)
         )
 
-    def _sum_over_stages(self, number: float) -> float:
-        """Return the sum over the stages of a number that is the same on all replicas. Collective."""
-        used, replicas = self.communicators.used, self.communicators.replicas
-        assert used is not None and replicas is not None
-        total: float = used.allreduce(number if replicas.rank == 0 else 0.0)
+    def _sum_over_ranks(self, number: float) -> float:
+        """Return the sum over the ranks that the plan uses. Collective over them."""
+        assert self.communicators.used is not None
+        total: float = self.communicators.used.allreduce(number)
         return total
 
     def _max_over_updating_ranks(self, number: int) -> int:
@@ -346,9 +353,13 @@ class Worker:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Set this rank's layers to evaluation mode inside this context, and to their own modes after it."""
+        """Set this rank's layers to evaluation mode inside this context, and back to what they were after it.
+
+        What `expect_shapes` has said comes back, too.
+        """
         stages = self.executor.stages
         modes = [(module, module.training) for stage in stages for module in stage.module.modules()]
+        vary = [stage.layers.shapes_vary for stage in stages]
         for stage in stages:
             stage.module.eval()
         try:
@@ -356,6 +367,8 @@ class Worker:
         finally:
             for module, training in modes:
                 module.training = training
+            for stage, before in zip(stages, vary, strict=True):
+                stage.layers.shapes_vary = before
 
     def infer(
         self,
@@ -388,7 +401,7 @@ class Worker:
         Args:
             skipped: True if this rank has skipped its update.
         """
-        summed = carried(numbers, preemption.state.stop_requested, skipped)
+        summed = carried(numbers, self.end_requested, preemption.state.stop_requested, skipped)
         request = self.control.Iallreduce(MPI.IN_PLACE, summed, op=MPI.SUM)
         pending = self.transport.watch(request, summed, "sum of the losses")
         return PendingLosses(summed, numbers.shape, pending)

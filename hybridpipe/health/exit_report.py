@@ -14,10 +14,14 @@ from pathlib import Path
 from hybridpipe.environment import launched_rank
 
 # The variable names a folder on a disk that all hosts share; without it nothing is reported. In it:
+#     started           the launcher has started a command
+#     rank-0003.begun   this rank reports its errors from now on
 #     rank-0003.up      signals may be passed on to this rank: it handles them now
 #     rank-0003.json    its `Outcome`, written before the rank ends
+#     continues         the folder of checkpoints that the same command would resume by itself
 DIRECTORY = "HYBRIDPIPE_OUTCOMES"
 ATTEMPT = "HYBRIDPIPE_ATTEMPT"
+STARTED, CONTINUES = "started", "continues"
 PREEMPTED = 75  # EX_TEMPFAIL: a job that is started again resumes
 
 
@@ -38,11 +42,27 @@ def has_supervisor() -> bool:
     return _directory() is not None
 
 
+def begin() -> None:
+    """Tell the supervisor that this rank reports its errors from now on."""
+    _mark("begun")
+
+
 def up() -> None:
     """Tell the supervisor that this rank handles signals from now on."""
+    _mark("up")
+
+
+def _mark(what: str) -> None:
     if directory := _directory():
         with contextlib.suppress(OSError):
-            (directory / f"rank-{launched_rank():04}.up").touch()
+            (directory / f"rank-{launched_rank():04}.{what}").touch()
+
+
+def continues(folder: str | os.PathLike[str]) -> None:
+    """Tell the supervisor that this command, started again, resumes from the checkpoints in `folder`."""
+    if (directory := _directory()) and launched_rank() == 0:
+        with contextlib.suppress(OSError):
+            (directory / CONTINUES).write_text(os.path.abspath(folder), encoding="utf-8")
 
 
 def tell(code: int, cause: str, error: str = "", step: int | None = None) -> None:
@@ -71,6 +91,24 @@ def read(directory: Path) -> list[Outcome]:
     """Return the outcomes that the ranks have reported, the earliest first."""
     texts = [path.read_text(encoding="utf-8") for path in directory.glob("rank-*.json")]
     return sorted((Outcome(**json.loads(text)) for text in texts), key=lambda outcome: outcome.time)
+
+
+def has_started(directory: Path) -> bool:
+    """Return True if the launcher has started a command on any host."""
+    return (directory / STARTED).exists()
+
+
+def has_begun(directory: Path) -> bool:
+    """Return True if a rank reports errors, or handles signals."""
+    return any(directory.glob("rank-*.begun")) or num_up(directory) > 0
+
+
+def continued(directory: Path) -> Path | None:
+    """Return the folder that the same command would resume from by itself; None if no rank has told one."""
+    try:
+        return Path((directory / CONTINUES).read_text(encoding="utf-8"))
+    except OSError:
+        return None
 
 
 def num_up(directory: Path) -> int:

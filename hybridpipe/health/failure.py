@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.errors import UserError
-from hybridpipe.health import exit_report
+from hybridpipe.health import exit_report, out_of_memory
 
 # MPI_Abort hung in 1 of 10 runs with Horovod. A rank that a signal kills makes mpirun end the job, too.
 ABORT_SECONDS = 2
@@ -61,6 +61,7 @@ def install() -> None:
     The hooks see uncaught exceptions of all threads, and `sys.exit` with an error. In a world of one rank
     they see those of the main thread, and only write the exit report; without a supervisor none is installed.
     """
+    exit_report.begin()
     alone = MPI.COMM_WORLD.size == 1
     if sys.excepthook is _excepthook or (alone and not exit_report.has_supervisor()):
         return
@@ -94,6 +95,8 @@ def guard() -> Iterator[None]:
         yield
     except BaseException as error:
         end_job_for(error)
+        if explanation := out_of_memory.explanation(error):
+            error.add_note(explanation)  # Python prints it below the error
         raise
 
 
@@ -129,9 +132,13 @@ def _at_exit() -> None:
 
 def _tell(error: BaseException) -> tuple[int, str]:
     """Write the exit report. Return the exit code and the report's line."""
-    what = traceback.format_exception_only(error)[-1].strip()
+    what = "; ".join(
+        filter(None, [traceback.format_exception_only(error)[-1].strip(), out_of_memory.explanation(error)])
+    )
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {rank_status}"
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    code = getattr(error, "exit_code", 1)  # of a UserError
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code
     exit_report.tell(code, f"{where}: {what}", what, rank_status.step)
     return code, f"{where}: {what}"
 

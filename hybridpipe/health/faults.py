@@ -37,6 +37,7 @@ POINTS = (
     "receive-activation",
     "receive-gradient",
     "all-reduce",
+    "all-gather",
     "step",
     "evaluate",
     *SAVING,

@@ -63,7 +63,8 @@ state = _State()
 def listening(wanted: bool = True) -> Iterator[None]:
     """Let the signals request a stop inside the block, if `wanted`; outside they end the process.
 
-    Only the main thread can handle signals; in another one nothing changes.
+    Under a supervisor they never end the process again: after a training, a script evaluates and writes what
+    it has trained. Only the main thread can handle signals; in another one nothing changes.
     """
     if not wanted or state.listening or threading.current_thread() is not threading.main_thread():
         yield
@@ -74,21 +75,22 @@ def listening(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         if not state.leaving:  # a second signal must not end a process that is about to end with 75
-            for signum, handler in before.items():
+            for signum, handler in before.items() if not exit_report.has_supervisor() else ():
                 signal.signal(signum, handler)
             state.listening = state.stop_requested = False
 
 
 def listen() -> None:
-    """Let the signals request a stop from now on. Main thread only."""
+    """Let the signals request a stop from now on, and tell the supervisor. Main thread only."""
     for signum in SIGNALS:
         signal.signal(signum, _note)
         signal.siginterrupt(signum, False)  # system calls of any library are resumed
     state.listening, state.stop_requested = True, state.noted
+    exit_report.up()
 
 
 def _note(_signum: int, _frame: object) -> None:
-    state.noted = state.stop_requested = True  # a second signal changes nothing
+    state.noted, state.stop_requested = True, state.listening  # a second signal changes nothing
 
 
 def _in_child() -> None:
@@ -96,7 +98,7 @@ def _in_child() -> None:
 
     USR1 is ignored there: Slurm sends it to every process of a step, and the rank needs its children to save.
     """
-    if state.listening:
+    if signal.getsignal(signal.SIGTERM) is _note:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         state.listening = state.noted = state.stop_requested = False

@@ -102,7 +102,7 @@ def mpirun_command(
     argv += _flags("HYBRIDPIPE_MPIRUN_FLAGS", env)
 
     added = {name: value for name, value in added.items() if name not in env}
-    return [*argv, *_with_path(command)], added
+    return [*argv, *with_path(command)], added
 
 
 def srun_command(
@@ -130,7 +130,7 @@ def srun_command(
     argv = [srun, "-n", str(num_ranks), "--mpi=pmix", "--kill-on-bad-exit=1"]
     argv += _flags("HYBRIDPIPE_SRUN_FLAGS", env)
     added = {name: value for name, value in added.items() if name not in env}
-    return [*argv, *_with_path(command)], added
+    return [*argv, *with_path(command)], added
 
 
 def _flags(name: str, env: Mapping[str, str]) -> list[str]:
@@ -166,7 +166,7 @@ def between_hosts(env: Mapping[str, str]) -> dict[str, str]:
     return links if use in env else links | rules
 
 
-def _with_path(command: Sequence[str]) -> list[str]:
+def with_path(command: Sequence[str]) -> list[str]:
     """Replace the program's name by its path in this environment, which every host uses."""
     program, *arguments = command
     return [program if "/" in program else find_program(program) or program, *arguments]

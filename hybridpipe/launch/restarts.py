@@ -25,7 +25,7 @@ class Attempt:
         cause: the first cause, for people.
         error: the cause without rank and host, as a rank reported it; empty if none did.
         step: the step of the error; None outside of training.
-        has_begun: True if a rank was up.
+        has_begun: True if a rank was up, or reported its errors.
         overdue: True if the job missed the deadline after a signal to stop.
     """
 
@@ -38,8 +38,15 @@ class Attempt:
     overdue: bool = False
 
 
-def attempt(returncode: int, outcomes: Sequence[Outcome], ranks: int, has_begun: bool) -> Attempt:
-    """Judge an attempt by the launcher's return code and the ranks' outcomes, earliest first."""
+def attempt(
+    returncode: int, outcomes: Sequence[Outcome], ranks: int, has_begun: bool, has_started: bool = True
+) -> Attempt:
+    """Judge an attempt by the launcher's return code and the ranks' outcomes, earliest first.
+
+    Args:
+        has_begun: a rank was up, or reported its errors.
+        has_started: the launcher has started a process, whatever that does.
+    """
     code = 128 - returncode if returncode < 0 else returncode
     failures = [outcome for outcome in outcomes if outcome.code != PREEMPTED]
     if failures and returncode not in LOST:  # a killed launcher makes its ranks fail, too
@@ -50,8 +57,8 @@ def attempt(returncode: int, outcomes: Sequence[Outcome], ranks: int, has_begun:
     if code in LOST:
         who = "a rank was lost" if returncode > 0 else "the launcher was ended"
         return Attempt(ranks, code, f"{who}: {LOST[code]}", has_begun=has_begun)
-    if code == 0 and not has_begun:  # srun that could launch no task (Slurm 22.05)
-        return Attempt(ranks, 1, "the launcher ended with exit code 0, but no rank was up", has_begun=False)
+    if code == 0 and not has_started:  # srun that could launch no task (Slurm 22.05)
+        return Attempt(ranks, 1, "the launcher ended with exit code 0, but started no rank", has_begun=False)
     cause = "" if code == 0 else f"the launcher ended with exit code {code}, and no rank reported why"
     return Attempt(ranks, code, cause, has_begun=has_begun)
 

@@ -34,6 +34,12 @@ PROBE_SECONDS = 10.0
 PROBES = 3
 POLL_SECONDS = 0.05
 PROGRAM = (sys.executable, "-m", "hybridpipe")
+# What `train` is given to resume. A script resumes by itself, if at all.
+RESUME = ("--resume", "auto")
+SCRIPT_RESUMES = 'a script resumes with fit(checkpoint=..., resume="auto")'
+# srun of Slurm 22.05 returned 0 when it could launch no task: what runs leaves a mark.
+_MARK = f'true 2>/dev/null >"${exit_report.DIRECTORY}/{exit_report.STARTED}"; exec "$@"'
+MARKED = ("/bin/sh", "-c", _MARK, "sh")
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class LaunchOptions:
     Args:
         words: the command of every rank, such as ("train", "digits.toml", "--plan", "auto").
         out: the training's folder, on a disk that all hosts share.
-        checkpoints: the training's folder of checkpoints.
+        checkpoints: the training's folder of checkpoints; None until a script's ranks tell it.
         ranks: number of ranks.
         launcher: "mpirun" or "srun".
         slots: the most ranks of each host; empty for this host, or the whole Slurm allocation.
@@ -51,13 +57,14 @@ class LaunchOptions:
         min_ranks: the fewest ranks to continue with.
         deadline_seconds: from a signal to stop until the job is ended.
         fixed_plan: True if the plan is a file, which fits one number of ranks only.
-        resumes: True if `words` contain --resume auto: checkpoints in the folder are this training's.
+        resumes: True if the command resumes by itself: checkpoints in the folder are this training's.
+        resume_words: further words with which a restart resumes.
         program: the command before `words`.
     """
 
     words: tuple[str, ...]
     out: Path
-    checkpoints: Path
+    checkpoints: Path | None
     ranks: int
     launcher: str = "mpirun"
     slots: Mapping[str, int] = field(default_factory=dict)
@@ -66,6 +73,7 @@ class LaunchOptions:
     deadline_seconds: float = 100.0
     fixed_plan: bool = False
     resumes: bool = False
+    resume_words: tuple[str, ...] = RESUME
     program: tuple[str, ...] = PROGRAM
 
 
@@ -114,6 +122,28 @@ def _hosts_of_slurm(env: Mapping[str, str]) -> list[str]:
         return []
 
 
+def of_script(command: Sequence[str], name: str = "launch") -> LaunchOptions:
+    """Options for any command, such as ("python", "train.py"); reports go to the working directory.
+
+    Args:
+        command: the words after --.
+        name: of the command of hybridpipe, for messages.
+
+    Raises:
+        UserError: there is no such program, or no such Python file.
+    """
+    if not command or mpirun.find_program(command[0]) is None:
+        got = " ".join(command) or "nothing"
+        wanted = "-- train CONFIG ..., or by -- python train.py ..."
+        raise UserError(f"{name}: must be followed by {wanted}, got {got}")
+    if Path(command[0]).name.startswith("python") and command[1:] and not command[1].startswith("-"):
+        try:
+            Path(command[1]).open().close()
+        except OSError as error:
+            raise UserError(f"{name}: {command[1]}: {error.strerror}") from None
+    return LaunchOptions(tuple(command), Path(), None, 1, resume_words=(), program=())
+
+
 def supervise(options: LaunchOptions) -> int:
     """Run the job to its end, with restarts after failures.
 
@@ -133,8 +163,10 @@ def supervise(options: LaunchOptions) -> int:
     following: LaunchOptions | None = options
     with _stop_signals() as stop:
         while following is not None:
-            ended = _attempt(following, len(attempts), stop)
+            ended, told = _attempt(following, len(attempts), stop)
             attempts.append(ended)
+            if told is not None and not options.resume_words:
+                options = replace(options, checkpoints=told, resumes=True)
             why = restarts.no_restart_reason(attempts, options.max_restarts)
             following = _on_remaining_hosts(options) if why is None and stop.signum is None else None
             has_saved = _has_saved(options, found)
@@ -143,19 +175,25 @@ def supervise(options: LaunchOptions) -> int:
                     attempts[-1] = restarts.stopped(ended)
                 why, following = "the job was asked to stop", None
             if following is not None:
-                start = "where it began"  # perhaps the checkpoint of --resume
                 if has_saved:
-                    start = "the last good checkpoint"
-                    following = replace(following, words=(*following.words, "--resume", "auto"))
+                    following = replace(following, words=(*following.words, *options.resume_words))
+                start = "the last good checkpoint" if has_saved else _anew(options)
                 _say(f"attempt {len(attempts) - 1}: {ended.cause}; restarting from {start}")
-    _report(attempts, why or f"--min-ranks is {options.min_ranks}")
+    _report(attempts, why or f"--min-ranks is {options.min_ranks}", options)
     return attempts[-1].code
+
+
+def _anew(options: LaunchOptions) -> str:
+    """Say where a restart without a checkpoint begins: perhaps at the checkpoint of --resume PATH."""
+    if options.checkpoints is None:  # a restart was asked for, and a script may save in a way of its own
+        return f"its beginning: {SCRIPT_RESUMES}, and no rank got there"
+    return "where it began"
 
 
 def _present(options: LaunchOptions) -> set[tuple[str, int]]:
     """Names and inodes of the checkpoints. A checkpoint may be replaced by another of the same name."""
     present = set()
-    for each in checkpoints(options.checkpoints):
+    for each in [] if options.checkpoints is None else checkpoints(options.checkpoints):
         with contextlib.suppress(FileNotFoundError):  # a rank of a lost host may still delete it
             present.add((each.name, each.stat().st_ino))
     return present
@@ -184,8 +222,12 @@ def _stop_signals() -> Iterator[Stop]:
             signal.signal(signum, handler)
 
 
-def _attempt(options: LaunchOptions, number: int, stop: Stop) -> restarts.Attempt:
-    """Start the job, wait for its end and leave no process behind."""
+def _attempt(options: LaunchOptions, number: int, stop: Stop) -> tuple[restarts.Attempt, Path | None]:
+    """Start the job, wait for its end and leave no process behind.
+
+    Returns:
+        Its end, and the folder of checkpoints that its command resumes from by itself, if a rank told one.
+    """
     try:
         reports = Path(tempfile.mkdtemp(prefix=".launch-", dir=options.out)).resolve()
     except OSError as error:
@@ -194,7 +236,7 @@ def _attempt(options: LaunchOptions, number: int, stop: Stop) -> restarts.Attemp
     if sys.stderr.isatty():
         env["HYBRIDPIPE_TERMINAL"] = "1"
     try:
-        argv, env = _command(options, [*options.program, *options.words], env)
+        argv, env = _command(options, [*MARKED, *mpirun.with_path([*options.program, *options.words])], env)
         job = mpirun.start(argv, env)
     except UserError:
         reports.rmdir()
@@ -202,19 +244,21 @@ def _attempt(options: LaunchOptions, number: int, stop: Stop) -> restarts.Attemp
     try:
         ended_because = _wait(job, options, reports, stop)
         job.end()
-        outcomes, has_begun = exit_report.read(reports), exit_report.num_up(reports) > 0
+        outcomes, has_begun = exit_report.read(reports), exit_report.has_begun(reports)
+        has_started, told = exit_report.has_started(reports), exit_report.continued(reports)
     finally:
         job.end()
         shutil.rmtree(reports, ignore_errors=True)
     code = 1 if ended_because else job.process.returncode  # a launcher ended from here has no code of its own
-    ended = restarts.attempt(code, outcomes, options.ranks, has_begun)
+    ended = restarts.attempt(code, outcomes, options.ranks, has_begun, has_started)
     if stop.signum is not None and not outcomes:
         because = ended_because
         if ended.code == 128 + signal.SIGUSR1:  # a rank that is not up dies of the signal
             because = "the job was asked to stop before its ranks were up"
+            because += "" if options.resume_words else ", as a script's are in fit(checkpoint=...)"
         if because:
-            return replace(ended, code=128 + stop.signum, cause=because, overdue=bool(ended_because))
-    return ended
+            ended = replace(ended, code=128 + stop.signum, cause=because, overdue=bool(ended_because))
+    return ended, told
 
 
 def _wait(job: mpirun.Job, options: LaunchOptions, reports: Path, stop: Stop) -> str:
@@ -242,9 +286,13 @@ def _wait(job: mpirun.Job, options: LaunchOptions, reports: Path, stop: Stop) ->
 
 
 def _may_be_signalled(options: LaunchOptions, reports: Path, stop: Stop) -> bool:
-    """True once every rank handles the signal, which kills a starting one, or half the deadline is over."""
-    half = options.deadline_seconds / 2
-    return exit_report.num_up(reports) >= options.ranks or stop.seconds() > half
+    """True once every rank handles the signal, which kills a starting one, or half the deadline is over.
+
+    Ctrl-C ends a script at once that may never handle signals.
+    """
+    half, num_up = options.deadline_seconds / 2, exit_report.num_up(reports)
+    interrupted = stop.signum == signal.SIGINT and not num_up and not options.resume_words
+    return interrupted or num_up >= options.ranks or stop.seconds() > half
 
 
 def _command(
@@ -300,16 +348,22 @@ def _starts(options: LaunchOptions, host: str) -> bool:
         job.end()
 
 
-def _report(attempts: Sequence[restarts.Attempt], why: str) -> None:
+def _report(attempts: Sequence[restarts.Attempt], why: str, options: LaunchOptions) -> None:
     """Print the result and the first cause of a failure, in one line."""
     last = attempts[-1]
     tries = f" after {len(attempts)} attempts" if len(attempts) > 1 else ""
     if last.code == exit_report.PREEMPTED:
-        _say(f"{last.cause}; exit code {last.code}: start it again with --resume auto")
+        _say(f"{last.cause}; exit code {last.code}: {_how_to_go_on(options)}")
     elif last.code:
         _say(f"failed with exit code {last.code}{tries} ({why}): {last.cause}")
     elif tries:
         _say(f"done{tries}")
+
+
+def _how_to_go_on(options: LaunchOptions) -> str:
+    if options.resume_words:
+        return f"start it again with {' '.join(options.resume_words)}"
+    return "start it again" if options.resumes else f"{SCRIPT_RESUMES}, and this one did not call it"
 
 
 def _say(what: str) -> None:

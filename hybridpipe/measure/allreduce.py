@@ -31,7 +31,7 @@ from hybridpipe.measure.repetitions import (
     timed_call,
 )
 from hybridpipe.optim.gradient_sync import CYCLE_TIME, horovod, wait_for
-from hybridpipe.planning.cluster import AllReduce
+from hybridpipe.planning.cluster import Collective
 from hybridpipe.planning.cost import fit
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ LARGE_BYTES = (2**24, 2**25, 2**26)
 
 def measure_allreduce(
     world: "MPI.Comm", unit: Unit, link: Link, gradient_bytes: int, computing: Computing, lanes: Lanes
-) -> tuple[AllReduce, float, float]:
+) -> tuple[Collective, float, float]:
     """Measure Horovod's all-reduce over the first unit of a level. Collective over `world`.
 
     Args:
@@ -92,7 +92,7 @@ def measure_allreduce(
         wait += fit.unevenness(waited, computing.sharing, computing.processors)
     else:
         wait = quick + 1e-3 * max(0.0, cycle - QUICK_CYCLE_MILLISECONDS) / 2
-    figures = AllReduce(sent / line.seconds_per_byte, latency, line.error, wait)
+    figures = Collective(sent / line.seconds_per_byte, latency, line.error, wait)
     alone, reducing, both = beside
     busy = reducing - quick  # waiting for Horovod's cycle takes no processor time
     return figures, fit.overlap(alone, busy, both) if busy > 0 else 1.0, speed

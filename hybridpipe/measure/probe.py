@@ -4,27 +4,26 @@ Not known here: how figures follow from timings (`hybridpipe.planning.cost.fit`)
 Invariant: ranks outside a measurement sleep (`hybridpipe.comm.idle`); those inside repeat equally often.
 """
 
-import re
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from hybridpipe.comm.idle import idle_barrier, machine_leaders
+from hybridpipe.comm.idle import machine_leaders
 from hybridpipe.device import GpuLanes, lanes_of
+from hybridpipe.environment.memory_limits import bytes_for_stages
 from hybridpipe.measure.allreduce import LARGE_BYTES, measure_allreduce
 from hybridpipe.measure.computing import measure_computing
 from hybridpipe.measure.links import Link, measure_link, measure_wakeups
+from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.measure.repetitions import OpenTransport, Unit, Work, default_work
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 CPU = torch.device("cpu")
-_MEMORY = Path("/proc/meminfo")
 
 
 def probe(
@@ -82,7 +81,7 @@ def probe(
         wakeups = measure_wakeups(world, computing.sharing, computing.speeds, open_transport)
     return Cluster(
         levels=tuple(map(_level, levels, links, reduced)),
-        memory_bytes=_memory_bytes(world, device, per_processor),
+        memory_bytes=bytes_for_stages(memory_of_ranks(world, device)),
         relative_speed=computing.relative_speed,
         node_ranks=per_processor,
         compute_speeds=computing.speeds,
@@ -94,7 +93,7 @@ def probe(
     )
 
 
-def _level(unit: Unit, link: Link, allreduce: AllReduce) -> Level:
+def _level(unit: Unit, link: Link, allreduce: Collective) -> Level:
     return Level(
         unit.name,
         unit.ranks,
@@ -128,17 +127,3 @@ def _equal_units(leaders: Sequence[int]) -> int | None:
     if len(leaders) % size:
         return None
     return size if list(leaders) == [rank - rank % size for rank in range(len(leaders))] else None
-
-
-def _memory_bytes(world: "MPI.Comm", device: torch.device, per_processor: int) -> int | None:
-    """Return the memory for one rank: its share of what its GPU or machine has left; None: unknown."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        idle_barrier(world)  # the ranks that share the GPU have let go of theirs, too
-        own = torch.cuda.memory_reserved(device)  # the measured copy, which training replaces
-        left = torch.cuda.mem_get_info(device)[0] // per_processor + own
-    else:
-        told = re.search(r"MemAvailable: *(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
-        left = int(told[1]) * 1024 // per_processor if told else 0
-    least: int = min(world.allgather(left))
-    return least or None

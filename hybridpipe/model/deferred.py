@@ -6,6 +6,7 @@ that is filled is what the factory would have made at once.
 
 import logging
 import random
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ def build(factory: Factory) -> Built:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     tape = Tape()
     try:
-        with _quiet(), tape:
+        with _quiet(), _converting_in_place(), tape:
             model = factory()
         built = Built(_checked(model, factory), _taken_out(model, tape))
         tape.check_nothing_is_left()
@@ -147,6 +148,30 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
+
+
+@contextmanager
+def _converting_in_place() -> Iterator[None]:
+    """Let `half()` and `to()` of a module give its parameters new data, as they do where there are numbers.
+
+    For fake parameters torch swaps tensors instead, which it refuses for those that anything else refers to.
+    """
+    swap, options = torch.utils.swap_tensors, torch.__future__
+
+    def convert(tensor: Tensor, values: Tensor) -> None:
+        of_module = sys._getframe(1).f_code is nn.Module._apply.__code__
+        if not of_module or options.get_swap_module_params_on_conversion():
+            swap(tensor, values)  # type: ignore[no-untyped-call]
+        elif options.get_overwrite_module_params_on_conversion():
+            raise CannotDefer("a conversion of a module replaces its parameters")
+        else:
+            tensor.data = values
+
+    torch.utils.swap_tensors = convert
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 def _taken_out(model: nn.Module, tape: Tape) -> Numbers:

@@ -53,18 +53,77 @@ class GradientSync(Protocol):
     def close(self) -> None:
         """Release hooks and communicators. Collective over the replicas."""
 
-    def finish(self) -> None:
-        """Wait until the `.grad` of every owned parameter holds the sum over the replicas."""
+    def finish(self, completes: bool = True) -> None:
+        """Wait until the sum over the replicas is where the update finds it.
+
+        Args:
+            completes: False where more backwards follow before the update.
+        """
 
 
-class _Bucket:
-    """Parameters that are reduced together; `missing` holds those whose last gradient has not arrived."""
+class Bucket:
+    """Parameters whose gradients an all-reduce sums together.
 
-    def __init__(self, name: str, parameters: list[Tensor]) -> None:
+    Args:
+        name: the same on all replicas, and no other bucket's.
+        sparse: parameters whose gradients may be sparse.
+        halves: float32 gradients travel as float16.
+
+    Attributes:
+        missing: parameters whose last gradient has not arrived.
+        handle: of the reduction under way.
+        num_bytes: of gradients in the last reduction.
+        is_reduced: the sum is there.
+        waits: only the reduction that completes the gradients covers the bucket.
+    """
+
+    what = "all-reduce"
+
+    def __init__(
+        self, name: str, parameters: list[Tensor], sparse: Collection[Tensor] = (), halves: bool = False
+    ) -> None:
         self.name, self.parameters = name, parameters
-        self.missing = set(parameters)
+        self._sparse, self._halves = frozenset(sparse).intersection(parameters), halves
         self.tensors: list[Tensor] = []
         self.handle: Any = None
+        self.num_bytes = 0
+        self.is_reduced = self.waits = False
+        self.missing = set(parameters)
+
+    @property
+    def has_started(self) -> bool:
+        """True from `start` to `reset`."""
+        return self.handle is not None or self.is_reduced
+
+    def reset(self) -> None:
+        """Begin anew, for the next reduction."""
+        self.missing, self.is_reduced = set(self.parameters), False
+
+    def start(self, hvd: Any) -> None:
+        """Start the reduction of the present gradients. Collective over the replicas."""
+        device = self.parameters[0].device  # Horovod refuses a group of tensors on several devices
+        present = torch.tensor([float(p.grad is not None) for p in self.parameters], device=device)
+        rows = [_rows(p) for p in self.parameters if p in self._sparse]
+        self.tensors = [*(_reducible(p, self._halves) for p in self.parameters), *rows]
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors)
+        self.tensors.append(present)
+        pieces = [piece for tensor in self.tensors for piece in _pieces(tensor)]
+        self.handle = hvd.grouped_allreduce_async_(pieces, name=self.name, op=hvd.Sum)
+
+    def finish(self, hvd: Any) -> None:
+        """Wait for the sums, and put them where they belong."""
+        wait_for(hvd, self.handle)
+        *tensors, present = self.tensors
+        rows = iter(tensors[len(self.parameters) :])
+        for parameter, tensor, count in zip(self.parameters, tensors, present.tolist()):
+            rows_of = next(rows) if parameter in self._sparse else None
+            if not count:
+                parameter.grad = None
+            elif rows_of is not None and not rows_of[-1]:
+                parameter.grad = _sparse(tensor.to(parameter.dtype), rows_of[:-1])
+            else:
+                _put(parameter, tensor)
+        self.tensors, self.handle, self.is_reduced = [], None, True
 
 
 class HorovodSync:
@@ -112,8 +171,7 @@ class HorovodSync:
         """Build the buckets anew from the parameters that require grad now. Collective over the replicas."""
         self._unhook()
         trained = [p for p in self._parameters if p.requires_grad]
-        self._buckets = _buckets([p for p in trained if p not in self._late])
-        self._buckets += _buckets([p for p in trained if p in self._late], "shared")
+        self._buckets = self._make_buckets(trained)
         if self._buckets and self._hvd is None:
             with rank_status.waiting("start of Horovod", self._ranks):
                 self._hvd = horovod(self._replicas)
@@ -121,8 +179,16 @@ class HorovodSync:
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
             for parameter in bucket.parameters
-            if parameter not in self._late  # `finish` reduces these
+            if parameter not in self._late and not bucket.waits  # `finish` reduces these
         ]
+
+    def _make_buckets(self, trained: Sequence[Tensor]) -> list[Bucket]:
+        early = [p for p in trained if p not in self._late]
+        return self._filled(early) + self._filled([p for p in trained if p in self._late], "shared")
+
+    def _filled(self, parameters: Sequence[Tensor], name: str = "bucket") -> list[Bucket]:
+        buckets = enumerate(filled(parameters))
+        return [Bucket(f"{name}{i}", members, self._sparse, self._halves) for i, members in buckets]
 
     def begin_final_backward(self) -> None:
         """Start reducing each bucket as soon as it is full."""
@@ -132,16 +198,16 @@ class HorovodSync:
         """Stop reducing buckets as they fill."""
         self._armed = False
 
-    def finish(self) -> None:
+    def finish(self, completes: bool = True) -> None:
         """Reduce the buckets that no backward has filled, and wait for all buckets."""
-        for bucket in self._buckets:
-            if bucket.handle is None:
+        due = [bucket for bucket in self._buckets if completes or not bucket.waits]
+        for bucket in due:
+            if not bucket.has_started:
                 self._start(bucket)
-        for i, bucket in enumerate(self._buckets, start=1):
-            num_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
-            what = f"all-reduce of {bucket.name} ({i} of {len(self._buckets)}), {num_bytes} bytes"
-            with rank_status.waiting(what, self._ranks):
+        for bucket in due:
+            if bucket.handle is not None:
                 self._finish(bucket)
+            bucket.reset()
 
     def close(self) -> None:
         """Remove the parameters' hooks and shut down the stage's Horovod world. Collective over its ranks."""
@@ -153,11 +219,11 @@ class HorovodSync:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, bucket: _Bucket) -> Any:
+    def _hook(self, bucket: Bucket) -> Any:
         def arrived(parameter: Tensor) -> None:
             if not self._armed:
                 return
-            if bucket.handle is not None:
+            if bucket.has_started:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward, "
                     "after the all-reduce of the first had started; re-entrant activation checkpoints that "
@@ -165,33 +231,24 @@ class HorovodSync:
                 )
             bucket.missing.discard(parameter)
             if not bucket.missing:
-                self._start(bucket)
+                self._full(bucket)
 
         return arrived
 
-    def _start(self, bucket: _Bucket) -> None:
-        device = bucket.parameters[0].device  # Horovod refuses a group of tensors on several devices
-        present = torch.tensor([float(p.grad is not None) for p in bucket.parameters], device=device)
-        rows = [_rows(p) for p in bucket.parameters if p in self._sparse]
-        bucket.tensors = [*(_reducible(p, self._halves) for p in bucket.parameters), *rows]
-        self.bytes_reduced += sum(tensor.nbytes for tensor in bucket.tensors)
-        bucket.tensors.append(present)
-        pieces = [piece for tensor in bucket.tensors for piece in _pieces(tensor)]
-        bucket.handle = self._hvd.grouped_allreduce_async_(pieces, name=bucket.name, op=self._hvd.Sum)
+    def _full(self, bucket: Bucket) -> None:
+        """Start a bucket that a backward has filled."""
+        self._start(bucket)
 
-    def _finish(self, bucket: _Bucket) -> None:
-        wait_for(self._hvd, bucket.handle)
-        *tensors, present = bucket.tensors
-        rows = iter(tensors[len(bucket.parameters) :])
-        for parameter, tensor, count in zip(bucket.parameters, tensors, present.tolist()):
-            rows_of = next(rows) if parameter in self._sparse else None
-            if not count:
-                parameter.grad = None
-            elif rows_of is not None and not rows_of[-1]:
-                parameter.grad = _sparse(tensor.to(parameter.dtype), rows_of[:-1])
-            else:
-                _put(parameter, tensor)
-        bucket.missing, bucket.tensors, bucket.handle = set(bucket.parameters), [], None
+    def _start(self, bucket: Bucket) -> None:
+        bucket.start(self._hvd)
+        self.bytes_reduced += bucket.num_bytes
+
+    def _finish(self, bucket: Bucket) -> None:
+        at = f"{self._buckets.index(bucket) + 1} of {len(self._buckets)}"
+        with rank_status.waiting(
+            f"{bucket.what} of {bucket.name} ({at}), {bucket.num_bytes} bytes", self._ranks
+        ):
+            bucket.finish(self._hvd)
 
 
 def _reducible(parameter: Tensor, halve: bool) -> Tensor:
@@ -258,25 +315,23 @@ def _shares_memory(gradient: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
-def _buckets(parameters: list[Tensor], name: str = "bucket") -> list[_Bucket]:
+def filled(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """Fill buckets in the reverse order of the parameters, which is about the order of the backward."""
-    buckets, filling, filled = [], [], 0
+    buckets, filling, size = [], list[Tensor](), 0
     for parameter in reversed(parameters):
         filling.append(parameter)
-        filled += parameter.nbytes
-        if filled >= BUCKET_BYTES:
+        size += parameter.nbytes
+        if size >= BUCKET_BYTES:
             buckets.append(filling)
-            filling, filled = [], 0
-    if filling:
-        buckets.append(filling)
-    return [_Bucket(f"{name}{i}", members) for i, members in enumerate(buckets)]
+            filling, size = [], 0
+    return [*buckets, filling] if filling else buckets
 
 
-def wait_for(hvd: Any, handle: int) -> None:
-    """Wait for an all-reduce and sleep between polls, since Horovod's own wait occupies a core."""
+def wait_for(hvd: Any, handle: int) -> Any:
+    """Wait for a reduction, return its outputs; sleep between polls, as Horovod's wait takes a core."""
     while not hvd.poll(handle):
         time.sleep(POLL_SECONDS)
-    hvd.synchronize(handle)
+    return hvd.synchronize(handle)
 
 
 def horovod(communicator: "MPI.Comm") -> Any:

@@ -44,6 +44,8 @@ class NonfiniteCheck:
         policy: one of ON_NONFINITE: end the job, skip the update, or check nothing.
         agree: under "skip": returns the largest number of all ranks that update together; collective.
         elsewhere: parameters whose gradients another stage checks.
+        parts: the tensor that has this rank's gradients of each parameter; one that is missing has none here.
+            By default the parameter itself.
     """
 
     def __init__(
@@ -54,15 +56,16 @@ class NonfiniteCheck:
         stages: Sequence[Stage],
         agree: Callable[[int], int],
         elsewhere: Collection[Tensor] = (),
+        parts: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         self._policy, self._stages, self._agree = policy, stages, agree
         self._held, self._last = plan.held_stages(place), plan.num_stages - 1
         self._rank, self._num_ranks = plan.stages[place.stage].ranks[place.replica], max(plan.ranks) + 1
         behind = min(self._last - max(self._held), MOST_STAGGERS)
         self._stagger_seconds = STAGGER_SECONDS * (behind + 0.5 * (place.replica > 0))
-        self._elsewhere = frozenset(elsewhere)
         own = dict.fromkeys(p for stage in stages for p in stage.module.parameters())
-        self._parameters = [p for p in own if p not in self._elsewhere]
+        checked = {p: p for p in own} if parts is None else parts
+        self._checked = {p: part for p, part in checked.items() if p in own and p not in set(elsewhere)}
         self.num_skipped = 0
 
     def allows(
@@ -115,7 +118,7 @@ class NonfiniteCheck:
 
     def _seem_finite(self, losses: Mapping[int, Tensor]) -> bool:
         """Return False if a number may not be finite; a norm of finite numbers can overflow, too."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self._checked.values() if p.grad is not None]
         numbers = [*norms(gradients), *losses.values()]
         if not numbers:
             return True
@@ -135,9 +138,10 @@ class NonfiniteCheck:
                 yield self._last + 1, f"{what} (stage {self._last}) is not finite: {loss.item()}"
         for number, stage in sorted(zip(self._held, self._stages, strict=True), key=lambda each: -each[0]):
             for name, parameter in reversed(list(stage.module.named_parameters())):
-                if parameter.grad is None or parameter in self._elsewhere:
+                gradient = self._checked[parameter].grad if parameter in self._checked else None
+                if gradient is None:
                     continue
-                found = not_finite(dense(parameter.grad))
+                found = not_finite(dense(gradient))
                 if found is not None:
                     where = f"step {step}, stage {number}, {stage.layers.described(name)}"
                     yield number, f"the gradient of {where} is not finite: {found}"

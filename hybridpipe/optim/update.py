@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from hybridpipe.model.precision import FP32, Precision
+from hybridpipe.optim.elementwise import why_not_in_parts
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
+from hybridpipe.optim.shards import Shards
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
 from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.plan import Plan
@@ -84,7 +86,8 @@ class UpdateRule:
         non_negative_int("delay_warm_up", self.delay_warm_up)
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.clip_grad_norm is not None:
-            positive("clip_grad_norm", self.clip_grad_norm)
+            if self.clip_grad_norm != math.inf:  # that only measures it
+                positive("clip_grad_norm", self.clip_grad_norm)
             if plan.is_asynchronous:
                 raise ValueError(
                     f"clip_grad_norm must not be given under {plan.schedule}, got {self.clip_grad_norm}: its "
@@ -113,6 +116,13 @@ class UpdateRule:
         if parameters:
             Update(self.optimizer(parameters), self.lr_scheduler)
 
+    def why_not_sharded(self, parameters: Sequence[Tensor], shards: Shards | None) -> str | None:
+        """Return why the optimizer cannot update this replica's parts of the parameters; None if it can."""
+        if shards is None or not shards.ranges:
+            return None
+        why = why_not_in_parts(self.optimizer, parameters, shards.ranges)
+        return why and f"zero needs an optimizer that updates each element by itself: {why}; set zero = 0"
+
     def build(
         self,
         parameters: Sequence[Tensor],
@@ -120,6 +130,7 @@ class UpdateRule:
         stage: int,
         add_up: Callable[[float], float],
         elsewhere: Collection[Tensor] = (),
+        shards: Shards | None = None,
     ) -> "Update":
         """Return the `Update` of a rank.
 
@@ -128,10 +139,16 @@ class UpdateRule:
                 users may train them later, and it skips parameters without a gradient.
             stage: the rank's stage; any one of them where it holds several chunks.
             add_up, elsewhere: see `Update`.
+            shards: what this replica updates; None: everything.
         """
         scaled = plan.traits.whole_minibatch and self.scale_learning_rate
+        optimizer = self._optimizer(parameters)
+        if shards is not None:
+            if optimizer is not None:
+                shards.take_over(optimizer)
+            parameters = [*parameters, *(part for p, part in shards.parts.items() if part is not p)]
         return Update(
-            self._optimizer(parameters),
+            optimizer,
             self.lr_scheduler,
             LearningRate(
                 plan.replicas[stage] / plan.replicas[0] if scaled else 1.0,
@@ -190,9 +207,9 @@ class Update:
         scheduler: makes a learning-rate scheduler, which counts minibatches.
         learning_rate: the stage's factor on the learning rate; by default 1.
         max_norm: gradients are scaled down to this norm over the whole model; None does not clip.
-        add_up: returns the sum of a number over all stages; collective, called only with `max_norm`.
+        add_up: returns the sum of a number over all ranks; collective, called only with `max_norm`.
         parameters: the gradients of these are dropped after an update; by default the optimizer's.
-        elsewhere: parameters whose gradients another stage counts in the norm.
+        elsewhere: parameters whose gradients another rank counts in the norm.
         loss_scale: the factor on the losses; by default none.
 
     Raises:
@@ -225,6 +242,7 @@ class Update:
         groups = [] if optimizer is None else optimizer.param_groups
         self._parameters = parameters or [p for group in groups for p in group["params"]]
         self.num_minibatches = 0
+        self.gradient_norm: float | None = None  # of the whole model at the last update that was clipped
 
     def step(self, num_minibatches: int = 1) -> None:
         """Apply the gradients of `num_minibatches` minibatches, then drop them and step the scheduler."""
@@ -274,7 +292,8 @@ class Update:
         counted = gradients_of(self.optimizer, self._elsewhere)
         norms = list(torch._foreach_norm(counted)) if counted else []
         here = float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
-        factor = max_norm / (math.sqrt(self.add_up(here)) + 1e-6)
+        self.gradient_norm = math.sqrt(self.add_up(here))
+        factor = max_norm / (self.gradient_norm + 1e-6)
         if gradients and not factor >= 1:  # a NaN norm makes all gradients NaN, as in one process
             torch._foreach_mul_(gradients, factor)
 

@@ -6,9 +6,9 @@ the first node.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,12 @@ from hybridpipe.planning.checks import (
 
 Bytes = TypeVar("Bytes", float, NDArray[np.float64])  # of one message, or of many
 CLUSTER_FORMAT = "hybridpipe-cluster/1"
+# Collectives over a stage's replicas: the field of `Level` with its figures, and the part that a rank sends
+# of a ring's 2 (m-1)/m.
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "allreduce", "reduce_scatter", "all_gather"
+PARTS_SENT = {ALL_REDUCE: 1.0, REDUCE_SCATTER: 0.5, ALL_GATHER: 0.5}
 NO_COMPRESSION = "none"
-COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that an all-reduce moves
+COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that a reduction moves
 
 
 def check_compression(compression: str) -> None:
@@ -44,17 +48,18 @@ def check_compression(compression: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
-    """Measured figures of Horovod's ring all-reduce: `latency + 2 (m-1)/m bytes / bandwidth` over m ranks.
+class Collective:
+    """Measured figures of a collective in a ring of m ranks: `latency + sent bytes / bandwidth`.
 
-    The bytes are those beyond the `burst_bytes` of the level.
+    A rank sends 2 (m-1)/m of the bytes in an all-reduce, (m-1)/m in a reduce-scatter or all-gather. They are
+    those beyond the `burst_bytes` of the level.
 
     Args:
         bandwidth: bytes per second.
-        latency_seconds: the part of an all-reduce that does not depend on its size.
+        latency_seconds: the part that does not depend on the size.
         fit_error: the largest deviation of a measured size from that line, relative to the measurement.
         wait_seconds: the mean wait for Horovod's next cycle, with the time that ranks sharing processors lose
-            by coming unevenly. An all-reduce that is ready when the one before it ends starts without this
+            by coming unevenly. A collective that is ready when the one before it ends starts without this
             wait.
     """
 
@@ -84,6 +89,10 @@ class Level:
             all its ranks together, as the ranks of a node share its network card. None: each rank has
             `bandwidth` to itself.
         allreduce: measured figures of an all-reduce over this level. None: those of its links.
+        reduce_scatter: of a reduce-scatter. None: those of an all-reduce where that is measured, which then
+            is never slower; else of the links.
+        all_gather: of an all-gather of weights. None: half of an all-reduce's where that is measured; else of
+            the links.
         fit_error: the largest deviation of a measured message from `latency + bytes / bandwidth`, relative.
         burst_bytes: bytes that a rested link lets pass at once. `bandwidth` holds for the bytes beyond, and
             refills the burst: the token bucket of a network that limits a rate. None: `bandwidth` holds from
@@ -95,9 +104,11 @@ class Level:
     bandwidth: float
     latency_seconds: float
     shared_bandwidth: float | None = None
-    allreduce: AllReduce | None = None
+    allreduce: Collective | None = None
     fit_error: float | None = None
     burst_bytes: float | None = None
+    reduce_scatter: Collective | None = None
+    all_gather: Collective | None = None
 
     def __post_init__(self) -> None:
         positive_int("ranks", self.ranks)
@@ -112,9 +123,15 @@ class Level:
         if self.fit_error is not None:
             non_negative("fit_error", self.fit_error)
 
+    def with_collectives(self, changed: Callable[[Collective], Collective]) -> "Level":
+        """Return the level with its measured collectives changed."""
+        each = ((name, getattr(self, name)) for name in PARTS_SENT)
+        measured: dict[str, Any] = {name: changed(figures) for name, figures in each if figures is not None}
+        return replace(self, **measured)
+
 
 class Ring(NamedTuple):
-    """The cost of an all-reduce over some ranks: `latency_seconds + num_bytes * seconds_per_byte`.
+    """The cost of a collective over some ranks: `latency_seconds + num_bytes * seconds_per_byte`.
 
     The first of several in a row takes `wait_seconds` more.
     """
@@ -124,9 +141,21 @@ class Ring(NamedTuple):
     wait_seconds: float = 0.0
 
     def seconds(self, num_bytes: NDArray[np.float64] | float) -> NDArray[np.float64]:
-        """Return the seconds of one all-reduce by itself; 0 without bytes to sum."""
+        """Return the seconds of one collective by itself; 0 without bytes."""
         start = self.latency_seconds + self.wait_seconds
         return np.where(np.greater(num_bytes, 0), start + self.seconds_per_byte * num_bytes, 0.0)
+
+
+class Rings(NamedTuple):
+    """The costs of the collectives of a stage's replicas."""
+
+    all_reduce: Ring
+    reduce_scatter: Ring
+    all_gather: Ring
+
+    def scatters(self, num_bytes: NDArray[np.float64] | float) -> NDArray[np.bool_]:
+        """Return True where a reduce-scatter of these bytes takes less than an all-reduce."""
+        return np.less(self.reduce_scatter.seconds(num_bytes), self.all_reduce.seconds(num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +182,7 @@ class Cluster:
         overlap: the share of an all-reduce, without its `wait_seconds`, that costs the computing rank
             nothing, in [0, 1]. The rest takes processor time, measured while all ranks of the machine
             compute.
-        allreduce_factor: bytes that an all-reduce moves for each byte of a gradient (COMPRESSIONS).
+        allreduce_factor: bytes that a reduction moves for each byte of a gradient (COMPRESSIONS).
         waits_for_messages: a rank computes nothing while it sends or receives, as where sends and receives
             block (DeepSpeed). False: messages overlap with computing, as this package's do.
     """
@@ -287,22 +316,37 @@ class Cluster:
         now, then = (n * self.shared_speed(n) for n in (num_active, num_active + 1))
         return then - now < self.shared_speed(1) / 2
 
-    def ring(self, ranks: Sequence[int]) -> Ring:
-        """Return the cost of a ring all-reduce: in each of 2 (m-1) steps a rank sends 1/m of the data.
+    def ring(self, ranks: Sequence[int], collective: str = ALL_REDUCE) -> Ring:
+        """Return the cost of a collective in a ring: in each step a rank sends 1/m of the data.
 
-        The ring visits the ranks in order, so it crosses the link of each unit once in each direction. It is
-        as slow as the outermost level that it crosses. A measured one has the latency of the whole level.
+        An all-reduce has 2 (m-1) steps; a reduce-scatter and an all-gather have m-1, and are its halves. The
+        ring visits the ranks in order, so it crosses the link of each unit once in each direction. It is as
+        slow as the outermost level that it crosses. A measured one has the latency of the whole level.
         Source: Patarasuk & Yuan 2009.
+
+        Args:
+            collective: ALL_REDUCE, REDUCE_SCATTER or ALL_GATHER.
         """
         m = len(ranks)
         if m == 1:
             return Ring(0.0, 0.0)
         level = self.levels[self.level_index(min(ranks), max(ranks))]  # the outermost that it crosses
-        sent = 2 * (m - 1) / m * self.allreduce_factor
-        if (figures := level.allreduce) is not None:
+        factor_sent = 1.0 if collective == ALL_GATHER else self.allreduce_factor
+        sent = 2 * (m - 1) / m * PARTS_SENT[collective] * factor_sent
+        figures: Collective | None = getattr(level, collective)
+        if figures is not None:
             return Ring(figures.latency_seconds, sent / figures.bandwidth, figures.wait_seconds)
+        if level.allreduce is not None:
+            whole = self.ring(ranks)
+            if collective == REDUCE_SCATTER:
+                return whole
+            return Ring(whole.latency_seconds / 2, sent / level.allreduce.bandwidth)
         bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
-        return Ring(2 * (m - 1) * level.latency_seconds, sent / bandwidth)
+        return Ring(2 * (m - 1) * PARTS_SENT[collective] * level.latency_seconds, sent / bandwidth)
+
+    def rings(self, ranks: Sequence[int]) -> Rings:
+        """Return `ring` of every collective."""
+        return Rings(*(self.ring(ranks, each) for each in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)))
 
     def occupied_seconds(self, num_bytes: Bytes, num_messages: int = 1) -> Bytes:
         """Return the least seconds that messages with `num_bytes` in all keep a rank from computing.

@@ -78,24 +78,23 @@ def changed(
 
 
 def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
-    """Return the cluster with another outermost bandwidth; shared links and all-reduces scale with it."""
+    """Return the cluster with another outermost bandwidth; shared links and collectives scale with it."""
     level = cluster.levels[-1]
     ratio = bandwidth / level.bandwidth
     shared = level.shared_bandwidth and level.shared_bandwidth * ratio
-    figures = level.allreduce and replace(level.allreduce, bandwidth=level.allreduce.bandwidth * ratio)
-    return _outermost(
-        cluster, replace(level, bandwidth=bandwidth, shared_bandwidth=shared, allreduce=figures)
-    )
+    level = level.with_collectives(lambda each: replace(each, bandwidth=each.bandwidth * ratio))
+    return _outermost(cluster, replace(level, bandwidth=bandwidth, shared_bandwidth=shared))
 
 
 def with_latency(cluster: Cluster, seconds: float) -> Cluster:
-    """Return the cluster with another outermost latency; a measured all-reduce's scales with it."""
+    """Return the cluster with another outermost latency; those of measured collectives scale with it."""
     level = cluster.levels[-1]
-    figures = level.allreduce
-    if figures and level.latency_seconds:
+    if level.latency_seconds:
         ratio = seconds / level.latency_seconds
-        figures = replace(figures, latency_seconds=figures.latency_seconds * ratio)
-    return _outermost(cluster, replace(level, latency_seconds=seconds, allreduce=figures))
+        level = level.with_collectives(
+            lambda each: replace(each, latency_seconds=each.latency_seconds * ratio)
+        )
+    return _outermost(cluster, replace(level, latency_seconds=seconds))
 
 
 def with_ranks(cluster: Cluster, num_ranks: int) -> Cluster:

@@ -21,7 +21,7 @@ from hybridpipe.planning.schedules.instructions import (
     Load,
     Products,
 )
-from hybridpipe.planning.timeline import BACKWARDS, Event, Timeline, kind
+from hybridpipe.planning.timeline import BACKWARDS, COLLECTIVES, Event, Timeline, kind
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -34,6 +34,8 @@ FILLS = {
     "backward-weight": "+",
     "products": "+",
     "all-reduce": "~",
+    "reduce-scatter": "~",
+    "all-gather": "^",
     "step": "*",
 }
 
@@ -62,7 +64,9 @@ def text(timeline: Timeline, width: int = 100) -> str:
     kinds = _kinds(timeline, ranks)
     parts = ", I and W its halves" if "backward-weight" in kinds else ""
     parts += ", + batched wgrad" if "products" in kinds else ""
-    key = f"F forward, B backward{parts}, ~ all-reduce, * step, . waiting"
+    reduction = "reduction" if "reduce-scatter" in kinds else "all-reduce"
+    gather = ", ^ all-gather" if "all-gather" in kinds else ""
+    key = f"F forward, B backward{parts}, ~ {reduction}, * step{gather}, . waiting"
     left_out = f"; {len(ranks)} of {len(timeline.events)} ranks" if len(ranks) < len(timeline.events) else ""
     return "\n".join([*rows, f"0 to {timeline.seconds / scale:.3g} {unit}; {key}{left_out}"])
 
@@ -94,6 +98,8 @@ COLOURS = {
     "backward-weight": "#e6cf62",
     "products": "#e6cf62",
     "all-reduce": "#b99be3",
+    "reduce-scatter": "#b99be3",
+    "all-gather": "#d6a3d9",
     "step": "#3fb68b",
 }
 FADED = 0.55  # share of white in the colour of a rank's last stage
@@ -132,7 +138,8 @@ def svg(
     left_out = f" · {len(ranks)} of {len(used)} ranks" if len(ranks) < len(used) else ""
     left_out += " · finest bars left out" if finest else ""
     seen = _kinds(timeline, ranks)
-    kinds = [name for name in COLOURS if name not in BACKWARDS[1:] or name in seen]
+    rare = (*BACKWARDS[1:], *COLLECTIVES[1:])
+    kinds = [name for name in COLOURS if name not in rare or name in seen]
     lines = [*_header(timeline, title, left_out, prediction, kinds), *_axis(seconds, TOP, bottom)]
     for i, rank in enumerate(ranks):
         lines += _rank(timeline, plan, rank, TOP + ROW * i, finest)

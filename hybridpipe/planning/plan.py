@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.planning.checks import MAX_RANKS, non_negative_int, plain, positive_int
+from hybridpipe.planning.checks import MAX_RANKS, non_negative_int, one_of, plain, positive_int
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
+ZERO = (0, 1, 2)  # what replicas may share out: nothing, the optimizer's state, the gradients, too
 # What a plan whose backwards are split may say, and the check of each.
 SPLIT_OPTIONS = {"in_flight": positive_int, "weight_lag": non_negative_int}
 
@@ -35,9 +36,13 @@ class StageSpec:
         ranks: in the order of the replicas; empty: the plan numbers them.
         recompute: the stage keeps only its inputs and runs the forward again before the backward (GPipe,
             Huang et al. 2019, section 2.3).
+        zero: what its replicas share out among each other (ZeRO, Rajbhandari et al., SC 2020, section 5): 0
+            nothing, 1 the optimizer's state and its update, 2 the gradients, too. Without meaning for one
+            replica.
+        scatter: under `zero` gradients are reduced by a reduce-scatter; False: by an all-reduce.
 
     Raises:
-        ValueError: the stage is empty, or `ranks` does not name `replicas` ranks.
+        ValueError: the stage is empty, `ranks` does not name `replicas` ranks, or `zero` is none of these.
     """
 
     start: int
@@ -45,10 +50,12 @@ class StageSpec:
     replicas: int = 1
     ranks: tuple[int, ...] = ()
     recompute: bool = False
+    zero: int = 0
+    scatter: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(map(plain, self.ranks)))
-        for name in ("start", "stop", "replicas"):
+        for name in ("start", "stop", "replicas", "zero"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         non_negative_int("start", self.start)
         positive_int("replicas", self.replicas)
@@ -65,12 +72,15 @@ class StageSpec:
             )
         for rank in self.ranks:
             non_negative_int("ranks", rank)
+        check_zero(self.zero)
 
 
 class Variant(NamedTuple):
     """A way to run a stage; each field is the field of `StageSpec` with its name."""
 
     recompute: bool = False
+    zero: int = 0
+    scatter: bool = False
 
     @classmethod
     def of(cls, stage: StageSpec) -> "Variant":
@@ -91,6 +101,12 @@ class Prediction:
     samples_per_second: float
     bubble_fraction: float
     peak_memory_bytes: tuple[int, ...]
+
+
+def check_zero(zero: int) -> None:
+    """Raises ValueError unless `zero` is one of ZERO."""
+    non_negative_int("zero", zero)
+    one_of("zero", zero, ZERO)
 
 
 def check_takes(schedule: str, vertical_sync: bool, max_in_flight: int | None) -> None:
@@ -123,6 +139,7 @@ class Plan:
         max_in_flight: the most microbatches that a replica may stash, fewer than the schedule would; saves
             memory.
         recompute: every stage recomputes, whatever the stages say.
+        zero: the least `StageSpec.zero` of all stages, whatever they say.
         in_flight: the microbatches whose split backward has not begun, in the stage that has most; the others
             have theirs in proportion. None: those of 1f1b (ZB-H1). More fill the bubble at the start.
         weight_lag: the microbatches by which the weights' half of a split backward follows the inputs' half,
@@ -142,6 +159,7 @@ class Plan:
     vertical_sync: bool = False
     max_in_flight: int | None = None
     recompute: bool = False
+    zero: int = 0
     in_flight: int | None = None
     weight_lag: int | None = None
     predicted: Prediction | None = None
@@ -154,7 +172,7 @@ class Plan:
             raise ValueError("stages must hold at least one stage, got none")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
-        for name in ("num_microbatches", "num_layers", "chunks", "max_in_flight", *SPLIT_OPTIONS):
+        for name in ("num_microbatches", "num_layers", "chunks", "max_in_flight", "zero", *SPLIT_OPTIONS):
             object.__setattr__(self, name, plain(getattr(self, name)))
         positive_int("num_microbatches", self.num_microbatches)
         positive_int("chunks", self.chunks)
@@ -162,6 +180,7 @@ class Plan:
         if not self.num_layers:
             object.__setattr__(self, "num_layers", self.stages[-1].stop)
         self._check_schedule()
+        self._check_zero()
         positive_int("num_layers", self.num_layers)
         edge = 0
         for i, stage in enumerate(self.stages):
@@ -207,6 +226,29 @@ class Plan:
                     f"{list(self.stages[s % self.num_groups].ranks)}, got {list(stage.ranks)}"
                 )
 
+    def _check_zero(self) -> None:
+        """Raises ValueError for shards that the schedule cannot have, or that only some of a rank's have."""
+        check_zero(self.zero)
+        most = self.traits.most_zero
+        for s, stage in enumerate(self.stages):
+            zero, first = max(self.zero, stage.zero), self.stages[s % self.num_groups]
+            if zero > most:
+                raise ValueError(f"zero must be at most {most} under {self.schedule}, got {zero}")
+            if self.zero_of(s) == 2 and self.max_in_flight is not None:
+                raise ValueError(
+                    f"max_in_flight must not be given where zero is 2, got {self.max_in_flight}: replicas "
+                    "wait for each other in each backward, so they must have enough in flight"
+                )
+            if stage.scatter and not zero:
+                raise ValueError(f"stages[{s}].scatter must be false where zero is 0, got true")
+            for name in ("zero", "scatter"):
+                got, wanted = getattr(stage, name), getattr(first, name)
+                if got != wanted:
+                    raise ValueError(
+                        f"stages[{s}].{name} must be that of stages[{s % self.num_groups}], which the same "
+                        f"ranks hold, {wanted}, got {got}"
+                    )
+
     def _check_split_option(self, name: str, count: int) -> None:
         """Raises ValueError unless the schedule splits backwards, and the count is one."""
         SPLIT_OPTIONS[name](name, count)
@@ -224,12 +266,13 @@ class Plan:
         return cls((StageSpec(0, num_layers, num_ranks),), schedule, num_microbatches)
 
     def running(self, variants: Sequence[Variant]) -> "Plan":
-        """Return the plan with its stages run in these ways."""
-        if not self.recompute and list(map(Variant.of, self.stages)) == list(variants):
-            return self
+        """Return the plan with its stages run in these ways; a stage with one replica shares nothing out."""
         each = zip(self.stages, variants, strict=True)
-        stages = tuple(replace(stage, **variant._asdict()) for stage, variant in each)
-        return replace(self, stages=stages, recompute=False)
+        wanted = [one if stage.replicas > 1 else Variant(one.recompute) for stage, one in each]
+        if not self.recompute and not self.zero and list(map(Variant.of, self.stages)) == wanted:
+            return self
+        stages = (replace(*each, **one._asdict()) for *each, one in zip(self.stages, wanted, strict=True))
+        return replace(self, stages=tuple(stages), recompute=False, zero=0)
 
     @property
     def traits(self) -> ScheduleTraits:
@@ -300,6 +343,14 @@ class Plan:
     def recomputes(self, stage: int) -> bool:
         """True if a stage runs its forward again before the backward."""
         return self.recompute or self.stages[stage].recompute
+
+    def zero_of(self, stage: int) -> int:
+        """Return what a stage's replicas share out (`StageSpec.zero`); 0 for one replica."""
+        return max(self.zero, self.stages[stage].zero) if self.replicas[stage] > 1 else 0
+
+    def scatters(self, stage: int) -> bool:
+        """True if a stage's gradients are reduced by a reduce-scatter."""
+        return self.zero_of(stage) > 0 and self.stages[stage].scatter
 
     def defers_wgrad(self, stage: int) -> bool:
         """True if the last backward's deferred products are computed after its gradient is sent.

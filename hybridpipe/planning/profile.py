@@ -123,6 +123,12 @@ class LayerProfile:
             + products * self.joined.seconds(self.joined.microbatches) / num_microbatches
         )
 
+    def whole_backward(self, schedule: str, num_microbatches: int) -> float:
+        """Return `backward` where gradients are reduced after each microbatch, so that no product waits."""
+        if self.joined is None or not TRAITS[schedule].batches_wgrad:
+            return self.backward(schedule, num_microbatches)
+        return self.joined.backward_seconds + self.joined.seconds(1)
+
     def products(self, schedule: str, num_microbatches: int) -> float:
         """Return the seconds of the product that the last backward of an update leaves to be computed."""
         if self.joined is None or not TRAITS[schedule].batches_wgrad:

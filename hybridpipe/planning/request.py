@@ -7,8 +7,8 @@ machines. Invariant: a request that exists can be met by some schedule.
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from hybridpipe.planning.checks import plain, positive_int
-from hybridpipe.planning.plan import Plan, StageSpec, Variant, check_takes
+from hybridpipe.planning.checks import one_of, plain, positive_int
+from hybridpipe.planning.plan import ZERO, Plan, StageSpec, Variant, check_takes, check_zero
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 AUTO = "auto"
@@ -22,6 +22,8 @@ class PlanRequest:
         schedule: one of SCHEDULES, or AUTO for the fastest by prediction.
         asynchronous: asynchronous schedules compete under AUTO, too.
         recompute: stages may recompute activations where memory is short.
+        zero: what the replicas of each stage share out (`StageSpec.zero`); AUTO: what memory requires, or is
+            faster by prediction, stage by stage.
         vertical_sync: under pipedream every stage uses the weights that the input stage used.
         max_in_flight: the most microbatches that a replica may stash. AUTO then considers only schedules that
             can limit them.
@@ -35,6 +37,7 @@ class PlanRequest:
     recompute: bool = False
     vertical_sync: bool = False
     max_in_flight: int | None = None
+    zero: int | str = 0
 
     def __post_init__(self) -> None:
         allowed = (AUTO, *SCHEDULES)
@@ -51,18 +54,40 @@ class PlanRequest:
             raise ValueError(
                 "vertical_sync must be false unless asynchronous schedules are allowed, got true"
             )
+        self._check_zero()
         if self.schedule != AUTO:
             check_takes(self.schedule, self.vertical_sync, self.max_in_flight)
+
+    def _check_zero(self) -> None:
+        object.__setattr__(self, "zero", plain(self.zero))
+        if isinstance(self.zero, str):
+            one_of("zero", self.zero, (*ZERO, AUTO))
+            return
+        check_zero(self.zero)
+        if not self.schedules:
+            raise ValueError(
+                f"zero must be at most {max(map(self._most_zero_under, self._considered))} under "
+                f"{self.schedule}{' with max_in_flight' * (self.max_in_flight is not None)}, "
+                f"got {self.zero}"
+            )
 
     @classmethod
     def of(cls, plan: Plan) -> "PlanRequest":
         """Return the request for plans like this one."""
         recompute = any(map(plan.recomputes, range(plan.num_stages)))
-        return cls(plan.schedule, False, recompute, plan.vertical_sync, plan.max_in_flight)
+        shared_out = {plan.zero_of(s) for s, replicas in enumerate(plan.replicas) if replicas > 1}
+        zero = AUTO if len(shared_out) > 1 else max(shared_out, default=0)
+        return cls(plan.schedule, False, recompute, plan.vertical_sync, plan.max_in_flight, zero)
 
     @property
     def schedules(self) -> list[str]:
         """The schedules to consider, the simplest first."""
+        least = 0 if isinstance(self.zero, str) else self.zero
+        return [name for name in self._considered if least <= self._most_zero_under(name)]
+
+    @property
+    def _considered(self) -> list[str]:
+        """The schedules to consider, whatever replicas share out."""
         if self.schedule != AUTO:
             return [self.schedule]
         limited = self.max_in_flight is not None
@@ -74,14 +99,25 @@ class PlanRequest:
         ]
 
     @property
+    def most_zero(self) -> int:
+        """The most that replicas may share out, under a schedule that is not AUTO."""
+        return self._most_zero_under(self.schedule)
+
+    def _most_zero_under(self, schedule: str) -> int:
+        return min(TRAITS[schedule].most_zero, 2 if self.max_in_flight is None else 1)
+
+    @property
     def traits(self) -> ScheduleTraits:
         """The traits of the schedule, which is not AUTO."""
         return TRAITS[self.schedule]
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The ways to run a stage, the fastest first; each needs no more memory than the one before."""
-        return (Variant(), Variant(recompute=True)) if self.recompute else (Variant(),)
+        """The ways to run a stage under a schedule that is not AUTO, the simplest first, the leanest last."""
+        fixed = not isinstance(self.zero, str)
+        zeros = (self.zero,) if fixed else range(self.most_zero + 1)
+        recomputing = (False, True) if self.recompute else (False,)
+        return tuple(Variant(recompute, int(zero)) for recompute in recomputing for zero in zeros)
 
     def under(self, schedule: str) -> "PlanRequest":
         """Return the request for one of `schedules`, without the options that it cannot take."""
@@ -91,7 +127,7 @@ class PlanRequest:
     def plan(self, stages: Iterable[StageSpec], num_microbatches: int, chunks: int = 1) -> Plan:
         """Return the plan of these stages with the requested options, under a schedule that is not AUTO.
 
-        Each stage says itself whether it recomputes.
+        Each stage says itself how it runs.
         """
         return Plan(
             tuple(stages),
@@ -112,9 +148,11 @@ class PlanRequest:
                 raise ValueError(f"{name} = {getattr(requested, name)} is requested")
         if not self.recompute and any(map(plan.recomputes, range(plan.num_stages))):
             raise ValueError("recompute = False is requested")  # True allows it, in any number of stages
+        if self.zero not in (AUTO, PlanRequest.of(plan).zero) and max(plan.replicas) > 1:
+            raise ValueError(f"zero = {self.zero} is requested")
 
     def applied_to(self, plan: Plan) -> Plan:
-        """Return the plan with the requested options that its schedule can take, but recomputation."""
+        """Return the plan with the requested options that its schedule can take, but ways to run stages."""
         return replace(
             plan,
             vertical_sync=plan.vertical_sync or self.under(plan.schedule).vertical_sync,

@@ -40,11 +40,10 @@ def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
 
 
 def _level(level: Level, scale: float) -> Level:
-    figures = level.allreduce
+    level = level.with_collectives(lambda each: replace(each, bandwidth=each.bandwidth / scale))
     return replace(
         level,
         bandwidth=level.bandwidth / scale,
         shared_bandwidth=level.shared_bandwidth and level.shared_bandwidth / scale,
-        allreduce=figures and replace(figures, bandwidth=figures.bandwidth / scale),
         burst_bytes=level.burst_bytes and level.burst_bytes / scale,
     )

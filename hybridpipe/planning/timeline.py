@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -23,6 +24,8 @@ from hybridpipe.planning.schedules.instructions import (
     Products,
     ReceiveActivation,
     ReceiveGradient,
+    ReduceScatter,
+    Reduction,
     SendActivation,
     SendGradient,
     Step,
@@ -31,6 +34,7 @@ from hybridpipe.planning.schedules.instructions import (
 
 COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, Products, Step)
 BACKWARDS = ("backward", "backward-input", "backward-weight", "products")  # whole, and its parts
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto ignores the field
 
 
@@ -52,7 +56,8 @@ class Spent:
     """The time of one rank's events by activity, in seconds.
 
     Args:
-        allreduce_seconds: waiting for the sum of the gradients once every replica waits for it.
+        allreduce_seconds: waiting for the sum of the gradients, or for updated weights, once every replica
+            waits for it.
         message_seconds: waiting for messages that are being sent.
         copying_seconds: writing messages and starting to send them.
         loading_seconds: taking microbatches from the data set to the device.
@@ -85,7 +90,8 @@ class Parts:
 
     Args:
         traffic_seconds: sending, and waiting for messages that are being sent.
-        allreduce_seconds: waiting for the sum of the gradients once every replica waits for it.
+        allreduce_seconds: waiting for the sum of the gradients, or for updated weights, once every replica
+            waits for it.
         idle_seconds: the rest: bubbles, and time between the events of a measured timeline.
     """
 
@@ -158,7 +164,7 @@ class Timeline:
         """Return the time by activity; predicted and measured timelines are split by the same rule.
 
         The part of a receive before its send began is the sender's lateness, thus idle, and the rest is
-        traffic. The part of an all-reduce before the last replica came to it is idle. Time between events is
+        traffic. The part of a collective before the last replica came to it is idle. Time between events is
         idle. The ranks must be on one clock.
         """
         spent = self.spent(plan).values()
@@ -189,7 +195,7 @@ class Timeline:
                     starts = sent[sender, forward, instruction.microbatch]
                     if starts:  # of several minibatches, the last before the end
                         ready = starts[max(0, bisect_right(starts, end) - 1)]
-                elif isinstance(instruction, AllReduce):
+                elif isinstance(instruction, Reduction | AllGather):
                     ready = entered[stages[0], num_rounds]
                     num_rounds += 1
                 ready = min(max(start, ready), end)
@@ -209,10 +215,11 @@ class Timeline:
         return sent
 
     def _entered(self, plan: Plan) -> dict[tuple[int, int], float]:
-        """Return the start of the last replica's all-reduce, by (first) stage and round."""
+        """Return the start of the last replica's collective, by (first) stage and number."""
         entered: dict[tuple[int, int], float] = {}
         for rank, stages in _holders(plan):
-            starts = [event[1] for event in self.events.get(rank, ()) if type(event[0]) is AllReduce]
+            events = self.events.get(rank, ())
+            starts = [event[1] for event in events if isinstance(event[0], Reduction | AllGather)]
             for i, start in enumerate(starts):
                 entered[stages[0], i] = max(start, entered.get((stages[0], i), start))
         return entered
@@ -278,7 +285,7 @@ def _holders(plan: Plan) -> Iterator[tuple[int, range]]:
 
 
 def kind(instruction: Instruction | Load | Products) -> str:
-    """Return "forward", one of BACKWARDS, "step", "all-reduce", "load" or "message"."""
+    """Return "forward", one of BACKWARDS, "step", one of COLLECTIVES, "load" or "message"."""
     return _KINDS.get(type(instruction), "message")
 
 
@@ -290,6 +297,8 @@ _KINDS: dict[type, str] = {
     Products: "products",
     Step: "step",
     AllReduce: "all-reduce",
+    ReduceScatter: "reduce-scatter",
+    AllGather: "all-gather",
     Load: "load",
 }
 # The field of Spent to which an instruction's time is added.
@@ -301,6 +310,8 @@ _SPENT_ON: dict[type, str] = {
     Products: "backward_seconds",
     Step: "optimizer_seconds",
     AllReduce: "allreduce_seconds",
+    ReduceScatter: "allreduce_seconds",
+    AllGather: "allreduce_seconds",
     ReceiveActivation: "message_seconds",
     ReceiveGradient: "message_seconds",
     SendActivation: "copying_seconds",

@@ -87,11 +87,11 @@ def _full(run: Run, summary: Summary) -> Iterator[str]:
         yield which + (f", and ranks {ranges(others)} were nearly as full" if others else "")
 
 
-def memory_limit(run: Run, rank: int) -> float | None:
+def memory_limit(run: Run, rank: int) -> int | None:
     """Return the bytes that a rank may have; None if they are not known or not limited."""
     limits = run.summary.memory_limit_bytes if run.summary else ()
     if rank < len(limits):
         return limits[rank]
     if run.cluster is None or rank >= run.cluster.num_ranks or math.isinf(run.cluster.memory(rank)):
         return None
-    return run.cluster.memory(rank)
+    return int(run.cluster.memory(rank))

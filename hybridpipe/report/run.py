@@ -88,6 +88,7 @@ class Summary:
     peak_memory_bytes: tuple[int, ...] = ()
     memory_before_bytes: tuple[int, ...] = ()
     memory_limit_bytes: tuple[int | None, ...] = ()
+    memory_limit_origin: tuple[str, ...] = ()
     predicted_memory_bytes: tuple[int, ...] | None = None
     bytes_sent_p2p: int | None = None
     bytes_allreduced: int | None = None

@@ -12,6 +12,7 @@ from hybridpipe.report import cluster as machines
 from hybridpipe.report import learning
 from hybridpipe.report.html import Block, Charts, Lines, Listing, Page, Section, Table
 from hybridpipe.report.key_figures import figures, memory_limit, warnings
+from hybridpipe.report.memory import memory_rows
 from hybridpipe.report.run import Run, Summary
 from hybridpipe.report.settings import toml_text
 from hybridpipe.report.strips import Strip, Strips, stack, timelines
@@ -30,6 +31,8 @@ PARTS: Names = {  # of `parts` in summary.json
 RANK_PARTS: Names = {  # of `rank_seconds`, whose first field is the whole
     field: ("step" if name == "optimizer" else name, name) for field, name in [*TRACED.items()][1:]
 }
+
+MEMORY_NOTE = "before training: Python, libraries, the model, and what measuring left behind"
 
 
 def run_page(run: Run) -> Page:
@@ -175,40 +178,32 @@ def _strips(title: str, rows: Mapping[str, Mapping[str, float]], names: Names, n
 
 
 def _memory(run: Run, summary: Summary) -> Iterator[Block]:
-    peaks, before = summary.peak_memory_bytes, summary.memory_before_bytes
+    peaks = summary.peak_memory_bytes
     if not peaks:
         return
+    before = summary.memory_before_bytes or (0,) * len(peaks)
+    limits = [memory_limit(run, rank) for rank in range(len(peaks))]
     ranks = shown_ranks(range(len(peaks)))
-    limits = {rank: memory_limit(run, rank) for rank in ranks}
-    whole = 1.02 * max([peaks[rank] for rank in ranks] + [limit or 0 for limit in limits.values()])
-    expected = dict(zip(run.plan.ranks, summary.predicted_memory_bytes or ())) if run.plan else {}
-    strips, rows = [], []
+    whole = 1.02 * max([*peaks, *(limit for limit in limits if limit is not None)])
+    strips = []
     for rank in ranks:
-        limit, first = limits[rank], min(before[rank] if rank < len(before) else 0, peaks[rank])
+        first, limit = min(before[rank], peaks[rank]), limits[rank]
         parts = [
             ("faint", float(first), f"before training {size(first)}"),
             ("accent", float(peaks[rank] - first), f"more {size(peaks[rank] - first)}"),
         ]
         strip: Strip = stack(f"rank {rank}", parts, whole, _of(peaks[rank], limit))
         strips.append(strip._replace(mark=None if limit is None else 100 * limit / whole))
-        rows.append(
-            {
-                "rank": str(rank),
-                "at most": size(peaks[rank]),
-                "before training": size(first),
-                "more": size(peaks[rank] - first),
-                "predicted for the stage": size(expected[rank]) if rank in expected else "-",
-                "limit": "-" if limit is None else size(limit),
-            }
-        )
     legend = (("faint", "before training"), ("accent", "more, at most"), ("limit", "limit"))
-    marked = any(limit is not None for limit in limits.values())
-    note = _left_out(ranks, len(peaks))
-    yield Strips("Memory of each rank’s process", legend if marked else legend[:2], tuple(strips), note)
-    yield Table(rows, "before training: Python, libraries, the whole model, and what measuring left behind")
+    shown = legend if any(limit is not None for limit in limits) else legend[:2]
+    yield Strips("Memory of each rank’s process", shown, tuple(strips), _left_out(ranks, len(peaks)))
+    if run.plan is not None and max(run.plan.ranks) < len(peaks):
+        origins = summary.memory_limit_origin or ("cluster.json",) * len(peaks)
+        rows = memory_rows(run.plan, peaks, before, limits, origins)
+        yield Table([row for row in rows if int(row["rank"]) in ranks], MEMORY_NOTE)
 
 
-def _of(peak: float, limit: float | None) -> str:
+def _of(peak: int, limit: int | None) -> str:
     return size(peak) if limit is None else f"{size(peak)} of {size(limit)}"
 
 

@@ -64,14 +64,15 @@ def _figures(
     replicas = plan.stages[s].replicas
     # Under pipedream the replicas take turns, and each minibatch is on one replica only.
     takes_turns = replicas if plan.traits.whole_minibatch else 1
-    work = ceil_div(plan.num_microbatches, replicas) * terms.work + terms.products
+    rounds = ceil_div(plan.num_microbatches, replicas)
+    work = rounds * terms.work + terms.products
     return StageFigures(
         work_seconds=terms.work,
         sent_bytes=behind.output_bytes + before.gradient_bytes,
         received_bytes=before.output_bytes + behind.gradient_bytes,
-        allreduce_seconds=terms.allreduce,
+        allreduce_seconds=terms.reduction,
         compute_seconds=(work + terms.update) / takes_turns,
-        exposed_seconds=terms.exposed / takes_turns,
+        exposed_seconds=((rounds - 1) * terms.between + terms.exposed + terms.gather) / takes_turns,
         link_seconds=busy_per_byte * max(behind.output_bytes, behind.gradient_bytes),
     )
 

@@ -74,6 +74,7 @@ def stage_rows(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[Row]
     figures = stage_figures(plan, profile, cluster)
     stashes = in_flight_per_stage(plan, plan.num_microbatches)
     versions = versions_per_stage(plan)
+    zeros = list(map(plan.zero_of, range(plan.num_stages)))
     rows = []
     for s, (stage, each) in enumerate(zip(plan.stages, figures, strict=True)):
         rows.append(
@@ -89,6 +90,7 @@ def stage_rows(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[Row]
                 "exposed": _or_dash(duration, each.exposed_seconds),
                 "in flight": str(stashes[s]) + " recomputing" * plan.recomputes(s),
                 **({"versions": str(versions[s])} if plan.is_asynchronous else {}),
+                **({"zero": f"{zeros[s]}" + ", reduce-scatter" * plan.scatters(s)} if any(zeros) else {}),
                 "memory": _memory(
                     max(map(peaks.__getitem__, stage.ranks)), min(map(cluster.memory, stage.ranks))
                 ),
@@ -127,6 +129,8 @@ def _remarks(candidate: Candidate) -> Iterator[str]:
     yield candidate.origin
     if any(map(candidate.plan.recomputes, range(candidate.plan.num_stages))):
         yield "recomputing"
+    if zero := max(map(candidate.plan.zero_of, range(candidate.plan.num_stages))):
+        yield f"zero = {zero}"
     if not is_simulated(candidate.plan):
         yield "not simulated"
 
@@ -222,6 +226,9 @@ def _particulars(plan: Plan) -> str:
         parts.append("activations recomputed")
     elif recomputing:
         parts.append(f"activations recomputed in stage(s) {ranges(recomputing)}")
+    for zero in (1, 2):
+        if sharing := [s for s in range(plan.num_stages) if plan.zero_of(s) == zero]:
+            parts.append(f"zero = {zero} in stage(s) {ranges(sharing)}")
     return "".join(f", {each}" for each in parts)
 
 
@@ -347,28 +354,6 @@ def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
         {"rank": rank}
         | {TRACED[name]: duration(seconds) if seconds else "-" for name, seconds in of_rank.items()}
         for rank, of_rank in ranks.items()
-    ]
-    return table(rows)
-
-
-def memory_table(plan: Plan, peak: Sequence[int], before: Sequence[int]) -> str:
-    """Table of the memory of each used rank's process, and of its prediction.
-
-    Args:
-        peak: bytes of each rank at most.
-        before: bytes of each rank before training.
-    """
-    peaks = plan.predicted.peak_memory_bytes if plan.predicted else ()
-    predicted = dict(zip(plan.ranks, map(size, peaks), strict=False))
-    rows = [
-        {
-            "rank": rank,
-            "memory at most": size(peak[rank]),
-            "before training": size(before[rank]),
-            "more": size(max(0, peak[rank] - before[rank])),
-            "predicted for the stage": predicted.get(rank, "-"),
-        }
-        for rank in sorted(plan.ranks)
     ]
     return table(rows)
 

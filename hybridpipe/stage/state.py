@@ -4,7 +4,7 @@ Knows one process, no files and no messages; KEY is the one in `model.state_dict
 Invariant: state comes back bit for bit and type for type; other values than tensors and JSON are refused.
 
     model.KEY               parameters and buffers
-    optimizer.KEY.NAME      the optimizer's state of a parameter
+    optimizer.KEY.NAME      the optimizer's state of a parameter, or of a part of it
     version.N.KEY           trained parameters after N updates of the stream, while microbatches use them
     random.*                states of the process's random generators
 """
@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,6 +135,7 @@ def take_optimizer(
     names: Mapping[Tensor, str],
     into: State,
     given: Sequence[Mapping[str, Any]] = (),
+    ranges: Mapping[Tensor, range] = MappingProxyType({}),
 ) -> None:
     """Add an optimizer's state of the parameters in `names` to a `State`.
 
@@ -142,6 +144,7 @@ def take_optimizer(
     Args:
         names: the key of each parameter.
         given: the options that each group was made with.
+        ranges: the elements of the named parameter that a tensor stands for, where it is a part of one.
 
     Raises:
         UserError: a part of the state is neither tensor nor JSON, or belongs to no parameter.
@@ -163,7 +166,8 @@ def take_optimizer(
             into.meta["given"].append(pack(dict(given[i]), f"given.{at}", into.tensors))
         for p in mine:
             state = pack(dict(optimizer.state.get(p, {})), f"optimizer.{names[p]}", into.tensors)
-            into.meta["parameters"][names[p]] = {"group": at, "state": state}
+            part = {"part": [ranges[p].start, ranges[p].stop]} if p in ranges else {}
+            into.meta["parameters"][names[p]] = {"group": at, "state": state, **part}
 
 
 @dataclass(frozen=True)
@@ -174,11 +178,13 @@ class OfParameter:
         options: the options of its group.
         state: its own state.
         given: the options that the group was made with; None in older checkpoints.
+        part: the elements whose state it is (`stage.parts`); None: all.
     """
 
     options: dict[str, Any]
     state: dict[str, Any]
     given: dict[str, Any] | None = None
+    part: range | None = None
 
 
 def read_optimizer(state: State, where: str) -> dict[str, OfParameter]:
@@ -195,13 +201,21 @@ def read_optimizer(state: State, where: str) -> dict[str, OfParameter]:
     found = {}
     for key, entry in state.meta.get("parameters", {}).items():
         match entry:
-            case {"group": int(at), "state": dict(own)} if 0 <= at < len(groups):
-                found[key] = OfParameter(
-                    groups[at], unpack(own, state.tensors, where), given[at] if at < len(given) else None
-                )
+            case {"group": int(at), "state": dict(own), **more} if 0 <= at < len(groups):
+                held = unpack(own, state.tensors, where), given[at] if at < len(given) else None
+                found[key] = OfParameter(groups[at], *held, _part(more.get("part"), f"{where}: {key}"))
             case _:
                 raise UserError(f"{where}: parameter {key}: cannot be understood: {shown(entry)}")
     return found
+
+
+def _part(document: JSON, where: str) -> range | None:
+    match document:
+        case None:
+            return None
+        case [int(start), int(stop)] if 0 <= start <= stop:
+            return range(start, stop)
+    raise UserError(f"{where}: part: must be two numbers of elements, got {shown(document)}")
 
 
 def check_optimizer(

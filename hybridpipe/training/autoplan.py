@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hybridpipe.comm.status import rank_status
 from hybridpipe.config import SOURCES
 from hybridpipe.measure.probe import CPU, probe
-from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
+from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
@@ -24,7 +24,7 @@ from hybridpipe.planning.search.search import (
     straight,
     with_prediction,
 )
-from hybridpipe.planning.search.variants import fitted
+from hybridpipe.planning.search.variants import fitted, reducing
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.report.notices import notices
 
@@ -50,34 +50,26 @@ class Choice:
     cluster: Cluster
 
 
-def autoplan(
-    plan: Plan | str,
+def measured_cluster(
     world: "MPI.Comm",
     profile: ModelProfile,
-    num_microbatches: int,
-    request: PlanRequest,
     work: Callable[[], object] | None = None,
     *,
-    compression: str = NO_COMPRESSION,
     progress_thread: bool = True,
     cluster: Cluster | None = None,
     device: "torch.device | None" = None,
-) -> Choice:
-    """Choose or predict a plan; every rank returns the same choice. Collective over `world`.
+) -> Cluster:
+    """Return the machines, the same on every rank. Collective over `world`.
 
     Args:
-        plan: one of SOURCES, or a given plan, which is only predicted.
         profile: the model's profile; rank 0's is used.
-        num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
-        request: requirements for a searched plan.
         work: runs a part of the model, to measure how ranks that compute at once slow each other down.
-        compression: of gradients (`Cluster.compressing`).
         progress_thread: True if the transport of the training has one (`probe`).
         cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
         device: on which this rank computes; by default the CPU.
 
     Raises:
-        ValueError: no plan fits, or the given one cannot be predicted; raised on every rank.
+        ValueError: the ranks cannot be measured (`probe`); raised on every rank.
     """
     cluster = world.bcast(cluster)
     if cluster is None or cluster.num_ranks != world.size:
@@ -86,7 +78,28 @@ def autoplan(
             notices.tell(f"{what}: the machines are measured now")
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
         cluster = probe(world, work, gradient_bytes, progress_thread, device or CPU)
-    cluster = cluster.compressing(compression, profile.dtype)
+    return cluster
+
+
+def autoplan(
+    plan: Plan | str,
+    world: "MPI.Comm",
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_microbatches: int,
+    request: PlanRequest,
+) -> Choice:
+    """Choose or predict a plan; every rank returns the same choice. Collective over `world`.
+
+    Args:
+        plan: one of SOURCES, or a given plan, which is only predicted.
+        profile, cluster: the model and the machines; rank 0's are used.
+        num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
+        request: requirements for a searched plan.
+
+    Raises:
+        ValueError: no plan fits, or the given one cannot be predicted; raised on every rank.
+    """
     choice: Choice | ValueError | None = None
     if world.rank == 0:
         try:
@@ -115,8 +128,8 @@ def choose(
     """Choose a plan by name.
 
     "auto" chooses among the profile's microbatch sizes, for as many samples. With `request.recompute` stages
-    recompute where memory requires it. "dp" is returned even if it does not fit into memory, if another plan
-    does.
+    recompute where memory requires it, and with `request.zero` replicas share out their update. "dp" is
+    returned even if it does not fit into memory, if another plan does.
 
     Args:
         num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
@@ -143,8 +156,9 @@ def choose(
             raise NoPlanFits("no straight pipeline fits into memory")
     changed = request.applied_to(plan)
     if name == "dp":
-        leanest = changed.running(request.variants[-1:])
-        changed = fitted(changed, profile, cluster, request.variants) or leanest
+        ways = request.under(plan.schedule).variants
+        leanest = reducing(changed.running(ways[-1:]), profile, cluster)
+        changed = fitted(changed, profile, cluster, ways) or leanest
     if changed != plan:
         plan = with_prediction(changed, profile, cluster)
     if plan not in (candidate.plan for candidate in candidates):

@@ -34,13 +34,15 @@ from hybridpipe.comm.groups import barrier_with_timeout
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
 from hybridpipe.data.samples import DRAWN_ANEW
+from hybridpipe.engine import consistency
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
-from hybridpipe.health import preemption
+from hybridpipe.health import exit_report, preemption
 from hybridpipe.model.deferred import Numbers
 from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
+from hybridpipe.training.callbacks import CallbackList
 from hybridpipe.training.metrics import Past, Recorder
 from hybridpipe.training.train_state import EpochProgress, TrainState
 
@@ -74,6 +76,8 @@ class CheckpointManager:
     ) -> None:
         self._sizes, self._world, self._state, self._recorder = sizes, world, state, recorder
         self._settings = settings
+        self._callbacks: CallbackList | None = None  # of the last `fit`
+        self._callback_states: Mapping[str, Any] = {}  # of the checkpoint that was loaded
         self._data: Mapping[str, str] = {}  # fingerprint of the last data set
         self._allow_changed = False
         self._found: Found | None = None  # checkpoint to load once there is a worker
@@ -81,30 +85,44 @@ class CheckpointManager:
         self._came_from: Path | None = None
         self._saver: Saver | None = None
 
-    def leave_if_preempted(self, folder: str | os.PathLike[str]) -> None:
+    def leave_if_preempted(self, settings: Checkpointing | None) -> None:
         """Raise Preempted on all ranks if one was asked to stop; the state must have been saved."""
-        if self._state.preempted:
+        if settings is not None and self._state.preempted:
             step, saved = self._state.step, "before the first minibatch, with nothing to save"
             if step:
-                saved = f"at step {step}, saved as {Path(folder) / name_of(step)}"
+                saved = f"at step {step}, saved as {Path(settings.folder) / name_of(step)}"
             preemption.stop(f"stopped {saved}", step, partial(barrier_with_timeout, self._world))
 
+    def save(self, worker: Worker, settings: Checkpointing, microbatch_size: int) -> Path:
+        """Save the state between two steps, and return the checkpoint's path. Collective."""
+        keeper = self.keeper(worker, settings, microbatch_size, anew=True)
+        keeper.finish(self._state.step, self._state.resume_point(self._sizes.minibatch_size))
+        return Path(settings.folder) / name_of(self._state.step)
+
     def keeper(
-        self, worker: Worker, settings: Checkpointing, microbatch_size: int, anew: bool = False
+        self,
+        worker: Worker,
+        settings: Checkpointing,
+        microbatch_size: int,
+        anew: bool = False,
+        callbacks: CallbackList | None = None,
     ) -> Keeper:
         """Make a keeper. The first call is collective.
 
         Args:
             settings: folder, interval and number of checkpoints.
             anew: True to save even a state that was just resumed from this folder.
+            callbacks: told of each checkpoint.
         """
+        self._callbacks = callbacks or self._callbacks
         if self._saver is None:
             with rank_status.waiting("making communicators", range(self._world.size)):
                 self._saver = Saver(self._world.Dup())
 
         describe = partial(self._described, worker, microbatch_size)
         saved = None if anew else self._step_in(settings.folder)
-        return Keeper(settings, self._saver, worker, self._state.step, saved, describe)
+        published = None if callbacks is None else partial(callbacks.tell, "on_checkpoint")
+        return Keeper(settings, self._saver, worker, self._state.step, saved, describe, published)
 
     def _described(self, worker: Worker, microbatch_size: int) -> dict[str, Any]:
         """Return the manifest's contents besides the step, for a snapshot whose losses have just come in."""
@@ -119,6 +137,7 @@ class CheckpointManager:
             **state,
             "model": snapshot.described_model(worker),
             "statistics": sorted(statistics(worker.model)),
+            "callbacks": {} if self._callbacks is None else self._callbacks.state_dict(),
         }
         return {
             "epoch": self._state.epoch,
@@ -127,6 +146,11 @@ class CheckpointManager:
             "versions": snapshot.software(),
             "run": pack(run, "run", {}),
         }
+
+    def give(self, callbacks: CallbackList) -> None:
+        """Hand the callbacks what the loaded checkpoint kept of them."""
+        callbacks.load_state_dict(self._callback_states)
+        self._callbacks, self._callback_states = callbacks, {}
 
     def find(
         self,
@@ -142,7 +166,8 @@ class CheckpointManager:
         Args:
             later: there is no worker yet. The train state is the checkpoint's from now on, and whatever is
                 refused in `load` is refused again.
-            or_anew: allow a folder without checkpoints.
+            or_anew: allow a folder without checkpoints. The same call then resumes after a restart, and the
+                supervisor is told so.
             allow_changed: allow settings that differ from the checkpoint's; the new ones are used.
             numbers: of tensors on the meta device, which a file of weights then gives.
 
@@ -152,9 +177,13 @@ class CheckpointManager:
         Raises:
             UserError: the checkpoint is damaged or of another training, or there is none without `or_anew`.
         """
+        of_resume = {"or_anew": repr(bool(or_anew)), "allow_changed": repr(bool(allow_changed))}
+        consistency.check_alike(self._world, of_resume)
         if self._world.bcast(is_weights(source)):  # rank 0's disk decides which collective follows
             load_plain(self._world, model, source, numbers)
             return None, [f"weights of {source}; everything else starts anew"]
+        if or_anew:
+            exit_report.continues(source)
         found = find(self._world, source)
         if isinstance(found, Nothing):
             if not or_anew:
@@ -174,6 +203,22 @@ class CheckpointManager:
         if later:
             self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         return found, [*found.notes, f"resuming from {found.path}: {found.place}"]
+
+    def resume_epochs(
+        self, resume: Callable[..., list[str]], folder: str | os.PathLike[str], epochs: int
+    ) -> int:
+        """Resume from a folder if nothing is trained yet; return how many of all epochs are left. Collective.
+
+        Args:
+            resume: `Trainer.resume`.
+            epochs: of the whole training.
+        """
+        if not self._state.step:
+            for line in resume(folder, or_anew=True):
+                self._tell(line)
+        if self._recorder.has_reached_target:
+            return 0
+        return max(0, epochs - self._state.complete_epochs(self._sizes.minibatch_size))
 
     def check_data(self, facts: Mapping[str, str]) -> None:
         """Compare the first data set after `find` with the checkpoint's.
@@ -200,11 +245,11 @@ class CheckpointManager:
                 line = changed_line(name, now[name], before)
                 if not self._allow_changed:
                     refuse_changed(str(found.path), line)
-                self._tell_changed(line)
+                self._tell(f"resuming with changed settings: {line}")
 
-    def _tell_changed(self, line: str) -> None:
+    def _tell(self, line: str) -> None:
         if self._world.rank == 0:
-            notices.tell(f"resuming with changed settings: {line}")
+            notices.tell(line)
 
     def load(self, worker: Worker, is_new: bool = False) -> None:
         """Load the found checkpoint, if there is one. Collective.
@@ -228,12 +273,13 @@ class CheckpointManager:
                 self._found = self._found_data = None
             raise
         for line in lines:
-            self._tell_changed(line)
+            self._tell(f"resuming with changed settings: {line}")
         progress = EpochProgress.read(found.run["so_far"], str(found.path))
         if not is_exact(found, worker.plan):  # another pipeline starts its stream here
             progress.stream_start = progress.position
         self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         self._found, self._came_from = None, found.path
+        self._callback_states = found.run.get("callbacks", {})
         self._recorder.continue_from(_past(found))
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ def evaluate(
     step: int,
     may_stop: bool = False,
 ) -> dict[str, float] | None:
-    """Mean loss and metrics over a data set. Collective.
+    """Mean loss and metrics over a data set, inside `worker.evaluating()`. Collective.
 
     Args:
         step: the training's step, for injected faults.
@@ -67,15 +67,14 @@ def evaluate(
     worker.average_statistics()
     totals = np.zeros(metrics.width)
     previous: PendingLosses | None = None
-    with worker.evaluating():
-        for number, minibatch in enumerate(batches):
-            faults.at("evaluate", step=step)
-            current = worker.infer(minibatch, metrics, metrics.width, number)
-            if previous is not None:  # one minibatch late, which keeps the pipeline full and bounds its queue
-                totals += previous.wait().sum(axis=0)
-                if may_stop and previous.ask_to_stop():
-                    return None
-            previous = current
+    for number, minibatch in enumerate(batches):
+        faults.at("evaluate", step=step)
+        current = worker.infer(minibatch, metrics, metrics.width, number)
+        if previous is not None:  # one minibatch late, which keeps the pipeline full and bounds its queue
+            totals += previous.wait().sum(axis=0)
+            if may_stop and previous.ask_to_stop():
+                return None
+        previous = current
     if previous is not None:
         totals += previous.wait().sum(axis=0)
     return metrics.metrics(totals)

@@ -5,6 +5,7 @@ and a rank loads only samples that its stages need, except of a data set that is
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -40,13 +41,17 @@ class Feed:
         self._world, self._seed, self._minibatch_size = world, seed, minibatch_size
         self._num_workers, self._collate_fn = num_workers, collate_fn
 
-    def training_set(self, dataset: Any) -> Source:
+    def training_set(self, dataset: Any, drop_last: bool = False) -> Source:
         """Return the source of a data set or DataLoader to train on.
+
+        Args:
+            drop_last: leave out the samples behind the last full minibatch; a DataLoader may say so, too.
 
         Raises:
             TypeError, ValueError: as `source_of`, or an IterableDataset cannot be loaded ahead.
         """
-        return self._source("dataset", dataset, self._minibatch_size)
+        source = self._source("dataset", dataset, self._minibatch_size)
+        return replace(source, drop_last=True) if drop_last else source
 
     def held_out_set(self, name: str, dataset: Any) -> Source:
         """Return the source of a data set or DataLoader to evaluate on; its batch size may be any.

@@ -4,9 +4,11 @@ Losses arrive late, because they travel while other minibatches run. Invariant: 
 after an update, before any other change of this rank's state, and published with all losses before it.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import NamedTuple
 
 from hybridpipe.checkpoint.policy import Keeper
 from hybridpipe.data.stream import Minibatch
@@ -20,6 +22,21 @@ from hybridpipe.training.train_state import EpochProgress, TrainState, is_resume
 
 # An update of this rank: its minibatches with their travelling losses, and the events since the last update.
 Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[Event]]
+Travelling = tuple[Minibatch, PendingLosses, float]  # a minibatch whose losses travel, and its seconds
+
+
+class Breaks(NamedTuple):
+    """Breaks within an epoch, under a synchronous schedule.
+
+    Args:
+        max_steps: the training ends when it has so many minibatches, those of earlier runs included.
+        eval_every: `evaluate` is called whenever the training has a multiple of so many minibatches.
+        evaluate: evaluates; it may set `stop_from` of the train state.
+    """
+
+    max_steps: float = math.inf
+    eval_every: int | None = None
+    evaluate: Callable[[], object] = bool
 
 
 class EpochLoop:
@@ -31,6 +48,7 @@ class EpochLoop:
         state: the train state, kept up to date; its `progress` must not be None.
         minibatch_size: samples of a full minibatch.
         keeper: saves checkpoints; None for none.
+        breaks: breaks within the epoch.
     """
 
     def __init__(
@@ -40,9 +58,11 @@ class EpochLoop:
         state: TrainState,
         minibatch_size: int,
         keeper: Keeper | None,
+        breaks: Breaks,
     ) -> None:
         assert state.progress is not None
         self._worker, self._recorder, self._state, self._keeper = worker, recorder, state, keeper
+        self._breaks = breaks
         self._progress: EpochProgress = state.progress
         self._minibatch_size = minibatch_size
         worker.keep_forward_state(keeper is not None)
@@ -57,9 +77,9 @@ class EpochLoop:
         progress = self._progress
         trained = self._stream(batches) if self._worker.plan.is_asynchronous else self._one_by_one(batches)
         late = losses_late(self._worker.plan)
-        pending = deque[tuple[Minibatch, PendingLosses, float]]()  # minibatches with travelling losses
-        before, start = progress.seconds, time.perf_counter()
-        began = start
+        pending = deque[Travelling]()
+        began = time.perf_counter()
+        self._start = began - progress.seconds
         for together, events in trained:
             now = time.perf_counter()
             began, seconds = now, now - began
@@ -70,23 +90,36 @@ class EpochLoop:
             may_stop = at_resume_point and not self._is_done
             self._record_update([minibatch for minibatch, _ in together], events, seconds)
             pending += [(*each, seconds / len(together)) for each in together]
-            while len(pending) > late:
-                yield self._record(*pending.popleft())
-                progress.seconds = before + time.perf_counter() - start
+            yield from self._records(pending, 0 if self._evaluates else late)
+            if self._evaluates:
+                paused = time.perf_counter()
+                self._breaks.evaluate()
+                began = time.perf_counter()
+                self._start += began - paused  # an evaluation is no training time
             if may_stop and self._stops():
                 self._save()
                 if self._state.under_way:
                     self._worker.leave_stream()
                 trained.close()
                 break
-        while pending:
-            yield self._record(*pending.popleft())
-        progress.seconds = before + time.perf_counter() - start
+        yield from self._records(pending, 0)
+        progress.seconds = time.perf_counter() - self._start
         if self._state.stop_from is not None:
             self._save()
 
+    def _records(self, pending: deque[Travelling], late: int) -> Iterator[MinibatchRecord]:
+        """Yield the records of all but the last `late` minibatches, then let their checkpoint be written.
+
+        So a checkpoint keeps what callbacks have made of them, too.
+        """
+        while len(pending) > late:
+            yield self._record(*pending.popleft())
+            self._progress.seconds = time.perf_counter() - self._start
+            if self._keeper is not None:
+                self._keeper.losses_in(self._progress.losses_in)
+
     def _one_by_one(self, batches: Iterator[Minibatch]) -> Generator[Trained, None, None]:
-        for minibatch in batches:
+        while self._state.step < self._breaks.max_steps and (minibatch := next(batches, None)) is not None:
             sums, events = self._worker.train(minibatch, self._state.step)
             self._state.step += 1
             yield [(minibatch, sums)], events
@@ -108,6 +141,12 @@ class EpochLoop:
     @property
     def _point(self) -> ResumePoint:
         return self._progress.resume_point(self._minibatch_size)
+
+    @property
+    def _evaluates(self) -> bool:
+        """True if an evaluation is due; the one at the epoch's end follows by itself."""
+        every = self._breaks.eval_every
+        return every is not None and self._state.step % every == 0 and not self._is_done
 
     @property
     def _is_done(self) -> bool:
@@ -134,9 +173,11 @@ class EpochLoop:
         loss = sums.total()
         record = self._recorder.note(self._state.epoch, loss.mean, minibatch.num_samples, seconds, full)
         self._progress.note(loss)
-        if sums.ask_to_stop():  # every rank learns it with this record; none has trained beyond this step
-            recorded_step = self._state.step - self._progress.position + self._progress.recorded
-            self._state.preempt(recorded_step + losses_late(self._worker.plan))
-        if self._keeper is not None:
-            self._keeper.losses_in(self._progress.losses_in)
+        # Every rank learns of wishes with this record, and none has trained beyond this step.
+        recorded_step = self._state.step - self._progress.position + self._progress.recorded
+        agreed_step = recorded_step + losses_late(self._worker.plan)
+        if sums.ask_to_stop():
+            self._state.preempt(agreed_step)
+        if sums.ask_to_end() and not self._worker.plan.is_asynchronous:
+            self._state.end_from(agreed_step)
         return record

@@ -3,17 +3,16 @@
 Each rank records its own; `summary`, `timeline` and `traced` gather the records on rank 0.
 """
 
-import resource
 import statistics
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridpipe.device import peak_memory_bytes
 from hybridpipe.engine.worker import Worker
+from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.timeline import COMPUTE, Event, Spent, Timeline
 
@@ -117,7 +116,7 @@ class Recorder:
         self._busy_seconds: list[float] = []
         self._kept: deque[_Kept] = deque(maxlen=KEPT)  # for timelines
         self.metrics: dict[str, float] = {}
-        self._memory_before = 0
+        self._memory = RankMemory(0)
         self.training_seconds = 0.0  # of complete epochs, without evaluation
         self._target: tuple[int, float] | None = None
         self._before = Past()
@@ -147,9 +146,9 @@ class Recorder:
         self.metrics = entry.get("validation", self.metrics)
         self.training_seconds += entry["seconds"]
 
-    def begin(self) -> None:
-        """Record the process's memory before training, which belongs to no stage."""
-        self._memory_before = _resident_bytes()
+    def begin(self, memory: RankMemory) -> None:
+        """Record the rank's memory before training, which belongs to no stage, and its limit."""
+        self._memory = memory
 
     def keep(self, events: list[Event], seconds: float, full: bool, num_minibatches: int = 1) -> None:
         """Record an update's events and the seconds since the last update; short minibatches are left out."""
@@ -197,7 +196,9 @@ class Recorder:
                 "busy": statistics.median(busy) if busy else 0.0,
                 "full": statistics.median(full) if full else 0.0,
                 "memory": peak_memory_bytes(worker.device),
-                "before": self._memory_before,
+                "before": self._memory.held_bytes,
+                "limit": self._memory.limit_bytes,
+                "origin": self._memory.origin,
                 "p2p": worker.executor.bytes_sent,
                 "allreduced": worker.executor.bytes_reduced,
                 "left_out": worker.executor.num_skipped,
@@ -225,6 +226,8 @@ class Recorder:
             "seconds_to_target": self._target and self._target[1],
             "peak_memory_bytes": [note["memory"] for note in notes],
             "memory_before_bytes": [note["before"] for note in notes],
+            "memory_limit_bytes": [note["limit"] for note in notes],
+            "memory_limit_origin": [note["origin"] for note in notes],
             "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
@@ -346,12 +349,3 @@ def _begin(events: list[list[Event]]) -> float:
 
 def _median_index(values: list[float]) -> int:
     return values.index(statistics.median_low(values))
-
-
-def _resident_bytes() -> int:
-    """Return this process's resident memory; 0 on systems without /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * resource.getpagesize()

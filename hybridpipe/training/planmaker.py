@@ -6,6 +6,7 @@ searches. A given plan is checked at once, and measured only for a prediction.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -21,13 +22,17 @@ from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine import consistency
+from hybridpipe.engine.allocator import returning_freed_memory
+from hybridpipe.environment.memory_limits import RankMemory, bytes_for_stages
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
-from hybridpipe.health import failure
+from hybridpipe.health import failure, out_of_memory
 from hybridpipe.measure.layers import Rehearsal
+from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred import Built, Factory, Numbers, build
 from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.optim.update import UpdateRule
+from hybridpipe.planning.checks import memory_bytes
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -35,8 +40,9 @@ from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.schedules.validate import validate_plan
+from hybridpipe.report.memory import misfit, predicted_bytes
 from hybridpipe.report.notices import notices
-from hybridpipe.training.autoplan import Choice, autoplan
+from hybridpipe.training.autoplan import Choice, autoplan, measured_cluster
 from hybridpipe.types import Loss
 
 PlanLike = Plan | str | os.PathLike[str]
@@ -85,6 +91,8 @@ class PlanMaker:
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
         cluster: an earlier measurement of the machines.
         predicts: predict a given plan, too.
+        memory: the most bytes that each rank may have; a given plan is then predicted, too. None: the limits
+            that are found count.
 
     Raises:
         ValueError: a given plan does not fit model, world or minibatch; the message shows the arithmetic.
@@ -104,11 +112,13 @@ class PlanMaker:
         microbatch_size: int | None,
         cluster: ClusterLike | None = None,
         predicts: bool = False,
+        memory: int | str | None = None,
     ) -> None:
         self.numbers = numbers
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
         self._layers: Layers | None = known_layers(model, rule.precision)  # None before a recording
-        self._predicts = predicts
+        self._predicts = predicts or memory is not None
+        self._memory_bytes = None if memory is None else memory_bytes("memory", memory)
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
         self._smaller_sizes: list[int] = []  # microbatch sizes that "auto" may also choose
         self._given, self._wanted_size = given, microbatch_size
@@ -142,6 +152,29 @@ class PlanMaker:
         """
         return needs_progress_thread(self._world, self._device)
 
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        """The memory of every rank, between measuring and training. Collective."""
+        return memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
+
+    def memory_for(self, plan: Plan) -> RankMemory:
+        """Return this rank's memory, once the plan fits all ranks' by its prediction. Collective.
+
+        Where it does not fit into what was found, a line says so: the user's plan may be right, and what is
+        found may change.
+
+        Raises:
+            UserError: it does not fit into the given memory.
+        """
+        line = misfit(plan, self.memory)
+        if line is not None and self._memory_bytes is not None:
+            raise UserError(f"{line}: plan 'auto' looks for one that fits")
+        if line is not None and self._world.rank == 0:
+            notices.tell(line)
+        mine = self.memory[self._world.rank]
+        out_of_memory.expect(mine, predicted_bytes(plan, self._world.rank))
+        return mine
+
     def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
         """Use a checkpoint's plan instead of a search, if it fits; return a line about it for the user.
 
@@ -158,6 +191,9 @@ class PlanMaker:
             if num_ranks != self._world.size:
                 raise ValueError(f"it was made for {num_ranks} ranks, and there are {self._world.size}")
             self._request.check_found(plan)
+            memory = memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
+            if line := misfit(plan, memory):
+                raise ValueError(line)
             # under pipedream a minibatch is one microbatch, whatever size is given
             size = None if plan.traits.whole_minibatch else self._wanted_size
             self.microbatch_size = self._fitting(plan, size)
@@ -213,28 +249,15 @@ class PlanMaker:
             layers.check_plan(self._given)
             if not self._predicts:
                 return self._given, None
-        copy = layers.copied()
-        if self.numbers is not None:
-            self.numbers.fill_for_measuring(copy.model)
-        self._rule.try_out([p for p in copy.model.parameters() if p.requires_grad][:1])
         if layers.why_whole and self.plan is None and self._world.rank == 0:
             notices.tell(f"the model runs as one stage: {layers.why_whole}")
-        with failure.guard():  # else the other ranks would wait for a failed one
-            profile, work = self._measured(copy, minibatch)
-        count = ceil_div(self._minibatch_size, self.microbatch_size)
+        profile, work = self._measured(layers, minibatch)
         try:
-            choice = autoplan(
-                self._given,
-                self._world,
-                profile,
-                count,
-                self._request,
-                work,
-                compression=self._rule.compression,
-                progress_thread=self.progress_thread,
-                cluster=self._cluster,
-                device=self._device,
-            )
+            cluster = self._machines(profile, work)
+            del work  # with the copy of the model, whose memory the search counts as free
+            cluster = replace(cluster, memory_bytes=bytes_for_stages(self.memory))
+            count = ceil_div(self._minibatch_size, self.microbatch_size)
+            choice = autoplan(self._given, self._world, profile, cluster, count, self._request)
         except ValueError as error:  # the same on every rank
             if not isinstance(self._given, Plan):
                 raise
@@ -254,18 +277,35 @@ class PlanMaker:
         plan.check_world(self._world.size)
         return size
 
-    def _measured(self, copy: Layers, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
-        """Return the model's profile for all microbatch sizes, and a function that runs it once more."""
+    def _measured(self, layers: Layers, minibatch: Minibatch) -> tuple[ModelProfile, Callable[[], object]]:
+        """Return the model's profile for all microbatch sizes, and a function that runs a copy once more."""
+        copy = layers.copied()
+        if self.numbers is not None:
+            self.numbers.fill_for_measuring(copy.model)
+        self._rule.try_out([p for p in copy.model.parameters() if p.requires_grad][:1])
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
-        try:
-            each_kind = self.numbers is not None
-            rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device, each_kind)
-            samples = minibatch.sizes[0]  # perhaps fewer than microbatch_size
-            sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
-            measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
-            return measure_together(self._world, measure), rehearsal.run
-        except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
-            raise RuntimeError("the first microbatch failed while the model was measured") from error
+        with failure.guard():  # else the other ranks would wait for a failed one
+            try:
+                each_kind = self.numbers is not None
+                rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device, each_kind)
+                samples = minibatch.sizes[0]  # perhaps fewer than microbatch_size
+                sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
+                measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
+                return measure_together(self._world, measure), rehearsal.run
+            except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
+                raise RuntimeError("the first microbatch failed while the model was measured") from error
+
+    def _machines(self, profile: ModelProfile, work: Callable[[], object]) -> Cluster:
+        """Return the machines as they are for this training, but for their memory. Collective."""
+        cluster = measured_cluster(
+            self._world,
+            profile,
+            work,
+            progress_thread=self.progress_thread,
+            cluster=self._cluster,
+            device=self._device,
+        )
+        return cluster.compressing(self._rule.compression, profile.dtype)
 
 
 def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
@@ -275,7 +315,8 @@ def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
     """
     if isinstance(model, nn.Module) or not callable(model):
         return Built(model, None)
-    built = build(model)
+    with returning_freed_memory():
+        built = build(model)
     digests = world.allgather("" if built.numbers is None else built.numbers.tape.digest())
     if built.numbers is not None and len(set(digests)) == 1:
         built.numbers.tape.states = world.bcast(built.numbers.tape.states)

@@ -118,6 +118,10 @@ class TrainState:
     def preempt(self, step: int) -> None:
         """End at the first resume point from `step` on, or earlier, because a rank was asked to stop."""
         self.preempted = True
+        self.end_from(step)
+
+    def end_from(self, step: int) -> None:
+        """End at the first resume point from `step` on, or earlier."""
         self.stop_from = step if self.stop_from is None else min(step, self.stop_from)
 
     def check_call(self, method: str, in_fit: bool = False, with_gradients: bool = True) -> None:

@@ -5,7 +5,7 @@ The same script runs under `mpirun -n 4 python train.py` and as a single process
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -14,9 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.data.source import Collate, Source
@@ -28,7 +27,6 @@ from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
 from hybridpipe.model.deferred import Factory
-from hybridpipe.model.layers import explain
 from hybridpipe.model.precision import Precision
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
@@ -37,24 +35,24 @@ from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT
-from hybridpipe.planning.timeline import Timeline
-from hybridpipe.report.model import model_text
 from hybridpipe.training import planmaker
 from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
+from hybridpipe.training.callbacks import Callback, CallbackList, OnMinibatch, Run, check_callbacks, names_of
 from hybridpipe.training.checkpoints import CheckpointManager, Sizes
 from hybridpipe.training.evaluation import Metric, MicrobatchMetrics, evaluate, targets_wanted
 from hybridpipe.training.feed import Feed
 from hybridpipe.training.fit import FitLoop
-from hybridpipe.training.metrics import MinibatchRecord, Recorder, Traced
+from hybridpipe.training.metrics import MinibatchRecord, Recorder
 from hybridpipe.training.planmaker import ClusterLike, PlanLike, PlanMaker
 from hybridpipe.training.train_state import TrainState
+from hybridpipe.training.view import TrainerView
 from hybridpipe.types import Loss, OptimizerFactory
 
 _FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
 
 
-class Trainer:
+class Trainer(TrainerView):
     """Trains `model` in place: each rank trains the layers of its own stage. Every method is collective.
 
     Methods raise RuntimeError after `close`, and inside `fit` if they would change the training's state.
@@ -69,10 +67,12 @@ class Trainer:
         plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
         cluster: a `Cluster` or the path of a cluster.json of as many ranks, instead of a measurement.
+        memory: the most bytes that each rank may have, such as "2GB"; None for the limits that are found.
         minibatch_size: samples behind one update, over all ranks.
         microbatch_size: samples of a microbatch, for a plan by name; a `Plan` has its own number of them. By
             default each rank's equal share; "auto" also tries a half and a quarter of it.
-        schedule, asynchronous, vertical_sync, max_in_flight, recompute: for a plan by name (`PlanRequest`).
+        schedule, asynchronous, vertical_sync, max_in_flight, recompute, zero: of a plan by name
+            (`PlanRequest`).
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
             step_size=100)`. It counts minibatches; those of `no_sync` and the one after them count as one.
         clip_grad_norm: largest norm of the whole model's gradient, to which larger ones are scaled down. Not
@@ -98,6 +98,7 @@ class Trainer:
         metrics: functions by name for evaluation, called with (outputs, targets) of a microbatch; each
             returns (sum, count), and `evaluate` returns sum over count of the data set. One called "accuracy"
             replaces the accuracy that is counted for targets that are classes.
+        callbacks: called by `fit` at its events (`hybridpipe.callbacks`); the same on every rank.
 
     Raises:
         TypeError: the model is not an `nn.Module`.
@@ -113,6 +114,7 @@ class Trainer:
         optimizer: OptimizerFactory,
         plan: PlanLike = "auto",
         cluster: ClusterLike | None = None,
+        memory: int | str | None = None,
         minibatch_size: int,
         microbatch_size: int | None = None,
         schedule: str = DEFAULT,
@@ -120,6 +122,7 @@ class Trainer:
         vertical_sync: bool = False,
         max_in_flight: int | None = None,
         recompute: bool = False,
+        zero: int | str = 0,
         lr_scheduler: SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
         scale_learning_rate: bool = True,
@@ -135,12 +138,14 @@ class Trainer:
         hang_timeout: float = DEFAULT_SECONDS,
         on_nonfinite: str = "stop",
         metrics: Mapping[str, Metric] = MappingProxyType({}),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
         model, numbers, *_ = planmaker.build_model(model, self.world)
         valid.check_trainable(model, loss, optimizer, lr_scheduler, precision, numbers is not None)
         self._metrics = MicrobatchMetrics(loss, metrics)
+        self._callbacks = check_callbacks(callbacks)
         minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)
         non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.minibatch_size = model, loss, minibatch_size
@@ -153,13 +158,14 @@ class Trainer:
         keep_freed_memory()
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
         given, schedule = planmaker.read_given(plan, schedule)
-        request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight)
-        sizes = {"hang_timeout": hang_timeout, "minibatch_size": minibatch_size}
-        options = asdict(request) | sizes | {"microbatch_size": microbatch_size, "seed": self.seed}
+        request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight, zero)
+        sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size, "memory": memory}
+        options = asdict(request) | sizes | {"hang_timeout": hang_timeout, "seed": self.seed}
+        options |= {"callbacks": names_of(self._callbacks)}
         consistency.check_arguments(self.world, model, loss, self.rule, given, metrics, **options)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
-        trained = model, numbers, loss, self.rule, self.world, self.device
-        self._maker = PlanMaker(given, request, *trained, minibatch_size, microbatch_size, cluster, predict)
+        on = self.world, self.device, minibatch_size, microbatch_size, cluster, predict, memory
+        self._maker = PlanMaker(given, request, model, numbers, loss, self.rule, *on)
         self._begin_state()
         if self._maker.plan is not None and not self._maker.waits:
             self._start(self._maker.plan)
@@ -167,9 +173,9 @@ class Trainer:
     def _begin_state(self) -> None:
         """Set the state of a training that has not begun."""
         self._updates = True
-        self._fitting: FitLoop | None = None  # the last call of `fit`
+        self._fitting = None
         self.choice: Choice | None = None
-        self._worker: Worker | None = None
+        self._worker = None
         self.state, self.recorder = TrainState(), Recorder()
         sizes = Sizes(self.seed, self.minibatch_size)
         settings = partial(consistency.settings, self.model, self.loss, self.rule)
@@ -179,44 +185,6 @@ class Trainer:
         if name in _FIXED and hasattr(self, name):
             raise AttributeError(f"{name} of a Trainer cannot be changed: make a new Trainer")
         super().__setattr__(name, value)
-
-    @property
-    def microbatch_size(self) -> int:
-        """Samples of a microbatch; the last one of a short minibatch may have fewer."""
-        return self._maker.microbatch_size
-
-    @property
-    def step(self) -> int:
-        """Minibatches trained on."""
-        return self.state.step
-
-    @property
-    def epoch(self) -> int:
-        """Complete epochs."""
-        return self.state.complete_epochs(self.minibatch_size)
-
-    @property
-    def stopped(self) -> bool:
-        """True if `stop_from` ended the last `fit`."""
-        return self._fitting is not None and self._fitting.stopped
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Entries that `fit` returned for each epoch, those before a checkpoint included."""
-        return self.state.history
-
-    @property
-    def plan(self) -> Plan:
-        """Plan of the training; RuntimeError before a plan by name is made, from the first minibatch."""
-        return self.worker.plan
-
-    @property
-    def worker(self) -> Worker:
-        """Worker of this rank; RuntimeError before the plan is made and after `close`."""
-        if self._worker is None:
-            why = "model and machines are measured with the first minibatch; train one first"
-            raise RuntimeError("the Trainer is closed; make a new one" if self.state.closed else why)
-        return self._worker
 
     def train_step(self, inputs: Tree, targets: Tree) -> float:
         """Train on one minibatch; every rank passes the same one.
@@ -270,14 +238,18 @@ class Trainer:
     def fit(
         self,
         dataset: Any,
-        epochs: int = 1,
+        epochs: int | None = None,
         *,
+        max_steps: int | None = None,
         validation: Any = None,
+        eval_every: int | None = None,
         shuffle: bool = True,
+        drop_last: bool = False,
         on_minibatch: Callable[[MinibatchRecord], None] | None = None,
         target_accuracy: float | None = None,
         target_loss: float | None = None,
         checkpoint: Checkpointing | None = None,
+        resume: str | None = None,
     ) -> list[dict[str, Any]]:
         """Train on a data set whose samples are pairs (inputs, target) or dicts, or on a DataLoader of one.
 
@@ -285,14 +257,21 @@ class Trainer:
         and epoch determine the order. After `resume` the first epoch is the rest of one, if any is left.
 
         Args:
+            epochs: at most so many; by default one, or with `max_steps` as many as that takes.
+            max_steps: end once so many minibatches are trained on, those before a checkpoint included. Like
+                `eval_every` not under asynchronous schedules, whose minibatches overlap within an epoch.
             validation: data set to evaluate on after each epoch.
+            eval_every: evaluate also after each so many minibatches.
             shuffle: False to keep the data set's order. A DataLoader's sampler decides for itself, and an
                 IterableDataset is read in its own order.
+            drop_last: leave out the samples behind the last full minibatch, in each epoch others.
             on_minibatch: called on every rank with the record of each minibatch, at least one minibatch late.
                 An error that it raises on every rank ends `fit`; under an asynchronous schedule it ends the
                 job, because minibatches are between ranks.
             checkpoint: save in the background during training, at the end, and after USR1 or TERM to any
                 rank, which ends all of them (`Preempted`).
+            resume: "auto" first resumes from the last good checkpoint in the folder of `checkpoint`, if there
+                is one and nothing is trained yet. `epochs` then counts from the training's beginning.
             target_accuracy, target_loss: end with the first epoch whose validation has at least this accuracy
                 and at most this loss; the summary has its time.
 
@@ -303,34 +282,48 @@ class Trainer:
         Raises:
             Preempted: with `checkpoint`, after a signal to any rank; all have stopped and saved.
             UserError, NotSaved: a checkpoint cannot be saved or written.
-            ValueError: inside `no_sync`; or a target without `validation`, or target_accuracy with targets
-                that are no classes.
+            ValueError: inside `no_sync`; a target or `eval_every` without `validation`, target_accuracy with
+                targets that are no classes; `resume` without `checkpoint`; `max_steps` or `eval_every` under
+                an asynchronous schedule.
         """
         self._check_now("fit")
         if not self._updates or self.state.accumulated:
             raise ValueError("fit makes no sense inside no_sync, or before the update that follows it")
-        epochs = valid.integer("epochs", epochs, least=0)
+        breaks = valid.breaks(max_steps, eval_every, validation)
+        valid.check_breaks(breaks, self._maker.schedule)
+        most = 1 if max_steps is None else breaks.max_steps  # an epoch has a minibatch at least
+        epochs = valid.integer("epochs", most if epochs is None else epochs, least=0)
+        valid.check_resume(resume, checkpoint)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
-        of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted}
+        of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted, "resume": resume}
+        of_fit |= {"breaks": breaks[:2], "drop_last": drop_last}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
-        dataset = self._feed.training_set(dataset)
+        if resume is not None and checkpoint is not None:
+            epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)
+        dataset = self._feed.training_set(dataset, drop_last)
         validation = None if validation is None else self._feed.held_out_set("validation", validation)
         self.prepare(dataset, validation)
+        valid.check_breaks(breaks, self.plan.schedule)
         if self.world.rank == 0:
             valid.warn_if_in_evaluation_mode(self.model)
         self.worker.zero_grad()
+        observers = [*self._callbacks, *([] if on_minibatch is None else [OnMinibatch(on_minibatch)])]
+        callbacks = CallbackList(observers, Run(self, self._save, epochs))
+        self._checkpoints.give(callbacks)
         keeper = None
         if checkpoint is not None:
-            keeper = self._checkpoints.keeper(self.worker, checkpoint, self.microbatch_size)
+            keeper = self._checkpoints.keeper(
+                self.worker, checkpoint, self.microbatch_size, callbacks=callbacks
+            )
         trained = self.worker, self.state, self.recorder, keeper, self.minibatch_size
         loaded = self.worker, dataset, self.microbatch_size, shuffle, self.state
         validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-        self._fitting = FitLoop(*trained, partial(self._feed.epoch, *loaded), validate, wanted, on_minibatch)
+        batches = partial(self._feed.epoch, *loaded)
+        self._fitting = FitLoop(*trained, batches, validate, wanted, callbacks, breaks)
         first = len(self.history)
         with preemption.listening(keeper is not None):
             self._fitting.run(epochs)
-            if checkpoint is not None:
-                self._checkpoints.leave_if_preempted(checkpoint.folder)
+            self._checkpoints.leave_if_preempted(checkpoint)
         return self.history[first:]
 
     def stop_from(self, step: int) -> None:
@@ -353,10 +346,12 @@ class Trainer:
             UserError: the state cannot be saved.
         """
         self.state.check_call("save", with_gradients=False)
-        settings = Checkpointing(root, keep=keep)
-        keeper = self._checkpoints.keeper(self.worker, settings, self.microbatch_size, anew=True)
-        keeper.finish(self.step, self.state.resume_point(self.minibatch_size))
-        return Path(root) / name_of(self.step)
+        return self._save(root, keep)
+
+    def _save(self, root: str | os.PathLike[str], keep: int) -> Path:
+        """Save between two minibatches, inside `fit`, too."""
+        self.state.check_call("save", in_fit=True, with_gradients=False)
+        return self._checkpoints.save(self.worker, Checkpointing(root, keep=keep), self.microbatch_size)
 
     def resume(
         self, source: str | os.PathLike[str], or_anew: bool = False, allow_changed: bool = False
@@ -381,8 +376,6 @@ class Trainer:
                 data set.
         """
         self.state.check_call("resume", with_gradients=False)
-        of_resume = {"or_anew": or_anew, "allow_changed": allow_changed}
-        consistency.check_alike(self.world, {name: repr(bool(value)) for name, value in of_resume.items()})
         given = Path(source), self.model, or_anew, allow_changed
         found, lines = self._checkpoints.find(*given, self._worker is None, self._maker.numbers)
         if found is not None and self._worker is not None:
@@ -408,26 +401,9 @@ class Trainer:
 
     def _evaluate(self, source: Source, may_stop: bool = False) -> dict[str, float] | None:
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""
-        batches = self._feed.evaluation(self.worker, source, self.microbatch_size)
-        return evaluate(self.worker, batches, self._metrics, self.step, may_stop)
-
-    def not_split(self) -> list[str] | None:
-        """Trained modules whose backward a splitting schedule cannot split; on rank 0, else None."""
-        return self.worker.not_split()
-
-    def explain(self) -> str | None:
-        """Text about what is made of the model, on rank 0; RuntimeError before its forward is recorded."""
-        layers = self._maker.known_layers
-        return model_text(explain(layers)) if self.world.rank == 0 else None
-
-    def full_state_dict(self) -> dict[str, Tensor] | None:
-        """`model.state_dict()` of the whole model on rank 0; None elsewhere.
-
-        Raises:
-            RuntimeError: minibatches of an asynchronous schedule are under way.
-        """
-        self.state.check_call("full_state_dict", in_fit=True)
-        return self.worker.full_state_dict()
+        with self.worker.evaluating():
+            batches = self._feed.evaluation(self.worker, source, self.microbatch_size)
+            return evaluate(self.worker, batches, self._metrics, self.step, may_stop)
 
     def prepare(self, dataset: Any, validation: Any = None) -> None:
         """Check data sets and model, and make a plan by name from the first minibatch; `fit` does so, too.
@@ -461,18 +437,6 @@ class Trainer:
         self.state.check_call(method, in_fit=method == "evaluate")
         structure.check_now(self.model, method)
 
-    def timeline(self) -> Timeline | None:
-        """Timeline of a typical full minibatch on rank 0; None elsewhere."""
-        return self.recorder.timeline(self.worker)
-
-    def traced(self) -> Traced | None:
-        """Timeline of the last full minibatches and each rank's time in them, on rank 0; None elsewhere."""
-        return self.recorder.traced(self.worker)
-
-    def summary(self) -> dict[str, Any] | None:
-        """Figures of the training so far, as in summary.json, on rank 0; None elsewhere."""
-        return self.recorder.summary(self.worker)
-
     def close(self) -> None:
         """End background threads and free the communicators; the model keeps its weights."""
         self.state.closed = True
@@ -490,7 +454,7 @@ class Trainer:
 
     def _start(self, plan: Plan) -> None:
         self._maker.known_layers.check_plan(plan)
-        self.recorder.begin()
+        self.recorder.begin(self._maker.memory_for(plan))
         trained = self._maker.known_layers, plan, self.loss, self.rule
         on = self.world, self.device, self.seed, self._maker.progress_thread
         worker = Worker(*trained, *on, self._maker.numbers)

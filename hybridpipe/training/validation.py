@@ -3,6 +3,7 @@
 Invariant: every function raises TypeError or ValueError in one line that says what is accepted.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from types import CellType
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.data.source import Source
+from hybridpipe.errors import shown
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 from hybridpipe.report.notices import notices
+from hybridpipe.training.loop import Breaks
 
 
 def integer(name: str, value: Any, least: int = -(2**63)) -> int:
@@ -99,6 +103,14 @@ def check_precision(precision: str, model: nn.Module) -> None:
                 f"precision={precision!r} needs trained parameters in float32, got {name} in {dtype}: call "
                 "model.float(), or leave precision at 'fp32', under which a model keeps its own types"
             )
+
+
+def check_resume(resume: str | None, checkpoint: Checkpointing | None) -> None:
+    """Check that `fit` knows the folder to resume from. Raises ValueError if not."""
+    if resume not in (None, "auto"):
+        raise ValueError(f'resume must be None or "auto", got {shown(resume)}; Trainer.resume takes a path')
+    if resume is not None and checkpoint is None:
+        raise ValueError('resume="auto" needs a folder: fit(..., checkpoint=Checkpointing(folder))')
 
 
 def check_loss(loss: Any, model: nn.Module) -> None:
@@ -224,6 +236,30 @@ def check_flushes(schedule: str) -> None:
     if schedule in ASYNCHRONOUS:
         what = f"{schedule}, whose minibatches follow each other without a pause"
         raise ValueError(f"train_step makes no sense under {what}; use fit")
+
+
+def breaks(max_steps: Any, eval_every: Any, validation: Any) -> Breaks:
+    """Breaks of `fit` from its arguments.
+
+    Raises:
+        ValueError: one is no integer >= 1, or `eval_every` has nothing to evaluate.
+    """
+    if eval_every is not None:
+        eval_every = integer("eval_every", eval_every, least=1)
+        if validation is None:
+            raise ValueError(f"eval_every = {eval_every} needs validation, got None")
+    steps = math.inf if max_steps is None else integer("max_steps", max_steps, least=1)
+    return Breaks(steps, eval_every)
+
+
+def check_breaks(wanted: Breaks, schedule: str) -> None:
+    """Raise ValueError for breaks within an epoch under a schedule that has none."""
+    if wanted != Breaks() and schedule in ASYNCHRONOUS:
+        name = "max_steps" if wanted.eval_every is None else "eval_every"
+        raise ValueError(
+            f"{name} must not be given under {schedule}, whose minibatches overlap within an epoch: give "
+            "epochs, or a data set with fewer samples, such as a Subset"
+        )
 
 
 def check_length_known(source: Source, plan: Plan) -> None:

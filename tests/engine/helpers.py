@@ -69,8 +69,8 @@ class Recorded(SharedSync):
         super().__init__(*args)
         self.seen: list[list[Tensor | None]] = []
 
-    def finish(self) -> None:
-        super().finish()
+    def finish(self, completes: bool = True) -> None:
+        super().finish(completes)
         self.seen.append([None if p.grad is None else p.grad.clone() for p in self._parameters])
 
 

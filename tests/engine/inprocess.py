@@ -138,7 +138,7 @@ class SharedSync:
     def end_final_backward(self) -> None:
         """Do nothing: no sum has started."""
 
-    def finish(self) -> None:
+    def finish(self, completes: bool = True) -> None:
         """Compute the sum in the order of the replicas, the same on each of them."""
         self._barrier.wait()
         sums = []

@@ -81,3 +81,9 @@ def test_an_exit_that_was_caught_does_not(two_ranks, aborted, monkeypatch):
     monkeypatch.setattr(rank_status, "doing", Doing(0, 1, Forward(0)))  # whoever caught it trains on
     two_ranks[0]()
     assert aborted == []
+
+
+def test_a_rank_alone_says_what_an_error_of_memory_means(aborted):
+    with pytest.raises(MemoryError) as caught, failure.guard():
+        raise MemoryError
+    assert caught.value.__notes__[0].startswith("out of memory: the process has had")

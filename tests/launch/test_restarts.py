@@ -36,8 +36,8 @@ def test_what_an_attempt_came_to(returncode, words, code, cause):
 
 def test_a_launcher_that_launched_nobody_has_not_trained():
     """srun returns 0 where its tasks could not be launched: a requeued job was over, and done, untrained."""
-    found = attempt(0, [], 4, has_begun=False)
-    assert (found.code, found.cause) == (1, "the launcher ended with exit code 0, but no rank was up")
+    found = attempt(0, [], 4, has_begun=False, has_started=False)
+    assert (found.code, found.cause) == (1, "the launcher ended with exit code 0, but started no rank")
     assert no_restart_reason([found], 3) is None
 
 

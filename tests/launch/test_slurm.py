@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -73,38 +74,39 @@ def wait_for(what, seconds, is_there, log):
     return found
 
 
+def command_in(env, *command):
+    """What a command prints."""
+    done = subprocess.run(command, env=env, cwd=netcluster.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def goes_on(job, env):
+    """Slurm holds a requeued job back for two minutes; here, until the hosts are free of what it was: its
+    steps get the same names again, and the sockets of the old ones would be in the way.
+    """
+    is_left = subprocess.run(["pgrep", "-f", rf"slurmstepd: \[{job}\."], capture_output=True).stdout
+    if not is_left and command_in(env, "squeue", "-h", "-j", job, "-o", "%T") == "PENDING":
+        release = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+        subprocess.run(release, env=env, capture_output=True)
+
+
 @pytest.mark.netcluster
 @pytest.mark.timeout(300)
 def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(slurm, trained, tmp_path):
     log, out = tmp_path / "log.txt", tmp_path / "out"
-
-    def run(*command):
-        done = subprocess.run(
-            command, env=slurm, cwd=netcluster.ROOT, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
+    run = partial(command_in, slurm)
     job = run(
         "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=1", "--signal=USR1@25",
         f"--output={log}", str(netcluster.ROOT / "launch/slurm.sbatch"), *trained, str(out),
     )  # fmt: skip
 
-    def goes_on():
-        """Slurm holds a requeued job back for two minutes; here, until the hosts are free of what it was: its
-        steps get the same names again, and the sockets of the old ones would be in the way.
-        """
-        is_left = subprocess.run(["pgrep", "-f", rf"slurmstepd: \[{job}\."], capture_output=True).stdout
-        if not is_left and run("squeue", "-h", "-j", job, "-o", "%T") == "PENDING":
-            release = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
-            subprocess.run(release, env=slurm, capture_output=True)
-
     def stopped(times):
-        goes_on()
+        goes_on(job, slurm)
         return log.read_text().count("start it again with --resume auto") == times
 
     def ended():
-        goes_on()
+        goes_on(job, slurm)
         return (out / "summary.json").exists()
 
     metrics = out / "metrics.jsonl"
@@ -122,6 +124,51 @@ def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(
         *trained, str(alone))  # fmt: skip
     weights = [(folder / "model.safetensors").read_bytes() for folder in (out, alone)]
     assert weights[0] == weights[1], log.read_text()
+
+
+SCRIPT = """
+import sys
+from functools import partial
+
+import torch
+from slurm_parts import data, model
+
+from hybridpipe import Checkpointing, Trainer
+
+trainer = Trainer(model(), loss=torch.nn.functional.cross_entropy, plan="straight", minibatch_size=8,
+                  optimizer=partial(torch.optim.SGD, lr=0.1))
+trainer.fit(data(), epochs=2, checkpoint=Checkpointing(sys.argv[1], every=5), resume="auto")
+if trainer.world.rank == 0:
+    print("trained", trainer.step)
+"""
+
+
+@pytest.mark.netcluster
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_a_generated_script_checks_the_hosts_trains_and_goes_on_after_a_requeue(slurm, tmp_path, launcher):
+    (tmp_path / "slurm_parts.py").write_text(PARTS)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    log, checkpoints = tmp_path / "log.txt", tmp_path / "checkpoints"
+    options = ["--nodes", "2", "--ntasks-per-node", "1", "--time", "5", "--launcher", launcher]
+    command = ["--output", str(log), "--submit", "--", "python", str(tmp_path / "train.py"), str(checkpoints)]
+    said = command_in(slurm, sys.executable, "-m", "hybridpipe", "slurm", *options, *command)
+    job = said.split()[-1]  # Submitted batch job 2
+
+    wait_for("training", 60, lambda: list(checkpoints.glob("step-*")), log)
+    command_in(slurm, "scontrol", "requeue", job)
+    wait_for("the stop", 40, lambda: "exit code 75: start it again" in log.read_text(), log)
+    (tmp_path / "fast").touch()
+
+    def ended():
+        goes_on(job, slurm)
+        return command_in(slurm, "squeue", "-h", "-j", job, "-o", "%T") in ("", "COMPLETED")
+
+    wait_for("the end", 120, ended, log)
+    text = log.read_text()
+    assert text.count("launcher      a world of 2 as started") == 1, text  # doctor, not after the requeue
+    (step,) = map(int, STARTED.findall(text))
+    assert 0 < step < 100 and text.count("trained 100\n") == 1, text
 
 
 BLOCKED = """#!/bin/bash
@@ -150,4 +197,4 @@ def test_a_step_that_slurm_could_not_launch_is_tried_again(slurm, trained, tmp_p
     )
     said = log.read_text()
     assert done.returncode == 0 and (out / "summary.json").exists(), said + done.stderr
-    assert "exit code 0, but no rank was up; restarting" in said and "done after 2 attempts" in said, said
+    assert "exit code 0, but started no rank; restarting" in said and "done after 2 attempts" in said, said

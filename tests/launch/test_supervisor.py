@@ -215,8 +215,9 @@ def test_ranks_that_are_not_up_are_told_at_half_of_the_deadline_and_end_of_it(la
 @pytest.mark.parametrize(
     "words, mistake",
     [
-        (["--ranks", "2"], "must be followed by -- train CONFIG ..., got nothing"),
-        (["--ranks", "2", "--", "plan"], "must be followed by -- train CONFIG ..., got plan"),
+        (["--ranks", "2"], "-- train CONFIG ..., or by -- python train.py ..., got nothing"),
+        (["--ranks", "2", "--", "plan"], "or by -- python train.py ..., got plan"),
+        (["--ranks", "2", "--", "python", "gone.py", "-x"], "launch: gone.py: No such file or directory"),
         (["--ranks", "2", "--", "train", "none.toml"], "none.toml"),
         (["--", "train", "examples/digits.toml"], "needs --ranks or --hosts outside of a Slurm allocation"),
         (["--hosts", "h1:0", "--", "train", "x"], "ranks of h1 must be an integer >= 1, got '0'"),

@@ -43,8 +43,18 @@ def scaled() -> nn.Module:
     return model
 
 
+def converted() -> nn.Module:
+    """Of several dtypes and formats; two modules keep one parameter, which keeps its attributes."""
+    model = nn.Sequential(Tied().half(), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), scaled())
+    model[2].to(torch.bfloat16).double()
+    model.append(nn.LSTM(3, 4).bfloat16())
+    nn.init.normal_(model[0].head.weight)
+    return model
+
+
 FACTORIES = [
     Tied,
+    converted,
     orthogonal,
     scaled,
     lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
@@ -189,11 +199,19 @@ def conjugate() -> nn.Module:
     return model
 
 
+def overwritten() -> nn.Module:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return Tied().half()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
 REFUSED = [
+    (overwritten, "swap"),
     (Viewing, "row of a Viewing has the memory"),
     (measured, "does more than its signature says"),
     (conjugate, "conjugate"),
-    (lambda: nn.Linear(3, 3).half(), "swap"),
 ]
 
 

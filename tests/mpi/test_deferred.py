@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 
 def test_a_function_trains_what_its_module_does(job):
     printed = job(3, "deferred.py", "same").stdout
@@ -19,8 +21,19 @@ def test_ranks_whose_functions_differ_make_whole_models(job):
     assert printed.count("weight of the model must be the same on all ranks") == 2, printed
 
 
-def test_no_rank_makes_the_whole_model(job):
-    """192 MiB of weights: a rank has a third of them, and gradients of these."""
-    printed = job(3, "deferred.py", "large").stdout
-    grown = [int(number) for number in re.findall(r"grew by (\d+) MiB", printed)]
-    assert len(grown) == 3 and max(grown) < 192, printed
+def test_a_model_of_three_times_what_a_rank_may_hold_trains(job, tmp_path):
+    """288 MiB of weights, mostly frozen, under a limit of 96 beside what a process takes by itself."""
+    printed = job(4, "limited.py", "folder", "last", "72", "1024", "+96", str(tmp_path / "weights")).stdout
+    grown = [int(number) for number in re.findall(r"(\d+) more", printed)]
+    assert len(grown) == 4 and max(grown) < 96, printed
+
+
+@pytest.mark.large
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks, source, trained", [(4, "function", "last"), (8, "folder", "all")])
+def test_6_gib_of_weights_train_under_2_gib_a_rank(job, tmp_path, ranks, source, trained):
+    """With gradients of all weights, four ranks would need 3 GiB each."""
+    arguments = source, trained, "96", "4096", "2048", str(tmp_path / "weights")
+    printed = job(ranks, "limited.py", *arguments, timeout_seconds=900.0).stdout
+    peaks = [int(number) for number in re.findall(r"peak (\d+) MiB", printed)]
+    assert len(peaks) == ranks and max(peaks) < 2048, printed

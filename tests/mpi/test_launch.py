@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,40 @@ def test_a_training_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
     assert f"resuming from {saved}: step {step}" in done.stdout
     records = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert records == list(range(500)), "every minibatch once"
+
+
+@pytest.mark.timeout(300)  # three jobs on two ranks, and one
+def test_a_script_that_is_killed_and_then_asked_to_stop_ends_as_if_undisturbed(tmp_path):
+    """Killed in the first attempt, asked in the second, which ends with 75; started again it goes on."""
+    script = str(Path(__file__).parent / "programs" / "continuing.py")
+    launch = [sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun", "--ranks", "2"]
+    command = [*launch, "--max-restarts", "2", "--", "python", script, "checkpoints", "two"]
+
+    def run(command: list[str], fault: str = "") -> "subprocess.CompletedProcess[str]":
+        env = {**os.environ, "HYBRIDPIPE_FAULT": fault}
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path)
+
+    kill = "rank=0,point=save-prune,kind=kill"  # once the first checkpoint is there
+    ask = "rank=1,step=9,point=backward,kind=term,attempt=1"
+    done = run(command, f"{kill};{ask}")
+    assert done.returncode == 75, done.stderr
+    first, again, second, stopped, last = re.findall(
+        r"^hybridpipe(?: launch)?: (?!rank )(.*)", done.stderr, re.M
+    )
+    assert first == "no checkpoint in checkpoints: training starts anew"
+    assert again == "attempt 0: a rank was lost: SIGKILL; restarting from the last good checkpoint"
+    assert second.startswith("resuming from checkpoints/step-00000003: step 3, ")
+    assert last == f"{stopped}; exit code 75: start it again" and "saved as" in stopped
+
+    done = run(command)
+    assert done.returncode == 0 and done.stderr.count("resuming from") == 1, done.stderr
+    assert not list(tmp_path.glob(".launch-*")), "what the ranks have told is cleared away"
+    alone = run([sys.executable, script, "of_one", "one"])
+    assert alone.returncode == 0, alone.stderr
+    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two", "one"))
+    for name, numbers in one.items():
+        assert two[name] == pytest.approx(numbers, rel=1e-10, abs=1e-10)
+    assert len(one["losses"]) == 3
 
 
 def launched(tmp_path, *words: str, restarts: int = 0, fault: str = "") -> "subprocess.CompletedProcess[str]":

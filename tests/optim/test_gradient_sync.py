@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.errors import UserError
 from hybridpipe.optim import gradient_sync
-from hybridpipe.optim.gradient_sync import HorovodSync, _buckets
+from hybridpipe.optim.gradient_sync import HorovodSync, filled
 from hybridpipe.planning.cost import formula
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
@@ -70,7 +70,7 @@ def make(
 
 
 def sizes(buckets) -> list[list[int]]:
-    return [[parameter.numel() for parameter in bucket.parameters] for bucket in buckets]
+    return [[parameter.numel() for parameter in bucket] for bucket in buckets]
 
 
 def parameters(*counts: int) -> list[nn.Parameter]:
@@ -99,9 +99,7 @@ def test_without_horovod_the_remedy_is_named(monkeypatch):
     ],
 )
 def test_buckets_are_filled_in_backward_order(counts, expected):
-    buckets = _buckets(parameters(*counts))
-    assert sizes(buckets) == expected
-    assert [bucket.name for bucket in buckets] == [f"bucket{i}" for i in range(len(expected))]
+    assert sizes(filled(parameters(*counts))) == expected
 
 
 def test_the_simulator_expects_the_same_buckets(monkeypatch):
@@ -111,7 +109,7 @@ def test_the_simulator_expects_the_same_buckets(monkeypatch):
     profile = ModelProfile(tuple(LayerProfile("", 1, 1, 4 * n, 0, 0) for n in counts), samples=1)
     (stage,) = formula.stage_costs(profile, Plan.data_parallel(len(counts), 2, 2))
     expected = [bucket.num_bytes for bucket in stage.buckets]
-    assert [4 * sum(bucket) for bucket in sizes(_buckets(parameters(*counts)))] == expected
+    assert [4 * sum(bucket) for bucket in sizes(filled(parameters(*counts)))] == expected
 
 
 @pytest.mark.usefixtures("small_buckets")

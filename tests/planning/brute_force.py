@@ -6,7 +6,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
+from hybridpipe.planning.plan import Variant
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
@@ -16,12 +17,17 @@ class Reference:
 
     Args:
         recompute: under a limit every stage may recompute or not, whether it must or not.
+        zero: "auto": the replicas of every stage may share out their update or not, by either reduction.
     """
 
-    def __init__(self, profile, cluster, num_microbatches, schedule, recompute):
+    def __init__(self, profile, cluster, num_microbatches, schedule, recompute, zero=0):
         self.profile, self.cluster = profile, cluster
         self.M, self.schedule = num_microbatches, schedule
-        self.ways = (False, True) if recompute and cluster.memory_bytes is not None else (False,)
+        again = (False, True) if recompute and cluster.memory_bytes is not None else (False,)
+        sharing = (
+            [(0, False), (1, False), (1, True), (2, False), (2, True)] if zero == "auto" else [(0, False)]
+        )
+        self.ways = [Variant(*each, *shared) for each, shared in itertools.product(zip(again), sharing)]
         self.load = self.machine_speed(profile.load) if cluster.compute_speeds else 1.0
 
     def machine_speed(self, active):
@@ -42,18 +48,23 @@ class Reference:
             for ranks in placement
         ]
 
-    def ring(self, ranks):
-        """Latency and seconds per byte of an all-reduce."""
+    def rings(self, ranks):
+        """Latency and seconds per byte of an all-reduce, a reduce-scatter and an all-gather."""
         m = len(ranks)
         if m == 1:
-            return 0.0, 0.0
+            return [(0.0, 0.0)] * 3
         level = self.cluster.levels[max(self.crossed(a, b) for a in ranks for b in ranks)]
         bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
-        latency = 2 * (m - 1) * level.latency_seconds
+        steps, half = (m - 1) * level.latency_seconds, (m - 1) / m
+        found = [(2 * steps, 2 * half / bandwidth), (steps, half / bandwidth), (steps, half / bandwidth)]
         if level.allreduce:
-            bandwidth = level.allreduce.bandwidth
-            latency = level.allreduce.latency_seconds + level.allreduce.wait_seconds
-        return latency, 2 * (m - 1) / m / bandwidth
+            start, rate = level.allreduce.latency_seconds, level.allreduce.bandwidth
+            found[0] = found[1] = start + level.allreduce.wait_seconds, 2 * half / rate
+            found[2] = start / 2, half / rate
+        for i, measured in ((1, level.reduce_scatter), (2, level.all_gather)):
+            if measured:
+                found[i] = measured.latency_seconds + measured.wait_seconds, half / measured.bandwidth
+        return found
 
     def cut(self, ranks, behind):
         """Latency, seconds a byte amid a round, and seconds a byte that the busiest link is occupied."""
@@ -124,12 +135,18 @@ class Reference:
     def last_product(self, one, n):
         return sum(self.product_seconds(one, size) for size in self.products(one, n)[-1:])
 
-    def fits(self, start, stop, m, stashes, memory, again):
-        layers = self.profile.layers[start:stop]
+    def fits(self, start, stop, m, stashes, memory, way):
+        layers, again, zero = self.profile.layers[start:stop], way.recompute, way.zero
         weights = sum(one.parameter_bytes for one in layers)
-        peak = round(weights * (2 + self.profile.state_factor)) + (min(weights, 2**27) if m > 1 else 0)
+        state = weights * self.profile.state_factor / (m if zero else 1)
+        gradients = weights
+        if zero == 2:  # a share, and whole ones of three buckets
+            bucket = max(2**21, *(one.parameter_bytes for one in layers))
+            gradients = weights / m + min(weights, 3 * bucket)
+        peak = round(weights + state + gradients) + (min(weights, 2**27) if m > 1 else 0)
         peak += {"pipedream": stashes - 1, "pipedream-2bw": 1}.get(self.schedule, 0) * weights
-        peak += sum(max([0, *self.products(one, self.per_update(m))]) * kept(one) for one in layers)
+        together = 1 if zero == 2 else self.per_update(m)
+        peak += sum(max([0, *self.products(one, together)]) * kept(one) for one in layers)
         received = self.profile.layers[start - 1].output_bytes if start else 0
         sent = layers[-1].output_bytes if stop < self.profile.num_layers else 0
         peak += 2 * received + 2 * sent + 2 * max(received, sent)
@@ -138,9 +155,9 @@ class Reference:
         return peak <= memory
 
     def best(self, placement):
-        """The least seconds of all cuts and choices of recomputation, for stages on these ranks."""
+        """The least seconds of all cuts and ways to run stages, for stages on these ranks."""
         n, stages = self.profile.num_layers, len(placement)
-        speeds, rings = self.speeds(placement), [self.ring(ranks) for ranks in placement]
+        speeds, rings = self.speeds(placement), [self.rings(ranks) for ranks in placement]
         links = [self.cut(a, b) for a, b in itertools.pairwise(placement)]
         stashes = self.in_flight(placement)
         memory = self.cluster.memory_bytes
@@ -156,20 +173,32 @@ class Reference:
         for inner in itertools.combinations(range(1, n), stages - 1):
             cuts = (0, *inner, n)
             each = ((cuts[s], cuts[s + 1], len(placement[s]), stashes[s], limit[s]) for s in range(stages))
-            fitting = [[again for again in self.ways if self.fits(*stage, again)] for stage in each]
-            for again in itertools.product(*fitting):
-                best = min(best, self.seconds(cuts, list(map(len, placement)), speeds, rings, links, again))
+            fitting = [
+                [way for way in self.ways if stage[2] > 1 or not way.zero if self.fits(*stage, way)]
+                for stage in each
+            ]
+            for ways in itertools.product(*fitting):
+                best = min(best, self.seconds(cuts, list(map(len, placement)), speeds, rings, links, ways))
         return best
 
-    def seconds(self, cuts, replicas, speeds, rings, links, again):
+    def seconds(self, cuts, replicas, speeds, rings, links, variants):
         slowest, ways, after = 0.0, [], []
         for s, m in enumerate(replicas):
             layers = self.profile.layers[cuts[s] : cuts[s + 1]]
             edges = [e for e in cuts[s : s + 2] if 0 < e < self.profile.num_layers]
             forward = sum(one.forward_seconds for one in layers) * self.load
-            n = self.per_update(m)
-            backward = sum(self.backward(one, n) for one in layers) * self.load + again[s] * forward
+            n, zero = self.per_update(m), variants[s].zero
+            backward = sum(self.backward(one, n) for one in layers) * self.load
             last = sum(self.last_product(one, n) for one in layers) * self.load / speeds[s]
+            if zero == 2 and self.schedule != "zero-bubble":  # each backward has all of its products
+                whole = [
+                    one.joined.backward_seconds + self.product_seconds(one, 1)
+                    if self.products(one, n)
+                    else self.backward(one, n)
+                    for one in layers
+                ]
+                backward, last = sum(whole) * self.load, 0.0
+            backward += variants[s].recompute * forward
             weights = sum(one.parameter_bytes for one in layers)
             handling = sum(
                 2 * self.cluster.message_seconds + sum(self.sizes(e)) * self.cluster.message_seconds_per_byte
@@ -183,9 +212,14 @@ class Reference:
             elif s > 0:  # and the sending of the gradient
                 returned = self.sizes(cuts[s])[1] * self.cluster.message_seconds_per_byte
                 hides += (self.cluster.message_seconds + returned) / speeds[s]
-            a = rings[s][0] + rings[s][1] * weights if weights else 0.0
+            start, per_byte = rings[s][variants[s].scatter]
+            a = start + per_byte * weights if weights else 0.0
             e = a - self.cluster.overlap * min(a, hides)
             u = sum(one.update_seconds for one in layers) * self.load / speeds[s]
+            if zero:
+                u = u / m + (rings[s][2][0] + rings[s][2][1] * weights if weights else 0.0)
+            rounds = math.ceil(self.M / m) - 1
+            between = rounds * e if zero == 2 else 0.0
             ways.append(w)
             after.append(0.0)
             if self.schedule == "pipedream":
@@ -195,12 +229,12 @@ class Reference:
             elif self.schedule == "zero-bubble":
                 ways[-1] = max(0, w - 2 * g)
                 after[-1] = e + u
-                slowest = max(slowest, math.ceil(self.M / m) * w - max(0, w - 2 * g) + e + u)
+                slowest = max(slowest, math.ceil(self.M / m) * w - max(0, w - 2 * g) + between + e + u)
             else:
                 held_up = last if s > 0 and m > 1 else 0.0
                 ways[-1] += held_up
                 after[-1] = last - held_up + e + u
-                slowest = max(slowest, (math.ceil(self.M / m) - 1) * w + after[-1])
+                slowest = max(slowest, rounds * w + between + after[-1])
         for s, (edge, (latency, per_byte, busy)) in enumerate(zip(cuts[1:-1], links)):
             sizes = self.sizes(edge)
             slowest = max(slowest, busy * (sum(sizes) if self.schedule == "gpipe" else max(sizes)))
@@ -296,6 +330,46 @@ def limited_instance(seed):
     return replace(profile, layers=layers), limited, options, ranks, max_replicas
 
 
+def shared_out_instance(seed):
+    """An instance whose replicas may share out their update, under a limit or without one."""
+    profile, cluster, options, _, max_replicas = limited_instance(seed)
+    draw = random.Random(-(10**6) - seed)
+    num_ranks = draw.choice([2, 2, 3, 3, 4])
+
+    def measured():
+        figures = Collective(
+            10 ** draw.uniform(6, 9), 0.01 * draw.random(), wait_seconds=0.01 * draw.random()
+        )
+        return draw.choice([None, figures])
+
+    # Where gradients are shared out three buckets of them are whole, so ten layers may be leaner than one.
+    count = 10 if num_ranks == 2 else len(profile.layers[:4])
+    layers = tuple(
+        replace(
+            profile.layers[i % len(profile.layers)],
+            parameter_bytes=draw.choice([0, 1, 1]) * draw.randint(8 * 10**7, 10**8),
+            update_seconds=draw.choice([0.1, 5.0]) * draw.random(),
+        )
+        for i in range(count)
+    )
+    levels = tuple(
+        replace(level, allreduce=measured(), reduce_scatter=measured(), all_gather=measured())
+        for level in cluster.levels
+    )
+    schedule = draw.choice(["1f1b", "1f1b", "gpipe", "zero-bubble"])
+    whole = sum(4 * one.parameter_bytes + 2 * one.activation_bytes for one in layers)
+    limit = (
+        None
+        if schedule == "zero-bubble"
+        else draw.choice([None, int(whole * draw.uniform(0.2, 0.9)), int(whole * draw.uniform(0.6, 0.9))])
+    )
+    cluster = replace(cluster, levels=levels, memory_bytes=limit)
+    options |= {"schedule": schedule, "zero": "auto", "recompute": draw.random() < 0.5}
+    options["num_microbatches"] = draw.choice([1, 2, 3, 8, 17])
+    profile = replace(profile, layers=layers, state_factor=draw.choice([1.0, 2.0]))
+    return profile, cluster, options, range(num_ranks), max_replicas
+
+
 def random_layer(draw, figure, name):
     backward = 2 * figure()
     weight = draw.choice([None, draw.random() * backward])
@@ -320,7 +394,7 @@ def random_layer(draw, figure, name):
 
 def random_cluster(draw, figure):
     def allreduce():
-        measured = AllReduce(10 ** draw.uniform(5, 8), 0.01 * figure(), wait_seconds=0.01 * figure())
+        measured = Collective(10 ** draw.uniform(5, 8), 0.01 * figure(), wait_seconds=0.01 * figure())
         return draw.choice([None, None, measured])
 
     def shared():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hybridpipe.planning.checks import MAX_RANKS
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level, Ring
+from hybridpipe.planning.cluster import Cluster, Collective, Level, Ring
 
 NODE, RACK, ALL = Level("node", 2, 100.0, 1.0), Level("rack", 4, 10.0, 2.0), Level("all", 8, 1.0, 3.0)
 LEVELS = (NODE, RACK, ALL)
@@ -22,7 +22,7 @@ LEVELS = (NODE, RACK, ALL)
         (lambda: Level("node", 0, 1.0, 0.0), "ranks must be an integer >= 1, got 0"),
         (lambda: Level("node", 1, 0.0, 0.0), "bandwidth must be a finite number > 0, got 0.0"),
         (lambda: Level("node", 1, 1.0, -1.0), "latency_seconds must be a finite number >= 0, got -1.0"),
-        (lambda: AllReduce(0.0, 0.0), "bandwidth must be a finite number > 0, got 0.0"),
+        (lambda: Collective(0.0, 0.0), "bandwidth must be a finite number > 0, got 0.0"),
         (
             lambda: Cluster((NODE,), relative_speed=(1.0,)),
             "relative_speed must hold one figure for each of the 2 ranks, got 1",
@@ -92,7 +92,7 @@ def test_allreduce_sends_2_m_minus_1_over_m_of_the_data():
 
 
 def test_allreduce_is_that_of_the_level_it_crosses():
-    measured = replace(RACK, allreduce=AllReduce(50.0, 7.0))
+    measured = replace(RACK, allreduce=Collective(50.0, 7.0))
     cluster = Cluster((NODE, measured, replace(ALL, shared_bandwidth=0.5)))
     assert cluster.ring((0, 1, 2)).seconds(300.0) == 7 + 400 / 50
     assert cluster.ring((0, 1)).seconds(300.0) == 2 * 1 + 300 / 100
@@ -132,7 +132,7 @@ def test_beyond_the_measured_ranks_they_share_what_the_most_had(cluster, speeds)
 
 
 def test_compression_shortens_an_all_reduce_but_not_its_latency():
-    measured = replace(NODE, allreduce=AllReduce(50.0, 0.5))
+    measured = replace(NODE, allreduce=Collective(50.0, 0.5))
     for level in (NODE, measured):
         whole, halved = (Cluster((level,)).compressing(c, "float32").ring((0, 1)) for c in ("none", "fp16"))
         assert whole == Cluster((level,)).compressing("fp16", "float64").ring((0, 1))

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from pytest import approx
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.cluster_transform import (
     changed,
     figures,
@@ -17,8 +17,8 @@ from hybridpipe.planning.cluster_transform import (
 from hybridpipe.planning.plan import Prediction
 from tests.planning.helpers import plan
 
-NODE = Level("node", 2, 1e10, 1e-6, allreduce=AllReduce(5e9, 1e-5))
-NETWORK = Level("network", 4, 1e9, 1e-4, 5e8, AllReduce(4e8, 1e-3))
+NODE = Level("node", 2, 1e10, 1e-6, allreduce=Collective(5e9, 1e-5))
+NETWORK = Level("network", 4, 1e9, 1e-4, 5e8, Collective(4e8, 1e-3))
 CLUSTER = Cluster((NODE, NETWORK), memory_bytes=(1, 2, 3, 4), relative_speed=(1.0, 1.0, 0.5, 0.5))
 
 
@@ -62,13 +62,13 @@ def test_other_seconds_are_refused(text):
 def test_another_bandwidth_scales_what_goes_over_the_outermost_level():
     inner, outer = with_bandwidth(CLUSTER, 1e10).levels
     assert inner == NODE
-    assert outer == Level("network", 4, 1e10, 1e-4, 5e9, AllReduce(4e9, 1e-3))
+    assert outer == Level("network", 4, 1e10, 1e-4, 5e9, Collective(4e9, 1e-3))
 
 
 def test_another_latency():
     inner, outer = with_latency(CLUSTER, 5e-5).levels
     assert inner == NODE and outer.latency_seconds == 5e-5
-    assert outer.allreduce == AllReduce(4e8, 5e-4)
+    assert outer.allreduce == Collective(4e8, 5e-4)
     assert with_latency(Cluster.flat(2, 1.0, 0.0), 1.0) == Cluster.flat(2, 1.0, 1.0)
 
 

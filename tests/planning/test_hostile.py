@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hybridpipe.cli.main import main
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.graph.pipedream_format import parse_graph
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
@@ -332,7 +332,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     inner, units = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     ranks = inner * units
     shared = draw(st.none() | RATES)
-    figures = draw(st.none() | st.builds(AllReduce, RATES, TIMES))
+    figures = draw(st.none() | st.builds(Collective, RATES, TIMES))
     each = st.lists(SIZES, min_size=ranks, max_size=ranks).map(tuple)
     speeds = st.lists(FACTORS, min_size=ranks, max_size=ranks).map(tuple)
     return Cluster(

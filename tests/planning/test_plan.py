@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hybridpipe.planning.checks import MAX_RANKS
-from hybridpipe.planning.plan import Place, Plan, Prediction, StageSpec
+from hybridpipe.planning.plan import Place, Plan, Prediction, StageSpec, Variant
 from tests.planning.helpers import plan
 
 
@@ -90,6 +90,30 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
             lambda: Plan((StageSpec(0, 1, 1, (0,)), StageSpec(1, 2))),
             "named for every stage or for none, got some",
         ),
+        (lambda: StageSpec(0, 3, zero=3), "zero must be one of 0, 1, 2, got 3"),
+        (lambda: StageSpec(0, 3, zero=True), "zero must be an integer >= 0, got True"),
+        (lambda: plan([2], 2, zero=-1), "zero must be an integer >= 0, got -1"),
+        (lambda: plan([2], 1, "pipedream", zero=1), "zero must be at most 0 under pipedream, got 1"),
+        (
+            lambda: plan([2], 2, zero=2, max_in_flight=3),
+            "max_in_flight must not be given where zero is 2, got 3: replicas wait for each other",
+        ),
+        (
+            lambda: plan([2, 2], 1, "interleaved-1f1b", chunks=2, zero=2),
+            "zero must be at most 1 under interleaved-1f1b, got 2",
+        ),
+        (
+            lambda: Plan((StageSpec(0, 1, 2, scatter=True),)),
+            "stages[0].scatter must be false where zero is 0, got true",
+        ),
+        (
+            lambda: Plan(
+                tuple(StageSpec(i, i + 1, 2, zero=int(i == 2)) for i in range(4)),
+                "interleaved-1f1b",
+                chunks=2,
+            ),
+            "stages[2].zero must be that of stages[0], which the same ranks hold, 0, got 1",
+        ),
         (lambda: plan([2, 1], 4).check_world(2), "plan needs 2 + 1 = 3 ranks, got 2"),
         (
             lambda: Plan((StageSpec(0, 1, 2, (0, 7)),)).check_world(4),
@@ -132,6 +156,15 @@ def test_recomputation_is_of_the_plan_or_of_a_stage():
     some = Plan((StageSpec(0, 1), StageSpec(1, 2, recompute=True)))
     assert [some.recomputes(s) for s in (0, 1)] == [False, True]
     assert all(plan([1, 1], 1, recompute=True).recomputes(s) for s in (0, 1))
+
+
+def test_the_update_is_shared_out_by_the_plan_or_by_a_stage_with_replicas():
+    some = Plan((StageSpec(0, 1, 2, zero=2, scatter=True), StageSpec(1, 2, 1, zero=2), StageSpec(2, 3, 2)))
+    assert [some.zero_of(s) for s in (0, 1, 2)] == [2, 0, 0]
+    assert [some.scatters(s) for s in (0, 1, 2)] == [True, False, False]
+    assert [replace(some, zero=1).zero_of(s) for s in (0, 1, 2)] == [2, 0, 1]
+    whole = Plan((StageSpec(0, 1, 2, scatter=True),), zero=1)
+    assert whole.scatters(0) and whole.running([Variant()]).zero_of(0) == 0
 
 
 def test_data_parallelism_is_the_plan_with_one_stage():

@@ -1,6 +1,6 @@
 from pytest import approx
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.profile import LayerProfile
 from hybridpipe.planning.scale import scaled_cluster, scaled_profile
 from hybridpipe.planning.simulator.predict import predict
@@ -10,7 +10,7 @@ LAYER = LayerProfile("layer", 1.0, 2.0, 8_000, 1_600, 640, 0.5, gradient_bytes=8
 CLUSTER = Cluster(
     (
         Level("server", 2, 4e3, 0.01),
-        Level("network", 4, 1e3, 0.1, 5e2, AllReduce(4e2, 0.3), burst_bytes=80.0),
+        Level("network", 4, 1e3, 0.1, 5e2, Collective(4e2, 0.3), burst_bytes=80.0),
     ),
     message_seconds=0.02,
     message_seconds_per_byte=1e-5,
@@ -24,7 +24,7 @@ def test_sizes_are_divided_and_times_kept():
     assert (layer.forward_seconds, layer.backward_seconds, layer.update_seconds) == (1.0, 2.0, 0.5)
     (level,) = scaled_cluster(CLUSTER, 8).levels[1:]
     assert (level.bandwidth, level.shared_bandwidth, level.burst_bytes) == (125.0, 62.5, 10.0)
-    assert level.allreduce == AllReduce(50.0, 0.3) and level.latency_seconds == 0.1
+    assert level.allreduce == Collective(50.0, 0.3) and level.latency_seconds == 0.1
 
 
 def test_the_prediction_stays():

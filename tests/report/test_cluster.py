@@ -1,12 +1,12 @@
 """The table that `hybridpipe probe` prints."""
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.report.cluster import describe
 
 
 def test_all_that_was_measured_is_told():
-    host = Level("host", 4, 8e9, 4e-4, allreduce=AllReduce(1e9, 1e-3, 0.2, 5e-4), fit_error=0.1)
-    network = Level("network", 8, 1.25e8, 5e-4, 1.2e8, AllReduce(1.1e8, 2e-3, 0.3), 0.5, burst_bytes=256e3)
+    host = Level("host", 4, 8e9, 4e-4, allreduce=Collective(1e9, 1e-3, 0.2, 5e-4), fit_error=0.1)
+    network = Level("network", 8, 1.25e8, 5e-4, 1.2e8, Collective(1.1e8, 2e-3, 0.3), 0.5, burst_bytes=256e3)
     text = describe(
         Cluster(
             (host, network),

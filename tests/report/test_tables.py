@@ -7,7 +7,7 @@ import pytest
 from hybridpipe.cli.main import main
 from hybridpipe.files import read_plan, write_json
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.planning.plan import Plan, Prediction, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile, SharedParameter
 from hybridpipe.planning.search.search import with_prediction
 from hybridpipe.planning.timeline import Parts
@@ -15,7 +15,6 @@ from hybridpipe.report.tables import (
     candidate_rows,
     compared,
     explain,
-    memory_table,
     parts_table,
     ranks_table,
     stage_rows,
@@ -259,17 +258,6 @@ def test_where_each_ranks_time_goes():
     header, _, row = ranks_table({3: parts}).splitlines()
     assert header.split() == ["rank", "minibatch", "forward", "idle", "other"]
     assert row.split() == ["3", "10", "ms", "4", "ms", "-", "6", "ms"]
-
-
-def test_memory_is_told_by_rank_whatever_the_order_of_the_plan():
-    stages = (StageSpec(0, 1, 1, (1,)), StageSpec(1, 2, 1, (0,)))
-    plan = Plan(stages, predicted=Prediction(1.0, 1.0, 0.0, (2000, 3000)))
-    _, _, *rows = memory_table(plan, peak=[9000, 8000], before=[5000, 8500]).splitlines()
-    assert [row.split() for row in rows] == [
-        ["0", "9", "kB", "5", "kB", "4", "kB", "3", "kB"],
-        ["1", "8", "kB", "8.5", "kB", "0", "B", "2", "kB"],
-    ]
-    assert memory_table(replace(plan, predicted=None), [1, 2], [1, 2]).endswith("-")
 
 
 def test_what_stages_share_is_told_where_a_plan_separates_it():

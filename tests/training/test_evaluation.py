@@ -1,7 +1,6 @@
 """What outputs are worth, and when that is enough."""
 
 import math
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -185,12 +184,6 @@ class Evaluating:
     def average_statistics(self):
         self.said.append("average")
 
-    @contextmanager
-    def evaluating(self):
-        self.said.append("begin")
-        yield
-        self.said.append("end")
-
     def infer(self, minibatch, metrics, width, number):
         self.said.append(f"infer {number}")
         worker = self
@@ -210,7 +203,7 @@ def test_an_evaluation_waits_one_minibatch_late():
     worker = Evaluating(asked_at=[0])
     found = evaluate(worker, PAIRS, MicrobatchMetrics(mse, {}), step=9)
     assert found == {"loss": 0.5 * 21 / 6}
-    order = "average, begin, infer 0, infer 1, wait 0, infer 2, wait 1, end, wait 2"
+    order = "average, infer 0, infer 1, wait 0, infer 2, wait 1, wait 2"
     assert worker.said == order.split(", ")
     assert math.isnan(evaluate(Evaluating(), [], MicrobatchMetrics(mse, {}), step=9)["loss"])
 
@@ -219,7 +212,7 @@ def test_an_evaluation_is_left_when_a_rank_was_asked_to_stop():
     metrics, data = MicrobatchMetrics(mse, {}), PAIRS
     worker = Evaluating(asked_at=[1])
     assert evaluate(worker, data, metrics, step=9, may_stop=True) is None
-    assert worker.said[-3:] == ["infer 2", "wait 1", "end"]
+    assert worker.said[-2:] == ["infer 2", "wait 1"]
     assert evaluate(Evaluating(), data, metrics, step=9, may_stop=True) is not None
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward, Step
 from hybridpipe.planning.timeline import Event, Spent
@@ -30,7 +31,7 @@ def minibatch(start: float, scale: float = 1.0) -> list[Event]:
 
 def test_a_run_in_figures():
     recorder = Recorder()
-    recorder.begin()
+    recorder.begin(RankMemory(2**21, 2**22, "RAM"))
     for i in range(WARM_UP + 3):
         slow = 10.0 if i < WARM_UP else 1.0  # the first minibatches are not typical
         recorder.keep(minibatch(100.0 * i, slow), 1.0, full=True)
@@ -42,7 +43,7 @@ def test_a_run_in_figures():
     recorder.training_seconds = 25.0
     recorder.reach_target(epochs=1)
     summary = recorder.summary(worker(Prediction(3.0, 2.7, 0.2, (1,))))
-    assert min(*summary.pop("peak_memory_bytes"), *summary.pop("memory_before_bytes")) > 1 << 20
+    assert min(summary.pop("peak_memory_bytes")) > 1 << 20
     assert summary == {
         "plan": "1",
         "schedule": "1f1b",
@@ -51,6 +52,9 @@ def test_a_run_in_figures():
         "samples_per_second": 2.0,
         "minibatch_seconds_median": 4.0,
         "predicted_minibatch_seconds": 3.0,
+        "memory_before_bytes": [2**21],
+        "memory_limit_bytes": [2**22],
+        "memory_limit_origin": ["RAM"],
         "predicted_memory_bytes": [1],
         "bubble_fraction": pytest.approx(0.25),
         "loss_first": 5.0,
@@ -203,13 +207,3 @@ def test_a_run_that_goes_on_adds_to_the_past():
     assert again.past() == past and again.has_reached_target
     assert again.note(epoch=1, loss=3.0, num_samples=8, seconds=1.0, full=True).step == 2
     assert again.past() == Past(3, 5.0, 3.0, 8, 5.0, {"accuracy": 0.25}, (2, 5.0))
-
-
-def test_where_the_system_does_not_tell_memory_counts_from_nothing(monkeypatch):
-    def missing(path, *_):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr("pathlib.Path.read_text", missing)
-    recorder = Recorder()
-    recorder.begin()
-    assert recorder.summary(worker())["memory_before_bytes"] == [0]

@@ -70,11 +70,9 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
         sums, each = group_parts(plan, terms)
         seconds = float(sums.sum() + ways.sum() + max(each.max(), busiest))
         return Estimates(seconds, seconds, seconds)
-    filling, maxima = stage_parts(
-        plan.schedule, plan.num_microbatches, np.array(plan.replicas), terms.work, terms.weight, terms.after
-    )
-    to_the_end = np.cumsum((filling + terms.held_up + ways)[::-1])[::-1]
-    closer = np.cumsum((filling + terms.held_up + apart)[::-1])[::-1]
+    sums, maxima = group_parts(plan, terms)
+    to_the_end = np.cumsum((sums + ways)[::-1])[::-1]
+    closer = np.cumsum((sums + apart)[::-1])[::-1]
     ports, trips = _ports(plan, costs, cluster), _round_trips(plan)
     waits, shorter_waits = float((trips * to_the_end).max()), float((trips * closer).max())
     if plan.is_asynchronous:
@@ -142,16 +140,56 @@ def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Flo
     return ways, apart, float(busiest), float(in_turns)
 
 
-def busiest_cut(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> float:
-    """Return the seconds of the busiest link in the maximum."""
-    return _cuts(plan, costs, cluster)[2]
-
-
 def group_parts(plan: Plan, terms: StageTerms[Floats]) -> tuple[Floats, Floats]:
-    """Return what each group of ranks adds to the sum and to the maximum, where ranks hold several stages."""
+    """Return what each group of ranks adds to the sum and to the maximum, without ports and cuts."""
+    if not plan.traits.interleaves:
+        filling, maxima = stage_parts(
+            plan.schedule,
+            plan.num_microbatches,
+            np.array(plan.replicas),
+            terms.work,
+            terms.weight,
+            terms.after,
+            terms.between,
+        )
+        return filling + terms.held_up, maxima
     by_chunk = plan.chunks, plan.num_groups
     work, after, held_up = (
         each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after, terms.held_up)
     )
     rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
     return work / plan.chunks + held_up, rounds * work + after
+
+
+class Between(NamedTuple):
+    """The part of a plan's estimate that does not depend on the ways in which its stages run.
+
+    Args:
+        ways: over the cut behind each stage.
+        ports: `port_seconds` of each stage; 0 where ranks hold several.
+        trips: `round_trips` of each stage; 0 where ranks hold several.
+        busiest: seconds of the busiest link, which the maximum is never below.
+    """
+
+    ways: Floats
+    ports: Floats
+    trips: Floats
+    busiest: float
+    is_asynchronous: bool
+
+    @classmethod
+    def of(cls, plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> "Between":
+        """Return that of a plan, given `stage_costs`."""
+        ways, _, busiest, _ = _cuts(plan, costs, cluster)
+        if plan.traits.interleaves:
+            ways, none = np.append(np.zeros(plan.num_groups - 1), ways.sum()), np.zeros(plan.num_groups)
+            return cls(ways, none, none, busiest, is_asynchronous=False)
+        return cls(ways, _ports(plan, costs, cluster), _round_trips(plan), busiest, plan.is_asynchronous)
+
+    def seconds(self, sums: Floats, maxima: Floats) -> float:
+        """Return `estimate`, given the part of each group of ranks in the sum and, with ports, in the
+        maximum.
+        """
+        to_the_end = np.cumsum((sums + self.ways)[::-1])[::-1]
+        slowest = max(float(maxima.max()), float((self.trips * to_the_end).max()), self.busiest)
+        return slowest if self.is_asynchronous else slowest + float(to_the_end[0])

@@ -10,10 +10,11 @@ synchronous minibatch of M microbatches the formula is
       max over stages (ceil(M/m) / h - 1) s              its longest wait for gradients
 
     w   forward, backward and handling of messages of one microbatch: f + b + h
-    e   the part of the all-reduce that is hidden neither by the backward nor by the handling of the gradient
+    e   the part of the reduction that is hidden neither by the backward nor by the handling of the gradient
         sent after it
-    u   the optimizer's step, the exchange of shared parameters' gradients, and the deferred products of the
-        last backward (`Plan.defers_wgrad`); products that the stage before waits for are in the sum instead
+    u   the optimizer's step, the exchange of shared parameters' gradients, the all-gather of weights, and the
+        deferred products of the last backward (`Plan.defers_wgrad`); products that the stage before waits for
+        are in the sum instead
     c   the way of one microbatch over the cut and back, with latency, while those of the other replicas are
         on it: a receiver with fewer replicas gets several activations at once
     x   the time that the microbatches keep the busiest port or shared link of the cut occupied, in the
@@ -23,6 +24,10 @@ synchronous minibatch of M microbatches the formula is
         gradients of the other, at the bandwidth of the fastest level
     s   the part of the sum from the stage to the end: the way of a microbatch there and back
     h   the microbatches that a replica may have on that way (`round_trips`)
+
+Where replicas share out their update (`StageSpec.zero`), a step takes a part of the time that the whole one
+does. Where they share out gradients, too, each microbatch has a reduction, and its backward all products: the
+stage in the maximum has (ceil(M/m) - 1) (w + e).
 
 The last line matters where links are slow: a replica of 1F1B that has h microbatches on their way computes no
 further one until a gradient is back. Two equal stages take (w + c) / 2 + w / 2 a microbatch, not w.
@@ -56,10 +61,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpipe.planning.cluster import Cluster, Ring
+from hybridpipe.planning.cluster import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Cluster, Ring
 from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.profile import LayerProfile, ModelProfile
+from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight, per_update
 from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.planning.sharing import counted_bytes, exchange_of, exchanged_bytes
@@ -116,17 +121,7 @@ def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> t
     """
     if profile.num_layers != plan.num_layers:
         raise ValueError(f"the plan cuts {plan.num_layers} layers, the profile has {profile.num_layers}")
-    costs = [
-        _stage_cost(
-            profile.layers[stage.start : stage.stop],
-            counted_bytes(profile, plan, s),
-            plan.schedule,
-            per_update(plan.schedule, plan.num_microbatches, stage.replicas),
-            plan.recomputes(s),
-            load_speed,
-        )
-        for s, stage in enumerate(plan.stages)
-    ]
+    costs = [_stage_cost(profile, plan, s, load_speed) for s in range(plan.num_stages)]
     for group, exchanged in enumerate(exchanged_bytes(profile, plan)):
         charged = tuple((other, num_bytes) for other, num_bytes in exchanged.items() if num_bytes)
         costs[group] = replace(costs[group], exchanged=charged)
@@ -142,30 +137,26 @@ def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
     return 1.0 if cluster.compute_speeds is None else cluster.shared_speed(profile.load)
 
 
-def _stage_cost(
-    layers: Sequence[LayerProfile],
-    counted: Sequence[int],
-    schedule: str,
-    rounds: int,
-    recompute: bool,
-    load_speed: float,
-) -> StageCost:
-    """Return the costs of a stage whose replicas compute at most `rounds` microbatches for an update.
-
-    Args:
-        counted: bytes of each layer's parameters (`counted_bytes`).
-    """
+def _stage_cost(profile: ModelProfile, plan: Plan, s: int, load_speed: float) -> StageCost:
+    """Return the costs of a stage, without the exchange of shared parameters' gradients."""
+    stage, schedule, zero = plan.stages[s], plan.schedule, plan.zero_of(s)
+    layers, counted = profile.layers[stage.start : stage.stop], counted_bytes(profile, plan, s)
+    rounds = per_update(schedule, plan.num_microbatches, stage.replicas)
     update = [
         layer.update_seconds * (num_bytes / layer.parameter_bytes if num_bytes < layer.parameter_bytes else 1)
         for layer, num_bytes in zip(layers, counted, strict=True)
     ]
     forward = sum(layer.forward_seconds for layer in layers) * load_speed
-    backward = [layer.backward(schedule, rounds) for layer in layers]
-    products = [layer.products(schedule, rounds) for layer in layers]
+    if zero == 2:
+        backward = [layer.whole_backward(schedule, rounds) for layer in layers]
+        products = [0.0] * len(layers)
+    else:
+        backward = [layer.backward(schedule, rounds) for layer in layers]
+        products = [layer.products(schedule, rounds) for layer in layers]
     return StageCost(
         forward_seconds=forward,
-        backward_seconds=sum(backward) * load_speed + recompute * forward,
-        update_seconds=sum(update) * load_speed,
+        backward_seconds=sum(backward) * load_speed + plan.recomputes(s) * forward,
+        update_seconds=sum(update) * load_speed / (stage.replicas if zero else 1),
         output_bytes=layers[-1].output_bytes,
         gradient_bytes=layers[-1].returned_bytes,
         buckets=_buckets(counted, list(map(add, backward, products))),
@@ -207,27 +198,31 @@ class StageTerms(Generic[Seconds]):
     Args:
         work: a microbatch's forward, backward and handling of messages.
         weight: the part of `work` that computes the weights' gradients.
-        allreduce: one all-reduce, alone on its links.
-        exposed: the part of `allreduce` that nothing hides.
+        reduction: one reduction, alone on its links.
+        exposed: the part of `reduction` that nothing hides.
+        between: `exposed` where each microbatch has a reduction, else 0.
         update: the optimizer's step.
         products: the deferred products of the last backward (`LayerProfile.products`).
         held_up: the part of `products` that precedes the gradient for the stage before.
         exchange: the exchange of shared parameters' gradients.
+        gather: the all-gather of updated weights.
     """
 
     work: Seconds
     weight: Seconds
-    allreduce: Seconds
+    reduction: Seconds
     exposed: Seconds
+    between: Seconds
     update: Seconds
     products: Seconds
     held_up: Seconds
     exchange: Seconds
+    gather: Seconds
 
     @property
     def after(self) -> Seconds:
         """Seconds from the end of a minibatch's work to the end of the update."""
-        return self.products - self.held_up + self.exposed + self.exchange + self.update
+        return self.products - self.held_up + self.exposed + self.exchange + self.update + self.gather
 
     def of_stage(self, stage: int) -> "StageTerms[float]":
         """Return the terms of one stage, where `self` holds those of a plan's stages."""
@@ -247,37 +242,50 @@ def stage_terms(
     products: Floats,
     update: Floats,
     sending: Floats,
-    allreduce: Floats,
+    reduction: Floats,
     exchange: Floats,
+    gather: Floats,
+    reduces_each: NDArray[np.bool_] | bool,
 ) -> StageTerms[Floats]:
     """Return the terms of stages from their costs; all arrays broadcast against each other.
 
     Args:
-        overlap: the share of an all-reduce that computing can hide (`Cluster.overlap`).
+        overlap: the share of a reduction that computing can hide (`Cluster.overlap`).
         is_first: True for stages without a stage before.
         speed: of the slowest rank.
         work, backward, weight, products, update: seconds at full speed.
         sending: processor seconds of the last gradient that is sent, 0 in a first stage.
-        allreduce: seconds alone on its links.
+        reduction: seconds alone on its links.
         exchange: seconds of the exchange of shared parameters' gradients.
+        gather: seconds of the all-gather of weights.
+        reduces_each: True where each microbatch has a reduction.
     """
     products = products / speed
     inline = products * (is_first | (np.asarray(replicas) > 1))  # else they are deferred: `Plan.defers_wgrad`
     last = weight if TRAITS[schedule].splits_backward else backward + sending
+    exposed = reduction - overlap * np.minimum(reduction, last / speed + inline)
     return StageTerms(
         work / speed,
         weight / speed,
-        allreduce,
-        allreduce - overlap * np.minimum(allreduce, last / speed + inline),
+        reduction,
+        exposed,
+        exposed * reduces_each,
         update / speed,
         products,
         inline * ~is_first,
         exchange,
+        gather,
     )
 
 
 def stage_parts(
-    schedule: str, num_microbatches: int, replicas: Ints | int, work: Seconds, weight: Seconds, after: Seconds
+    schedule: str,
+    num_microbatches: int,
+    replicas: Ints | int,
+    work: Seconds,
+    weight: Seconds,
+    after: Seconds,
+    between: Seconds | float = 0.0,
 ) -> tuple[Seconds, Seconds]:
     """Return the seconds that stages add to the sum and to the maximum; interleaved-1f1b has `_interleaved`.
 
@@ -286,6 +294,7 @@ def stage_parts(
     Args:
         work, weight: `StageTerms.work` and `StageTerms.weight`.
         after: seconds between the work and the end of the update.
+        between: seconds between the work of two microbatches (`StageTerms.between`).
     """
     m: Any = replicas  # of one stage, or of each
     rounds = -(-num_microbatches // m)
@@ -296,8 +305,8 @@ def stage_parts(
         return work, rounds * work + after
     if traits.splits_backward:
         filling: Seconds = np.maximum(work - 2 * weight, 0.0)
-        return filling, rounds * work - filling + after
-    return work, (rounds - 1) * work + after
+        return filling, rounds * work - filling + (rounds - 1) * between + after
+    return work, (rounds - 1) * (work + between) + after
 
 
 def cut_bytes(schedule: str, sent: Floats, returned: Floats) -> Floats:
@@ -352,7 +361,9 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
     handling[1:-1] = cluster.occupied_seconds((sent + returned)[:-1], 2)
     sending = np.zeros(len(costs))
     sending[1:] = cluster.occupied_seconds(returned[:-1], 1)
-    rings = [cluster.ring(stage.ranks) for stage in plan.stages]
+    zeros = np.array([plan.zero_of(s) for s in range(plan.num_stages)])
+    reducing = [cluster.ring(stage.ranks, reduction_of(plan, s)) for s, stage in enumerate(plan.stages)]
+    gathering = [cluster.ring(stage.ranks, ALL_GATHER) for stage in plan.stages]
     return stage_terms(
         plan.schedule,
         cluster.overlap,
@@ -365,9 +376,16 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
         products=products,
         update=update,
         sending=sending,
-        allreduce=np.array(list(map(Ring.seconds, rings, gradients))),
+        reduction=np.array(list(map(Ring.seconds, reducing, gradients))),
         exchange=exchange_seconds(plan, costs, cluster),
+        gather=np.array(list(map(Ring.seconds, gathering, gradients))) * (zeros > 0),
+        reduces_each=zeros == 2,
     )
+
+
+def reduction_of(plan: Plan, stage: int) -> str:
+    """Return the collective that reduces a stage's gradients."""
+    return REDUCE_SCATTER if plan.scatters(stage) else ALL_REDUCE
 
 
 def exchange_seconds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:

@@ -14,8 +14,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from hybridpipe.planning.cluster import Cluster, Ring
-from hybridpipe.planning.cost.formula import measured_speed, port_seconds, stage_parts, stage_terms
+from hybridpipe.planning.cluster import Cluster, Rings
+from hybridpipe.planning.cost.formula import (
+    StageTerms,
+    measured_speed,
+    port_seconds,
+    stage_parts,
+    stage_terms,
+)
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import stage_memory
 from hybridpipe.planning.plan import Variant
@@ -36,7 +42,7 @@ class StageKind(NamedTuple):
 
     replicas: int
     speed: float
-    ring: Ring
+    rings: Rings
     memory_bytes: float
     in_flight: int
     most_held: int = 0
@@ -57,10 +63,61 @@ class StageTable(NamedTuple):
     after: Floats
     variant: Ints
 
-    def where(self, chosen: NDArray[np.bool_], other: "StageTable") -> "StageTable":
-        """Return these figures where they are chosen, and the others elsewhere."""
-        figures: list[Any] = [np.where(chosen, *each) for each in zip(self, other, strict=True)]
-        return StageTable(*figures)
+    @property
+    def maximum(self) -> Floats:
+        """Seconds of the stage in the maximum."""
+        return self.pace + self.after
+
+
+def may_be_faster(variant: Variant, other: Variant) -> bool:
+    """True if a variant may be faster than another one that fits.
+
+    Recomputing adds a forward f to the work. That hides up to f more of a reduction. So the formula's maximum
+    falls by at most f where its sum grows by f, and waits for gradients grow with the sum. An asynchronous
+    schedule has no sum, but the work and the reduction are in one term of its maximum.
+    """
+    return variant.recompute <= other.recompute and variant.zero > 0
+
+
+def fastest(tables: Sequence[StageTable]) -> list[StageTable]:
+    """Return tables in which no stage is as fast as the same one of another table; ties to the first.
+
+    The first table has all stages.
+    """
+    if len(tables) == 1:
+        return list(tables)
+    sums, maxima = (np.array([getattr(each, name) for each in tables]) for name in ("summed", "maximum"))
+    stays = undominated(np.where(np.isfinite(maxima), sums, math.inf), maxima)
+    place = np.cumsum(stays, axis=0) - 1
+    found = []
+    for number in range(int(place.max()) + 1):
+        here = stays & (place == number)
+        chosen = np.argmax(here, axis=0)[None]
+        figures: list[Any] = [
+            np.take_along_axis(np.array(each), chosen, axis=0)[0] for each in zip(*tables, strict=True)
+        ]
+        table = StageTable(*figures)
+        if number:
+            table = table._replace(pace=np.where(here.any(axis=0), table.pace, math.inf))
+        found.append(table)
+    return found
+
+
+def undominated(sums: Floats, maxima: Floats) -> NDArray[np.bool_]:
+    """Return True where no other choice has as small a sum and as small a maximum; ties to the first.
+
+    Args:
+        sums, maxima: seconds, shape (choices, ...). Infinite where a choice is not allowed.
+    """
+    stays = np.ones(sums.shape, dtype=np.bool_)
+    for one in range(len(sums)):
+        for other in range(len(sums)):
+            if one != other:
+                worse = (sums[other] <= sums[one]) & (maxima[other] <= maxima[one])
+                if other > one:
+                    worse &= (sums[other] < sums[one]) | (maxima[other] < maxima[one])
+                stays[one] &= ~worse
+    return stays
 
 
 class LayerCosts:
@@ -71,7 +128,7 @@ class LayerCosts:
     Args:
         num_microbatches: of a minibatch.
         request: of the plans, under a schedule that is not AUTO.
-        variants: the ways to run a stage, the fastest first. Empty: the request's.
+        variants: the ways to run a stage, the simplest first. Empty: the request's.
     """
 
     def __init__(
@@ -90,6 +147,7 @@ class LayerCosts:
         self._of_update: dict[tuple[str, int], Floats] = {}
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
+        self.largest = self.parameters  # of single layers
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
         self.split = np.array([layer.split_bytes for layer in layers], dtype=np.float64)  # NaN: not known
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
@@ -101,7 +159,7 @@ class LayerCosts:
             if self.is_asynchronous or not shared.separable:
                 self.can_cut[shared.layers[0] + 1 : shared.layers[-1] + 1] = False
         self.sums: dict[tuple[str, int], Floats] = {}  # tables of `between`, by name and rounds
-        self._tables: dict[StageKind, StageTable] = {}
+        self._tables: dict[StageKind, list[StageTable]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -135,6 +193,7 @@ class LayerCosts:
         merged.sums, merged._tables = {}, {}
         for name in ("forward", "update", "parameters", "activations", "split"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
+        merged.largest = np.maximum.reduceat(self.largest, edges[:-1])
         for name in ("output", "returned", "edges", "can_cut"):
             setattr(merged, name, getattr(self, name)[edges])
         return merged
@@ -143,7 +202,8 @@ class LayerCosts:
         """Return the costs of layers on a rank that has `rounds` microbatches of an update, shape (layers,).
 
         Args:
-            name: backward, weight, work or products, in seconds, nothing recomputed; kept, in bytes.
+            name: backward, whole (where gradients are reduced after each microbatch), weight, work or
+                products, in seconds, nothing recomputed; kept, in bytes.
         """
         if (name, rounds) not in self._of_update:
             self._of_update[name, rounds] = self._each(name, rounds)
@@ -159,6 +219,8 @@ class LayerCosts:
                 return np.array([layer.weights_backward(rounds) for layer in layers]) * self._speed
             case "products":
                 return np.array([layer.products(schedule, rounds) for layer in layers]) * self._speed
+            case "whole":
+                return np.array([layer.whole_backward(schedule, rounds) for layer in layers]) * self._speed
         backward = np.array([layer.backward(schedule, rounds) for layer in layers]) * self._speed
         forward = np.array([layer.forward_seconds for layer in layers]) * self._speed  # of single layers
         return backward + forward if name == "work" else backward
@@ -178,60 +240,54 @@ class LayerCosts:
         stops = np.searchsorted(done, done + room, side="right") - 1
         return max(1, int((stops - np.arange(n + 1)).max()))
 
-    def tables(self, kinds: Sequence[StageKind], widths: Sequence[int]) -> list[StageTable]:
+    def tables(self, kinds: Sequence[StageKind], widths: Sequence[int]) -> list[list[StageTable]]:
         """Return `stages` of each kind; tables of the previous call are used again."""
         known, self._tables = self._tables, {}
         for kind, width in zip(kinds, widths, strict=True):
-            table = known.get(kind)
-            if table is None or len(table.summed) < width:
-                table = self.stages(kind, width)
-            self._tables[kind] = table
-        each = zip(self._tables.values(), widths, strict=True)
-        return [StageTable(*map(itemgetter(slice(width)), table)) for table, width in each]
+            tables = known.get(kind)
+            if tables is None or len(tables[0].summed) < width:
+                tables = self.stages(kind, width)
+            self._tables[kind] = tables
+        return [
+            [StageTable(*map(itemgetter(slice(width)), table)) for table in tables]
+            for tables, width in zip(self._tables.values(), widths, strict=True)
+        ]
 
-    def stages(self, kind: StageKind, width: int) -> StageTable:
+    def stages(self, kind: StageKind, width: int) -> list[StageTable]:
         """Return the figures of stages of the d+1 layers from i on, at `[d, i]`.
 
-        Each stage runs the first of the variants that fits into memory. Entries of stages that
-        would end behind the last layer have no meaning.
+        Each stage runs a way that fits into memory, and that no other such way is as fast as both in the sum
+        and in the maximum. Where there are several, the further ones are in further tables. Entries of stages
+        that would end behind the last layer have no meaning.
         """
-        table = self._running(0, kind, width)
-        for number in range(1, len(self.variants)):
-            fits = np.isfinite(table.pace)
-            if fits.all():
-                break
-            table = table.where(fits, self._running(number, kind, width))
-        return table
+        first, *others = self._ways(kind)
+        tables = [self._running(first, kind, width)]
+        lacks_memory = not np.isfinite(tables[0].pace).all()
+        for number in others:
+            if lacks_memory or may_be_faster(self.variants[number], self.variants[first]):
+                tables.append(self._running(number, kind, width))
+        return fastest(tables)
+
+    def _ways(self, kind: StageKind) -> list[int]:
+        """Return the variants that differ for stages of a kind."""
+        if kind.replicas > 1:
+            return list(range(len(self.variants)))
+        alone = [variant._replace(zero=0) for variant in self.variants]
+        return [number for number, variant in enumerate(alone) if variant not in alone[:number]]
 
     def _running(self, number: int, kind: StageKind, width: int) -> StageTable:
         """Return `stages` that all run one of the variants."""
-        variant, cluster = self.variants[number], self.cluster
-        rounds = self.per_update(kind.replicas)
-        again = self.between("forward", width) if variant.recompute else np.zeros(1)
-        parameters = self.between("parameters", width)
-        handling = cluster.occupied_seconds(self.moved, 2)
-        handling[[0, -1]] = 0.0
-        sending = cluster.occupied_seconds(self.returned[:-1])
-        sending[0] = 0.0
-        splits, none = self.request.traits.splits_backward, np.zeros(1)
-        has_products = self.of_update("products", rounds).any()
-        terms = stage_terms(
-            self.request.schedule,
-            cluster.overlap,
-            is_first=np.arange(self.num_layers) == 0,
-            replicas=kind.replicas,
-            speed=kind.speed,
-            work=self.between("work", width, rounds) + again + handling[:-1] + self.ends(handling, width),
-            backward=none if splits else self.between("backward", width, rounds) + again,
-            weight=self.between("weight", width, rounds) if splits else none,
-            products=self.between("products", width, rounds) if has_products else none,
-            update=self.between("update", width),
-            sending=sending,
-            allreduce=kind.ring.seconds(parameters),
-            exchange=none,  # not known before the other stages are; `estimate.estimate` has it
-        )
+        variant = self.variants[number]
+        zero = variant.zero if kind.replicas > 1 else 0
+        terms = self._terms(kind, width, variant.recompute, zero)
         summed, slowest = stage_parts(
-            self.request.schedule, self.num_microbatches, kind.replicas, terms.work, terms.weight, terms.after
+            self.request.schedule,
+            self.num_microbatches,
+            kind.replicas,
+            terms.work,
+            terms.weight,
+            terms.after,
+            terms.between,
         )
         after, pace = np.broadcast_to(0.0, slowest.shape), slowest
         if not self.is_asynchronous:
@@ -242,6 +298,45 @@ class LayerCosts:
             pace[self.memory(kind, width, variant) > kind.memory_bytes] = math.inf
         return StageTable(summed + terms.held_up, pace, after, np.broadcast_to(np.intp(number), pace.shape))
 
+    def _terms(self, kind: StageKind, width: int, recompute: bool, zero: int) -> StageTerms[Floats]:
+        """Return the terms of stages that all run one way."""
+        cluster, none = self.cluster, np.zeros(1)
+        rounds = self.per_update(kind.replicas)
+        again = self.between("forward", width) if recompute else none
+        parameters = self.between("parameters", width)
+        handling = cluster.occupied_seconds(self.moved, 2)
+        handling[[0, -1]] = 0.0
+        sending = cluster.occupied_seconds(self.returned[:-1])
+        sending[0] = 0.0
+        splits = self.request.traits.splits_backward
+        has_products = zero < 2 and self.of_update("products", rounds).any()
+        if zero == 2:
+            backward = self.between("whole", width, rounds)
+            work = self.between("forward", width) + backward
+        else:
+            backward = none if splits else self.between("backward", width, rounds)
+            work = self.between("work", width, rounds)
+        reduction = kind.rings.all_reduce.seconds(parameters)
+        if zero:
+            reduction = np.minimum(reduction, kind.rings.reduce_scatter.seconds(parameters))
+        return stage_terms(
+            self.request.schedule,
+            cluster.overlap,
+            is_first=np.arange(self.num_layers) == 0,
+            replicas=kind.replicas,
+            speed=kind.speed,
+            work=work + again + handling[:-1] + self.ends(handling, width),
+            backward=backward + again,
+            weight=self.between("weight", width, rounds) if splits else none,
+            products=self.between("products", width, rounds) if has_products else none,
+            update=self.between("update", width) / (kind.replicas if zero else 1),
+            sending=sending,
+            reduction=reduction,
+            exchange=none,  # not known before the other stages are; `estimate.estimate` has it
+            gather=kind.rings.all_gather.seconds(parameters) if zero else none,
+            reduces_each=zero == 2,
+        )
+
     def ports(self, replicas: int, width: int) -> Floats:
         """Return `formula.port_seconds` of all stages."""
         behind = [self.ends(np.append(edges[:-1], 0.0), width) for edges in (self.output, self.returned)]
@@ -251,6 +346,7 @@ class LayerCosts:
 
     def memory(self, kind: StageKind, width: int, variant: Variant = PLAINLY) -> Floats:
         """Return `memory.peak_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
+        zero = variant.zero if kind.replicas > 1 else 0
         inside, received = (
             self.between("activations", width) + self.ends(self.output, width),
             self.output[:-1],
@@ -261,10 +357,13 @@ class LayerCosts:
             inside=inside,
             received=received,
             sent=self.ends(np.append(self.output[:-1], 0.0), width),
-            kept=self.between("kept", width, self.per_update(kind.replicas)),
+            kept=self.between("kept", width, 1 if zero == 2 else self.per_update(kind.replicas)),
             state_factor=self.state_factor,
             recompute=variant.recompute,
             split=np.where(np.isnan(split), received + inside, split),
+            zero=zero,
+            replicas=kind.replicas,
+            largest=self.largest_of(width) if zero == 2 else np.zeros(1),
         )
         versions = self.request.traits.num_versions(kind.in_flight)
         own = ceil_div(self.num_microbatches, kind.replicas)
@@ -285,6 +384,12 @@ class LayerCosts:
             padded = np.concatenate([layers, np.zeros(width - 1)])
             self.sums[key] = np.cumsum(sliding_window_view(padded, len(layers)), axis=0)
         return self.sums[key][:width]
+
+    def largest_of(self, width: int) -> Floats:
+        """Return the parameters of the largest of the d+1 layers from i on, at `[d, i]`."""
+        padded = np.concatenate([self.largest, np.zeros(width - 1)])
+        windows = sliding_window_view(padded, len(self.largest))
+        return np.maximum.accumulate(windows, axis=0)
 
     def ends(self, edges: Floats, width: int) -> Floats:
         """Return the figure of the edge behind the d+1 layers from i on, at `[d, i]`."""

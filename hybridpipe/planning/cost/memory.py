@@ -7,9 +7,11 @@ Summed over the stages that the rank holds; a parameter that several of them use
 schedule has one version of the weights. PipeDream has one for each microbatch in flight (SOSP 2019, section
 3.3), with vertical sync one for each version that the input stage still uses. 2BW has two (ICML 2021, section
 3.1). A version counts as large as the parameters, also where precision keeps the half of it. With
-recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al.
-2019, section 2.3). Where backwards are split, a microbatch keeps until the weights' half what gradients of
-weights are computed from, where the profile says so (`LayerProfile.split_bytes`), or else its stash.
+recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al. 2019, section
+2.3). Replicas may share out the optimizer's state and the gradients (`StageSpec.zero`); of whole gradients
+there are then those of a few buckets. Where backwards are split, a microbatch keeps until the weights' half
+what gradients of weights are computed from, where the profile says so (`LayerProfile.split_bytes`), or else
+its stash.
 """
 
 import math
@@ -20,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpipe.planning.cost.formula import BUCKET_BYTES
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
@@ -40,6 +43,9 @@ Curve = tuple[tuple[float, int], ...]
 
 # The largest fusion buffer, into which Horovod copies gradients; `optim.gradient_sync` may allow less.
 FUSION_BYTES = 128 * 2**20
+
+# Buckets whose gradients are whole where replicas share out gradients: two being reduced, one being filled.
+IN_FLIGHT_BUCKETS = 3
 
 # Receives posted beyond the one that a rank waits for: enough that the next message of either neighbour moves
 # while the rank computes, and no more, since each holds a buffer.
@@ -99,6 +105,9 @@ def stage_memory(
     state_factor: float,
     recompute: NDArray[np.bool_] | bool,
     split: Floats | float = 0.0,
+    zero: Ints | int = 0,
+    replicas: Ints | int = 1,
+    largest: Floats | float = 0.0,
 ) -> StageMemory:
     """Return the memory of stages; all arrays, of bytes, broadcast against each other.
 
@@ -111,11 +120,16 @@ def stage_memory(
         kept: inputs for deferred products (`LayerProfile.kept`), and messages with gradients of shared
             parameters, one sent and one received for each other group of ranks.
         split: of a microbatch between the halves of a split backward.
+        zero: what replicas share out (`Plan.zero_of`).
+        largest: parameters of the stage's largest layer.
     """
+    updating, adding = (np.where(np.greater_equal(zero, least), replicas, 1) for least in (1, 2))
+    whole = np.minimum(parameters, IN_FLIGHT_BUCKETS * np.maximum(largest, BUCKET_BYTES))
+    gradients = parameters / adding + whole * np.equal(zero, 2)
     messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
     return StageMemory(
         parameters,
-        np.rint(parameters * (2 + state_factor)) + kept + messages,
+        np.rint(parameters * (1 + state_factor / updating) + gradients) + kept + messages,
         np.where(recompute, received, received + inside),
         np.where(recompute, inside, 0.0),
         np.asarray(split, dtype=np.float64),
@@ -149,18 +163,23 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
     for s in numbers:
         stage = plan.stages[s]
         layers = profile.layers[stage.start : stage.stop]
-        rounds = per_update(plan.schedule, plan.num_microbatches, stage.replicas)
+        zero, counted = plan.zero_of(s), counted_bytes(profile, plan, s)
+        rounds = 1 if zero == 2 else per_update(plan.schedule, plan.num_microbatches, stage.replicas)
         rows.append(
             (
-                sum(counted_bytes(profile, plan, s)),
+                sum(counted),
                 sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes,
                 profile.layers[stage.start - 1].output_bytes if stage.start else 0,
                 layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
                 sum(layer.kept(plan.schedule, rounds) for layer in layers) + 2 * sum(exchanged[s].values()),
                 _split_bytes(layers) if plan.traits.splits_backward else math.nan,
+                zero,
+                stage.replicas,
+                max(counted),
             )
         )
-    parameters, inside, received, sent, kept, split = np.array(rows, dtype=np.float64).T
+    parameters, inside, received, sent, kept, split, *shared_out = np.array(rows, dtype=np.float64).T
+    zero, replicas, largest = shared_out
     return stage_memory(
         parameters=parameters,
         inside=inside,
@@ -170,6 +189,9 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
         state_factor=profile.state_factor,
         recompute=np.array([plan.recomputes(s) for s in numbers]),
         split=np.where(np.isnan(split), received + inside, split),
+        zero=zero.astype(np.intp),
+        replicas=replicas.astype(np.intp),
+        largest=largest,
     )
 
 

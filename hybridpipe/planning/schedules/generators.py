@@ -26,6 +26,7 @@ from hybridpipe.planning.schedules.instructions import (
     Program,
     Step,
     add_communication,
+    add_sharding,
 )
 from hybridpipe.planning.schedules.registry import TRAITS
 
@@ -151,12 +152,14 @@ def _let_pass(plan: Plan, wanted: Sequence[int]) -> Iterator[int]:
 
     With h in flight on each of r replicas, a stage forwards microbatch m before it has the gradient of
     m - (h - 1) r, and after that of m - h r. It must therefore hold no more than every stage before it lets
-    pass, or nothing would advance. Under PipeDream a gradient counts only once its round is complete.
+    pass, or nothing would advance. Where replicas reduce after each backward, a gradient counts only once its
+    round is complete, with up to r - 1 later ones.
     """
-    rounds, room = plan.traits.whole_minibatch, UNLIMITED
-    for count, replicas in zip(wanted, plan.replicas, strict=True):
-        held = min(count, 1 + room // replicas if rounds else ceil_div(room, replicas))
-        room = min(room, (held - rounds) * replicas)
+    room = UNLIMITED
+    for s, (count, replicas) in enumerate(zip(wanted, plan.replicas, strict=True)):
+        rounds = plan.traits.whole_minibatch or plan.zero_of(s) == 2
+        held = min(count, 1 + room // replicas)
+        room = min(room, (held - 1) * replicas if rounds else held * replicas - 1)
         yield held
 
 
@@ -384,7 +387,13 @@ GENERATORS: dict[str, Callable[[_Rank], Iterator[Instruction]]] = {
 def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction]]:
     """Return a function from a place to the computing instructions of its rank."""
     in_flight = () if plan.traits.interleaves else until_backward(plan, count)
-    return lambda place: GENERATORS[plan.schedule](_Rank(plan, place, count, in_flight))
+
+    def of_rank(place: Place) -> Iterator[Instruction]:
+        computing = GENERATORS[plan.schedule](_Rank(plan, place, count, in_flight))
+        zero, rounds = plan.zero_of(place.stage), ceil_div(count, plan.replicas[place.stage])
+        return add_sharding(computing, zero, plan.scatters(place.stage), rounds) if zero else computing
+
+    return of_rank
 
 
 def version_of(plan: Plan, stage: int, microbatch: int) -> int:

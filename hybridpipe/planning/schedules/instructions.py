@@ -5,11 +5,14 @@
     ra3 / sa3   receive / send the activations of microbatch 3
     rg3 / sg3   receive / send the gradients of microbatch 3
     F3.1        the same on the rank's second stage, where it holds several
-    all-reduce  the mean gradient over the stage's replicas
+    all-reduce, reduce-scatter
+                the mean gradient over the stage's replicas, whole or to each its share
     step        the optimizer's update
+    all-gather  the updated weights from the stage's replicas
 
 Pure data. Invariant: a schedule yields only computing instructions, AllReduce and Step. `add_communication`
-adds sends and receives, so that no schedule has to know its neighbours.
+adds sends and receives, so that no schedule has to know its neighbours, and `add_sharding` what replicas
+exchange that share out the update.
 """
 
 import re
@@ -92,14 +95,39 @@ class SendGradient(_OnMicrobatch):
     symbol = "sg"
 
 
+@dataclass(frozen=True, slots=True)
 class AllReduce(_OnStage):
     """Wait until the gradients are summed over the stage's replicas.
 
     It starts earlier: each bucket of gradients is reduced as soon as the last backward fills it.
+
+    Args:
+        completes: no further backward comes before the update; not in the text form.
     """
 
+    completes: bool = field(default=True, compare=False)
+    symbol: ClassVar[str] = "all-reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(_OnStage):
+    """Wait until each of the stage's replicas has the sum of its share of the gradients.
+
+    It starts earlier, as `AllReduce` does.
+
+    Args:
+        completes: as of `AllReduce`.
+    """
+
+    completes: bool = field(default=True, compare=False)
+    symbol: ClassVar[str] = "reduce-scatter"
+
+
+class AllGather(_OnStage):
+    """Wait until the weights are here that the stage's other replicas have updated."""
+
     __slots__ = ()
-    symbol = "all-reduce"
+    symbol = "all-gather"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +172,11 @@ Instruction = (
     | ReceiveGradient
     | SendGradient
     | AllReduce
+    | ReduceScatter
     | Step
+    | AllGather
 )
+Reduction = AllReduce | ReduceScatter
 Program = tuple[Instruction, ...]
 
 
@@ -155,7 +186,7 @@ def text(program: Iterable[Instruction]) -> str:
 
 
 def final_backwards(program: Program) -> frozenset[int]:
-    """Return the positions of the last backward of each chunk before each all-reduce.
+    """Return the positions of the last backward of each chunk before each reduction.
 
     Gradients become final in it, except for deferred products (`Plan.defers_wgrad`).
     """
@@ -164,7 +195,7 @@ def final_backwards(program: Program) -> frozenset[int]:
     for i, instruction in enumerate(program):
         if isinstance(instruction, (Backward, BackwardWeight)):
             last[instruction.chunk] = i
-        elif isinstance(instruction, AllReduce):
+        elif isinstance(instruction, Reduction):
             finals.update(last.values())
             last.clear()
     return frozenset(finals)
@@ -188,7 +219,7 @@ _KINDS: dict[str, Any] = {kind.symbol: kind for kind in (*get_args(Instruction),
 
 
 class Part(NamedTuple):
-    """The instructions from one update to the next.
+    """The instructions from one update to the next, the all-gather of the weights included.
 
     Args:
         range: their indices in the program.
@@ -216,15 +247,43 @@ def _parts(program: Program) -> Iterator[Part]:
     start = 0
     for i, instruction in enumerate(program):
         if isinstance(instruction, Step):
-            yield Part(range(start, i + 1), instruction.num_minibatches)
-            start = i + 1
+            end = i + 1 + (program[i + 1 : i + 2] == (AllGather(),))
+            yield Part(range(start, end), instruction.num_minibatches)
+            start = end
     if start < len(program):
         yield Part(range(start, len(program)), 0)
 
 
 def without_update(program: Program) -> Program:
-    """Return the program of a minibatch whose gradients stay, for a later one to add to."""
-    return tuple(each for each in program if not isinstance(each, AllReduce | Step))
+    """Return the program of a minibatch whose gradients stay, whole, for a later one to add to."""
+    return tuple(each for each in program if not isinstance(each, Reduction | Step | AllGather))
+
+
+def add_sharding(
+    program: Iterable[Instruction], zero: int, scatters: bool, rounds: int
+) -> Iterator[Instruction]:
+    """Yield the program of a replica that shares out the update with others (`StageSpec.zero`).
+
+    Under 2 a reduction follows each backward, and a replica with fewer microbatches joins in the rest.
+
+    Args:
+        zero, scatters: of the rank's stage (`Plan.zero_of`, `Plan.scatters`).
+        rounds: the most microbatches that a replica has of an update.
+    """
+    kind = ReduceScatter if scatters else AllReduce
+    rounds = rounds if zero == 2 else 1
+    num_reduced = 0
+    for instruction in program:
+        if isinstance(instruction, AllReduce):
+            yield from (kind(done == rounds) for done in range(num_reduced + 1, rounds + 1))
+            num_reduced = 0
+            continue
+        yield instruction
+        if isinstance(instruction, Step):
+            yield AllGather()
+        elif zero == 2 and isinstance(instruction, (Backward, BackwardWeight)):
+            num_reduced += 1
+            yield kind(num_reduced == rounds)
 
 
 def add_communication(

@@ -20,6 +20,8 @@ class ScheduleTraits(NamedTuple):
         batches_wgrad: gradients of large weights are computed for several microbatches at once.
         interleaves: each rank holds several stages (chunks), all of which have equal replicas.
         takes_max_in_flight: the number of microbatches in flight can be limited.
+        most_zero: the most that `StageSpec.zero` may be. Chunks of a rank are reduced together, when the
+            gradients of all are whole; stashed versions are whole weights.
     """
 
     is_asynchronous: bool = False
@@ -30,6 +32,7 @@ class ScheduleTraits(NamedTuple):
     batches_wgrad: bool = False
     interleaves: bool = False
     takes_max_in_flight: bool = False
+    most_zero: int = 2
 
     def num_versions(self, in_flight: int) -> int:
         """Return the versions of the weights that a replica with `in_flight` microbatches in flight keeps."""
@@ -40,12 +43,18 @@ class ScheduleTraits(NamedTuple):
 TRAITS = {
     "1f1b": ScheduleTraits(batches_wgrad=True, takes_max_in_flight=True),
     "gpipe": ScheduleTraits(batches_wgrad=True, has_warm_up=False),
-    "interleaved-1f1b": ScheduleTraits(batches_wgrad=True, interleaves=True),
+    "interleaved-1f1b": ScheduleTraits(batches_wgrad=True, interleaves=True, most_zero=1),
     "zero-bubble": ScheduleTraits(splits_backward=True),
     "pipedream": ScheduleTraits(
-        is_asynchronous=True, versions="stashed", whole_minibatch=True, takes_max_in_flight=True
+        is_asynchronous=True,
+        versions="stashed",
+        whole_minibatch=True,
+        takes_max_in_flight=True,
+        most_zero=0,
     ),
-    "pipedream-2bw": ScheduleTraits(is_asynchronous=True, versions="two", takes_max_in_flight=True),
+    "pipedream-2bw": ScheduleTraits(
+        is_asynchronous=True, versions="two", takes_max_in_flight=True, most_zero=0
+    ),
 }
 DEFAULT = "1f1b"
 SCHEDULES = tuple(TRAITS)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.generators import ceil_div, program, versions
-from hybridpipe.planning.schedules.instructions import AllReduce, Instruction, Program, Step
+from hybridpipe.planning.schedules.instructions import AllGather, Instruction, Program, Reduction, Step
 
 
 class ResumePoint(NamedTuple):
@@ -50,7 +50,7 @@ def resumed_program(plan: Plan, place: Place, num_microbatches: int, point: Resu
     passed = Counter[type]()
     rest: list[Instruction] = []
     for instruction in whole:
-        if isinstance(instruction, AllReduce | Step):
+        if isinstance(instruction, Reduction | Step | AllGather):
             passed[type(instruction)] += 1
             if passed[type(instruction)] > updates:
                 rest.append(instruction)

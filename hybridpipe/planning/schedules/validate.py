@@ -5,7 +5,10 @@ Pure. Known here are the rules; of the generators only `in_flight_per_stage` and
 - each microbatch once a stage, on the plan's rank, forward before backward; a backward whole or split
 - a receive before its use, a send after its source, and an order without deadlock
 - synchronously: one update, at the end. pipedream: one a round of the stage's replicas. pipedream-2bw:
-  one a minibatch. Each after exactly its backwards, and where there are replicas after one all-reduce
+  one a minibatch. Each after exactly its backwards, and where there are replicas after one reduction
+- replicas that share out the update (`StageSpec.zero`): the plan's kind of reduction, under 2 after each
+  backward and equally often on all of them, and the weights gathered after the update. Under 2 a backward may
+  wait for those of its round, so that few gradients are in flight
 - pipedream: a forward uses the newest weights (SOSP 2019, section 3.3); with vertical sync the newest that
   contain no minibatch which the input stage's do not. pipedream-2bw: those of the minibatch before, among the
   last two (ICML 2021, section 3.1)
@@ -14,6 +17,7 @@ Pure. Known here are the rules; of the generators only `in_flight_per_stage` and
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NoReturn
 
 from hybridpipe.planning.plan import Place, Plan
@@ -25,6 +29,7 @@ from hybridpipe.planning.schedules.generators import (
     versions,
 )
 from hybridpipe.planning.schedules.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -34,6 +39,8 @@ from hybridpipe.planning.schedules.instructions import (
     Program,
     ReceiveActivation,
     ReceiveGradient,
+    ReduceScatter,
+    Reduction,
     SendActivation,
     SendGradient,
     Step,
@@ -103,7 +110,21 @@ def validate(
         place = plan.place(rank)
         assert place is not None
         _Rank(plan, rank, place, count, allowed).check(program)
-    _check_progress(plan, programs, synchronous_sends)
+    _check_progress(
+        plan, {rank: _sending_late(plan, rank, each) for rank, each in programs.items()}, synchronous_sends
+    )
+
+
+def _sending_late(plan: Plan, rank: int, program: Program) -> Program:
+    """Return the program with each gradient sent after the reduction behind it, where backwards may wait."""
+    place = plan.place(rank)
+    if place is None or plan.zero_of(place.stage) < 2:
+        return program
+    late = list(program)
+    for i, (one, other) in enumerate(pairwise(program)):
+        if isinstance(one, SendGradient) and isinstance(other, Reduction):
+            late[i : i + 2] = other, one
+    return tuple(late)
 
 
 class _Rank:
@@ -116,26 +137,34 @@ class _Rank:
         self.versions = versions(plan, place.stage) if plan.is_asynchronous else None
         self.belonging = Counter(self.update_of(m) for m in self.mine for _ in self.stages)
         self.num_updates = self.update_of(count - 1) + 1
+        self.zero = plan.zero_of(place.stage)
+        self.reduction = ReduceScatter if plan.scatters(place.stage) else AllReduce
+        self.num_reductions = ceil_div(count, plan.replicas[place.stage]) if self.zero == 2 else 1
         self.at = ""
         self.seen: set[Instruction] = set()
         self.stashed = [0] * len(self.stages)
         self.updates = 0
+        self.gathers = 0
         self.returned = 0  # backwards since the last update
-        self.is_reduced = False
+        self.reduced = 0  # reductions since the last update
 
     def check(self, program: Program) -> None:
         for i, instruction in enumerate(program):
             self.at = f"instruction {i}, {instruction}"
             match instruction:
-                case AllReduce():
-                    self.allreduce()
+                case AllReduce() | ReduceScatter():
+                    self.reduce(instruction)
                 case Step():
                     self.step()
+                case AllGather():
+                    self.gather()
                 case _:
                     self.on_microbatch(instruction)
         self.at = "end of the program"
-        if self.updates < self.num_updates or self.is_reduced:
+        if self.updates < self.num_updates or self.reduced:
             self.fail(f"there must be {self.num_updates} updates, got {self.updates}")
+        if self.zero and self.gathers < self.updates:
+            self.fail("the updated weights must be gathered")
         self.check_complete()
 
     def fail(self, rule: str) -> NoReturn:
@@ -151,18 +180,29 @@ class _Rank:
 
     # Updates
 
-    def allreduce(self) -> None:
-        if self.is_reduced:
-            self.fail("there must be one all-reduce an update")
-        self.check_returned()
-        self.is_reduced = True
+    def reduce(self, instruction: Reduction) -> None:
+        if type(instruction) is not self.reduction:
+            self.fail(f"the stage's reduction is {self.reduction.symbol}")
+        if self.reduced == self.num_reductions:
+            each = "one all-reduce" if self.num_reductions == 1 else f"{self.num_reductions} reductions"
+            self.fail(f"there must be {each} an update")
+        if self.zero < 2:
+            self.check_returned()
+        elif self.returned == self.reduced < self.belonging[self.updates]:
+            self.fail("a backward must come before it")
+        self.reduced += 1
 
     def step(self) -> None:
-        if not self.is_reduced and self.plan.replicas[self.place.stage] > 1:
+        if self.reduced < self.num_reductions and self.plan.replicas[self.place.stage] > 1:
             self.fail("an all-reduce must come before the update")
         self.check_returned()
         self.updates += 1
-        self.returned, self.is_reduced = 0, False
+        self.returned = self.reduced = 0
+
+    def gather(self) -> None:
+        if not self.zero or self.gathers == self.updates:
+            self.fail("an update of shares must come before it")
+        self.gathers += 1
 
     def check_returned(self) -> None:
         if self.updates >= self.num_updates:
@@ -233,8 +273,10 @@ class _Rank:
         self.stashed[chunk] -= 1
         if self.update_of(m) != self.updates:
             self.fail(f"it belongs to update {self.update_of(m)}, and {self.updates} updates are before it")
-        if self.is_reduced:
+        if self.zero < 2 and self.reduced:
             self.fail("it must come before the all-reduce of its update")
+        if self.zero == 2 and self.returned > self.reduced:
+            self.fail("the gradients before it must be reduced first")
         self.returned += 1
         if self.plan.traits.versions == "two" and self.versions is not None:
             self.check_version(m, self.versions(m))
@@ -278,7 +320,7 @@ _Happening = tuple[str | int, ...]
 def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bool) -> None:
     """Run all programs without times, each as far as it gets. Raises InvalidProgram on deadlock."""
     position = dict.fromkeys(programs, 0)
-    num_reduced = dict.fromkeys(programs, 0)
+    num_joined = dict.fromkeys(programs, 0)
     entered: Counter[_Happening] = Counter()
     happened: set[_Happening] = set()
     waiting: defaultdict[_Happening, list[int]] = defaultdict(list)
@@ -292,13 +334,13 @@ def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bo
     def arrive(rank: int, instruction: Instruction) -> _Happening | None:
         """Note what the instruction makes happen; return the happening that the rank waits for."""
         match instruction:
-            case AllReduce():
-                group, number = stages[rank][0], num_reduced[rank]
-                num_reduced[rank] += 1
+            case AllReduce() | ReduceScatter() | AllGather():
+                group, number = stages[rank][0], num_joined[rank]
+                num_joined[rank] += 1
                 entered[group, number] += 1
                 if entered[group, number] == plan.replicas[group]:
-                    happen(("reduced", group, number))
-                return "reduced", group, number
+                    happen(("joined", group, number))
+                return "joined", group, number
             case SendActivation(m, chunk) | SendGradient(m, chunk):
                 behind = stages[rank][chunk] + isinstance(instruction, SendActivation)
                 happen((instruction.symbol[1], m, behind))

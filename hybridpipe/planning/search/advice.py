@@ -27,6 +27,8 @@ def how_far(problem: Problem) -> str:
     peaks = dict(zip(plan.ranks, peak_memory_bytes(problem.profile, plan), strict=True))
     rank = max(peaks, key=lambda r: peaks[r] / max(problem.cluster.memory(r), 1))
     name = short_name(plan) + " with recomputation" * any(map(plan.recomputes, range(plan.num_stages)))
+    shared_out = max(map(plan.zero_of, range(plan.num_stages)))
+    name += f" {'and' if 'with' in name else 'with'} zero = {shared_out}" * (shared_out > 0)
     closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few that were tried"
     return (
         f"no plan fits into memory: {name} {closest} and "
@@ -92,6 +94,9 @@ def _remedies(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """Yield changes that a user could make, easiest first."""
     if not problem.request.recompute:
         yield "recomputation", replace(problem, request=replace(problem.request, recompute=True))
+    for zero in (1, 2) if problem.request.zero == 0 else ():
+        if problem.num_ranks > 1 and zero <= problem.request.most_zero:
+            yield f"zero = {zero}", replace(problem, request=replace(problem.request, zero=zero))
     samples = problem.profile.samples
     minibatch = samples * problem.num_microbatches
     for size in (samples // 2, samples // 4):

@@ -19,7 +19,7 @@ from random import Random
 
 from hybridpipe.planning.checks import non_negative_int
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.registry import TRAITS
@@ -47,7 +47,7 @@ def anneal(
     evaluations: int,
     seed: int = 0,
     max_ranks: int | None = None,
-    recompute: bool = False,
+    variants: Sequence[Variant] = (),
     schedules: Sequence[str] = (),
     on_progress: Progress | None = None,
 ) -> Plan:
@@ -58,7 +58,8 @@ def anneal(
             result's microbatches have `profile.samples * start.num_microbatches / num_microbatches` samples.
         evaluations: the most plans that are simulated besides `start`.
         max_ranks: only ranks below it are used; defaults to all of the cluster's.
-        recompute: of each plan those stages recompute that must to fit. False: all stay as in `start`.
+        variants: the ways to run a stage (`PlanRequest.variants`), of which each plan takes the fastest that
+            fit. Empty: all stages run as in `start`.
         schedules: further schedules to try; interleaved plans keep schedule and groups.
         on_progress: called after each simulation.
 
@@ -67,7 +68,7 @@ def anneal(
             memory.
     """
     non_negative_int("evaluations", evaluations)
-    space = _Space(start, profile, cluster, max_ranks, recompute, schedules)
+    space = _Space(start, profile, cluster, max_ranks, variants, schedules)
     if not search.fits(start, profile, cluster):
         raise ValueError(f"start must fit into memory, plan {start.name} does not")
     random = Random(seed)
@@ -109,13 +110,14 @@ def anneal_candidates(
 ) -> list[Candidate]:
     """Return the candidates, best first, with the best found around the first one, of origin "search"."""
     best = candidates[0]
+    ways = request.under(best.plan.schedule).variants
     found = anneal(
         best.plan,
         profile.scaled_to(best.samples),
         cluster,
         evaluations=evaluations,
         max_ranks=num_ranks,
-        recompute=request.recompute,
+        variants=() if ways == (Variant(),) else ways,
         schedules=request.schedules,
         on_progress=on_progress,
     )
@@ -132,13 +134,13 @@ class _Draft:
     Args:
         groups: the ranks of each group in the order of the stages, and the unused ranks last. Where ranks
             hold several stages there are fewer groups than stages.
-        recompute: by stage.
+        variants: by stage.
     """
 
     edges: list[int]
     groups: list[list[int]]
     num_microbatches: int
-    recompute: list[bool]
+    variants: list[Variant]
     schedule: str
 
     @property
@@ -165,7 +167,7 @@ def _split_stage(draft: _Draft, random: Random) -> None:
         random.shuffle(group)
         count = random.randrange(1, len(group))
         draft.groups[s : s + 1] = [group[:count], group[count:]]
-        draft.recompute.insert(s, draft.recompute[s])
+        draft.variants.insert(s, draft.variants[s])
         draft.edges.insert(s + 1, random.randrange(draft.edges[s] + 1, draft.edges[s + 1]))
 
 
@@ -173,7 +175,7 @@ def _merge_stages(draft: _Draft, random: Random) -> None:
     if draft.num_stages > 1:
         s = random.randrange(draft.num_stages - 1)
         draft.groups[s : s + 2] = [draft.groups[s] + draft.groups[s + 1]]
-        del draft.edges[s + 1], draft.recompute[s + 1]
+        del draft.edges[s + 1], draft.variants[s + 1]
 
 
 def _move_rank(draft: _Draft, random: Random) -> None:
@@ -198,18 +200,20 @@ class _Space:
         profile: ModelProfile,
         cluster: Cluster,
         max_ranks: int | None,
-        recompute: bool,
+        variants: Sequence[Variant],
         schedules: Sequence[str],
     ) -> None:
         self.cluster, self.start = cluster, start
-        self.variants = PlanRequest(recompute=True).variants if recompute else ()  # (): as in `start`
+        self.variants = variants
         self.ranks = range(cluster.num_ranks if max_ranks is None else min(max_ranks, cluster.num_ranks))
         start.check_world(len(self.ranks))
         minibatch = profile.samples * start.num_microbatches
         sizes = () if start.traits.whole_minibatch else profile.sizes
         fitting = {minibatch // size: profile.scaled_to(size) for size in sizes if minibatch % size == 0}
         self.profiles = fitting | {start.num_microbatches: profile}  # by number of microbatches
-        self.schedules = [name for name in dict.fromkeys([start.schedule, *schedules]) if name in ALIKE]
+        zeros = [variant.zero for variant in variants or map(Variant.of, start.stages)]
+        alike = [name for name in ALIKE if TRAITS[name].most_zero >= max(start.zero, *zeros)]
+        self.schedules = [name for name in dict.fromkeys([start.schedule, *schedules]) if name in alike]
         self.changes: list[Change] = [_shift_cut, _swap_ranks]
         if start.chunks == 1:
             self.changes += [_split_stage, _merge_stages, _move_rank]
@@ -231,28 +235,29 @@ class _Space:
         unused = sorted(set(self.ranks).difference(plan.ranks))
         edges = [0, *(stage.stop for stage in plan.stages)]
         groups = [*(list(stage.ranks) for stage in plan.stages[: plan.num_groups]), unused]
-        recompute = [plan.recomputes(s) for s in range(plan.num_stages)]
-        draft = _Draft(edges, groups, plan.num_microbatches, recompute, plan.schedule)
+        ways = [
+            Variant(plan.recomputes(s), plan.zero_of(s), plan.scatters(s)) for s in range(plan.num_stages)
+        ]
+        draft = _Draft(edges, groups, plan.num_microbatches, ways, plan.schedule)
         random.choice(self.changes)(draft, random)
         placed = renumbered(self.cluster, self.ranks, draft.groups[:-1])
-        every = all(draft.recompute)
         stages = tuple(
-            StageSpec(start, stop, len(ranks), ranks, again and not every)
-            for (start, stop), ranks, again in zip(
-                pairwise(draft.edges), placed * self.start.chunks, draft.recompute, strict=True
-            )
+            StageSpec(start, stop, len(ranks), ranks)
+            for (start, stop), ranks in zip(pairwise(draft.edges), placed * self.start.chunks, strict=True)
         )
         start = self.start
         if not TRAITS[draft.schedule].splits_backward:
             start = replace(start, in_flight=None, weight_lag=None)
-        return replace(
+        changed = replace(
             start,
             stages=stages,
             schedule=draft.schedule,
             num_microbatches=draft.num_microbatches,
-            recompute=every,
+            recompute=False,
+            zero=0,
             predicted=None,
         )
+        return changed.running(draft.variants)
 
     def _resize(self, draft: _Draft, random: Random) -> None:
         draft.num_microbatches = random.choice(sorted(self.profiles))

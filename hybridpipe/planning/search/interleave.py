@@ -20,7 +20,7 @@ from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.formula import compute_share, stage_speed
 from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.links import Floats, Ints
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.placement import lines, renumbered
@@ -55,7 +55,8 @@ def interleaved_plans(
     costs = LayerCosts(profile, cluster, num_microbatches, request)
     if not costs.can_cut[1:-1].all():
         costs = costs.merged(np.flatnonzero(costs.can_cut | np.isin(costs.edges, (0, profile.num_layers))))
-    variants = request.variants if cluster.memory_bytes is not None else request.variants[:1]
+    plainly = dict.fromkeys(Variant(variant.recompute) for variant in request.variants)
+    variants = list(plainly)[: None if cluster.memory_bytes is not None else 1]
     found: dict[Plan, None] = {}
     tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:

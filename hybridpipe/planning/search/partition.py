@@ -8,8 +8,9 @@ schedule has no sum. A program over maxima alone finds its optimum at once (as P
 section 3.1), unless its plans wait for gradients: then passes for bounds narrow the optimum down. Plans whose
 ranks hold several stages are found by `interleave`.
 
-Where stages may recompute, each stage of the program is run the fastest way that fits (`variants`), which
-depends on its layers, replicas and microbatches in flight. So the program has no more plans to look at.
+Where stages may recompute, or share out their update, each stage of the program is run a way that fits and
+that no other beats (`variants`), which depends on its layers, replicas and microbatches in flight. So the
+program has hardly more plans to look at.
 
 What no program over suffixes can know is in `estimates.closely`, by which the runners-up are ranked. For its
 sake the front is walked again where updates take long, without them, and where the best plan is slow, with
@@ -65,7 +66,7 @@ from hybridpipe.planning.search.placement import (
     slot_graph,
 )
 from hybridpipe.planning.search.stage_program import SAME, Path, StageProgram, just_above
-from hybridpipe.planning.search.variants import fitted
+from hybridpipe.planning.search.variants import fits_memory, fitted
 
 # Assumed microbatches in flight on each rank behind a stage, tried in order until plans fit. None is the
 # exact number, for which long lines have too many slots; there the last figure is the largest that occurs.
@@ -242,7 +243,7 @@ class _Search:
         spans: tuple[tuple[int, int], ...] = (),
         variants: Sequence[int] = (),
     ) -> bool:
-        """Add the plan as it fits into memory (`fitted`). Return True if its stages need no leaner variants.
+        """Add the plan as it fits into memory (`fitted`). Return True if it fits as the program ran stages.
 
         Args:
             variants: the way to run each stage that the program took. Empty: any.
@@ -254,9 +255,10 @@ class _Search:
         plan = fitted(given, self.profile, self.cluster, self.request.variants)
         if plan is None:
             return False
-        needed = [self.request.variants.index(Variant.of(stage)) for stage in plan.stages]
-        variants = [self.request.variants.index(self.costs.variants[number]) for number in variants]
-        if variants and needed != variants:
+        taken = plan.running([self.costs.variants[number] for number in variants]) if variants else plan
+        alike = [Variant.of(stage)._replace(scatter=False) for stage in plan.stages]
+        as_taken = alike == list(map(Variant.of, taken.stages))
+        if variants and not as_taken:
             program_seconds = math.nan
         if plan not in self.estimates:
             costs = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
@@ -270,7 +272,7 @@ class _Search:
             self.found[found.shape] = found
         if self.best is None or found.order < self.best.order:
             self.best = found
-        return not variants or all(a <= b for a, b in zip(needed, variants, strict=True))
+        return not variants or as_taken or fits_memory(taken, self.profile, self.cluster)
 
     def search(
         self,

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpipe.planning.cluster import Cluster, Ring
+from hybridpipe.planning.cluster import Cluster, Rings
 from hybridpipe.planning.cost.formula import compute_share, round_trips, stage_speed
 from hybridpipe.planning.cost.layer_costs import StageKind
 from hybridpipe.planning.cost.links import Floats, Ints, distinct_cut_figures
@@ -332,10 +332,12 @@ def _trips(layout: Layout, schedule: str, num_microbatches: int, max_in_flight: 
     )
 
 
-def _stand(cluster: Cluster, ranks: Sequence[int], share: dict[int, float]) -> tuple[int, float, Ring, float]:
+def _stand(
+    cluster: Cluster, ranks: Sequence[int], share: dict[int, float]
+) -> tuple[int, float, Rings, float]:
     """Return the fields of the `StageKind` of a stage on these ranks, without microbatches in flight."""
     memory = min(map(cluster.memory, ranks))
-    return len(ranks), stage_speed(cluster, ranks, share), cluster.ring(ranks), memory
+    return len(ranks), stage_speed(cluster, ranks, share), cluster.rings(ranks), memory
 
 
 def _counted(

@@ -79,8 +79,11 @@ class Problem:
         return fits(plan, self.profile, self.cluster)
 
     def fitted(self, plan: Plan) -> Plan | None:
-        """Return the plan as it is if it fits, or run as it fits (`variants`); None if it does not."""
-        if self.fits(plan):
+        """Return the plan as it is if it fits, or run as it fits (`variants`); None if it does not.
+
+        Where replicas may share out their update, it is run the fastest way in any case.
+        """
+        if self.request.zero == 0 and self.fits(plan):
             return plan
         return fitted(plan, self.profile, self.cluster, self.request.variants)
 

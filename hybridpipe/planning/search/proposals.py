@@ -14,7 +14,8 @@ import numpy as np
 
 from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.layer_costs import LayerCosts
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
+from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.search.interleave import interleaved_plans
 from hybridpipe.planning.search.partition import partition
 from hybridpipe.planning.search.placement import dealt
@@ -30,10 +31,19 @@ NUM_EXACT_OF_LARGE = 6  # whose simulations take seconds each
 
 
 def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
-    """Yield plans as they fit into memory (`Problem.fitted`), each with its origin (`search.Candidate`)."""
+    """Yield plans as they fit into memory (`Problem.fitted`), each with its origin (`search.Candidate`).
+
+    A plan that shares out updates though it need not is followed by the one that shares out nothing: the
+    formula adds up what the simulator overlaps.
+    """
     for origin, plan in _proposed(problem):
-        if (fitting := problem.fitted(plan)) is not None:
-            yield origin, fitting
+        if (fitting := problem.fitted(plan)) is None:
+            continue
+        yield origin, fitting
+        if problem.request.zero == AUTO:
+            whole = fitting.running([Variant(stage.recompute) for stage in fitting.stages])
+            if whole != fitting and problem.fits(whole):
+                yield origin, whole
 
 
 def _proposed(problem: Problem) -> Iterator[tuple[str, Plan]]:

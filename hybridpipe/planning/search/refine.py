@@ -95,8 +95,9 @@ def run_otherwise(plan: Plan, problem: Problem) -> Iterator[Plan]:
     Which of a rank's stages recompute decides when messages are on their way, which the formula does not see.
     """
     variants = list(map(Variant.of, plan.stages))
-    for s, variant in product(range(plan.num_stages), problem.request.variants if problem.is_limited else ()):
-        changed = plan.running([*variants[:s], variant, *variants[s + 1 :]])
+    again = {variant.recompute for variant in problem.request.variants} if problem.is_limited else ()
+    for s, recompute in product(range(plan.num_stages), sorted(again)):
+        changed = plan.running([*variants[:s], variants[s]._replace(recompute=recompute), *variants[s + 1 :]])
         if changed != plan and problem.fits(changed):
             yield changed
 

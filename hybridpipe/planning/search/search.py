@@ -204,7 +204,7 @@ def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Cand
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return best predictions first; equal ones by simpler schedule, fewer ranks, fewer stages."""
+    """Return best predictions first; equal ones by simpler schedule, fewer ranks and stages, less zero."""
     rest = sorted(candidates, key=lambda candidate: candidate.seconds)
     order: list[Candidate] = []
     while rest:
@@ -214,9 +214,10 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     return order
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int, int, tuple[int, ...]]:
+def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, tuple[int, ...]]:
     plan = candidate.plan
-    return SCHEDULES.index(plan.schedule), plan.num_ranks, plan.num_stages, plan.ranks
+    shared_out = sum(map(plan.zero_of, range(plan.num_stages)))
+    return SCHEDULES.index(plan.schedule), plan.num_ranks, plan.num_stages, shared_out, plan.ranks
 
 
 def data_parallel(

@@ -53,8 +53,9 @@ class StageProgram:
     """Sums and maxima of every stage on every kind of slot and of every cut.
 
     Args:
-        tables: of `layer_costs`, by kind.
-        stage_sums, stage_maxima, stage_variants: by kind, at `[d, i]` the stage of the d+1 layers from i on.
+        tables: of `layer_costs`, by kind; where ways to run a stage do not beat each other, several.
+        stage_sums, stage_maxima, stage_variants: by kind and table, at `[d, i]` the stage of the d+1 layers
+            from i on.
         cut_sums, cut_maxima: at `[cut, edge]`.
         bound: every maximum must be below it.
         tie: cost of a rank.
@@ -62,10 +63,10 @@ class StageProgram:
 
     costs: LayerCosts
     graph: SlotGraph
-    tables: list[StageTable]
-    stage_sums: list[Floats]
-    stage_maxima: list[Floats]
-    stage_variants: list[Ints]
+    tables: list[list[StageTable]]
+    stage_sums: list[list[Floats]]
+    stage_maxima: list[list[Floats]]
+    stage_variants: list[list[Ints]]
     cut_sums: Floats
     cut_maxima: Floats
     bound: float
@@ -84,23 +85,28 @@ class StageProgram:
             costs,
             graph,
             tables,
-            stage_sums=[table.summed for table in tables],
-            stage_maxima=[
-                table.pace if costs.is_asynchronous else table.pace + table.after for table in tables
-            ],
-            stage_variants=[table.variant for table in tables],
+            stage_sums=[[table.summed for table in each] for each in tables],
+            stage_maxima=[[table.maximum for table in each] for each in tables],
+            stage_variants=[[table.variant for table in each] for each in tables],
             cut_sums=2 * latency + per_byte * costs.moved,
             cut_maxima=cut_maxima,
             bound=bound,
             tie=tie if math.isfinite(tie) else 0.0,
         )
 
+    @property
+    def num_figures(self) -> int:
+        """The number of figures of all stages."""
+        return sum(values.size for each in self.stage_sums for values in each)
+
     def updating_within(self, limit: float, bound: float) -> "StageProgram":
         """Return the program over stages that take less than `limit` from the last backward to the end.
 
         Its maxima do not contain that time.
         """
-        maxima = [np.where(table.after < limit, table.pace, math.inf) for table in self.tables]
+        maxima = [
+            [np.where(table.after < limit, table.pace, math.inf) for table in each] for each in self.tables
+        ]
         return replace(self, stage_maxima=maxima, bound=bound)
 
     def with_messages_alone(self) -> "StageProgram":
@@ -120,9 +126,9 @@ class StageProgram:
         return replace(
             self,
             costs=self.costs.merged(edges),
-            stage_sums=list(map(of_merged, self.stage_sums)),
-            stage_maxima=list(map(of_merged, self.stage_maxima)),
-            stage_variants=[of_merged(values, 0) for values in self.stage_variants],
+            stage_sums=[list(map(of_merged, each)) for each in self.stage_sums],
+            stage_maxima=[list(map(of_merged, each)) for each in self.stage_maxima],
+            stage_variants=[[of_merged(values, 0) for values in each] for each in self.stage_variants],
             cut_sums=self.cut_sums[:, edges],
             cut_maxima=self.cut_maxima[:, edges],
         )
@@ -140,7 +146,7 @@ class StageProgram:
             weights: of seconds, for each bound; 0 counts only ranks, and waits are neglected. None: 1.
         """
         weights = [1.0] * len(bounds) if weights is None else weights
-        at_once = max(1, AT_ONCE // sum(values.size for values in self.stage_sums))
+        at_once = max(1, AT_ONCE // self.num_figures)
         for first in range(0, len(bounds), at_once):
             some = slice(first, first + at_once)
             yield from self._least_sums(np.array(bounds[some]), np.array(weights[some]))
@@ -149,12 +155,15 @@ class StageProgram:
         """Return `least_sums` of a few bounds in one pass."""
         a_rank = np.where(weight, self.tie, 1.0)
         stages = [
-            np.where(
-                slowest[..., None] < bound,
-                weight * work[..., None] + a_rank * (kind.replicas + 0.01),
-                math.inf,
-            )
-            for kind, work, slowest in zip(self.graph.kinds, self.stage_sums, self.stage_maxima, strict=True)
+            [
+                np.where(
+                    slowest[..., None] < bound,
+                    weight * work[..., None] + a_rank * (kind.replicas + 0.01),
+                    math.inf,
+                )
+                for work, slowest in zip(sums, maxima, strict=True)
+            ]
+            for kind, sums, maxima in zip(self.graph.kinds, self.stage_sums, self.stage_maxima, strict=True)
         ]
         cuts = np.where(self.cut_maxima[..., None] < bound, weight * self.cut_sums[..., None], math.inf)
         trips = self.graph.trips[:, None]
@@ -164,11 +173,11 @@ class StageProgram:
     def most_even(self, slowest: float) -> list[Path]:
         """Return the plan of least total time whose maximum is at most `slowest`, sparing no ranks."""
         bound = just_above(slowest)
-        stages, cuts = (
+        *stages, [cuts] = (
             [np.where(values < bound, values, math.inf)[..., None] for values in each]
-            for each in (self.stage_maxima, self.cut_maxima)
+            for each in (*self.stage_maxima, [self.cut_maxima])
         )
-        return self.solve(stages, np.array(cuts), np.add, 1)[0]
+        return self.solve(stages, cuts, np.add, 1)[0]
 
     def least_maximum(self) -> list[Path]:
         """Return the plan of least maximum, and good ones for a few other first stages.
@@ -176,12 +185,12 @@ class StageProgram:
         Without waits for gradients one pass finds them. Where its plans wait, the optimum lies between its
         maximum without waits and with them, and passes for a few bounds at once narrow that down.
         """
-        stages = [values[..., None] for values in self.stage_maxima]
+        stages = [[values[..., None] for values in each] for each in self.stage_maxima]
         found = self.solve(stages, self.cut_maxima[..., None], np.maximum, MAX_STARTS)[0]
         if not found:
             return []
         low, best = found[0].busiest, min(found, key=lambda path: path.slowest)
-        is_small = sum(values.size for values in self.stage_sums) <= AT_ONCE
+        is_small = self.num_figures <= AT_ONCE
         while low < best.slowest * (1 - (CLOSE if is_small else ROUGHLY)):
             bounds = np.linspace(low, best.slowest, NUM_BOUNDS + 1)[1:].tolist()
             bounds = bounds if is_small else [(low + best.slowest) / 2]
@@ -193,7 +202,7 @@ class StageProgram:
 
     def solve(
         self,
-        stages: Sequence[Floats],
+        stages: Sequence[Sequence[Floats]],
         cuts: Floats,
         combine: np.ufunc,
         count: int,
@@ -203,12 +212,12 @@ class StageProgram:
         slots.
 
         Args:
-            stages, cuts: at `[d, i, problem]` by kind, and at `[cut, edge, problem]`.
+            stages, cuts: at `[d, i, problem]` by kind and table, and at `[cut, edge, problem]`.
             furthest: the combination from each slot to the end must be below it, at `[slot, problem]`.
         """
         graph, n, num_problems = self.graph, self.costs.num_layers, cuts.shape[-1]
-        stages = [values[: _last_finite(values)] for values in stages]
-        width = max(1, *map(len, stages))
+        stages = [[values[: _last_finite(values)] for values in each] for each in stages]
+        width = max(1, *(len(values) for each in stages for values in each))
         # [slot, i, problem]: of the layers from i on; [slot, j, problem]: behind a stage that ends at j.
         least = np.full((len(graph.slot), n + 1, num_problems), math.inf)
         rest = np.full((len(graph.slot), n + width, num_problems), math.inf)
@@ -222,10 +231,14 @@ class StageProgram:
                 runs = graph.first[low:high][has_next] - first
                 rest[low:high][has_next, :n] = np.minimum.reduceat(values, runs, axis=0)[:, :n]
             for slot in range(low, high):
-                values = stages[graph.kind[slot]]
-                if len(values):
+                for number, values in enumerate(stages[graph.kind[slot]]):
+                    if not len(values):
+                        continue
                     both = combine(values, behind[slot, : len(values)])
-                    np.minimum.reduce(both, axis=0, out=least[slot, :n])
+                    if number:
+                        np.minimum(least[slot, :n], np.minimum.reduce(both, axis=0), out=least[slot, :n])
+                    else:
+                        np.minimum.reduce(both, axis=0, out=least[slot, :n])
             if furthest is not None:
                 ways = least[low:high]
                 ways[ways >= furthest[low:high, None]] = math.inf
@@ -234,14 +247,15 @@ class StageProgram:
             values = least[graph.starts, 0, p]
             chosen = np.argsort(values, kind="stable")[:count]
             starts = graph.starts[chosen[np.isfinite(values[chosen])]].tolist()
-            of_one = [values[..., p] for values in stages], cuts[..., p], least[..., p], behind[..., p]
+            stages_of_one = [[values[..., p] for values in each] for each in stages]
+            of_one = stages_of_one, cuts[..., p], least[..., p], behind[..., p]
             found.append([self.trace(start, *of_one, combine) for start in starts])
         return found
 
     def trace(
         self,
         slot: int,
-        stages: Sequence[Floats],
+        stages: Sequence[Sequence[Floats]],
         cuts: Floats,
         least: Floats,
         behind: Floats,
@@ -253,11 +267,14 @@ class StageProgram:
         variants: list[int] = []
         while True:
             kind, start = graph.kind[slot], edges[-1]
-            values = stages[kind][:, start]
-            d = int(np.argmin(combine(values, behind[slot, : len(values), start])))
-            parts.append(float(self.stage_sums[kind][d, start]))
-            busiest = max(busiest, float(self.stage_maxima[kind][d, start]))
-            variants.append(int(self.stage_variants[kind][d, start]))
+            ways = [combine(each[:, start], behind[slot, : len(each), start]) for each in stages[kind]]
+            table, d = min(
+                ((table, int(np.argmin(way))) for table, way in enumerate(ways) if len(way)),
+                key=lambda chosen: ways[chosen[0]][chosen[1]],
+            )
+            parts.append(float(self.stage_sums[kind][table][d, start]))
+            busiest = max(busiest, float(self.stage_maxima[kind][table][d, start]))
+            variants.append(int(self.stage_variants[kind][table][d, start]))
             edges.append(start + d + 1)
             if edges[-1] == self.costs.num_layers:
                 return self.path(slots, edges, parts, busiest, variants)

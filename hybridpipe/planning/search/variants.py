@@ -1,4 +1,4 @@
-"""Variants: for every stage of a plan the way to run it, the fastest of those that fit into memory.
+"""Variants: for every stage of a plan the way to run it, so that the plan is fast and fits into memory.
 
 Not known here: where cuts and ranks come from. Invariant: no other choice for the same cuts and ranks that
 fits takes less by `estimate`.
@@ -6,18 +6,14 @@ fits takes less by `estimate`.
 A rank's memory depends on the ways in which its own stages run, and on no other rank's. So each rank has a
 set of choices, of time and memory, of which those that fit into its memory count.
 
-A rank with one stage runs it the first of the request's ways that fits, as no later one is faster.
-Recomputing adds a forward f to the work. That hides up to f more of an all-reduce. So the formula's maximum
-falls by at most f where its sum grows by f, and waits for gradients grow with the sum. An asynchronous
-schedule has no sum, but the work and the all-reduce are in one term of its maximum.
-
-A rank with several stages may recompute some of them, and none of its choices need be the best for all plans
-of the other ranks: one has the least sum, another the least maximum. As in `partition` a bound on maxima
-falls from plan to plan, and under each bound every rank takes the least sum.
+A choice adds to the formula's sum and to its maximum. Those that are beaten in both count no more, which
+leaves one where stages only differ in their updates. Of the others none need be the best for all plans of the
+other ranks: one has the least sum, another the least maximum. As in `partition` a bound on maxima falls from
+plan to plan, and under each bound every rank takes the least sum, which also has the least waits.
 """
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from functools import cache
 from itertools import product
 
@@ -25,13 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.estimate import busiest_cut, group_parts
-from hybridpipe.planning.cost.formula import StageTerms, measured_speed, plan_terms, stage_costs
+from hybridpipe.planning.cost.estimate import Between, group_parts
+from hybridpipe.planning.cost.formula import StageCost, StageTerms, measured_speed, plan_terms, stage_costs
+from hybridpipe.planning.cost.layer_costs import may_be_faster, undominated
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import group_peaks
 from hybridpipe.planning.plan import Plan, Variant
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.sharing import may_run
+from hybridpipe.planning.sharing import counted_bytes, may_run
 
 Choice = tuple[Variant, ...]  # of a rank's stages, by chunk
 MOST_CHOICES = 256  # of a rank's stages, of which all are looked at
@@ -43,8 +40,10 @@ def fitted(
 ) -> Plan | None:
     """Return the plan with its stages run the fastest way that fits into memory; None if none does.
 
+    Stages that share out their update reduce gradients by the faster collective.
+
     Args:
-        variants: the ways to run a stage, the fastest first (`PlanRequest.variants`).
+        variants: the ways to run a stage, the simplest first (`PlanRequest.variants`).
     """
     if not may_run(profile, plan):
         return None
@@ -53,80 +52,124 @@ def fitted(
     def made(choices: Sequence[Choice]) -> Plan:
         """Return the plan in which group g of ranks makes the choice `choices[g]`."""
         each = (choices[s % plan.num_groups][s // plan.num_groups] for s in range(plan.num_stages))
-        return plan.running(list(each))
+        return reducing(plan.running(list(each)), profile, cluster)
 
-    if cluster.memory_bytes is None:
-        return made([every[0]] * plan.num_groups)
-    limits = [min(map(cluster.memory, stage.ranks)) for stage in plan.stages[: plan.num_groups]]
-
-    @cache
-    def fits(choice: Choice) -> NDArray[np.bool_]:
-        peaks = group_peaks(profile, made([choice] * plan.num_groups))
-        return np.array(peaks) <= limits
-
-    if fits(every[0]).all():
-        return made([every[0]] * plan.num_groups)
-    if not fits(every[-1]).all():
+    simplest = made([every[0]] * plan.num_groups)
+    allowed = _allowed(made, every, simplest, profile, cluster)
+    if not allowed.any(axis=0).all():
         return None
-    allowed = np.array(list(map(fits, every)))
-    if plan.chunks == 1:
-        chosen: Ints = np.argmax(allowed, axis=0)
-    else:
-        sums, maxima, floor = _parts(plan, variants, every, profile, cluster)
-        chosen = least_together(np.where(allowed, sums, np.inf), maxima, floor)
+    rivals = [any(map(may_be_faster, choice, every[0])) for choice in every[1:]]
+    if allowed[0].all() and not (any(rivals) and max(plan.replicas) > 1):
+        return simplest
+    sums, maxima, between = _parts(plan, made, every, variants, profile, cluster)
+    sums, maxima = (np.where(allowed, each, np.inf) for each in (sums, maxima))
+    chosen = least_together(np.where(undominated(sums, maxima), sums, np.inf), maxima, between)
     return made([every[number] for number in chosen])
 
 
+def fits_memory(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
+    """True if every rank has the memory that it needs at its peak."""
+    peaks = zip(plan.stages, group_peaks(profile, plan), strict=False)
+    return all(peak <= cluster.memory(rank) for stage, peak in peaks for rank in stage.ranks)
+
+
+def reducing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+    """Return the plan whose stages that share out their update reduce gradients by the faster collective."""
+    stages = list(plan.stages)
+    for group in range(plan.num_groups):
+        held = range(group, plan.num_stages, plan.num_groups)
+        num_bytes = sum(sum(counted_bytes(profile, plan, s)) for s in held) if plan.zero_of(group) else 0
+        scatter = bool(num_bytes) and bool(cluster.rings(plan.stages[group].ranks).scatters(num_bytes))
+        for s in held:
+            if stages[s].scatter != scatter:
+                stages[s] = replace(stages[s], scatter=scatter)
+    return plan if tuple(stages) == plan.stages else replace(plan, stages=tuple(stages))
+
+
+def _allowed(
+    made: Callable[[Sequence[Choice]], Plan],
+    every: Sequence[Choice],
+    simplest: Plan,
+    profile: ModelProfile,
+    cluster: Cluster,
+) -> NDArray[np.bool_]:
+    """Return True where a choice fits into the memory of a group of ranks, shape (choices, groups)."""
+    groups = simplest.stages[: simplest.num_groups]
+    if cluster.memory_bytes is None:
+        return np.ones((len(every), len(groups)), dtype=np.bool_)
+    limits = [min(map(cluster.memory, stage.ranks)) for stage in groups]
+
+    @cache
+    def fits(choice: Choice) -> NDArray[np.bool_]:
+        return np.array(group_peaks(profile, made([choice] * len(groups)))) <= limits
+
+    if fits(every[0]).all():  # the others need no more
+        return np.ones((len(every), len(groups)), dtype=np.bool_)
+    return np.array(list(map(fits, every)))
+
+
 def _choices(variants: Sequence[Variant], chunks: int) -> list[Choice]:
-    """Return the choices for the stages of one rank, the fastest first and the leanest last.
+    """Return the choices for the stages of one rank, the simplest first; its stages share one update.
 
     They are all where these are few, else those in which the first stages run leanest.
     """
-    if len(variants) ** chunks <= MOST_CHOICES:
-        return list(product(variants, repeat=chunks))
-    first, *_, last = variants
-    return [(last,) * lean + (first,) * (chunks - lean) for lean in range(chunks + 1)]
+    found: list[Choice] = []
+    for zero in dict.fromkeys(variant.zero for variant in variants):
+        ways = [variant for variant in variants if variant.zero == zero]
+        if len(ways) ** chunks <= MOST_CHOICES:
+            found += product(ways, repeat=chunks)
+        else:
+            first, *_, last = ways
+            found += [(last,) * lean + (first,) * (chunks - lean) for lean in range(chunks + 1)]
+    return found
 
 
 def _parts(
     plan: Plan,
-    variants: Sequence[Variant],
+    made: Callable[[Sequence[Choice]], Plan],
     choices: Sequence[Choice],
+    variants: Sequence[Variant],
     profile: ModelProfile,
     cluster: Cluster,
-) -> tuple[Floats, Floats, float]:
-    """Return the sum and the maximum of each choice in each group of ranks, and the maximum's least value."""
+) -> tuple[Floats, Floats, Between]:
+    """Return the sum and the maximum of each choice in each group of ranks, and what lies between them."""
     stages = range(plan.num_stages)
-    alike = [plan.running([variant] * plan.num_stages) for variant in variants]
-    costs = [stage_costs(profile, each, measured_speed(profile, cluster)) for each in alike]
+    alike = [made([(variant,) * plan.chunks] * plan.num_groups) for variant in variants]
+    costs: list[Sequence[StageCost]] = [
+        stage_costs(profile, each, measured_speed(profile, cluster)) for each in alike
+    ]
     terms = [plan_terms(each, of_each, cluster) for each, of_each in zip(alike, costs, strict=True)]
+    between = Between.of(alike[0], costs[0], cluster)
     parts = []
     for choice in choices:
         taken = [terms[variants.index(choice[s // plan.num_groups])] for s in stages]
-        mixed = (np.array([getattr(taken[s], name)[s] for s in stages]) for name in TERMS)
-        parts.append(group_parts(plan, StageTerms(*mixed)))
+        mixed = StageTerms(*(np.array([getattr(taken[s], name)[s] for s in stages]) for name in TERMS))
+        summed, slowest = group_parts(plan, mixed)
+        if not plan.traits.interleaves:
+            slowest = np.maximum(slowest, between.ports + (0.0 if plan.is_asynchronous else mixed.after))
+        parts.append((summed, slowest))
     sums, maxima = np.array(parts).swapaxes(0, 1)
-    return sums, maxima, busiest_cut(alike[0], costs[0], cluster)
+    return sums, maxima, between
 
 
-def least_together(sums: Floats, maxima: Floats, floor: float) -> Ints:
-    """Return the choice of each group with the least sum over the groups plus the maximum.
+def least_together(sums: Floats, maxima: Floats, between: Between) -> Ints:
+    """Return the choice of each group that together take least (`Between.seconds`).
 
     Args:
         sums, maxima: seconds of each choice, shape (choices, groups). Sums are infinite where a choice is not
             allowed; each group has one that is.
-        floor: the least that the maximum can be.
     """
     bound, least = np.inf, np.inf
     chosen: Ints = np.argmin(sums, axis=0)
     while True:
         allowed = np.where(maxima < bound, sums, np.inf)
         here = np.argmin(allowed, axis=0)
-        total = allowed.min(axis=0).sum()
-        if not total < least:
+        taken, slowest = (np.take_along_axis(each, here[None], axis=0)[0] for each in (allowed, maxima))
+        if not np.isfinite(taken).all() or (not between.is_asynchronous and not taken.sum() < least):
             return chosen  # further choices have no lesser sum
-        bound = float(np.take_along_axis(maxima, here[None], axis=0).max())
-        if total + max(bound, floor) < least:
-            chosen, least = here, total + max(bound, floor)
-        if bound <= floor:
+        seconds = between.seconds(taken, slowest)
+        if seconds < least:
+            chosen, least = here, seconds
+        bound = float(slowest.max())
+        if bound <= between.busiest:
             return chosen

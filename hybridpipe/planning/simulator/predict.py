@@ -249,9 +249,10 @@ def _instructions_per_microbatch(plan: Plan) -> int:
     """Return the number of instructions for a microbatch.
 
     They are a forward and a backward in each stage, two sends and two receives at each cut, and updates
-    without a flush. A split backward counts twice.
+    without a flush. A split backward counts twice, and a reduction after each of them once.
     """
     halves = plan.num_stages * plan.traits.splits_backward
+    halves += sum(plan.zero_of(s) == 2 for s in range(plan.num_stages))
     updates = 2 * plan.num_stages * plan.is_asynchronous // plan.num_microbatches
     return 6 * plan.num_stages - 4 + halves + updates
 

@@ -7,6 +7,7 @@ Invariant: buckets are counted over all rounds, so that a replica may be a round
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from hybridpipe.planning.cluster import ALL_GATHER
 from hybridpipe.planning.cost.formula import StageCost
 from hybridpipe.planning.schedules.instructions import Program, final_backwards
 from hybridpipe.planning.sharing import SharedMessage
@@ -63,18 +64,23 @@ class Rank:
 class Replicas:
     """The ranks that hold the same stages, and the gradients that they reduce together."""
 
-    def __init__(self, ranks: Sequence[int], costs: Sequence[StageCost], machines: Machines) -> None:
+    def __init__(
+        self, ranks: Sequence[int], costs: Sequence[StageCost], machines: Machines, reduction: str
+    ) -> None:
         self.numbers = ranks
         each = [cost.buckets if len(ranks) > 1 else () for cost in costs]  # by chunk
         self.buckets = [bucket for buckets in reversed(each) for bucket in buckets]
         self.first_bucket = [sum(map(len, each[chunk + 1 :])) for chunk in range(len(each))]
-        self.ring = machines.ring(ranks) if self.buckets else None
+        self.ring = machines.ring(ranks, reduction) if self.buckets else None
+        self.gather_ring = machines.ring(ranks, ALL_GATHER) if self.buckets else None
+        self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         self.ranks: list[Rank] = []
         self.filled: Counter[int] = Counter()  # by bucket, counted over all rounds: replicas that filled it
         self.ready_times: dict[int, list[Sequence[float]]] = {}  # by chunk: times noted by `fill_when_ready`
         self.num_reduced = 0
         self.num_parts = 0  # unfinished jobs of the bucket being reduced
-        self.waiting: list[Rank] = []
+        self.waiting: list[Rank] = []  # for the reduction
+        self.gathering: list[Rank] = []  # in the all-gather of the weights
 
 
 class Message:

@@ -8,7 +8,7 @@ Where a level lets bursts pass, each has a token bucket. Not known here: program
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cluster import ALL_REDUCE, PARTS_SENT, Cluster
 from hybridpipe.planning.simulator.fluid_engine import Resource, Shares, even
 
 
@@ -21,7 +21,7 @@ class Route(NamedTuple):
 
 
 class RingRoute(NamedTuple):
-    """The way of an all-reduce over some ranks.
+    """The way of a collective over some ranks.
 
     A bucket is a job of `work_per_byte` for each byte at a rate of at most `cap`. Alone it takes
     `Ring.seconds`, except for the bytes that pass at once of `bursts`.
@@ -101,12 +101,12 @@ class Machines:
             self._routes[sender, receiver] = found
         return found
 
-    def ring(self, ranks: Sequence[int]) -> RingRoute:
-        """Return the route of an all-reduce over two or more ranks, which crosses each link once each way."""
+    def ring(self, ranks: Sequence[int], collective: str = ALL_REDUCE) -> RingRoute:
+        """Return the route of a collective over two or more ranks, which crosses each link once each way."""
         index = self.cluster.level_index(min(ranks), max(ranks))
         links = self._links_of(index, ranks, True) + self._links_of(index, ranks, False)
-        latency, seconds_per_byte, wait = self.cluster.ring(ranks)
-        sent_per_byte = 2 * (len(ranks) - 1) / len(ranks)
+        latency, seconds_per_byte, wait = self.cluster.ring(ranks, collective)
+        sent_per_byte = 2 * (len(ranks) - 1) / len(ranks) * PARTS_SENT[collective]
         # Where a measured all-reduce is faster than a message, each byte counts as less work.
         cap = min(sent_per_byte / seconds_per_byte, *(link.shares[1] for link in links))
         work, bursts = seconds_per_byte * cap, self._bursts_of(index, links)

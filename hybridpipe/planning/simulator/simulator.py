@@ -1,22 +1,24 @@
 """Simulation: the programs of all ranks, executed one instruction at a time on a model of the machines.
 
-Computing, messages and all-reduces are jobs on the resources of `resources`, and slow each other down
+Computing, messages and collectives are jobs on the resources of `resources`, and slow each other down
 wherever they share one. This file decides which instruction starts which job, and which waits for which. A
-send ends when the message is handed over, and a receive when it has arrived and was taken. An all-reduce ends
+send ends when the message is handed over, and a receive when it has arrived and was taken. A reduction ends
 when all buckets are summed, one after the other, each started when the last backward of every replica has
-filled it, and gradients of shared parameters are exchanged. Deferred products are computed in the last
+filled it, and gradients of shared parameters are exchanged. An all-gather of weights starts when all replicas
+have come to it. Deferred products are computed in the last
 backward, or before the all-reduce (`Plan.defers_wgrad`). Where a rank holds several stages, the buckets of
 the last come first, as its gradients are ready first.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import StageCost
+from hybridpipe.planning.cost.formula import StageCost, reduction_of
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -26,6 +28,7 @@ from hybridpipe.planning.schedules.instructions import (
     Program,
     ReceiveActivation,
     ReceiveGradient,
+    ReduceScatter,
     SendActivation,
     SendGradient,
     Step,
@@ -33,12 +36,20 @@ from hybridpipe.planning.schedules.instructions import (
 from hybridpipe.planning.sharing import exchange_of
 from hybridpipe.planning.simulator.fluid_engine import Engine
 from hybridpipe.planning.simulator.ranks import Key, Message, Rank, Replicas
-from hybridpipe.planning.simulator.resources import Machines, pass_at_once
+from hybridpipe.planning.simulator.resources import Machines, RingRoute, pass_at_once
 from hybridpipe.planning.timeline import Event, Timeline
 
 
 class Deadlock(RuntimeError):
     """Nothing can advance; the message names each waiting rank, its stage and its instruction."""
+
+
+class _Round(NamedTuple):
+    """A collective on its way round a ring, at whose end `done(replicas)` is called."""
+
+    ring: RingRoute
+    done: Callable[[Replicas], None]
+    replicas: Replicas
 
 
 class Simulation:
@@ -64,7 +75,8 @@ class Simulation:
         self.ranks: list[Rank] = []
         for group, stage in enumerate(plan.stages[: plan.num_groups]):
             held = plan.held_stages(Place(group, 0))
-            replicas = Replicas(stage.ranks, [costs[s] for s in held], self.machines)
+            of_stages = [costs[s] for s in held]
+            replicas = Replicas(stage.ranks, of_stages, self.machines, reduction_of(plan, group))
             replicas.ranks = [
                 Rank(rank, held, programs[rank], costs, replicas, self.machines, plan.defers_wgrad)
                 for rank in stage.ranks
@@ -80,7 +92,9 @@ class Simulation:
             BackwardInput: self.backward_input,
             BackwardWeight: self.backward_weight,
             Step: self.step,
-            AllReduce: self.allreduce,
+            AllReduce: self.finish_reduction,
+            ReduceScatter: self.finish_reduction,
+            AllGather: self.gather,
             SendActivation: self.send_activation,
             SendGradient: self.send_gradient,
             ReceiveActivation: self.receive_activation,
@@ -216,7 +230,7 @@ class Simulation:
         rank.events.append(Event(Products(), rank.since, self.engine.now))
         self.advance(rank)
 
-    def allreduce(self, rank: Rank, _: AllReduce) -> bool:
+    def finish_reduction(self, rank: Rank, instruction: AllReduce | ReduceScatter) -> bool:
         """Compute deferred products, then wait until all buckets are summed."""
         if rank.products_seconds:
             seconds, rank.products_seconds = rank.products_seconds, 0.0
@@ -230,8 +244,9 @@ class Simulation:
                 self.fill(rank, chunk, missing)
             rank.num_filled[chunk] = 0
         rank.round += 1
-        place = Place(rank.stages[0], replicas.numbers.index(rank.number))
-        rank.exchanging.extend(exchange_of(self.plan, place, rank.costs[0].exchanged))
+        if instruction.completes:
+            place = Place(rank.stages[0], replicas.numbers.index(rank.number))
+            rank.exchanging.extend(exchange_of(self.plan, place, rank.costs[0].exchanged))
         if replicas.num_reduced == rank.round * len(replicas.buckets):
             return self.exchange(rank)
         replicas.waiting.append(rank)
@@ -272,7 +287,7 @@ class Simulation:
         self.reduce_next(replicas)
 
     def reduce_next(self, replicas: Replicas, going: bool = False) -> None:
-        """Start the all-reduce of the next full bucket.
+        """Start the reduction of the next full bucket.
 
         Args:
             going: True if another bucket has just been summed.
@@ -287,16 +302,11 @@ class Simulation:
             self.reduce(replicas)
 
     def reduce(self, replicas: Replicas) -> None:
-        """Start the all-reduce of a bucket on the ring, and its processor time on every replica."""
+        """Start the reduction of a bucket on the ring, and its processor time on every replica."""
         ring = replicas.ring
         assert ring is not None
         num_bytes = replicas.buckets[replicas.num_reduced % len(replicas.buckets)].num_bytes
-        work = num_bytes * ring.work_per_byte
-        limited = work - pass_at_once(ring.bursts, work, self.engine.now)
-        if limited:
-            self.engine.start(limited, ring.resources, self.ring_sent, replicas, ring.cap)
-        else:
-            self.engine.after(ring.latency_seconds, self.part_done, replicas)
+        limited = self.go_round(_Round(ring, self.part_done, replicas), num_bytes)
         if self.cluster.overlap < 1:
             # The share was measured while every rank of the machine computed.
             speed = self.cluster.shared_speed(self.cluster.node_ranks or 1)
@@ -306,12 +316,22 @@ class Simulation:
                 handling = (1 - self.cluster.overlap) * seconds * speed
                 self.engine.start(handling, rank.processors, self.part_done, replicas)
 
-    def ring_sent(self, replicas: Replicas) -> None:
+    def go_round(self, round_: "_Round", num_bytes: float) -> float:
+        """Start a collective's way round its ring. Return the part of its work that bandwidth limits."""
+        ring = round_.ring
+        work = num_bytes * ring.work_per_byte
+        limited = work - pass_at_once(ring.bursts, work, self.engine.now)
+        if limited:
+            self.engine.start(limited, ring.resources, self.went_round, round_, ring.cap)
+        else:
+            self.engine.after(ring.latency_seconds, round_.done, round_.replicas)
+        return limited
+
+    def went_round(self, round_: "_Round") -> None:
         """Empty the bursts of a ring whose transfer was limited by bandwidth; its latency follows."""
-        assert replicas.ring is not None
-        for burst in replicas.ring.bursts:
+        for burst in round_.ring.bursts:
             burst.leave(0.0, self.engine.now)
-        self.engine.after(replicas.ring.latency_seconds, self.part_done, replicas)
+        self.engine.after(round_.ring.latency_seconds, round_.done, round_.replicas)
 
     def part_done(self, replicas: Replicas) -> None:
         """End one job of a bucket; after the last job of the last bucket the replicas continue."""
@@ -322,11 +342,30 @@ class Simulation:
         replicas.num_reduced += 1
         if replicas.num_reduced % len(replicas.buckets) == 0:
             waiting, replicas.waiting = replicas.waiting, []
-            woken = Counter(rank.processors for rank in waiting)  # together, on each machine
-            computing = {processors: processors[0].num_jobs + n for processors, n in woken.items()}
-            for rank in waiting:
-                self.wake(rank, computing[rank.processors], self.finish, rank)
+            self.wake_all(waiting)
         self.reduce_next(replicas, going=True)
+
+    def wake_all(self, ranks: Sequence[Rank]) -> None:
+        """Continue ranks that have waited for the same."""
+        woken = Counter(rank.processors for rank in ranks)  # together, on each machine
+        computing = {processors: processors[0].num_jobs + n for processors, n in woken.items()}
+        for rank in ranks:
+            self.wake(rank, computing[rank.processors], self.finish, rank)
+
+    def gather(self, rank: Rank, _: AllGather) -> bool:
+        """Wait for the other replicas, and for the weights that they have updated."""
+        replicas = rank.replicas
+        if replicas.gather_ring is None:
+            return True
+        replicas.gathering.append(rank)
+        if len(replicas.gathering) == len(replicas.ranks):
+            self.go_round(_Round(replicas.gather_ring, self.gathered, replicas), replicas.num_bytes)
+        return False
+
+    def gathered(self, replicas: Replicas) -> None:
+        """Continue replicas that have each other's weights."""
+        waiting, replicas.gathering = replicas.gathering, []
+        self.wake_all(waiting)
 
     # Messages
 

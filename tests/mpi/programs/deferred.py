@@ -3,11 +3,9 @@
 deferred.py same           plans by hand and by name, of a recorded model and of an nn.Sequential
 deferred.py moved FOLDER   checkpoints and files of weights under other plans
 deferred.py differing      ranks whose functions differ
-deferred.py large          a model of which a rank has no room for the whole; prints each rank's peak
 """
 
 import json
-import resource
 import sys
 from functools import partial
 from pathlib import Path
@@ -174,26 +172,4 @@ def differing() -> None:
         print(error, flush=True)
 
 
-LAYERS, LARGE = 12, 2048  # 201 MB in all
-
-
-def large() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(LARGE, LARGE, bias=False) for _ in range(LAYERS)))
-
-    trainer_of(in_line, cut("1-1-1", num_layers(in_line))).close()  # whatever the first one imports
-    at_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    trainer = Trainer(
-        make,
-        loss=nn.functional.mse_loss,
-        optimizer=partial(torch.optim.SGD, lr=0.01),
-        plan=sys.argv[2] if len(sys.argv) > 2 else cut("1-1-1", LAYERS),
-        minibatch_size=3,
-    )
-    trainer.train_step(torch.ones(3, LARGE), torch.ones(3, LARGE))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"rank {WORLD.rank} grew by {(most - at_start) / 1024:.0f} MiB", flush=True)
-    trainer.close()
-
-
-{"same": same, "moved": partial(moved, *sys.argv[2:]), "differing": differing, "large": large}[sys.argv[1]]()
+{"same": same, "moved": partial(moved, *sys.argv[2:]), "differing": differing}[sys.argv[1]]()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpipe.planning.plan import Variant
 from hybridpipe.planning.schedules.generators import (
     in_flight_per_stage,
     programs,
@@ -12,6 +13,7 @@ from hybridpipe.planning.schedules.generators import (
     weight_lags,
 )
 from hybridpipe.planning.schedules.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -19,6 +21,7 @@ from hybridpipe.planning.schedules.instructions import (
     Forward,
     ReceiveActivation,
     ReceiveGradient,
+    Reduction,
     SendActivation,
     SendGradient,
     Step,
@@ -33,7 +36,7 @@ PLANS = st.builds(
     st.integers(1, 20),
     st.sampled_from(("1f1b", "gpipe")),
 )
-COMPUTING = Forward | Backward | BackwardInput | BackwardWeight | AllReduce | Step
+COMPUTING = Forward | Backward | BackwardInput | BackwardWeight | Reduction | Step | AllGather
 
 
 def computing(schedule, replicas, count, stage, replica=0, **options):
@@ -63,6 +66,50 @@ def computed(made, count, stage, replica=0):
 )
 def test_1f1b(replicas, num_microbatches, place, expected):
     assert computing("1f1b", replicas, num_microbatches, *place) == expected
+
+
+@pytest.mark.parametrize(
+    "schedule, variant, place, expected",
+    [
+        ("1f1b", Variant(zero=1), (0, 0), "F0 F2 B0 F4 B2 B4 all-reduce step all-gather"),
+        ("1f1b", Variant(zero=1, scatter=True), (0, 1), "F1 F3 B1 B3 reduce-scatter step all-gather"),
+        (
+            "1f1b",
+            Variant(zero=2),
+            (0, 0),
+            "F0 F2 B0 all-reduce F4 B2 all-reduce B4 all-reduce step all-gather",
+        ),
+        (
+            "1f1b",
+            Variant(zero=2, scatter=True),
+            (0, 1),
+            "F1 F3 B1 reduce-scatter B3 reduce-scatter reduce-scatter step all-gather",
+        ),
+        ("1f1b", Variant(zero=2), (1, 0), "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 all-reduce step"),
+        ("gpipe", Variant(zero=2), (0, 1), "F1 F3 B1 all-reduce B3 all-reduce all-reduce step all-gather"),
+        (
+            "zero-bubble",
+            Variant(zero=2),
+            (0, 0),
+            "F0 F2 I0 W0 all-reduce F4 I2 W2 all-reduce I4 W4 all-reduce step all-gather",
+        ),
+    ],
+)
+def test_replicas_that_share_out_the_update(schedule, variant, place, expected):
+    """Gradients that are shared out are reduced after each backward, equally often on each replica."""
+    made = plan([2, 1], 5, schedule).running([variant, variant])
+    assert computed(made, 5, *place) == expected
+
+
+def test_the_last_reduction_completes_the_gradients():
+    made = plan([2], 3, zero=2)
+    for program in programs(made).values():
+        assert [each.completes for each in program if isinstance(each, Reduction)] == [False, True]
+
+
+def test_chunks_of_a_rank_share_out_one_update():
+    made = plan([2, 2], 2, "interleaved-1f1b", chunks=2, zero=1)
+    assert computed(made, 2, 1).endswith("B0.1 B0 all-reduce step all-gather")
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,18 @@ from hypothesis import strategies as st
 
 from hybridpipe.planning.schedules import instructions
 from hybridpipe.planning.schedules.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardWeight,
     Forward,
     RankProgram,
+    ReduceScatter,
     Step,
     add_communication,
     final_backwards,
     text,
+    without_update,
 )
 from hybridpipe.planning.schedules.validate import OnMicrobatch
 from tests.planning.helpers import parse
@@ -22,7 +25,9 @@ from tests.planning.helpers import parse
 ON_MICROBATCH = get_args(OnMicrobatch)
 INSTRUCTIONS = st.one_of(
     st.builds(AllReduce),
+    st.builds(ReduceScatter),
     st.builds(Step),
+    st.builds(AllGather),
     *(st.builds(kind, st.integers(0, 9999), st.integers(0, 9)) for kind in ON_MICROBATCH),
 )
 
@@ -73,6 +78,8 @@ def test_communication_goes_where_there_is_a_neighbour(stages, num_stages, progr
         ("F0 B0 all-reduce step B1 all-reduce step", {1, 4}),
         ("F0 F1 I0 I1 W0 W1 all-reduce step", {5}),
         ("B0.1 B1.1 B0 B1 all-reduce step", {1, 3}),
+        ("B0 all-reduce B1 all-reduce all-reduce step all-gather", {0, 2}),
+        ("B0 reduce-scatter step all-gather", {0}),
         ("all-reduce step B0", set()),  # nothing to reduce; no all-reduce behind
     ],
 )
@@ -84,5 +91,13 @@ def test_a_program_is_in_parts_that_end_with_updates():
     stream = RankProgram(parse("F0 B0 all-reduce step F1 B1 all-reduce step F2 B2"))
     assert [part.range for part in stream.parts] == [range(4), range(4, 8), range(8, 10)]
     assert [part.num_minibatches for part in stream.parts] == [1, 1, 0]
+    gathered = RankProgram(parse("F0 B0 reduce-scatter step all-gather F1"))
+    assert [part.range for part in gathered.parts] == [range(5), range(5, 6)]
     whole = RankProgram(parse("F0 B0 all-reduce step"))
     assert [part.range for part in whole.parts] == [range(4)] and RankProgram(()).parts == ()
+
+
+@pytest.mark.parametrize("update", ["all-reduce step", "reduce-scatter step all-gather"])
+def test_without_an_update_gradients_stay_whole(update):
+    assert text(without_update(parse(f"F0 B0 F1 B1 {update}"))) == "F0 B0 F1 B1"
+    assert text(without_update(parse(f"F0 B0 all-reduce F1 B1 {update}"))) == "F0 B0 F1 B1"

@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpipe.planning.plan import Variant
 from hybridpipe.planning.schedules import generators
 from hybridpipe.planning.schedules import validate as module
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardWeight,
+    Reduction,
     Step,
 )
 from hybridpipe.planning.schedules.registry import SCHEDULES, SYNCHRONOUS, TRAITS
@@ -31,7 +34,8 @@ def cases(draw):
     count = draw(st.integers(1, size) if schedule in SYNCHRONOUS else st.integers(1, 60))
     if traits.interleaves:
         replicas = [draw(st.integers(1, 4))] * draw(st.integers(2, 5))
-        return plan(replicas, size, schedule, chunks=draw(st.integers(2, 3))), count
+        zero = draw(st.integers(0, traits.most_zero))
+        return plan(replicas, size, schedule, chunks=draw(st.integers(2, 3)), zero=zero), count
     replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     options = {}
     if traits.takes_max_in_flight:
@@ -41,7 +45,12 @@ def cases(draw):
         options["weight_lag"] = draw(st.none() | st.integers(0, 12))
     if traits.versions == "stashed":
         options["vertical_sync"] = draw(st.booleans())
-    return plan(replicas, size, schedule, **options), count
+    made = plan(replicas, size, schedule, **options)
+    limited = made.max_in_flight is not None or made.in_flight is not None
+    if not traits.most_zero or limited or draw(st.booleans()):
+        return made, count
+    zeros = st.sampled_from([Variant(), Variant(zero=1), Variant(zero=2), Variant(zero=2, scatter=True)])
+    return made.running([draw(zeros) for _ in replicas]), count
 
 
 def check(made, count):
@@ -78,6 +87,8 @@ def grid():
         for limit in (1, 2, 3) if traits.takes_max_in_flight else ():
             synced = stashes and limit == 2
             yield plan(replicas, limited[0], schedule, max_in_flight=limit, vertical_sync=synced), limited[1]
+        if traits.most_zero == 2:
+            yield plan(replicas, limited[0], schedule, zero=2), limited[1]
         for ahead, late in itertools.product((1, 4, 7), (0, 3, 20)) if traits.splits_backward else ():
             yield plan(replicas, 9, schedule, in_flight=ahead, weight_lag=late), 7
     shapes = itertools.product((2, 3, 5), (1, 2, 3), (2, 3), (1, 4, 6, 15), interleaved)
@@ -120,7 +131,7 @@ def tampered(draw):
     what = draw(st.sampled_from(("left out", "doubled", "of another microbatch")))
     if what == "doubled":
         bad.insert(draw(st.integers(0, len(program))), program[i])
-    elif what == "left out" or isinstance(program[i], AllReduce | Step):
+    elif what == "left out" or isinstance(program[i], Reduction | Step | AllGather):
         del bad[i]
     else:
         bad[i] = type(program[i])(program[i].microbatch + draw(st.integers(1, 3)), program[i].chunk)
@@ -165,7 +176,7 @@ def dependent(program):
     for j, second in enumerate(program):
         if isinstance(second, Step):
             yield from ((i, j) for i in backwards)
-        elif not isinstance(second, AllReduce):
+        elif not isinstance(second, Reduction | AllGather):
             before = of_microbatch[second.microbatch, second.chunk]
             yield from ((i, j) for i, first in before if (first, second.symbol) in NEEDED_BY)
             before.append((j, second.symbol))
@@ -254,6 +265,49 @@ def test_updates_and_versions(made, count, rank, good, bad, told):
     validate(made, ran, count)
     with pytest.raises(InvalidProgram, match=told):
         validate(made, {**ran, rank: parse(line.replace(good, bad, 1))}, count)
+
+
+SHARED_OUT = "F0 B0 reduce-scatter F2 B2 reduce-scatter step all-gather"
+
+
+@pytest.mark.parametrize(
+    "bad, told",
+    [
+        (
+            SHARED_OUT.replace("reduce-scatter", "all-reduce"),
+            "2, all-reduce: the stage's reduction is reduce-",
+        ),
+        ("F0 reduce-scatter", "1, reduce-scatter: a backward must come before it"),
+        (f"{SHARED_OUT.removesuffix(' step all-gather')} reduce-scatter", "must be 2 reductions an update"),
+        ("F0 B0 F2 B2 reduce-scatter step", "3, B2: the gradients before it must be reduced first"),
+        ("F0 B0 reduce-scatter all-gather", "3, all-gather: an update of shares must come before it"),
+        (f"{SHARED_OUT} all-gather", "all-gather: an update of shares must come before it"),
+        (SHARED_OUT.removesuffix(" all-gather"), "the updated weights must be gathered"),
+    ],
+)
+def test_replicas_that_share_out_the_update_reduce_after_each_backward(bad, told):
+    made = plan([2], 3).running([Variant(zero=2, scatter=True)])
+    ran = programs(made)
+    assert ran[0] == parse(SHARED_OUT)
+    assert ran[1] == parse("F1 B1 reduce-scatter reduce-scatter step all-gather")
+    with pytest.raises(InvalidProgram, match=told):
+        validate(made, {**ran, 0: parse(bad)})
+
+
+def test_a_backward_may_wait_for_the_gradients_of_its_round():
+    """With one in flight in each, the first stage feeds the second's other replica only after a gradient."""
+    made = plan([1, 2], 4)
+    hungry = {
+        0: parse("F0 sa0 rg0 B0 F1 sa1 rg1 B1 F2 sa2 rg2 B2 F3 sa3 rg3 B3 all-reduce step"),
+        1: parse("ra0 F0 B0 sg0 all-reduce ra2 F2 B2 sg2 all-reduce step all-gather"),
+        2: parse("ra1 F1 B1 sg1 all-reduce ra3 F3 B3 sg3 all-reduce step all-gather"),
+    }
+    shared = made.running([Variant(), Variant(zero=2)])
+    validate(shared, programs(shared))
+    with pytest.raises(
+        InvalidProgram, match=r"can advance: rank 0 .* instruction 2, rg0; rank 1 .* 3, all-red"
+    ):
+        validate(shared, hungry)
 
 
 def test_1f1b_relies_on_buffered_sends():

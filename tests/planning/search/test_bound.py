@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from pytest import approx
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.cost.estimate import estimate, estimates
 from hybridpipe.planning.cost.formula import stage_costs
 from hybridpipe.planning.plan import Plan, StageSpec
@@ -107,7 +107,7 @@ def _random_problem(draw: random.Random) -> tuple[ModelProfile, Cluster, Plan]:
         return 10 ** draw.uniform(low, high)
 
     def level(name: str, ranks: int, bandwidth: float, shared: bool) -> Level:
-        measured = AllReduce(figure(7, 9.5), figure(-5, -3)) if draw.random() < 0.3 else None
+        measured = Collective(figure(7, 9.5), figure(-5, -3)) if draw.random() < 0.3 else None
         share = bandwidth * draw.choice([0.5, 1.0, 2.0]) if shared else None
         return Level(name, ranks, bandwidth, figure(-5, -3), share, measured)
 
@@ -139,7 +139,7 @@ def _random_problem(draw: random.Random) -> tuple[ModelProfile, Cluster, Plan]:
 @pytest.mark.parametrize("bandwidth, summing", [(25.0, 1.6), (50.0, 0.8), (80.0, 0.8), (400.0, 0.2)])
 def test_activations_slow_an_all_reduce_that_takes_more_than_half_a_port(bandwidth, summing):
     """40 bytes are summed by a ring of two, while activations are under way for 8 s."""
-    measured = Cluster((replace(SWITCH.levels[0], allreduce=AllReduce(bandwidth, 0.0)),))
+    measured = Cluster((replace(SWITCH.levels[0], allreduce=Collective(bandwidth, 0.0)),))
     _, one, _ = least_seconds(plan([2, 1], 1, "pipedream"), TWO, measured)
     assert one == approx((1 + summing + 0.5) / 2)
 
@@ -147,7 +147,7 @@ def test_activations_slow_an_all_reduce_that_takes_more_than_half_a_port(bandwid
 def test_three_replicas_send_to_two_receivers_in_turns():
     """Rounds have two messages for one receiver and one for the other."""
     front = replace(FRONT, parameter_bytes=300)
-    slow = Cluster((Level("all", 5, 100.0, 0.0, allreduce=AllReduce(100.0, 0.0)),))
+    slow = Cluster((Level("all", 5, 100.0, 0.0, allreduce=Collective(100.0, 0.0)),))
     _, one, _ = least_seconds(plan([3, 2], 1, "pipedream"), ModelProfile((front, BEHIND), 1), slow)
     alone = 300 * 4 / 3 / 100  # at half its rate while messages are under way
     assert one == approx((1 + min(2 * alone, alone + 8 / 2) + 0.5) / 3)

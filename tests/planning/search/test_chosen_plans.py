@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
@@ -19,7 +19,7 @@ from tests.planning.helpers import layer, model, partition, search
 
 FILE = Path(__file__).with_name("chosen_plans.txt")
 NODES = Cluster(
-    (Level("node", 4, 4e9, 1e-5), Level("network", 8, 5e8, 1e-4, 1e9, AllReduce(4e8, 3e-4))),
+    (Level("node", 4, 4e9, 1e-5), Level("network", 8, 5e8, 1e-4, 1e9, Collective(4e8, 3e-4))),
     memory_bytes=400_000_000,
     relative_speed=(1.0,) * 6 + (0.7, 1.2),
     node_ranks=4,

@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -20,7 +21,13 @@ from hybridpipe.planning.search import placement
 from hybridpipe.planning.search.partition import _Search
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.variants import fitted
-from tests.planning.brute_force import Reference, every_placement, limited_instance, random_instance
+from tests.planning.brute_force import (
+    Reference,
+    every_placement,
+    limited_instance,
+    random_instance,
+    shared_out_instance,
+)
 from tests.planning.helpers import free, layer, model, partition
 
 NUM_INSTANCES = 1500  # of which more than 1000 have a plan that fits
@@ -45,6 +52,16 @@ def test_recomputation_equals_brute_force(batch):
         again = {stage.recompute for stage in found[0].stages} if found else set()
         some += len(again) == 2
     assert some > 10
+
+
+@pytest.mark.parametrize("batch", range(5))
+def test_shared_out_updates_equal_brute_force(batch):
+    """Over all cuts, placements, and choices of recomputation, zero and scatter, by stage."""
+    seen = Counter()
+    for seed in range(batch, NUM_LIMITED, 5):
+        for plan in same_as_brute_force(*shared_out_instance(seed), seed)[:1]:
+            seen.update((plan.zero_of(s), plan.scatters(s)) for s in range(plan.num_stages))
+    assert min(seen[1, True], seen[1, False], seen[0, False]) > 1, seen
 
 
 def same_as_brute_force(profile, cluster, options, ranks, max_replicas, seed):

@@ -1,7 +1,8 @@
-"""The choice of what recomputes in plans of given cuts and ranks, against all choices that there are."""
+"""The choice of how stages run in plans of given cuts and ranks, against all choices that there are."""
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 from pytest import approx
 
-from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cluster import Cluster, Collective, Level
+from hybridpipe.planning.cost.estimate import Between, estimate
+from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.search import variants
 from hybridpipe.planning.search.problem import fits
 from hybridpipe.planning.search.search import with_prediction
@@ -71,12 +73,96 @@ def test_no_other_choice_is_faster(schedule, options):
     assert mixed > 2
 
 
+def measured(draw) -> Collective:
+    return Collective(10 ** draw.uniform(5, 8), 0.01 * draw.random(), wait_seconds=0.01 * draw.random())
+
+
+SHARED_OUT = [
+    ("1f1b", 1, None),
+    ("gpipe", 1, None),
+    ("zero-bubble", 1, None),
+    ("1f1b", 1, 0.6),
+    ("gpipe", 1, 0.6),
+    ("interleaved-1f1b", 2, 0.6),
+]
+
+
+@pytest.mark.parametrize("schedule, chunks, memory", SHARED_OUT)
+def test_no_other_way_to_share_out_the_update_is_faster(schedule, chunks, memory):
+    """By the formula, of all choices of recomputation, zero and scatter that fit."""
+    request = PlanRequest(schedule, recompute=memory is not None, zero=AUTO)
+    seen = Counter()
+    for seed in range(25):
+        draw = random.Random(seed)
+        groups = 2 if chunks == 2 else draw.randint(1, 3)
+        replicas = (
+            [draw.randint(1, 3)] * groups if chunks > 1 else [draw.randint(1, 3) for _ in range(groups)]
+        )
+        layers = (random_layer(draw, draw.random, str(i)) for i in range(groups * chunks))
+        layers = (replace(one, parameter_bytes=draw.randint(1, 10**7)) for one in layers)
+        layers = tuple(replace(one, activation_bytes=draw.randint(0, 10**6)) for one in layers)
+        profile = ModelProfile(layers, 1, state_factor=2.0)
+        stages = tuple(StageSpec(i, i + 1, m) for i, m in enumerate(replicas * chunks))
+        plan = Plan(stages, schedule, draw.choice([1, 2, 8]), chunks=chunks)
+        figures = [draw.choice([None, measured(draw)]) for _ in range(3)]
+        level = Level("all", 9, 10 ** draw.uniform(6, 9), 0.01 * draw.random(), None, figures[0])
+        level = replace(level, reduce_scatter=figures[1], all_gather=figures[2])
+        most = max(peak_memory_bytes(profile, plan))
+        cluster = Cluster(
+            (level,),
+            memory_bytes=memory and int(most * draw.uniform(memory, 1)),
+            overlap=draw.choice([1.0, 0.5, 0.0]),
+        )
+        ways = [
+            way._replace(scatter=scatter)
+            for way in request.variants
+            for scatter in ((False, True) if way.zero else (False,))
+        ]
+        seconds = []
+        for choice in product(ways, repeat=plan.num_stages):
+            shared = [choice[s % groups][1:] for s in range(plan.num_stages)]
+            if shared == [each[1:] for each in choice]:  # chunks of a rank share one update
+                each = plan.running(choice)
+                if fits(each, profile, cluster):
+                    seconds.append(estimate(each, profile, cluster))
+        found = fitted(plan, profile, cluster, request.variants)
+        assert (found is None) == (not seconds), seed
+        if found is not None:
+            assert fits(found, profile, cluster), seed
+            assert estimate(found, profile, cluster) == approx(min(seconds), rel=1e-9), seed
+            seen.update(Variant.of(stage) for stage in found.stages)
+    assert {variant.zero for variant in seen} >= ({0, 1, 2} if memory and chunks == 1 else {0, 1})
+    assert len({variant.scatter for variant in seen}) == 2
+
+
+def test_the_update_is_shared_out_for_speed_or_memory_that_is_there():
+    """A step of 8 s, and 100 bytes of weights that take 1 s to gather from one other replica."""
+    profile = model(layer(1, 2, parameters=100, update=8.0), state_factor=2.0)
+    fast = Cluster((Level("all", 2, 1e9, 0.0, all_gather=Collective(50.0, 0.0)),))
+    slow = Cluster((Level("all", 2, 1e9, 0.0, all_gather=Collective(10.0, 0.0)),))
+    ways = PlanRequest(zero=AUTO).variants
+    pair = Plan((StageSpec(0, 1, 2),), num_microbatches=2)
+    assert fitted(pair, profile, fast, ways).stages[0].zero == 1, "4 + 1 s are less than 8"
+    assert fitted(pair, profile, slow, ways) == pair, "4 + 5 s are more"
+    assert fitted(pair, profile, slow, PlanRequest(zero=1).variants).stages[0].zero == 1
+    alone = Plan((StageSpec(0, 1),), num_microbatches=2)
+    assert fitted(alone, profile, fast, ways) == alone
+    assert fitted(alone, profile, fast, PlanRequest(zero=2).variants) == alone
+    needed = peak_memory_bytes(profile, pair)[0]
+    tight = replace(slow, memory_bytes=needed - 100)  # half of the state
+    assert fitted(pair, profile, tight, ways).stages[0].zero == 1
+
+
+def no_cuts(groups: int, busiest: float) -> Between:
+    return Between(*np.zeros((3, groups)), busiest=busiest, is_asynchronous=False)
+
+
 def test_ranks_with_several_stages_may_have_to_choose_together():
     """The choice of least sum has the greatest maximum; the other group has a greater one anyway, or not."""
     sums, maxima = np.array([[1.0, 1.0], [3.0, 1.0]]), np.array([[9.0, 8.0], [5.0, 8.0]])
-    assert least_together(sums, maxima, floor=0.0).tolist() == [0, 0]
-    assert least_together(sums, np.array([[9.0, 2.0], [5.0, 2.0]]), floor=0.0).tolist() == [1, 0]
-    assert least_together(sums, np.array([[9.0, 2.0], [5.0, 2.0]]), floor=8.0).tolist() == [0, 0]
+    assert least_together(sums, maxima, no_cuts(2, 0.0)).tolist() == [0, 0]
+    assert least_together(sums, np.array([[9.0, 2.0], [5.0, 2.0]]), no_cuts(2, 0.0)).tolist() == [1, 0]
+    assert least_together(sums, np.array([[9.0, 2.0], [5.0, 2.0]]), no_cuts(2, 8.0)).tolist() == [0, 0]
 
 
 def test_the_least_sum_plus_maximum_is_found():
@@ -92,7 +178,7 @@ def test_the_least_sum_plus_maximum_is_found():
             return sums[each].sum() + max(floor, maxima[each].max())
 
         best = min(map(total, product(range(shape[0]), repeat=shape[1])))
-        assert total(least_together(sums, maxima, floor)) == best, seed
+        assert total(least_together(sums, maxima, no_cuts(shape[1], floor))) == best, seed
 
 
 def test_nothing_recomputes_without_a_limit_or_where_it_may_not():

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from pytest import approx
 
-from hybridpipe.planning.cluster import AllReduce as AllReduceFigures
-from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.cost.formula import BUCKET_BYTES, GradientBucket, StageCost
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import programs
@@ -154,7 +153,7 @@ def test_a_message_within_a_node_is_faster():
 )
 def test_the_all_reduce_hides_behind_the_backward(bucket_seconds, wait):
     layers = layer(1, 2, parameters=BUCKET_BYTES), layer(1, 4, parameters=BUCKET_BYTES, update=0.5)
-    figures = AllReduceFigures(BUCKET_BYTES / bucket_seconds, latency_seconds=0.0)
+    figures = Collective(BUCKET_BYTES / bucket_seconds, latency_seconds=0.0)
     cluster = Cluster((Level("network", 2, 1e300, 0.0, allreduce=figures),))
     timeline, _ = predict(Plan.data_parallel(2, 2, 2), model(*layers), cluster)
     for rank in range(2):
@@ -183,7 +182,7 @@ def test_the_first_all_reduce_waits_for_a_cycle_and_what_stands_behind_it_does_n
     made = plan([2], 2)
 
     def ends(wait):
-        figures = AllReduceFigures(10.0, 0.0, wait_seconds=wait)
+        figures = Collective(10.0, 0.0, wait_seconds=wait)
         timeline = simulate(
             programs(made), made, [cost], Cluster((Level("node", 2, 10.0, 0.0, None, figures),))
         )
@@ -356,7 +355,7 @@ def test_simulating_again_gives_the_same():
 def test_a_slow_replica_fills_its_buckets_late():
     """At half the speed both buckets are full at 4 and at 16 instead of 2 and 8, and each takes a second."""
     layers = layer(0, 4, parameters=BUCKET_BYTES), layer(0, 2, parameters=BUCKET_BYTES)
-    figures = AllReduceFigures(BUCKET_BYTES, latency_seconds=0.0)
+    figures = Collective(BUCKET_BYTES, latency_seconds=0.0)
     slow = Cluster((Level("network", 2, 1e300, 0.0, allreduce=figures),), relative_speed=(1.0, 0.5))
     timeline, _ = predict(Plan.data_parallel(2, 2, 2), model(*layers), slow)
     assert times(timeline, 0, AllReduce) == [(6, 13)]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from pytest import approx
 
-from hybridpipe.planning.cluster import AllReduce, Cluster, Level
+from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.simulator.fluid_engine import Engine
 from hybridpipe.planning.simulator.resources import Machines, pass_at_once
 
@@ -59,7 +59,7 @@ def test_processors_belong_to_a_machine():
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 2), (0, 1, 2), (1, 2, 3), tuple(range(8)), (6, 1)])
 @pytest.mark.parametrize("bandwidth", [None, 3.0, 1000.0])  # of the all-reduce, as measured
 def test_a_ring_alone_takes_what_the_cluster_says(ranks, bandwidth):
-    figures = bandwidth and AllReduce(bandwidth, 0.125)
+    figures = bandwidth and Collective(bandwidth, 0.125)
     cluster = replace(NODES, levels=tuple(replace(level, allreduce=figures) for level in NODES.levels))
     ring, engine = Machines(cluster).ring(ranks), Engine()
     engine.start(1000 * ring.work_per_byte, ring.resources, lambda _: None, None, ring.cap)
@@ -77,7 +77,7 @@ def test_a_ring_crosses_each_link_once_each_way():
 @pytest.mark.parametrize("bandwidth, cap", [(40.0, 40.0), (100.0, 100.0), (200.0, 100.0)])
 def test_a_slow_all_reduce_leaves_room_for_messages(m, bandwidth, cap):
     """2 (m - 1) / m bytes go over each link for a byte of the sum, no faster than was measured of either."""
-    level = Level("all", 4, 100.0, 0.0, allreduce=AllReduce(bandwidth, 0.0))
+    level = Level("all", 4, 100.0, 0.0, allreduce=Collective(bandwidth, 0.0))
     ring = Machines(Cluster((level,))).ring(range(m))
     assert ring.cap == approx(cap)
     assert ring.work_per_byte == approx(2 * (m - 1) / m * cap / bandwidth)

@@ -1,0 +1,99 @@
+"""EMA: an exponential moving average of the weights, which each rank keeps of what it updates.
+
+Not known here: stages and replicas. Invariant: the average is a part of the optimizer's state, so it is
+saved, moved to another plan and shared out over replicas as that is.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpipe.training.callbacks import Callback, Run
+
+NAME = "ema"  # in a parameter's state
+
+
+class EMA(Callback):
+    """Keeps `average = decay * average + (1 - decay) * weights` after each update, and validates with it.
+
+    The first update sets the average, as torch.optim.swa_utils.AveragedModel does. Buffers are not averaged.
+
+    Args:
+        decay: from 0 to below 1.
+        at_end: when `fit` ends, the model has the averages, and its own weights are lost.
+
+    Raises:
+        ValueError: `decay` is out of range.
+    """
+
+    def __init__(self, decay: float = 0.999, at_end: bool = False) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be a number >= 0 and < 1, got {decay!r}")
+        self._decay, self._at_end = decay, at_end
+        self._hooks: list[Any] = []
+        self._before: dict[Tensor, Tensor] = {}  # weights before the first update of a parameter
+
+    def on_fit_start(self, run: Run) -> None:
+        """Follow the updates of this rank's optimizer."""
+        self._unhook()
+        if run.optimizer is not None:
+            self._hooks = [
+                run.optimizer.register_step_pre_hook(self._note),
+                run.optimizer.register_step_post_hook(self._average),
+            ]
+
+    def on_fit_end(self, run: Run) -> None:
+        """Stop following, and give the model the averages if that was asked for."""
+        self._unhook()
+        if self._at_end:
+            _swap(run)
+
+    @contextmanager
+    def evaluating(self, run: Run) -> Iterator[None]:
+        """Let the model have the averages inside this context, and its own weights after it."""
+        _swap(run)
+        try:
+            yield
+        finally:
+            _swap(run)
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note the weights of parameters that get their first gradient later than others."""
+        if any(NAME in state for state in optimizer.state.values()):
+            for p in _parameters(optimizer):
+                if p.grad is not None and NAME not in optimizer.state.get(p, {}):
+                    self._before[p] = p.detach().clone()
+
+    @torch.no_grad()
+    def _average(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for p in _parameters(optimizer):
+            average = optimizer.state.get(p, {}).get(NAME, self._before.pop(p, None))
+            if average is None and p.grad is not None:
+                average = p.detach().clone()
+            if average is not None:  # an optimizer takes a parameter with any state for one that it has begun
+                optimizer.state[p][NAME] = average.lerp_(p, 1 - self._decay)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point())
+
+
+@torch.no_grad()
+def _swap(run: Run) -> None:
+    """Exchange weights and averages, one parameter after the other. Collective over a stage's replicas."""
+    if run.optimizer is not None:
+        for p in _parameters(run.optimizer):
+            average = run.optimizer.state.get(p, {}).get(NAME)
+            if average is not None:
+                own = p.detach().clone()
+                p.copy_(average)
+                average.copy_(own)
+    run.gather_weights()

@@ -1,0 +1,82 @@
+"""Replication: how the replicas of a stage sum gradients, and which parameters each of them updates.
+
+Knows a plan, stages and a communicator; no schedule.
+Invariant: all replicas of a stage make the same, in the same order.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hybridpipe.comm.all_gather import all_gather
+from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.mpi_transport import MpiTransport
+from hybridpipe.optim.gradient_sync import GradientSync, HorovodSync
+from hybridpipe.optim.sharded_sync import ShardedSync
+from hybridpipe.optim.shards import Shards
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.stage.stage import Stage
+from hybridpipe.stage.weights import sparse_parameters
+
+
+class Replication(NamedTuple):
+    """The tie between a rank and the other replicas of its stage.
+
+    Args:
+        parameters: of all stages that the rank holds.
+        sync: None if the stage has one replica.
+        shards: None if each replica updates all parameters.
+        is_first: of the replicas.
+    """
+
+    parameters: Sequence[Tensor]
+    sync: GradientSync | None
+    shards: Shards | None
+    is_first: bool
+
+    @property
+    def parts(self) -> Mapping[Tensor, Tensor]:
+        """The tensor that this rank updates for each parameter of which it updates anything."""
+        return {p: p for p in self.parameters} if self.shards is None else self.shards.parts
+
+    def uncounted(self, elsewhere: Collection[Tensor]) -> list[Tensor]:
+        """Return what this rank updates and another one counts, so that each element counts once.
+
+        Args:
+            elsewhere: parameters that another stage counts.
+        """
+        whole = [] if self.is_first else [p for p, part in self.parts.items() if part is p]
+        return [*whole, *(self.parts[p] for p in elsewhere if p in self.parts)]
+
+
+def replication(
+    plan: Plan,
+    place: Place,
+    stages: Sequence[Stage],
+    replicas: WatchedComm,
+    transport: MpiTransport,
+    compression: str,
+    shared: Collection[Tensor],
+) -> Replication:
+    """Tie the rank at `place` to the other replicas of its stage. Collective over them.
+
+    Args:
+        stages: those that the rank holds.
+        shared: parameters that ranks of other stages hold, too.
+    """
+    uses = Counter(p for stage in stages for p in stage.module.parameters())
+    parameters, is_first = list(uses), replicas.rank == 0
+    if replicas.size == 1:
+        return Replication(parameters, None, None, is_first)
+    sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
+    options = compression, sparse, [p for p, count in uses.items() if count > 1]
+    zero, scatters = plan.zero_of(place.stage), plan.scatters(place.stage)
+    if not zero:
+        return Replication(parameters, HorovodSync(parameters, replicas, *options), None, is_first)
+    gather, frees = partial(all_gather, transport, replicas), zero == 2
+    shards = Shards(parameters, replicas.rank, replicas.size, gather, sparse, frees)
+    sync = ShardedSync(parameters, replicas, shards, scatters, frees, shared, *options)
+    return Replication(parameters, sync, shards, is_first)

@@ -1,0 +1,51 @@
+"""Memory of the ranks: each rank's limit, found or given, and what it holds before training.
+
+Not known here: models and plans. Invariant: every rank gets the same list.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridpipe.comm.idle import idle_barrier, machine_leaders
+from hybridpipe.device import visible_gpus
+from hybridpipe.engine.allocator import held_by_process
+from hybridpipe.environment.memory_limits import Held, RankMemory, Room, rooms, shared_out
+from hybridpipe.planning.cluster import Cluster
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GIVEN = "given"
+
+
+def memory_of_ranks(
+    world: "MPI.Comm", device: torch.device, given: int | None = None, cluster: Cluster | None = None
+) -> list[RankMemory]:
+    """Return the memory of each rank. Collective.
+
+    The least limit counts. On a GPU that of the host is not looked at.
+
+    Args:
+        device: of this rank.
+        given: bytes that a rank may have in all; None: only what is found counts.
+        cluster: of as many ranks, whose `memory_bytes` are bytes for stages; rank 0's is used.
+    """
+    cluster = world.bcast(cluster)
+    on_host = device.type == "cpu"
+    held = held_by_process() if on_host else Held(torch.cuda.memory_allocated(device))
+    mine = rooms() if on_host else _gpu(world, device)
+    if given is not None:
+        mine.append(Room(GIVEN, given, with_held=True))
+    if cluster is not None and cluster.num_ranks == world.size and cluster.memory_bytes is not None:
+        mine.append(Room("cluster.json", int(cluster.memory(world.rank))))
+    ranks: list[tuple[list[Room], Held]] = world.allgather((mine, held))
+    every, holdings = zip(*ranks, strict=True)
+    return shared_out(every, holdings, machine_leaders(world))
+
+
+def _gpu(world: "MPI.Comm", device: torch.device) -> list[Room]:
+    torch.cuda.empty_cache()
+    idle_barrier(world)  # the ranks that share the GPU have let go of what they do not use, too
+    free, _ = torch.cuda.mem_get_info(device)
+    return [Room("GPU memory", free, f"GPU {visible_gpus()[device.index or 0]}")]

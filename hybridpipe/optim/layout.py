@@ -1,0 +1,44 @@
+"""Layout: which elements of a bucket of parameters each replica of a stage updates. Pure arithmetic.
+
+Knows numbers of elements; no tensors and no messages. Source: ZeRO (Rajbhandari et al., SC 2020, section 5).
+Invariant: each element belongs to one replica, and a part begins at a multiple of UNIT elements of its
+parameter, so that a vectorised kernel rounds each element as it does over the whole parameter.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+UNIT = 16  # elements; torch's CPU kernels divide a tensor at multiples of a cache line or less
+
+
+def padded(count: int) -> int:
+    """Return a number of elements rounded up to a multiple of UNIT."""
+    return -(-count // UNIT) * UNIT
+
+
+class Layout:
+    """Parameters one after the other in a flat buffer of as many equal shares as there are replicas.
+
+    Args:
+        counts: elements of each parameter.
+
+    Attributes:
+        offsets: of each parameter in the buffer.
+        share: elements of a replica's share; the last shares may be padding in part.
+    """
+
+    def __init__(self, counts: Sequence[int], replicas: int) -> None:
+        self._counts = tuple(counts)
+        *offsets, total = accumulate(map(padded, counts), initial=0)
+        self.offsets, self.replicas = tuple(offsets), replicas
+        self.share = padded(-(-total // replicas))
+
+    @property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return self.share * self.replicas
+
+    def part(self, i: int, replica: int) -> range:
+        """Return the elements of parameter `i` that lie in a replica's share; perhaps none."""
+        start = max(replica * self.share - self.offsets[i], 0)
+        return range(start, max(min((replica + 1) * self.share - self.offsets[i], self._counts[i]), start))

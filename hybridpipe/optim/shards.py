@@ -1,0 +1,174 @@
+"""Shards: the part of a stage's parameters that this replica updates, in flat buffers of weights.
+
+Knows parameters and an all-gather over the stage's replicas; no schedule. Source: ZeRO (Rajbhandari et al.,
+SC 2020). Invariant: parameters and parts are views of their bucket's buffer, and replicas have the same
+numbers except between an update and `gather`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.comm.transport import Pending
+from hybridpipe.optim.gradient_sync import filled
+from hybridpipe.optim.layout import Layout
+from hybridpipe.stage.parts import Piece, join
+
+# Starts to fill a contiguous tensor of one equal share for each replica, of which this one's is there.
+Gather = Callable[[Tensor], Pending]
+
+
+class FlatBucket:
+    """The weights of a bucket of parameters of one type, one after the other in memory.
+
+    Args:
+        parameters: contiguous ones.
+        replica: this rank's, in the order of the all-gather.
+
+    Attributes:
+        layout: their places in the buffer.
+        ranges: the elements of each that this replica updates, perhaps none.
+        parts: tensors of one dimension that stand for these elements, where there are any.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], replica: int, replicas: int) -> None:
+        self.parameters = tuple(parameters)
+        self.layout = Layout([p.numel() for p in parameters], replicas)
+        self.ranges = {p: self.layout.part(i, replica) for i, p in enumerate(parameters)}
+        self.weights = parameters[0].detach()[:0]
+        self.parts = {
+            p: nn.Parameter(p.detach().view(-1)[part.start : part.stop], p.requires_grad)
+            for p, part in self.ranges.items()
+            if part
+        }
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Move the parameters' present numbers into one buffer, unless they are in it.
+
+        A new version of the weights (`stage.weights`) leaves some outside.
+        """
+        places = list(zip(self.parameters, self.layout.offsets, strict=True))
+        begin, size = self.weights.data_ptr(), self.weights.element_size()
+        if len(self.weights) and all(p.data_ptr() == begin + at * size for p, at in places):
+            return
+        first = self.parameters[0]
+        weights = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
+        for p, at in places:
+            within = weights[at : at + p.numel()]
+            within.copy_(p.detach().view(-1))
+            p.data = within.view(p.shape)
+            if p in self.parts:
+                self.parts[p].data = within[self.ranges[p].start : self.ranges[p].stop]
+        self.weights = weights
+
+
+class Shards:
+    """A replica's share of its stage's parameters: the elements that it updates, as many as each other does.
+
+    Parameters with sparse gradients stay whole, and so do those that are not contiguous, that are empty or
+    that overlap others in memory: each replica updates them.
+
+    Args:
+        parameters: of all stages that the rank holds.
+        replica: this rank's, in the order of the all-gather.
+        sparse: parameters whose gradients may be sparse.
+        frees: gradients of other replicas' elements shall not stay in memory until the update.
+
+    Attributes:
+        parts: the tensor that this replica updates for each parameter of which it updates anything; a whole
+            parameter stands for itself.
+        ranges: the elements of each sharded parameter that this replica updates, perhaps none.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        replica: int,
+        replicas: int,
+        gather: Gather,
+        sparse: Collection[Tensor] = (),
+        frees: bool = False,
+    ) -> None:
+        given, self._gather, self._frees = list(parameters), gather, frees
+        kinds = defaultdict[object, list[Tensor]](list)
+        overlapping = _overlapping(given)
+        for p in given:
+            if p.is_contiguous() and p.numel() and p not in sparse and p not in overlapping:
+                kinds[p.dtype, p.device, p.requires_grad].append(p)
+        buckets = [bucket for alike in kinds.values() for bucket in filled(alike)]
+        self.buckets = [FlatBucket(bucket, replica, replicas) for bucket in buckets]
+        self.ranges = {p: part for bucket in self.buckets for p, part in bucket.ranges.items()}
+        self.parts = {p: p for p in given if p not in self.ranges}
+        for bucket in self.buckets:
+            self.parts |= bucket.parts
+        self.bytes_gathered = 0
+
+    def renew(self) -> None:
+        """Adopt the parameters' present requires_grad."""
+        for parameter, part in self.parts.items():
+            part.requires_grad_(parameter.requires_grad)
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer update this replica's parts only; what it keeps of the parameters is cut."""
+        for group in optimizer.param_groups:
+            mine = (self.parts.get(p) if p in self.ranges else p for p in group["params"])
+            group["params"] = [part for part in mine if part is not None]
+        for p in [p for p in optimizer.state if p in self.ranges]:
+            state = optimizer.state.pop(p)
+            if p in self.parts:
+                optimizer.state[self.parts[p]] = join([Piece(state)], p.shape, self.ranges[p], copies=True)
+
+    def take(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Move summed gradients from parameters to this replica's parts, to what these have already.
+
+        Args:
+            parameters: by default all that are sharded.
+        """
+        for p in self.ranges if parameters is None else parameters:
+            if p.grad is not None and p in self.ranges:
+                part = self.ranges[p]
+                self.add(p, p.grad.detach().reshape(-1)[part.start : part.stop], copies=self._frees)
+                p.grad = None
+
+    def add(self, parameter: Tensor, gradient: Tensor, copies: bool = False) -> None:
+        """Add the summed gradient of this replica's elements of a parameter to its part's.
+
+        Args:
+            copies: the part must not keep the gradient's memory.
+        """
+        part = self.parts.get(parameter)
+        if part is None:
+            return
+        if part.grad is None:
+            part.grad = gradient.clone() if copies else gradient
+        else:
+            part.grad += gradient
+
+    def adopt(self) -> None:
+        """Prepare an update: the parts are views of the parameters' present memory."""
+        for bucket in self.buckets:
+            bucket.adopt()
+
+    def gather(self) -> None:
+        """Give each replica the weights that the others have updated. Collective over them."""
+        trained = [bucket for bucket in self.buckets if any(p.requires_grad for p in bucket.parameters)]
+        started = [self._gather(bucket.weights) for bucket in trained]
+        for bucket, pending in zip(trained, started, strict=True):
+            pending.wait()
+            self.bytes_gathered += bucket.weights.nbytes
+            for parameter in bucket.parameters:  # autograd shall detect a graph of the weights before
+                torch.autograd.graph.increment_version(parameter)
+
+
+def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
+    """Return the contiguous parameters that share memory with another."""
+    spans = ((p.data_ptr(), p.data_ptr() + p.nbytes, p) for p in parameters if p.numel())
+    found, last = set[Tensor](), None
+    for span in sorted(spans, key=lambda span: span[0]):
+        if last is not None and span[0] < last[1]:
+            found |= {last[2], span[2]}
+        last = span if last is None or span[1] > last[1] else last
+    return found

@@ -1,0 +1,114 @@
+"""TrainerView: the half of a trainer that is read: its place in the training, its plan, its figures.
+
+Not known here: how a training is made. Invariant: nothing here changes a training.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.engine.worker import Worker
+from hybridpipe.model.layers import explain
+from hybridpipe.optim.update import UpdateRule
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.timeline import Timeline
+from hybridpipe.report.model import model_text
+from hybridpipe.training.fit import FitLoop
+from hybridpipe.training.metrics import Recorder, Traced
+from hybridpipe.training.planmaker import PlanMaker
+from hybridpipe.training.train_state import TrainState
+
+
+class TrainerView:
+    """The readable half of a `Trainer`, which sets these attributes."""
+
+    world: MPI.Comm
+    minibatch_size: int
+    seed: int
+    state: TrainState
+    recorder: Recorder
+    rule: UpdateRule
+    _maker: PlanMaker
+    _worker: Worker | None
+    _fitting: FitLoop | None  # the last call of `fit`
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of a microbatch; the last one of a short minibatch may have fewer."""
+        return self._maker.microbatch_size
+
+    @property
+    def step(self) -> int:
+        """Minibatches trained on."""
+        return self.state.step
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs."""
+        return self.state.complete_epochs(self.minibatch_size)
+
+    @property
+    def stopped(self) -> bool:
+        """True if `stop_from` ended the last `fit`."""
+        return self._fitting is not None and self._fitting.stopped
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Entries that `fit` returned for each epoch, those before a checkpoint included."""
+        return self.state.history
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the training; RuntimeError before a plan by name is made, from the first minibatch."""
+        return self.worker.plan
+
+    @property
+    def worker(self) -> Worker:
+        """Worker of this rank; RuntimeError before the plan is made and after `close`."""
+        if self._worker is None:
+            why = "model and machines are measured with the first minibatch; train one first"
+            raise RuntimeError("the Trainer is closed; make a new one" if self.state.closed else why)
+        return self._worker
+
+    def settings(self) -> dict[str, str | int | float]:
+        """Sizes, seed, precision and plan by name, such as a logger shows."""
+        return {
+            "plan": self.plan.name,
+            "schedule": self.plan.schedule,
+            "ranks": self.world.size,
+            "minibatch_size": self.minibatch_size,
+            "microbatch_size": self.microbatch_size,
+            "precision": self.rule.precision.name,
+            "seed": self.seed,
+        }
+
+    def not_split(self) -> list[str] | None:
+        """Trained modules whose backward a splitting schedule cannot split; on rank 0, else None."""
+        return self.worker.not_split()
+
+    def explain(self) -> str | None:
+        """Text about what is made of the model, on rank 0; RuntimeError before its forward is recorded."""
+        layers = self._maker.known_layers
+        return model_text(explain(layers)) if self.world.rank == 0 else None
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """`model.state_dict()` of the whole model on rank 0; None elsewhere.
+
+        Raises:
+            RuntimeError: minibatches of an asynchronous schedule are under way.
+        """
+        self.state.check_call("full_state_dict", in_fit=True)
+        return self.worker.full_state_dict()
+
+    def timeline(self) -> Timeline | None:
+        """Timeline of a typical full minibatch on rank 0; None elsewhere."""
+        return self.recorder.timeline(self.worker)
+
+    def traced(self) -> Traced | None:
+        """Timeline of the last full minibatches and each rank's time in them, on rank 0; None elsewhere."""
+        return self.recorder.traced(self.worker)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Figures of the training so far, as in summary.json, on rank 0; None elsewhere."""
+        return self.recorder.summary(self.worker)

@@ -1,0 +1,44 @@
+"""The memory of ranks in a world of one, on this machine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.environment.memory_limits import RankMemory, rooms
+from hybridpipe.measure import memory
+from hybridpipe.measure.memory import memory_of_ranks
+from hybridpipe.planning.cluster import Cluster
+
+CPU = torch.device("cpu")
+ALONE = Cluster.flat(1, bandwidth=1e9, latency_seconds=0.0)
+HUGE = 2**60
+
+
+def test_a_given_limit_counts_where_it_is_the_least():
+    [rank] = memory_of_ranks(MPI.COMM_SELF, CPU, 2**20)
+    assert (rank.limit_bytes, rank.origin, rank.left_bytes) == (2**20, "given", 0)
+    assert rank.held_bytes > 2**20  # Python and torch
+
+
+@pytest.mark.skipif(not rooms(), reason="needs a system that tells its memory")
+def test_no_rank_may_have_more_than_there_is():
+    [rank] = memory_of_ranks(MPI.COMM_SELF, CPU, HUGE)
+    assert rank.limit_bytes < HUGE and rank.origin != "given"
+
+
+def test_memory_of_a_cluster_is_for_stages_alone():
+    [rank] = memory_of_ranks(MPI.COMM_SELF, CPU, None, replace(ALONE, memory_bytes=1000))
+    assert rank.origin == "cluster.json" and rank.left_bytes >= 1000
+
+
+def test_ranks_share_what_their_gpu_has_left(monkeypatch):
+    """Beside what a rank has in tensors; the rest of torch's cache is given back first."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    monkeypatch.setattr(memory, "visible_gpus", lambda: ("one", "other"))
+    gpu = torch.device("cuda", 1)
+    assert memory_of_ranks(MPI.COMM_SELF, gpu) == [RankMemory(5, 65, "GPU memory")]
+    assert memory_of_ranks(MPI.COMM_SELF, gpu, 40) == [RankMemory(5, 40, "given")]

@@ -1,0 +1,110 @@
+"""Under mpirun with 3 ranks: callbacks, breaks within an epoch and averages are alike on every rank.
+
+Usage: callbacks.py FOLDER
+"""
+
+import copy
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hybridpipe import Callback, Checkpointing, Plan, StageSpec, Trainer
+from hybridpipe.callbacks import EMA, BestCheckpoint, CSVLogger, EarlyStopping
+
+folder = Path(sys.argv[1])
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+SAMPLES = torch.utils.data.TensorDataset(torch.randn(48, 4).double(), torch.randint(0, 3, (48,)))
+HELD_OUT = torch.utils.data.TensorDataset(torch.randn(12, 4).double(), torch.randint(0, 3, (12,)))
+LOSS, ADAM = nn.functional.cross_entropy, partial(torch.optim.Adam, lr=0.01)
+
+
+def make(schedule="1f1b", zero=0, **options):
+    count = 1 if schedule == "pipedream" else 3
+    stages = StageSpec(0, 3, 2, zero=zero), StageSpec(3, 5)
+    given = {"loss": LOSS, "optimizer": ADAM, "minibatch_size": 12, "plan": Plan(stages, schedule, count)}
+    return Trainer(copy.deepcopy(MODEL), **(given | options))
+
+
+class OneWants(Callback):
+    """Rank 1 alone wants the end, with its fourth record."""
+
+    def on_minibatch(self, run, record):
+        if run.rank == 1 and record.step == 3:
+            run.stop()
+
+
+class Told(Callback):
+    def __init__(self):
+        self.said = []
+
+    def on_minibatch(self, run, record):
+        self.said.append(record.step)
+
+    def on_evaluate(self, run, metrics):
+        self.said.append(metrics)
+
+    def on_checkpoint(self, run, path):
+        self.said.append(str(path))
+
+
+def alike(trainer, value):
+    seen = trainer.world.allgather(value)
+    assert all(each == seen[0] for each in seen), seen
+
+
+def one_rank_ends_it(schedule, last):
+    told = Told()
+    trainer = make(schedule, callbacks=[OneWants(), told], minibatch_size=6)
+    trainer.fit(SAMPLES, 10, validation=HELD_OUT, checkpoint=Checkpointing(folder / schedule))
+    alike(trainer, (trainer.step, trainer.stopped, told.said))
+    assert trainer.stopped and trainer.step == last, trainer.step
+    trainer.close()
+
+
+def breaks():
+    told = Told()
+    best, log = BestCheckpoint(folder / "best"), CSVLogger(folder / "log.csv")
+    trainer = make(callbacks=[told, best, log, EarlyStopping(patience=99)])
+    trainer.fit(SAMPLES, max_steps=7, validation=HELD_OUT, eval_every=3)
+    alike(trainer, (trainer.step, told.said, best.best.value))
+    evaluated = [each for each in told.said if isinstance(each, dict)]
+    assert trainer.step == 7 and len(evaluated) == 3  # at 3, 4 and 6
+    assert best.best.value == min(each["loss"] for each in evaluated)
+    trainer.close()
+    again = make()
+    again.resume(folder / "best")
+    assert again.evaluate(HELD_OUT)["loss"] == best.best.value
+    again.close()
+
+
+def averages():
+    reference = copy.deepcopy(MODEL)
+    average = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    update = ADAM(reference.parameters())
+    for start in [*range(0, 48, 12)] * 3:
+        inputs, targets = SAMPLES[start : start + 12]
+        update.zero_grad()
+        LOSS(reference(inputs), targets).backward()
+        update.step()
+        average.update_parameters(reference)
+    held_out = LOSS(average.module(HELD_OUT[:][0]), HELD_OUT[:][1]).item()
+    for zero in (0, 1):  # the second one resumes from the first
+        trainer = make(zero=zero, callbacks=[EMA(0.9)])
+        trainer.resume(folder / "ema", or_anew=True)
+        saving = Checkpointing(folder / "ema")
+        history = trainer.fit(SAMPLES, 1 + zero, shuffle=False, validation=HELD_OUT, checkpoint=saving)
+        trainer.close()
+    assert abs(history[-1]["validation"]["loss"] - held_out) < 1e-12
+    assert trainer.model is not None
+
+
+one_rank_ends_it("1f1b", 7)
+one_rank_ends_it("pipedream", 8)  # with the epoch
+breaks()
+averages()
+print("callbacks: alike", flush=True)

@@ -1,0 +1,68 @@
+"""State that is cut and joined again is the same state."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from hybridpipe.stage.parts import Piece, common, join
+
+SHAPE = torch.Size([4, 6])
+
+
+def whole():
+    return {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.arange(24.0).reshape(SHAPE),
+        "history": [torch.arange(24.0).reshape(SHAPE) * i for i in (1, 2)],
+        "pair": (torch.ones(SHAPE), "text"),
+        "beta": 0.9,
+    }
+
+
+def cut(part: range):
+    return Piece(join([Piece(whole())], SHAPE, part), part)
+
+
+def test_a_part_has_its_elements_and_what_belongs_to_the_parameter():
+    state = cut(range(5, 9)).state
+    assert state["exp_avg"].tolist() == [5.0, 6.0, 7.0, 8.0]
+    assert state["history"][1].tolist() == [10.0, 12.0, 14.0, 16.0]
+    assert state["step"] == 3 and state["beta"] == 0.9 and state["pair"][1] == "text"
+
+
+@pytest.mark.parametrize("edges", [(0, 24), (0, 7, 24), (0, 1, 2, 16, 24)])
+def test_parts_make_the_whole_again_in_any_order(edges):
+    parts = [cut(range(a, b)) for a, b in pairwise(edges)]
+    for pieces in (parts, parts[::-1]):
+        again = join(pieces, SHAPE)
+        assert again["exp_avg"].shape == SHAPE and torch.equal(again["exp_avg"], whole()["exp_avg"])
+        assert torch.equal(again["history"][1], whole()["history"][1])
+        assert isinstance(again["pair"], tuple) and torch.equal(again["pair"][0], torch.ones(SHAPE))
+        assert again["step"].shape == ()
+
+
+def test_other_parts_are_made_of_parts():
+    pieces = [cut(range(10)), cut(range(10, 24))]
+    assert join(pieces, SHAPE, range(8, 12))["exp_avg"].tolist() == [8.0, 9.0, 10.0, 11.0]
+    assert join(pieces[:1], SHAPE, range(2, 3))["exp_avg"].tolist() == [2.0]
+
+
+def test_missing_elements_are_refused():
+    with pytest.raises(LookupError, match="elements 0 to 24 are not complete"):
+        join([cut(range(10))], SHAPE)
+
+
+def test_a_cut_keeps_no_more_memory_than_it_needs():
+    kept = join([Piece(whole())], SHAPE, range(4))["exp_avg"]
+    assert kept.untyped_storage().nbytes() == 16
+    given = whole()["exp_avg"]
+    copied = join([Piece({"exp_avg": given})], SHAPE, copies=True)["exp_avg"]
+    assert torch.equal(copied, given) and copied.data_ptr() != given.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "one, other, both", [((0, 4), (2, 6), 2), ((0, 4), (4, 6), 0), ((5, 9), (0, 2), 0), ((1, 2), (0, 9), 1)]
+)
+def test_common_elements(one, other, both):
+    assert len(common(range(*one), range(*other))) == len(common(range(*other), range(*one))) == both

@@ -1,0 +1,48 @@
+"""Plans beside the memory that their ranks have, in a world of one rank."""
+
+import pytest
+
+from hybridpipe.environment.memory_limits import RankMemory
+from hybridpipe.errors import UserError
+from hybridpipe.planning.search.search import NoPlanFits
+from hybridpipe.training import planmaker
+from tests.training.helpers import data, whole
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.mark.parametrize("plan", ["dp", "straight", "auto"])
+def test_no_plan_is_made_beyond_a_given_limit(make, plan):
+    trainer = make(plan=plan, memory="1MB")  # less than Python has
+    with pytest.raises(NoPlanFits, match="no plan fits into memory"):
+        trainer.train_step(*data(8)[:])
+
+
+def test_a_given_plan_beyond_a_given_limit_is_refused(make):
+    trainer = make(plan=whole(), memory=10**6)
+    with pytest.raises(UserError, match=r"plan 1 does not fit .* its limit is 1 MB \(given\): plan 'auto'"):
+        trainer.train_step(*data(8)[:])
+
+
+def test_a_given_plan_beyond_a_limit_that_was_found_runs_with_a_warning(make, monkeypatch, capsys):
+    monkeypatch.setattr(planmaker, "memory_of_ranks", lambda *_: [RankMemory(10**6, 10**6, "RAM")])
+    trainer = make(plan=whole(), predict=True)
+    trainer.train_step(*data(8)[:])
+    told = capsys.readouterr().err
+    assert told.startswith("hybridpipe: plan 1 does not fit into memory by prediction: rank 0 has 1 MB")
+    assert trainer.summary()["memory_limit_origin"] == ["RAM"]
+
+
+def test_a_limit_with_room_changes_nothing(make):
+    free, limited = make(plan="auto", microbatch_size=2), make(plan="auto", microbatch_size=2, memory="8GB")
+    for trainer in (free, limited):
+        trainer.train_step(*data(8)[:])
+    assert limited.plan.stages == free.plan.stages
+    summary = limited.summary()
+    assert summary["memory_limit_bytes"] == [8 * 10**9] and summary["memory_limit_origin"] == ["given"]
+
+
+@pytest.mark.parametrize("memory", [0, -5, 1.5, True, "much", "2 GBit", "0GB"])
+def test_other_limits_are_refused(make, memory):
+    with pytest.raises(ValueError, match="memory must be "):
+        make(memory=memory)
