@@ -102,6 +102,15 @@ def test_overrides(path: Path):
     assert config.data.args["root"] == "/a=b"
 
 
+def test_the_settings_are_those_that_are_not_defaults(path: Path):
+    config = load_config(path, ["train.epochs=1", "plan.schedule=gpipe"])
+    settings = config.settings()
+    assert settings["plan"] == {"schedule": "gpipe"} and "epochs" not in settings["train"]
+    assert "checkpoint" not in settings and "loss" not in settings
+    assert settings["model"]["factory"].startswith(module_of(path))
+    assert config.where == f"{path} with --set train.epochs=1 plan.schedule=gpipe"
+
+
 def test_factories_are_imported_from_beside_the_file_and_called(path: Path):
     config = load_config(path)
     config.check()

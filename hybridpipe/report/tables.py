@@ -305,22 +305,21 @@ def compare_rows(runs: Mapping[str, Mapping[str, Any]], reference: str) -> list[
     base = runs.get(reference)
     rows = []
     for name, run in runs.items():
-        predicted = run.get("predicted_samples_per_second")
+        speed, predicted = run.get("samples_per_second"), run.get("predicted_samples_per_second")
         row = {
             "run": name,
             "plan": run["plan"],
-            "samples/s": f"{run['samples_per_second']:,.0f}",
-            "predicted": f"{predicted:,.0f}" if predicted else "-",
+            "samples/s": _or_dash("{:,.0f}".format, speed),
+            "predicted": _or_dash("{:,.0f}".format, predicted),
         }
         if base is not None:
-            row[f"vs {reference}"] = f"{run['samples_per_second'] / base['samples_per_second']:.2f}x"
-            expected = base.get("predicted_samples_per_second")
-            row["predicted "] = f"{predicted / expected:.2f}x" if predicted and expected else "-"
+            row[f"vs {reference}"] = _ratio(speed, base.get("samples_per_second"))
+            row["predicted "] = _ratio(predicted, base.get("predicted_samples_per_second"))
         row |= {
             "accuracy": _accuracy(run),
-            "last loss": "-" if run["loss_last"] is None else f"{run['loss_last']:.5f}",
-            "p2p": size(run["bytes_sent_p2p"] / run["minibatches"]),
-            "all-reduced": size(run["bytes_allreduced"] / run["minibatches"]),
+            "last loss": "-" if run.get("loss_last") is None else f"{run['loss_last']:.5f}",
+            "p2p": _a_minibatch(run, "bytes_sent_p2p"),
+            "all-reduced": _a_minibatch(run, "bytes_allreduced"),
         }
         rows.append(row)
     return rows
@@ -358,7 +357,7 @@ def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
     return table(rows)
 
 
-def _or_dash(show: Callable[[float], str], value: float) -> str:
+def _or_dash(show: Callable[[float], str], value: float | None) -> str:
     return show(value) if value else "-"
 
 
@@ -389,6 +388,15 @@ def _sharing(cluster: Cluster) -> str:
     return (
         f" (ranks of a machine share its processors: {speed:.0%} of full speed while all {a_machine} compute)"
     )
+
+
+def _a_minibatch(run: Mapping[str, Any], name: str) -> str:
+    num_bytes, count = run.get(name), run.get("minibatches")
+    return size(num_bytes / count) if num_bytes is not None and count else "-"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}x" if value and base else "-"
 
 
 def _accuracy(run: Mapping[str, Any]) -> str:
