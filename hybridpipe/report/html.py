@@ -54,7 +54,7 @@ class Table:
 
 
 # A number, perhaps with a unit and "of" another one, or a dash for none; not the name of a plan, such as 2-1.
-_NUMBER = re.compile(r"[-–]?|[-+−±]?\d[\d,.]*(e[-+]?\d+)?([%×x]| [\w/]+)?( of .*)?")
+_NUMBER = re.compile(r"[-–]?|[-+−±]?\d[\d,.]*(e[-+]?\d+)?([%×x]| [\w/]+)?( of .*)?( \(.*\))?")
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _seconds(run: Run) -> Chart | None:
     predicted = run.summary.predicted_minibatch_seconds if run.summary else None
     if predicted is None and run.plan and run.plan.predicted:
         predicted = run.plan.predicted.minibatch_seconds
-    series = [Series("measured, median", "accent", points, "median")]
+    series = [Series("median", "accent", points, "median")]
     if predicted is not None and points:
         ends = [(0.0, 1e3 * predicted), (points[-1][0], 1e3 * predicted)]
         series.append(Series("predicted", "second", ends, "rule"))

@@ -81,7 +81,9 @@ def _plan(run: Run) -> Iterator[Block]:
         yield Table(_stages(plan))
         return
     found = explanation(plan, run.start.candidates if run.start else (), run.profile, run.cluster)
-    yield Lines(tuple(map(_sentence, (found.headline, *found.facts, *found.time))))
+    speed, *facts = found.facts
+    lines = (found.headline, f"predicted {speed}", *facts, *found.time)
+    yield Lines(tuple(map(_sentence, lines)))
     yield Table(found.stages, LEGEND)
     if found.considered:
         chosen = next((i for i, row in enumerate(found.considered) if row[""]), None)

@@ -45,6 +45,7 @@ def test_a_page_loads_nothing_and_runs_nothing():
         ("1.30x", "number"),
         ("2.52 MB of 9.27 GB", "number"),
         ("3.29 GB/s", "number"),
+        ("10.7 GB (RAM)", "number"),
         ("1e-05", "number"),
         ("2-1", "words"),
         ("1f1b", "words"),
