@@ -9,7 +9,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,6 @@ from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import (
     ON_NONFINITE,
     PRECISIONS,
-    memory_bytes,
     non_negative_int,
     one_of,
     positive,
@@ -28,8 +27,10 @@ from hybridpipe.planning.checks import (
 )
 from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.request import AUTO, PlanRequest
+from hybridpipe.planning.units import memory_bytes
 
 SOURCES = (AUTO, "dp", "straight")
+LOGGERS = ("csv", "tensorboard", "mlflow")
 
 
 @dataclass(frozen=True)
@@ -158,15 +159,19 @@ class TrainConfig:
 
     Args:
         minibatch: samples of a minibatch.
+        epochs: None: one, or with `max_steps` as many as that takes.
         microbatch: samples of a microbatch; None for a plan file's, else for a rank's share of the minibatch,
             of which the plan "auto" also tries a half and a quarter.
     """
 
     minibatch: int
     microbatch: int | None = None
-    epochs: int = 1
+    epochs: int | None = None
+    max_steps: int | None = None
+    eval_every: int | None = None
     seed: int = 0
     shuffle: bool = True
+    drop_last: bool = False
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
@@ -182,7 +187,9 @@ class TrainConfig:
             positive_int("microbatch", self.microbatch)
             if self.microbatch > self.minibatch:
                 raise ValueError(f"microbatch must be <= minibatch = {self.minibatch}, got {self.microbatch}")
-        positive_int("epochs", self.epochs)
+        for name in ("epochs", "max_steps", "eval_every"):
+            if getattr(self, name) is not None:
+                positive_int(name, getattr(self, name))
         non_negative_int("seed", self.seed)
         if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:  # that only measures it
             positive("clip_grad_norm", self.clip_grad_norm)
@@ -196,6 +203,11 @@ class TrainConfig:
                 raise ValueError(f"target_accuracy must be <= 1, got {self.target_accuracy}")
         if self.target_loss is not None:
             positive("target_loss", self.target_loss)
+
+    @property
+    def most_epochs(self) -> int:
+        """Number of epochs after which the training ends at the latest."""
+        return self.epochs or self.max_steps or 1  # an epoch has a minibatch at least
 
 
 @dataclass(frozen=True)
@@ -245,6 +257,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Destinations of figures besides OUT/metrics.jsonl.
+
+    Args:
+        to: names of LOGGERS: OUT/log.csv, event files in OUT/tensorboard, a run of MLflow.
+        every: minibatches between two that are logged.
+    """
+
+    to: tuple[str, ...] = ()
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.to:
+            one_of("to", name, LOGGERS)
+        positive_int("every", self.every)
+
+
+@dataclass(frozen=True)
 class Config:
     """A training run.
 
@@ -253,9 +283,10 @@ class Config:
             to (sum, weight).
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer.
+        callbacks: each returns a `hybridpipe.Callback`.
 
     Raises:
-        ValueError: a target is given without a validation set.
+        ValueError: a target or `eval_every` is given without a validation set.
     """
 
     model: ModelConfig
@@ -266,10 +297,12 @@ class Config:
     lr_scheduler: Factory | None = None
     plan: PlanConfig = PlanConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    callbacks: tuple[Factory, ...] = ()
+    log: LogConfig = LogConfig()
     where: str = field(default="", init=False, repr=False, compare=False)  # "digits.toml with --set ..."
 
     def __post_init__(self) -> None:
-        for name in ("target_accuracy", "target_loss"):
+        for name in ("target_accuracy", "target_loss", "eval_every"):
             value = getattr(self.train, name)
             if value is not None and self.data.validation_args is None:
                 raise ValueError(
@@ -277,9 +310,9 @@ class Config:
                     f"measured on, got {value}"
                 )
 
-    def settings(self) -> dict[str, dict[str, Any]]:
-        """Return the settings that are not their defaults, by table and name."""
-        return {name: _changed(table) for name, table in _changed(self).items()}
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that are not their defaults, by table and name; of `callbacks` a list."""
+        return dict(_changed(self))
 
     def check(self) -> None:
         """Import every factory and check that its arguments fit, without calling it.
@@ -294,6 +327,8 @@ class Config:
         self.optimizer.bind(None)  # stands for the parameters
         if self.lr_scheduler is not None:
             self.lr_scheduler.bind(None)  # stands for the optimizer
+        for callback in self.callbacks:
+            callback.bind()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -317,8 +352,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = parse(Config, document, source)
     if config.plan.source not in SOURCES:
         config = replace(config, plan=replace(config.plan, source=str(path.parent / config.plan.source)))
-    for table in ("model", "data", "loss", "optimizer", "lr_scheduler"):
-        factory = getattr(config, table)
+    tables = {name: getattr(config, name) for name in ("model", "data", "loss", "optimizer", "lr_scheduler")}
+    tables |= {f"callbacks[{i}]": callback for i, callback in enumerate(config.callbacks)}
+    for table, factory in tables.items():
         if factory is not None:
             object.__setattr__(factory, "where", f"{source}: {table}")
             object.__setattr__(factory, "folder", str(path.resolve().parent))
@@ -326,13 +362,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def _changed(table: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults."""
-    values = {each: getattr(table, each.name) for each in fields(table) if each.init}
+def _changed(value: Any) -> Any:
+    """Return a dataclass's fields that differ from their defaults, by name, at any depth."""
+    if isinstance(value, tuple):
+        return [_changed(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    given = {each: getattr(value, each.name) for each in fields(value) if each.init}
     return {
-        each.name: value
-        for each, value in values.items()
-        if value != (each.default if each.default_factory is MISSING else each.default_factory())
+        each.name: _changed(item)
+        for each, item in given.items()
+        if item != (each.default if each.default_factory is MISSING else each.default_factory())
     }
 
 

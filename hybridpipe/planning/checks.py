@@ -1,7 +1,6 @@
 """Checks of values at construction: one line that names the field, the value and what is allowed."""
 
 import math
-import re
 from collections.abc import Collection
 from typing import Any
 
@@ -13,8 +12,6 @@ MAX_RANKS = 2**20  # beyond any machine; a slip in a file must not fill the memo
 # Policies for a loss or gradient that is not finite; `Trainer` documents them.
 ON_NONFINITE = ("stop", "skip", "ignore")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")  # of a microbatch; `Trainer` documents them
-
-BYTES = {each + i: base**n for i, base in (("", 1000), ("i", 1024)) for n, each in enumerate("kMGT", 1)}
 
 
 def plain(value: Any) -> Any:
@@ -60,31 +57,3 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """Raises ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes of "2GB", "1.5GiB", or a plain number of bytes, rounded down.
-
-    Raises:
-        ValueError: the text has none of these forms, or is less than a byte.
-    """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?(?:([kMGT]i?)?B)?", text)
-    value = int(float(match[1]) * BYTES.get(match[2], 1)) if match and len(text) <= 20 else 0
-    if not value:
-        raise ValueError(f"must be such as 2GB, 512MiB or 2000000000 bytes, got {text!r}")
-    return value
-
-
-def memory_bytes(name: str, value: int | str) -> int:
-    """Return the bytes of an integer or a text (`parse_bytes`).
-
-    Raises:
-        ValueError: it is neither, or less than a byte.
-    """
-    if isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            raise ValueError(f"{name} {error}") from None
-    positive_int(name, plain(value))
-    return int(value)

@@ -12,7 +12,7 @@ from hybridpipe.report.html import Block, Charts, Figure, Page, Section, Table
 from hybridpipe.report.run import Comparison, Run
 from hybridpipe.report.strips import Strips, stack
 from hybridpipe.report.tables import COMPARE_LEGEND, compare_rows, reference_of
-from hybridpipe.report.units import counted
+from hybridpipe.report.words import counted
 
 STYLES = ("accent", "second", "third", "fourth", "fifth")
 

@@ -6,9 +6,10 @@ Takes data, returns texts. Invariant: every warning says what it is about, and h
 import math
 from collections.abc import Iterator
 
+from hybridpipe.planning.units import duration, size
 from hybridpipe.report.html import Figure
 from hybridpipe.report.run import Run, Summary
-from hybridpipe.report.units import counted, duration, ranges, size
+from hybridpipe.report.words import counted, ranges
 
 FAR = 0.25  # error of a prediction that is a warning
 NEARLY_FULL = 0.9  # share of a rank's memory

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.units import size
 from hybridpipe.report.tables import Row, table
-from hybridpipe.report.units import size
 
 
 def predicted_bytes(plan: Plan, rank: int) -> int | None:
@@ -34,6 +34,16 @@ def misfit(plan: Plan, ranks: Sequence[RankMemory]) -> str | None:
     return (
         f"plan {plan.name} does not fit into memory by prediction: rank {rank} has {size(memory.held_bytes)} "
         f"and needs {size(predicted)} more, its limit is {size(memory.limit_bytes)} ({memory.origin})"
+    )
+
+
+def least_left(ranks: Sequence[RankMemory]) -> str:
+    """Return a line about the rank that has least for its stage, all of which are limited."""
+    rank = min(range(len(ranks)), key=lambda rank: ranks[rank].left_bytes or 0)
+    memory = ranks[rank]
+    return (
+        f"rank {rank} has {size(memory.left_bytes or 0)} for its stage: its limit is "
+        f"{size(memory.limit_bytes or 0)} ({memory.origin}), and its process has {size(memory.held_bytes)}"
     )
 
 

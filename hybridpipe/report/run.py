@@ -35,7 +35,7 @@ class RunStart:
     """
 
     config: str
-    settings: dict[str, dict[str, Any]]
+    settings: dict[str, Any]
     plan_source: str
     started: str
     hosts: tuple[str, ...]

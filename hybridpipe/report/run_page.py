@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from hybridpipe.planning.draw import shown_ranks
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.units import duration, size
 from hybridpipe.report import cluster as machines
 from hybridpipe.report import learning
 from hybridpipe.report.html import Block, Charts, Lines, Listing, Page, Section, Table
@@ -17,7 +18,7 @@ from hybridpipe.report.run import Run, Summary
 from hybridpipe.report.settings import toml_text
 from hybridpipe.report.strips import Strip, Strips, stack, timelines
 from hybridpipe.report.tables import LEGEND, TRACED, explanation
-from hybridpipe.report.units import counted, duration, ranges, size
+from hybridpipe.report.words import counted, ranges
 
 Names = Mapping[str, tuple[str, str]]  # by field: style and name of a strip's part
 PARTS: Names = {  # of `parts` in summary.json

@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def toml_text(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return tables as TOML text; a table within one of them is inline."""
+def toml_text(tables: Mapping[str, Any]) -> str:
+    """Return tables, and lists of tables, as TOML text; a table within one of them is inline."""
     parts = [
-        "\n".join([f"[{name}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items())])
-        for name, table in tables.items()
+        _table(f"[[{name}]]" if isinstance(found, list) else f"[{name}]", table)
+        for name, found in tables.items()
+        for table in (found if isinstance(found, list) else [found])
     ]
     return "\n\n".join(parts)
+
+
+def _table(heading: str, table: Mapping[str, Any]) -> str:
+    return "\n".join([heading, *(f"{_key(key)} = {_value(value)}" for key, value in table.items())])
 
 
 def _key(name: str) -> str:

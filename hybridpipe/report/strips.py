@@ -11,8 +11,8 @@ from typing import NamedTuple
 from hybridpipe.planning import draw
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline, kind
+from hybridpipe.planning.units import duration
 from hybridpipe.report.curves import Tick
-from hybridpipe.report.units import duration
 
 WIDTH = 1000.0  # of a row of a timeline, in its own units; the page stretches it
 MOST_MARKS = 6_000  # in a timeline: about 300 kB

@@ -17,8 +17,9 @@ from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.search import Candidate, fits, short_name, with_prediction
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Parts, Timeline
+from hybridpipe.planning.units import duration, size
 from hybridpipe.report.stage_figures import StageFigures, bottleneck, stage_figures
-from hybridpipe.report.units import duration, few, ranges, size
+from hybridpipe.report.words import few, ranges
 
 NUM_CANDIDATES = 6
 LEGEND = (

@@ -41,13 +41,15 @@ class Choice:
         plan: the plan with its prediction.
         candidates: the plans it was chosen from, best first; empty for a given plan.
         profile: the model's layers at the plan's microbatch size.
-        cluster: the machines.
+        cluster: the machines with the memory of this training.
+        machines: the machines as they were measured, or given; None: as `cluster`.
     """
 
     plan: Plan
     candidates: tuple[Candidate, ...]
     profile: ModelProfile
     cluster: Cluster
+    machines: Cluster | None = None
 
 
 def measured_cluster(

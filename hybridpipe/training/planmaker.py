@@ -32,7 +32,6 @@ from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred import Built, Factory, Numbers, build
 from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.optim.update import UpdateRule
-from hybridpipe.planning.checks import memory_bytes
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -40,7 +39,9 @@ from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.schedules.validate import validate_plan
-from hybridpipe.report.memory import misfit, predicted_bytes
+from hybridpipe.planning.search.search import NoPlanFits
+from hybridpipe.planning.units import memory_bytes
+from hybridpipe.report.memory import least_left, misfit, predicted_bytes
 from hybridpipe.report.notices import notices
 from hybridpipe.training.autoplan import Choice, autoplan, measured_cluster
 from hybridpipe.types import Loss
@@ -253,12 +254,14 @@ class PlanMaker:
             notices.tell(f"the model runs as one stage: {layers.why_whole}")
         profile, work = self._measured(layers, minibatch)
         try:
-            cluster = self._machines(profile, work)
+            machines = self._machines(profile, work)
             del work  # with the copy of the model, whose memory the search counts as free
-            cluster = replace(cluster, memory_bytes=bytes_for_stages(self.memory))
+            cluster = replace(machines, memory_bytes=bytes_for_stages(self.memory))
             count = ceil_div(self._minibatch_size, self.microbatch_size)
             choice = autoplan(self._given, self._world, profile, cluster, count, self._request)
-        except ValueError as error:  # the same on every rank
+        except NoPlanFits as error:  # the same on every rank
+            raise NoPlanFits(f"{error}\n{least_left(self.memory)}") from None
+        except ValueError as error:  # this, too
             if not isinstance(self._given, Plan):
                 raise
             if self._world.rank == 0:
@@ -266,7 +269,7 @@ class PlanMaker:
             return self._given, None
         self._rule.check(choice.plan)
         self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
-        return choice.plan, choice
+        return choice.plan, replace(choice, machines=machines)
 
     def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
         """Return the plan's microbatch size; ValueError if the plan does not fit."""
@@ -296,7 +299,7 @@ class PlanMaker:
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
 
     def _machines(self, profile: ModelProfile, work: Callable[[], object]) -> Cluster:
-        """Return the machines as they are for this training, but for their memory. Collective."""
+        """Return the machines, measured now or before. Collective."""
         cluster = measured_cluster(
             self._world,
             profile,

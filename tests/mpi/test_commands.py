@@ -168,7 +168,7 @@ def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
     start = read_json(out / "run.json", RunStart, RUN_FORMAT)
     assert (start.title, start.plan_source, start.measured) == ("small", "auto", True)
     assert len(start.hosts) == len(start.num_cores) == 3 and start.candidates
-    assert start.settings["train"] == {"minibatch": 16, "microbatch": 4}  # one epoch is the default
+    assert start.settings["train"] == {"minibatch": 16, "microbatch": 4, "epochs": 1}
     assert done.stdout.rstrip().endswith(f"written to {out}, with report.html")
     text = Tree((out / "report.html").read_text()).text
     for told in ("Plan, and why", "Loss", "Predicted", "Measured", "A minibatch of each rank", "rank 2"):

@@ -25,6 +25,9 @@ def test_a_config_reads_as_it_was_written():
     assert toml_text(settings) == text
 
 
-@given(st.dictionaries(st.sampled_from(["model", "train"]), st.dictionaries(TEXT, VALUES, max_size=4)))
+TABLE = st.dictionaries(TEXT, VALUES, max_size=4)
+
+
+@given(st.dictionaries(st.sampled_from(["model", "train"]), TABLE | st.lists(TABLE, min_size=1, max_size=3)))
 def test_what_is_written_is_read_back(tables):
     assert tomllib.loads(toml_text(tables)) == tables

@@ -1,40 +1,94 @@
-"""Advice: the line that is printed where no plan fits into memory.
+"""Advice: what is printed where no plan fits into memory.
 
-It says by how much the closest plan does not, and names the first remedy that works. Not known here: time.
+It says by how much the closest plan does not, and what every remedy gives. Not known here: time.
 Invariant: a remedy that is said to help was tried.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cluster_transform import with_ranks
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Variant
+from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.problem import MAX_RANKS, Problem, excess, short_name
 from hybridpipe.planning.search.proposals import proposals
+from hybridpipe.planning.units import size
 
 MAX_ADVISED = 10_000  # layers times ranks; trying remedies for a larger problem takes minutes
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off
+ROUGHLY = 2  # bisections for a remedy
+MORE_RANKS = (2, 4)  # factors
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The memory that a plan needs on the rank that lacks most.
+
+    Args:
+        needed, had: bytes.
+    """
+
+    plan: Plan
+    rank: int
+    needed: int
+    had: float
+
+    @property
+    def fits(self) -> bool:
+        """True if no rank lacks memory."""
+        return self.needed <= self.had
 
 
 def how_far(problem: Problem) -> str:
-    """Return one line: the excess of the plan that comes closest, and the first remedy that works."""
-    plan = _closest(problem)
+    """Return the excess of the plan that comes closest, the first remedy that works, and what each gives."""
+    need = _need(problem, _closest(problem))
+    is_large = problem.size > MAX_ADVISED
+    closest = "comes closest of the few that were tried" if is_large else "comes closest"
+    stages = range(need.plan.num_stages)
+    ways = ["recomputation"] * any(map(need.plan.recomputes, stages))
+    ways += [f"zero = {zero}" for zero in {max(map(need.plan.zero_of, stages))} if zero]
+    running = f" with {' and '.join(ways)}" if ways else ""
+    told = (
+        f"no plan fits into memory: {short_name(need.plan)}{running} {closest} and needs "
+        f"{size(need.needed)} on rank {need.rank}, which has {size(need.had)}; "
+    )
+    if is_large:
+        remedies = ", ".join(text for text, _ in (*_changes(problem), *_more_ranks(problem)))
+        return f"{told}these may help: {remedies}"
+    tried = [(text, _least_need(eased)) for text, eased in _changes(problem)]
+    several = len(tried) > 1
+    tried += _on_more_ranks(problem)
+    if several and not any(each.fits for _, each in tried):
+        tried += _together(problem)
+    helps = next((f"{text} would help" for text, each in tried if each.fits), "none of these would help")
+    return f"{told}{helps}\n{_table(need, tried)}"
+
+
+def _table(need: Need, tried: list[tuple[str, Need]]) -> str:
+    """Return aligned lines of what each remedy needs, against what the rank has."""
+    rows = [("with", "plan", "rank", "needs", "has", "")]
+    for text, each in (("as it is", need), *tried):
+        lack = "fits" if each.fits else f"{each.needed / max(each.had, 1):.3g} times as much"
+        rows.append((text, short_name(each.plan), str(each.rank), size(each.needed), size(each.had), lack))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _need(problem: Problem, plan: Plan) -> Need:
     peaks = dict(zip(plan.ranks, peak_memory_bytes(problem.profile, plan), strict=True))
     rank = max(peaks, key=lambda r: peaks[r] / max(problem.cluster.memory(r), 1))
-    name = short_name(plan) + " with recomputation" * any(map(plan.recomputes, range(plan.num_stages)))
-    shared_out = max(map(plan.zero_of, range(plan.num_stages)))
-    name += f" {'and' if 'with' in name else 'with'} zero = {shared_out}" * (shared_out > 0)
-    closest = "comes closest" if problem.size <= MAX_ADVISED else "comes closest of the few that were tried"
-    return (
-        f"no plan fits into memory: {name} {closest} and "
-        f"needs {peaks[rank]} bytes on rank {rank}, which has {problem.cluster.memory(rank):.0f}; "
-        + _advice(problem)
-    )
+    return Need(plan, rank, peaks[rank], problem.cluster.memory(rank))
+
+
+def _least_need(problem: Problem) -> Need:
+    """Return what the first proposal that fits needs, or else the plan that comes closest."""
+    return _need(problem, _fitting(problem) or _closest(problem, ROUGHLY))
 
 
 def _fitting(problem: Problem) -> Plan | None:
@@ -42,18 +96,7 @@ def _fitting(problem: Problem) -> Plan | None:
     return next((plan for _, plan in proposals(problem)), None)
 
 
-def _advice(problem: Problem) -> str:
-    """Return the first remedy that works; for a large problem all remedies, untried."""
-    remedies = list(_remedies(problem))
-    if problem.size > MAX_ADVISED:
-        return f"these may help: {', '.join(text for text, _ in remedies)}"
-    for text, eased in remedies:
-        if _fitting(eased) is not None:
-            return f"{text} would help"
-    return f"none of these would help: {', '.join(text for text, _ in remedies)}"
-
-
-def _closest(problem: Problem) -> Plan:
+def _closest(problem: Problem, num_bisections: int = NUM_BISECTIONS) -> Plan:
     """Return the plan that fits if the memory of every rank grows by the least factor, found by bisection.
 
     For a large problem it is the plan for unlimited memory that needs least. Stages recompute that have to.
@@ -68,7 +111,7 @@ def _closest(problem: Problem) -> Plan:
 
     closest = min((lean(plan) for _, plan in proposals(problem.without_limit())), key=needed)
     too_little = 1.0
-    for _ in range(NUM_BISECTIONS if problem.size <= MAX_ADVISED else 0):
+    for _ in range(num_bisections if problem.size <= MAX_ADVISED else 0):
         factor = math.sqrt(too_little * needed(closest))
         eased = replace(problem, cluster=_with_memory(problem.cluster, factor))
         if (found := _fitting(eased)) is None:
@@ -90,27 +133,71 @@ def _with_memory(cluster: Cluster, factor: float) -> Cluster:
             return replace(cluster, memory_bytes=tuple(math.ceil(memory * factor) for memory in memories))
 
 
-def _remedies(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """Yield changes that a user could make, easiest first."""
+def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Yield changes that a user could make on the same ranks, easiest first."""
     if not problem.request.recompute:
-        yield "recomputation", replace(problem, request=replace(problem.request, recompute=True))
+        yield "recomputation", _requesting(problem, recompute=True)
     for zero in (1, 2) if problem.request.zero == 0 else ():
         if problem.num_ranks > 1 and zero <= problem.request.most_zero:
-            yield f"zero = {zero}", replace(problem, request=replace(problem.request, zero=zero))
-    samples = problem.profile.samples
-    minibatch = samples * problem.num_microbatches
-    for size in (samples // 2, samples // 4):
-        if size and not problem.request.traits.whole_minibatch:
-            smaller = problem.profile.scaled_to(size)
-            count = ceil_div(minibatch, size)
-            yield (
-                f"microbatches of {size} sample(s)",
-                replace(problem, profile=smaller, num_microbatches=count),
-            )
-    if problem.request.schedule != DEFAULT and not problem.request.traits.is_asynchronous:
-        yield f"the schedule {DEFAULT}", replace(problem, request=replace(problem.request, schedule=DEFAULT))
-    for factor in (2, 4):
-        ranks = factor * problem.num_ranks
+            yield f"zero = {zero}", _requesting(problem, zero=zero)
+    for samples in _smaller_sizes(problem):
+        yield f"microbatches of {samples} sample(s)", _in_microbatches(problem, samples)
+    if _may_change_schedule(problem):
+        yield f"the schedule {DEFAULT}", _requesting(problem, schedule=DEFAULT)
+
+
+def _more_ranks(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Yield the problem on more ranks, each with the memory of one of those that there are."""
+    for factor in MORE_RANKS:
+        cluster, ranks = problem.cluster, factor * problem.num_ranks
+        text = f"{ranks} ranks"
+        if cluster.num_ranks < ranks and cluster.num_ranks <= (cluster.node_ranks or 0):
+            text += f" on {ceil_div(ranks, cluster.num_ranks)} such machines"
+            cluster = replace(cluster, node_ranks=None)  # no link of theirs is known, and memory needs none
         if ranks <= MAX_RANKS:
-            grown = with_ranks(problem.cluster, max(ranks, problem.cluster.num_ranks))
-            yield f"{ranks} ranks", replace(problem, cluster=grown, num_ranks=ranks)
+            grown = with_ranks(cluster, max(ranks, cluster.num_ranks))
+            yield text, replace(problem, cluster=grown, num_ranks=ranks)
+
+
+def _on_more_ranks(problem: Problem) -> Iterator[tuple[str, Need]]:
+    """Yield what more and more ranks need, until that fits, or twice as many would hardly help."""
+    for text, grown in _more_ranks(problem):
+        need = _least_need(grown)
+        yield text, need
+        if need.fits or need.needed > 2 * need.had:
+            return
+
+
+def _together(problem: Problem) -> Iterator[tuple[str, Need]]:
+    """Yield what all changes together need, and then on more ranks."""
+    eased = _requesting(problem, recompute=True, zero=problem.request.zero or AUTO)
+    if _may_change_schedule(problem):
+        eased = _requesting(eased, schedule=DEFAULT)
+    for samples in _smaller_sizes(problem)[-1:]:
+        eased = _in_microbatches(eased, samples)
+    need = _least_need(eased)
+    yield "all of them", need
+    if not need.fits:
+        for text, each in _on_more_ranks(eased):
+            yield f"all of them, {text}", each
+
+
+def _requesting(problem: Problem, **options: Any) -> Problem:
+    return replace(problem, request=replace(problem.request, **options))
+
+
+def _may_change_schedule(problem: Problem) -> bool:
+    return problem.request.schedule != DEFAULT and not problem.request.traits.is_asynchronous
+
+
+def _smaller_sizes(problem: Problem) -> list[int]:
+    """Return a half and a quarter of the microbatch's samples, where it can be smaller."""
+    if problem.request.traits.whole_minibatch:
+        return []
+    return [size for size in (problem.profile.samples // 2, problem.profile.samples // 4) if size]
+
+
+def _in_microbatches(problem: Problem, samples: int) -> Problem:
+    minibatch = problem.profile.samples * problem.num_microbatches
+    smaller = problem.profile.scaled_to(samples)
+    return replace(problem, profile=smaller, num_microbatches=ceil_div(minibatch, samples))

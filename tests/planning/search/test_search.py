@@ -198,7 +198,7 @@ def test_recomputation_competes_where_memory_is_limited():
     cluster = replace(free(2), memory_bytes=600)
     best = search(profile, cluster, 16, schedule="gpipe", recompute=True)[0]
     assert all(map(best.plan.recomputes, range(best.plan.num_stages)))
-    with pytest.raises(NoPlanFits, match=r"recomputation would help$"):
+    with pytest.raises(NoPlanFits, match=r"recomputation would help\n"):
         search(profile, cluster, 16, schedule="gpipe")
     for roomy in (replace(free(2), memory_bytes=10**6), free(2)):
         found = search(profile, roomy, 16, recompute=True)
@@ -220,30 +220,62 @@ def refusal(profile, cluster, num_microbatches, **asked):
     return str(caught.value)
 
 
+def refused(profile, ranks, memory, num_microbatches, **asked):
+    """Return the first line of a refusal."""
+    cluster = replace(free(ranks), memory_bytes=memory)
+    return refusal(profile, cluster, num_microbatches, **asked).splitlines()[0]
+
+
 def test_no_plan_fits():
     """One layer a rank: weights and gradients 200, messages at most 60, in flight what comes in and out."""
     told = refusal(FOUR, replace(free(4), memory_bytes=299), 8)
-    closest = re.fullmatch(
-        r"no plan fits into memory: (\S+) comes closest and needs (\d+) bytes on rank (\d), .*", told
+    closest = re.match(
+        r"no plan fits into memory: (\S+) comes closest and needs (\d+) B on rank (\d), ", told
     )
     assert closest and 299 < int(closest[2]) <= 320
-    assert "which has 299; none of these would help: recomputation, 8 ranks, 16 ranks" in told
+    assert "which has 299 B; none of these would help\n" in told
     assert search(FOUR, replace(free(4), memory_bytes=int(closest[2])), 8)
 
 
 def test_what_would_help_is_computed():
     weights = model(*[layer(1, 2, parameters=100)] * 4)
-    assert refusal(weights, replace(free(2), memory_bytes=250), 2).endswith("; 4 ranks would help")
+    assert refused(weights, 2, 250, 2).endswith("; 4 ranks would help")
     outputs = model(layer(1, 2, output=8, activation=80), samples=8)
-    assert refusal(outputs, replace(free(1), memory_bytes=50), 2).endswith(
-        "microbatches of 4 sample(s) would help"
-    )
-    assert refusal(outputs, replace(free(1), memory_bytes=30), 2).endswith(
-        "microbatches of 2 sample(s) would help"
-    )
+    assert refused(outputs, 1, 50, 2).endswith("microbatches of 4 sample(s) would help")
+    assert refused(outputs, 1, 30, 2).endswith("microbatches of 2 sample(s) would help")
     chain = model(*[layer(1, 2, parameters=10, output=2)] * 2)
-    gpipe = refusal(chain, replace(free(2), memory_bytes=35), 8, schedule="gpipe", recompute=True)
+    gpipe = refused(chain, 2, 35, 8, schedule="gpipe", recompute=True)
     assert gpipe.endswith("the schedule 1f1b would help")
+
+
+def test_what_each_remedy_gives_is_told_in_aligned_lines():
+    """Weights and gradients have 200; the layer is one, and its microbatch has 176 a sample."""
+    outputs = model(layer(1, 2, parameters=100, output=64, activation=640), samples=4)
+    told = refusal(outputs, replace(free(1), memory_bytes=400), 2)
+    assert told.splitlines() == [
+        "no plan fits into memory: 1 comes closest and needs 904 B on rank 0, which has 400 B; "
+        "microbatches of 1 sample(s) would help",
+        "  with                         plan  rank  needs  has",
+        "  as it is                     1     0     904 B  400 B  2.26 times as much",
+        "  recomputation                1     0     904 B  400 B  2.26 times as much",
+        "  microbatches of 2 sample(s)  1     0     552 B  400 B  1.38 times as much",
+        "  microbatches of 1 sample(s)  1     0     376 B  400 B  fits",
+        "  2 ranks                      1     0     904 B  400 B  2.26 times as much",
+    ]
+
+
+def test_where_no_remedy_helps_all_of_them_are_tried_together():
+    outputs = model(*[layer(1, 2, parameters=100, output=64, activation=640)] * 2, samples=4)
+    told = refusal(outputs, replace(free(1), memory_bytes=460), 2)
+    assert "; all of them, 2 ranks would help\n" in told
+    assert [line.split("  ")[1] for line in told.splitlines()[-2:]] == ["all of them", "all of them, 2 ranks"]
+
+
+def test_more_ranks_than_one_machine_has_are_told_as_machines():
+    """Ranks of a machine that are added share its memory, so that they do not help."""
+    weights = model(*[layer(1, 2, parameters=100)] * 4)
+    told = refusal(weights, replace(free(2), memory_bytes=250, node_ranks=2), 2)
+    assert "; 4 ranks on 2 such machines would help\n" in told
 
 
 def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
@@ -251,16 +283,16 @@ def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
     monkeypatch.setattr("hybridpipe.planning.search.advice.MAX_ADVISED", 1)
     told = refusal(FOUR, replace(free(4), memory_bytes=299), 8, schedule="gpipe")
     assert re.search(
-        r": (\S+) comes closest of the few that were tried and needs \d+ bytes on rank \d, which", told
+        r": (\S+) comes closest of the few that were tried and needs \d+ B on rank \d, which", told
     )
-    assert told.endswith("these may help: recomputation, the schedule 1f1b, 8 ranks, 16 ranks")
+    assert told.endswith("these may help: recomputation, zero = 1, zero = 2, the schedule 1f1b, 8 ranks, 16 ranks")
     again = refusal(FOUR, replace(free(4), memory_bytes=100), 8, schedule="gpipe", recompute=True)
     assert "with recomputation comes closest of" in again and "help: the schedule 1f1b, 8" in again
 
 
 def test_memory_that_differs_is_told_of_the_right_rank():
     told = refusal(model(layer(1, 2, parameters=100)), replace(free(2), memory_bytes=(50, 150)), 1)
-    assert "1 comes closest and needs 200 bytes on rank 1, which has 150" in told
+    assert "1 comes closest and needs 200 B on rank 1, which has 150 B;" in told
 
 
 def test_the_size_of_the_microbatch_is_chosen():
@@ -290,7 +322,7 @@ def test_sizes_that_do_not_fit_are_passed_over():
     profile = replace(profile, others=(Measurement(4, (layer(1, 2, activation=40),)),))
     cluster = replace(free(1), memory_bytes=20)
     assert {c.samples for c in search_sizes(profile, cluster, 8)} == {1}
-    with pytest.raises(NoPlanFits, match="needs 10 bytes on rank 0, which has 5; "):
+    with pytest.raises(NoPlanFits, match="needs 10 B on rank 0, which has 5 B; "):
         search_sizes(profile, replace(cluster, memory_bytes=5), 8)
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridpipe.report.units import duration, size
+from hybridpipe.planning.units import duration, size
 
 
 @pytest.mark.parametrize(

@@ -1,32 +1,11 @@
-"""Units: numbers, sizes and sets of ranks as short texts for people.
+"""Words: counts, lists and sets of numbers as short texts for people.
 
-Pure, and not known here: what the numbers are of. Invariant: three digits, and a unit that fits.
+Pure, and not known here: what the numbers are of. Invariant: a long list is cut, and shows that it is.
 """
 
 from collections.abc import Sequence
 
 MAX_LISTED = 8  # items of a list of cuts, or of ranges of ranks
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes, such as "1.25 MB"."""
-    return _scaled(num_bytes, 1e3, "B", "kB", "MB", "GB", "TB")
-
-
-def duration(seconds: float) -> str:
-    """Format a number of seconds, such as "12.5 ms"."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-    return _scaled(seconds * 1e6, 1e3, "us", "ms", "s")
-
-
-def _scaled(value: float, step: float, *units: str) -> str:
-    unit, *larger = units
-    for each in larger:
-        if value < step * (1 - 5e-4):  # 999.6 would be shown as 1e+03
-            break
-        value, unit = value / step, each
-    return f"{value:.3g} {unit}" if value < step else f"{value:,.0f} {unit}"
 
 
 def ranges(ranks: Sequence[int]) -> str:
