@@ -285,7 +285,8 @@ def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
     assert re.search(
         r": (\S+) comes closest of the few that were tried and needs \d+ B on rank \d, which", told
     )
-    assert told.endswith("these may help: recomputation, zero = 1, zero = 2, the schedule 1f1b, 8 ranks, 16 ranks")
+    remedies = "recomputation, zero = 1, zero = 2, the schedule 1f1b, 8 ranks, 16 ranks"
+    assert told.endswith(f"these may help: {remedies}")
     again = refusal(FOUR, replace(free(4), memory_bytes=100), 8, schedule="gpipe", recompute=True)
     assert "with recomputation comes closest of" in again and "help: the schedule 1f1b, 8" in again
 
