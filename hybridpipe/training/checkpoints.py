@@ -6,7 +6,6 @@ completely, or not at all.
 
 import os
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -40,6 +39,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import exit_report, preemption
 from hybridpipe.model.deferred import Numbers
+from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
 from hybridpipe.training.callbacks import CallbackList
@@ -249,7 +249,7 @@ class CheckpointManager:
 
     def _tell(self, line: str) -> None:
         if self._world.rank == 0:
-            print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
+            notices.tell(line)
 
     def load(self, worker: Worker, is_new: bool = False) -> None:
         """Load the found checkpoint, if there is one. Collective.

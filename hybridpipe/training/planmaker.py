@@ -5,7 +5,6 @@ searches. A given plan is checked at once, and measured only for a prediction.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -43,6 +42,7 @@ from hybridpipe.planning.schedules.validate import validate_plan
 from hybridpipe.planning.search.search import NoPlanFits
 from hybridpipe.planning.units import memory_bytes
 from hybridpipe.report.memory import least_left, misfit, predicted_bytes
+from hybridpipe.report.notices import notices
 from hybridpipe.training.autoplan import Choice, autoplan, measured_cluster
 from hybridpipe.types import Loss
 
@@ -171,7 +171,7 @@ class PlanMaker:
         if line is not None and self._memory_bytes is not None:
             raise UserError(f"{line}: plan 'auto' looks for one that fits")
         if line is not None and self._world.rank == 0:
-            print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
+            notices.tell(line)
         mine = self.memory[self._world.rank]
         needed = predicted_bytes(plan, self._world.rank)
         out_of_memory.expect(mine, needed)
@@ -255,7 +255,7 @@ class PlanMaker:
             if not self._predicts:
                 return self._given, None
         if layers.why_whole and self.plan is None and self._world.rank == 0:
-            print(f"hybridpipe: the model runs as one stage: {layers.why_whole}", file=sys.stderr)
+            notices.tell(f"the model runs as one stage: {layers.why_whole}")
         profile, work = self._measured(layers, minibatch)
         try:
             machines = self._machines(profile, work)
@@ -269,7 +269,7 @@ class PlanMaker:
             if not isinstance(self._given, Plan):
                 raise
             if self._world.rank == 0:
-                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
+                notices.tell(f"the plan runs as given, without a prediction: {error}")
             return self._given, None
         self._rule.check(choice.plan)
         self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
@@ -337,7 +337,7 @@ def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
     whys = filter(None, world.allgather(built.why_whole))
     if world.rank == 0:
         why = next(whys, "its function does not do the same on all ranks")
-        print(f"hybridpipe: every rank makes the whole model: {why}", file=sys.stderr)
+        notices.tell(f"every rank makes the whole model: {why}")
     return Built(built.model, None)
 
 
