@@ -27,6 +27,8 @@ class Reference:
         sharing = (
             [(0, False), (1, False), (1, True), (2, False), (2, True)] if zero == "auto" else [(0, False)]
         )
+        if schedule in ASYNCHRONOUS:
+            sharing = [each for each in sharing if each[0] < 2]
         self.ways = [Variant(*each, *shared) for each, shared in itertools.product(zip(again), sharing)]
         self.load = self.machine_speed(profile.load) if cluster.compute_speeds else 1.0
 
@@ -378,7 +380,7 @@ def shared_out_instance(seed):
         replace(level, allreduce=measured(), reduce_scatter=measured(), all_gather=measured())
         for level in cluster.levels
     )
-    schedule = draw.choice(["1f1b", "1f1b", "gpipe", "zero-bubble"])
+    schedule = draw.choice(["1f1b", "1f1b", "1f1b", "gpipe", "zero-bubble", "pipedream", "pipedream-2bw"])
     whole = sum(4 * one.parameter_bytes + 2 * one.activation_bytes for one in layers)
     limit = (
         None
@@ -387,7 +389,7 @@ def shared_out_instance(seed):
     )
     cluster = replace(cluster, levels=levels, memory_bytes=limit)
     options |= {"schedule": schedule, "zero": "auto", "recompute": draw.random() < 0.5}
-    options["num_microbatches"] = draw.choice([1, 2, 3, 8, 17])
+    options["num_microbatches"] = 1 if schedule == "pipedream" else draw.choice([1, 2, 3, 8, 17])
     profile = replace(profile, layers=layers, state_factor=draw.choice([1.0, 2.0]))
     return profile, cluster, options, range(num_ranks), max_replicas
 
