@@ -30,6 +30,7 @@ from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.units import memory_bytes
 
 SOURCES = (AUTO, "dp", "straight")
+LOGGERS = ("csv", "tensorboard", "mlflow")
 
 
 @dataclass(frozen=True)
@@ -158,15 +159,19 @@ class TrainConfig:
 
     Args:
         minibatch: samples of a minibatch.
+        epochs: None: one, or with `max_steps` as many as that takes.
         microbatch: samples of a microbatch; None for a plan file's, else for a rank's share of the minibatch,
             of which the plan "auto" also tries a half and a quarter.
     """
 
     minibatch: int
     microbatch: int | None = None
-    epochs: int = 1
+    epochs: int | None = None
+    max_steps: int | None = None
+    eval_every: int | None = None
     seed: int = 0
     shuffle: bool = True
+    drop_last: bool = False
     clip_grad_norm: float | None = None
     scale_learning_rate: bool = True
     delay_warm_up: int = 0
@@ -182,7 +187,9 @@ class TrainConfig:
             positive_int("microbatch", self.microbatch)
             if self.microbatch > self.minibatch:
                 raise ValueError(f"microbatch must be <= minibatch = {self.minibatch}, got {self.microbatch}")
-        positive_int("epochs", self.epochs)
+        for name in ("epochs", "max_steps", "eval_every"):
+            if getattr(self, name) is not None:
+                positive_int(name, getattr(self, name))
         non_negative_int("seed", self.seed)
         if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:  # that only measures it
             positive("clip_grad_norm", self.clip_grad_norm)
@@ -196,6 +203,11 @@ class TrainConfig:
                 raise ValueError(f"target_accuracy must be <= 1, got {self.target_accuracy}")
         if self.target_loss is not None:
             positive("target_loss", self.target_loss)
+
+    @property
+    def most_epochs(self) -> int:
+        """Number of epochs after which the training ends at the latest."""
+        return self.epochs or self.max_steps or 1  # an epoch has a minibatch at least
 
 
 @dataclass(frozen=True)
@@ -245,6 +257,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Destinations of figures besides OUT/metrics.jsonl.
+
+    Args:
+        to: names of LOGGERS: OUT/log.csv, event files in OUT/tensorboard, a run of MLflow.
+        every: minibatches between two that are logged.
+    """
+
+    to: tuple[str, ...] = ()
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.to:
+            one_of("to", name, LOGGERS)
+        positive_int("every", self.every)
+
+
+@dataclass(frozen=True)
 class Config:
     """A training run.
 
@@ -253,9 +283,10 @@ class Config:
             to (sum, weight).
         optimizer: called with the parameters.
         lr_scheduler: called with the optimizer.
+        callbacks: each returns a `hybridpipe.Callback`.
 
     Raises:
-        ValueError: a target is given without a validation set.
+        ValueError: a target or `eval_every` is given without a validation set.
     """
 
     model: ModelConfig
@@ -266,9 +297,11 @@ class Config:
     lr_scheduler: Factory | None = None
     plan: PlanConfig = PlanConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    callbacks: tuple[Factory, ...] = ()
+    log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
-        for name in ("target_accuracy", "target_loss"):
+        for name in ("target_accuracy", "target_loss", "eval_every"):
             value = getattr(self.train, name)
             if value is not None and self.data.validation_args is None:
                 raise ValueError(
@@ -289,6 +322,8 @@ class Config:
         self.optimizer.bind(None)  # stands for the parameters
         if self.lr_scheduler is not None:
             self.lr_scheduler.bind(None)  # stands for the optimizer
+        for callback in self.callbacks:
+            callback.bind()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -312,8 +347,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = parse(Config, document, source)
     if config.plan.source not in SOURCES:
         config = replace(config, plan=replace(config.plan, source=str(path.parent / config.plan.source)))
-    for table in ("model", "data", "loss", "optimizer", "lr_scheduler"):
-        factory = getattr(config, table)
+    tables = {name: getattr(config, name) for name in ("model", "data", "loss", "optimizer", "lr_scheduler")}
+    tables |= {f"callbacks[{i}]": callback for i, callback in enumerate(config.callbacks)}
+    for table, factory in tables.items():
         if factory is not None:
             object.__setattr__(factory, "where", f"{source}: {table}")
             object.__setattr__(factory, "folder", str(path.resolve().parent))

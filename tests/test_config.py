@@ -77,7 +77,7 @@ def test_what_the_file_says_and_what_it_leaves_out(path: Path):
         model=ModelConfig(f"{module}:net", {"width": 32}),
         data=DataConfig(f"{module}:samples", {"train": True, "limit": 4}, {"train": False}),
         optimizer=Factory(f"{module}:Descent", {"lr": 0.05}),
-        train=TrainConfig(minibatch=64, microbatch=8, epochs=1, seed=0, shuffle=True),
+        train=TrainConfig(minibatch=64, microbatch=8, epochs=None, seed=0, shuffle=True),
         loss=Factory("torch.nn:CrossEntropyLoss"),
         plan=PlanConfig(schedule="1f1b", source="auto"),
     )
@@ -271,3 +271,24 @@ load_config({str(path)!r}).model.build()
 print({{"torch", "mpi4py"}} & {{*sys.modules}})
 """
     assert subprocess.check_output([sys.executable, "-c", probe], text=True) == "set()\n"
+
+
+def test_callbacks_and_loggers(path):
+    text = path.read_text()
+    stopping = '[[callbacks]]\nfactory = "hybridpipe.callbacks:EarlyStopping"\nargs = { patience = 2 }\n'
+    path.write_text(f'{text}{stopping}[log]\nto = ["csv"]\n')
+    config = load_config(path)
+    config.check()
+    assert config.callbacks[0].build().patience == 2 and config.log.to == ("csv",)
+    path.write_text(text + stopping.replace("patience", "patient"))
+    wrong = load_config(path)
+    with pytest.raises(UserError, match=r"callbacks\[0\]\.args: EarlyStopping\(\) .*patient"):
+        wrong.check()
+    path.write_text(f'{text}[log]\nto = ["wandb"]\n')
+    with pytest.raises(UserError, match=r"log\.to: must be one of csv, tensorboard, mlflow, got 'wandb'"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("given, most", [([], 1), (["train.epochs=4"], 4), (["train.max_steps=9"], 9)])
+def test_epochs_follow_from_the_steps(path, given, most):
+    assert load_config(path, given).train.most_epochs == most

@@ -230,8 +230,10 @@ def test_the_readmes_first_example_trains(tmp_path, monkeypatch):
         "if trainer.world.rank == 0: print([round(each['loss'], 3) for each in trainer.history], len(state))"
     )
     (tmp_path / "train.py").write_text(f"{first}{told}\n")
-    done = script(2, tmp_path / "train.py")
-    assert done.returncode == 0, done.stdout
+    launch = [sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun", "--ranks", "2", "--"]
+    command = [*launch, "python", str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
     losses, _, keys = done.stdout.splitlines()[-1].rpartition(" ")
     losses = json.loads(losses)
     assert len(losses) == 5 and losses[-1] < losses[0] < 6 and int(keys) == 6 * 12 + 5

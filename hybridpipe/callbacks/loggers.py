@@ -5,7 +5,7 @@ Only rank 0 writes. Invariant: a figure's step is the number of minibatches trai
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,20 @@ class MLflowLogger(Logger):
         self._mlflow.flush_async_logging()
         if self._owns_run:
             self._mlflow.end_run()
+
+
+def make_loggers(names: Iterable[str], folder: Path, every: int) -> list[Logger]:
+    """Return loggers by the names of `config.LOGGERS`, which write into a folder, or where MLflow does.
+
+    Args:
+        every: minibatches between two that are logged.
+    """
+    made: dict[str, Callable[[], Logger]] = {
+        "csv": lambda: CSVLogger(folder / "log.csv", every),
+        "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard", every),
+        "mlflow": lambda: MLflowLogger(every),
+    }
+    return [made[name]() for name in names]
 
 
 def _loaded(module: str, extra: str) -> Any:

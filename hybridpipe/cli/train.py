@@ -18,6 +18,7 @@ from typing import TextIO
 from torch import nn
 
 from hybridpipe import environment
+from hybridpipe.callbacks.loggers import make_loggers
 from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
 from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.policy import Checkpointing
@@ -96,7 +97,7 @@ def train(
     except (OSError, ModuleNotFoundError) as error:  # missing data is reported in one line
         failure.refuse(error)
     try:
-        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout)
+        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout, out)
         notes = _resume(trainer, resume, out, resume_changed)
         trainer.prepare(dataset, validation)
     except (TypeError, ValueError) as error:
@@ -109,13 +110,17 @@ def train(
     if trainer.world.rank == 0:
         _start_folder(trainer, out, resume, notes)
     an_epoch = num_minibatches(dataset, config.train.minibatch)
-    total = None if an_epoch is None else config.train.epochs * an_epoch
+    totals = [None if an_epoch is None else config.train.most_epochs * an_epoch, config.train.max_steps]
+    total = min((each for each in totals if each is not None), default=None)
     log = _RunLog(trainer, out, total, f"{plan} ({trainer.plan.name})", _continues_own(out, resume))
     trainer.fit(
         dataset,
-        0 if trainer.recorder.has_reached_target else max(0, config.train.epochs - trainer.epoch),
+        0 if trainer.recorder.has_reached_target else max(0, config.train.most_epochs - trainer.epoch),
+        max_steps=config.train.max_steps,
         validation=validation,
+        eval_every=config.train.eval_every,
         shuffle=config.train.shuffle,
+        drop_last=config.train.drop_last,
         on_minibatch=log.note,
         target_accuracy=config.train.target_accuracy,
         target_loss=config.train.target_loss,
@@ -212,7 +217,9 @@ def _trainer(
     plan: str,
     cluster: Path | None,
     hang_timeout: float,
+    out: Path,
 ) -> Trainer:
+    callbacks = [callback.build() for callback in config.callbacks]
     return Trainer(
         model,
         loss=loss,
@@ -234,6 +241,7 @@ def _trainer(
         num_workers=config.data.num_workers,
         hang_timeout=hang_timeout,
         on_nonfinite=config.train.on_nonfinite,
+        callbacks=[*callbacks, *make_loggers(config.log.to, out, config.log.every)],
     )
 
 

@@ -6,7 +6,7 @@ Not known here: stages and plans. Invariant: as in `repetitions`.
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count, islice
 from statistics import mean, median
@@ -83,7 +83,7 @@ def measure_allreduce(
     line = fit.fit_line(limited, max(slope, sent * link.message.seconds_per_byte))
 
     steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
-    cycle = world.bcast(_cycle_milliseconds())
+    cycle = world.bcast(cycle_milliseconds())
     quick = min(1e-3 * min(cycle, QUICK_CYCLE_MILLISECONDS) / 2, max(0.0, line.start_seconds - steps))
     latency = line.start_seconds - quick
     if waited:
@@ -106,14 +106,9 @@ def _reduce(
     sharing: int,
     lanes: Lanes,
 ) -> tuple[list[Timed], list[float], list[list[float]], float]:
-    # Without pauses each all-reduce would wait for the cycle after the one before it, however short it is. So
-    # the pauses are spread evenly over the cycle. A link that lets bursts pass rests in each pause, too.
-    pauses = (rest_seconds + GOLDEN * i % 1 * 1e-3 * QUICK_CYCLE_MILLISECONDS for i in count())
-
-    def pause() -> None:
-        time.sleep(next(pauses))
-
-    with _horovod(group, quick=True) as hvd:
+    pauses = _pauses(rest_seconds)
+    pause = pausing(rest_seconds)
+    with quick_horovod(group) as hvd:
         prepare = partial(_prepared, hvd, lanes)
         timed = by_size(group, [n for n in SIZES_BYTES if n < most_bytes], prepare, pause)
         for num_bytes in (most_bytes, *larger):
@@ -134,7 +129,22 @@ def _reduce(
     return timed, beside, waited, speed
 
 
-def _cycle_milliseconds() -> float:
+def _pauses(rest_seconds: float) -> Iterator[float]:
+    """Return seconds to pause before each collective.
+
+    Without pauses each would wait for the cycle after the one before it, however short it is. So the pauses
+    are spread evenly over the cycle. A link that lets bursts pass rests in each pause, too.
+    """
+    return (rest_seconds + GOLDEN * i % 1 * 1e-3 * QUICK_CYCLE_MILLISECONDS for i in count())
+
+
+def pausing(rest_seconds: float) -> Callable[[], None]:
+    """Return a function that pauses before a collective, as `_pauses`."""
+    pauses = _pauses(rest_seconds)
+    return lambda: time.sleep(next(pauses))
+
+
+def cycle_milliseconds() -> float:
     """Return the cycle of Horovod's thread: the time between two looks for work."""
     return float(os.environ.get(CYCLE_TIME) or QUICK_CYCLE_MILLISECONDS)
 
@@ -148,7 +158,7 @@ def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
             machine. The ranks' cycles begin at different times, and waits of up to two would hide that.
     """
     told = os.environ.get(CYCLE_TIME)
-    if quick and _cycle_milliseconds() > QUICK_CYCLE_MILLISECONDS:
+    if quick and cycle_milliseconds() > QUICK_CYCLE_MILLISECONDS:
         os.environ[CYCLE_TIME] = str(QUICK_CYCLE_MILLISECONDS)
     try:
         hvd = horovod(group)
@@ -157,6 +167,11 @@ def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
             os.environ[CYCLE_TIME] = told
     yield hvd
     hvd.shutdown()
+
+
+def quick_horovod(group: "MPI.Comm") -> AbstractContextManager[Any]:
+    """Run Horovod among the ranks of `group`, with a short cycle."""
+    return _horovod(group, quick=True)
 
 
 def _starter(hvd: Any, lanes: Lanes, num_bytes: int) -> Callable[[], Callable[[], object]]:

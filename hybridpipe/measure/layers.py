@@ -188,16 +188,18 @@ class Rehearsal:
         layers = []
         for i, (name, stage) in enumerate(zip(self.names, self.stages, strict=True)):
             took = {kind: value for (kind, layer), value in seconds.items() if layer == which[i]}
-            batching, observed = microbatch.batching[which[i]], microbatch.layers[i].bytes
+            batching, observed = microbatch.batching[which[i]], microbatch.layers[i]
             layer = _layer_profile(
                 name,
                 took,
                 updates.get(i, updates.get(which[i], 0.0)),
                 batching,
                 _parameter_bytes(stage),
-                observed,
+                observed.bytes,
             )
-            layers.append(replace(layer, split_bytes=microbatch.split_bytes[which[i]]))
+            split, largest = microbatch.split_bytes[which[i]], _largest_bytes(stage)
+            seen = replace(layer, split_bytes=split, workspace_bytes=observed.workspace)
+            layers.append(replace(seen, largest_bytes=largest))
         return Measurement(microbatch.num_samples, tuple(layers))
 
 
@@ -439,6 +441,10 @@ def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_F
 
 def _parameter_bytes(stage: Stage) -> int:
     return total_bytes(p for p in stage.module.parameters() if p.requires_grad)
+
+
+def _largest_bytes(stage: Stage) -> int:
+    return max((p.nbytes for p in stage.module.parameters() if p.requires_grad), default=0)
 
 
 def _measure_updates(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridpipe.measure.allocated import Allocated, allocated
 from hybridpipe.model.tensors import (
     TensorTree,
     Tree,
@@ -37,12 +38,15 @@ class Observed(NamedTuple):
         form: of the microbatch, as the layer has told it.
         received: what the layer before passed on, as leaves; None for the first layer.
         gradients: of its outputs; empty for the last layer.
+        workspace: bytes that its passes have for a moment, besides what they keep, their inputs, and the
+            gradients of its parameters; None where that could not be seen.
     """
 
     form: int
     received: TensorTree | None
     gradients: tuple[Tensor | None, ...]
     bytes: LayerBytes
+    workspace: int | None = None
 
 
 def observe(
@@ -59,6 +63,8 @@ def observe(
         for tensor in (*stage.module.parameters(), *stage.module.buffers(), *stage.copy_weights())
     }
     counting = [0]
+    for stage in stages:
+        stage.module.zero_grad(set_to_none=True)
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -75,7 +81,8 @@ def observe(
         before = copied(value)  # as it is before the layer, which may work in place
         counting.append(0)
         crossing: tuple[Tensor, ...] = ()  # no layer follows the loss
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, allocated(stage.device) as seen:
             if stage.loss is None:
                 outputs = stage.forward(0, value, step=0, inputs=given, form=form)
                 value = _leaves(outputs)
@@ -85,11 +92,15 @@ def observe(
         sent_bytes = stage.layers.precision.sent_bytes
         passed_on = sent_bytes(crossing)
         returned = sent_bytes(tensor for tensor in crossing if tensor.requires_grad)
-        found.append(Observed(form, before, (), LayerBytes(counting[-1], passed_on, returned)))
+        of_layer = LayerBytes(counting[-1], passed_on, returned)
+        found.append(Observed(form, before, (), of_layer, seen.passing))
+    kept.clear()  # backwards free what is kept as they come to it
     gradients: tuple[Tensor | None, ...] = ()
     for i, stage in reversed(list(enumerate(stages))):
         found[i] = found[i]._replace(gradients=gradients)
-        gradients = stage.backward(0, gradients)
+        with allocated(stage.device) as seen:
+            gradients = stage.backward(0, gradients)
+        found[i] = found[i]._replace(workspace=_workspace(found[i], stage, seen))
         if not keep_gradients:
             stage.module.zero_grad(set_to_none=True)
     return found
@@ -114,6 +125,14 @@ def stand_ins(stages: Sequence[Stage], sizes: Sequence[Sequence[Observed]]) -> l
 def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all tensors' elements."""
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _workspace(found: Observed, stage: Stage, backward: Allocated) -> int | None:
+    """Return a layer's workspace, by what was seen of its forward and its backward."""
+    if found.workspace is None or backward.most is None:
+        return None
+    gradients = total_bytes(p.grad for p in stage.module.parameters() if p.grad is not None)
+    return max(0, found.workspace, backward.most - gradients)
 
 
 def _facts(layer: Observed) -> Any:

@@ -18,6 +18,7 @@ from hybridpipe.measure.computing import measure_computing
 from hybridpipe.measure.links import Link, measure_link, measure_wakeups
 from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.measure.repetitions import OpenTransport, Unit, Work, default_work
+from hybridpipe.measure.sharding import measure_sharding
 from hybridpipe.planning.cluster import Cluster, Collective, Level
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def probe(
     """Measure the machines behind `world`, as training uses them. Collective.
 
     Messages go through the transport of training, alone and several at once. Horovod's all-reduce is timed by
-    size, and beside a computation. The ranks of a machine, or of a GPU, compute alone and together.
+    size, and beside a computation; its reduce-scatter and MPI's all-gather by size. The ranks of a machine,
+    or of a GPU, compute alone and together.
 
     Args:
         work: computes one unit of the ranks' work, and returns when it is done, to measure how computing
@@ -75,12 +77,16 @@ def probe(
         for unit, link in zip(levels, links, strict=True)
     ]
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
+    sharing = [
+        measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes)
+        for unit, link, allreduce in zip(levels, links, reduced, strict=True)
+    ]
     computing = computing.or_more(measure_now())
     wakeups: tuple[float, ...] = ()  # a GPU goes on computing while its host wakes up
     if lanes.on_host:
         wakeups = measure_wakeups(world, computing.sharing, computing.speeds, open_transport)
     return Cluster(
-        levels=tuple(map(_level, levels, links, reduced)),
+        levels=tuple(map(_level, levels, links, reduced, sharing)),
         memory_bytes=bytes_for_stages(memory_of_ranks(world, device)),
         relative_speed=computing.relative_speed,
         node_ranks=per_processor,
@@ -93,7 +99,7 @@ def probe(
     )
 
 
-def _level(unit: Unit, link: Link, allreduce: Collective) -> Level:
+def _level(unit: Unit, link: Link, allreduce: Collective, sharing: tuple[Collective, Collective]) -> Level:
     return Level(
         unit.name,
         unit.ranks,
@@ -103,6 +109,8 @@ def _level(unit: Unit, link: Link, allreduce: Collective) -> Level:
         allreduce=allreduce,
         burst_bytes=link.burst_bytes,
         fit_error=link.message.error,
+        reduce_scatter=sharing[0],
+        all_gather=sharing[1],
     )
 
 

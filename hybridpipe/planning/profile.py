@@ -72,6 +72,9 @@ class LayerProfile:
         joined: the joint computation of weight gradients for several microbatches. None: there is none.
         split_bytes: bytes that one microbatch keeps between the halves of a split backward: what weight
             gradients are computed from. None: all that it kept until then.
+        workspace_bytes: bytes that a pass has for a moment, besides what it keeps, the layer's inputs and
+            gradients. None: not measured, and nothing is counted.
+        largest_bytes: the largest trainable parameter. None: all of them as one.
     """
 
     name: str
@@ -87,13 +90,15 @@ class LayerProfile:
     accumulate_seconds: float = 0.0
     joined: JoinedProducts | None = None
     split_bytes: int | None = None
+    workspace_bytes: int | None = None
+    largest_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds"):
             non_negative(name, getattr(self, name))
         for name in ("parameter_bytes", "output_bytes", "activation_bytes"):
             non_negative_int(name, getattr(self, name))
-        for name in ("gradient_bytes", "split_bytes"):
+        for name in ("gradient_bytes", "split_bytes", "workspace_bytes", "largest_bytes"):
             if getattr(self, name) is not None:
                 non_negative_int(name, getattr(self, name))
         for name in ("weight_seconds", "input_seconds"):
@@ -144,6 +149,23 @@ class LayerProfile:
         if self.joined is None or not TRAITS[schedule].batches_wgrad:
             return 0
         return self.joined.kept_bytes * min(num_microbatches, self.joined.microbatches)
+
+    def workspace(self, schedule: str, num_microbatches: int) -> int:
+        """Return the most bytes that a pass has for a moment, in an update of `num_microbatches`.
+
+        A gradient that is added to another is there until then; rows of a batched product are put together.
+        """
+        if self.workspace_bytes is None:
+            return 0
+        if num_microbatches == 1:
+            return self.workspace_bytes
+        rows = self.kept(schedule, num_microbatches)
+        return self.workspace_bytes + (rows or self.largest_parameter_bytes)
+
+    @property
+    def largest_parameter_bytes(self) -> int:
+        """Bytes of the largest trainable parameter; where it is not known, of all of them."""
+        return self.parameter_bytes if self.largest_bytes is None else self.largest_bytes
 
     @property
     def returned_bytes(self) -> int:
@@ -335,6 +357,7 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
             output_bytes=round(high.output_bytes * factor),
             gradient_bytes=num_bytes(high.gradient_bytes),
             split_bytes=num_bytes(high.split_bytes),
+            workspace_bytes=num_bytes(high.workspace_bytes),
             activation_bytes=round(high.activation_bytes * factor),
         )
 

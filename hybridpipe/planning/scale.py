@@ -34,7 +34,9 @@ def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
         activation_bytes=round(layer.activation_bytes / scale),
         gradient_bytes=None if returned is None else round(returned / scale),
         split_bytes=None if split is None else round(split / scale),
-        joined=None,  # a replay sleeps instead of computing: it neither joins products nor accumulates
+        workspace_bytes=None,  # a replay sleeps instead of computing: it needs no memory for that,
+        largest_bytes=round(layer.largest_parameter_bytes / scale),
+        joined=None,  # neither joins products nor accumulates
         accumulate_seconds=0.0,
     )
 

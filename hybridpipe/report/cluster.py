@@ -50,6 +50,8 @@ def _row(level: Level) -> dict[str, str]:
         "its latency": duration(reduced.latency_seconds) if reduced else "-",
         "and wait": duration(reduced.wait_seconds) if reduced else "-",
         "its fit": _error(reduced.fit_error) if reduced else "-",
+        "reduce-scatter": _bandwidth(level.reduce_scatter.bandwidth) if level.reduce_scatter else "-",
+        "all-gather": _bandwidth(level.all_gather.bandwidth) if level.all_gather else "-",
     }
 
 

@@ -40,6 +40,26 @@ print("so far", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 """
 
+UNDER_A_SUPERVISOR = """
+import os, signal
+from pathlib import Path
+from hybridpipe.health import exit_report, preemption
+told = Path(os.environ["HYBRIDPIPE_OUTCOMES"])
+assert exit_report.num_up(told) == 0
+with preemption.listening():
+    assert exit_report.num_up(told) == 1
+os.kill(os.getpid(), signal.SIGUSR1)  # a script evaluates what it has trained
+os.kill(os.getpid(), signal.SIGTERM)
+assert not preemption.state.stop_requested
+if not (child := os.fork()):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+with preemption.listening():
+    assert preemption.state.stop_requested
+print("to the end")
+"""
+
 STOPPING = """
 import atexit, sys
 from hybridpipe.health import preemption
@@ -53,8 +73,14 @@ except preemption.Preempted as stopped:
 """
 
 
-def run(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+def run(program, **env):
+    command, env = [sys.executable, "-c", program], {**os.environ, **env}
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=env)
+
+
+def test_under_a_supervisor_a_signal_after_training_ends_nothing(tmp_path):
+    done = run(UNDER_A_SUPERVISOR, HYBRIDPIPE_OUTCOMES=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "to the end\n"), done.stderr
 
 
 def test_signals_are_noted_on_any_thread_and_kept_for_whoever_listens_next():

@@ -190,6 +190,43 @@ def test_asked_to_stop_when_a_rank_is_lost_it_says_whether_it_can_go_on(launch, 
     assert nobody_is_left(out)
 
 
+LOST_ONCE = "import os; os.environ['HYBRIDPIPE_ATTEMPT'] == '0' and os.kill(os.getpid(), 9)"
+
+
+def command(*words, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun", "--ranks", "2", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "program, code, last",
+    [
+        (LOST_ONCE, 0, "done after 2 attempts"),
+        ("import gone", 1, "(the same error came before any rank was up twice in a row)"),
+    ],
+)
+def test_a_program_that_saves_nothing_is_started_anew_and_that_is_told(tmp_path, program, code, last):
+    process = command("--max-restarts", "3", "--", "python", "-c", program, cwd=tmp_path)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code and last in err.splitlines()[-1], err
+    anew = 'restarting from its beginning: a script resumes with fit(checkpoint=..., resume="auto")'
+    assert err.count(anew) == 1 and not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_ends_a_program_that_never_listens_at_once(tmp_path):
+    """It waited for half of the deadline, 50 s, for ranks to handle signals."""
+    program = "import time; print('here', flush=True); time.sleep(600)"
+    restored = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    process = command("--deadline", "900", "--", "python", "-c", program, cwd=tmp_path, preexec_fn=restored)
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "before its ranks were up, as a script's are in fit(checkpoint=...)" in err.splitlines()[-1], err
+
+
 def test_after_the_deadline_nobody_is_left(launch):
     """Ranks that ignore every signal, and a process of theirs in a session of its own."""
     process = launch("deaf", restarts=3, deadline=1.5)

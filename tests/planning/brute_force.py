@@ -318,7 +318,13 @@ def limited_instance(seed):
     schedule = draw.choice(["1f1b", "1f1b", "1f1b", "gpipe", "pipedream", "pipedream-2bw"])
     count = 1 if schedule == "pipedream" else draw.choice([2, 3, 4, 8, 16, 17])
     layers = tuple(
-        replace(one, parameter_bytes=draw.randint(0, 10**7), activation_bytes=draw.randint(0, 2 * 10**7))
+        replace(
+            one,
+            parameter_bytes=draw.randint(0, 10**7),
+            activation_bytes=draw.randint(0, 2 * 10**7),
+            workspace_bytes=draw.choice([None, draw.randint(0, 3 * 10**7)]),
+            largest_bytes=draw.choice([None, draw.randint(0, 10**7)]),
+        )
         for one in profile.layers
     )
     levels = tuple(replace(level, bandwidth=100 * level.bandwidth) for level in cluster.levels)

@@ -20,6 +20,7 @@ from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.graph.pipedream_format import parse_graph
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.schedules.registry import SCHEDULES
 from hybridpipe.planning.search.anneal import anneal
 from hybridpipe.planning.search.search import NoPlanFits, fits
@@ -218,6 +219,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["--schedule=gpipe"],
             ["--schedule=pipedream"],
             ["--recompute"],
+            ["--zero=auto"],
+            ["--zero=2", "--recompute"],
             ["--search=20"],
             ["--minibatch=64"],
         ]
@@ -334,12 +337,13 @@ def clusters(draw: st.DrawFn) -> Cluster:
     ranks = inner * units
     shared = draw(st.none() | RATES)
     figures = draw(st.none() | st.builds(Collective, RATES, TIMES))
+    gathers = st.none() | st.builds(Collective, RATES, TIMES)
     each = st.lists(SIZES, min_size=ranks, max_size=ranks).map(tuple)
     speeds = st.lists(FACTORS, min_size=ranks, max_size=ranks).map(tuple)
     return Cluster(
         (
             Level("in", inner, draw(RATES), draw(TIMES)),
-            Level("out", ranks, draw(RATES), draw(TIMES), shared, figures),
+            Level("out", ranks, draw(RATES), draw(TIMES), shared, figures, all_gather=draw(gathers)),
         ),
         memory_bytes=draw(st.none() | SIZES | each),
         relative_speed=draw(st.none() | speeds),
@@ -358,20 +362,22 @@ def clusters(draw: st.DrawFn) -> Cluster:
     num_microbatches=st.sampled_from([1, 2, 7, 1000, 2**62]),
     schedule=st.sampled_from(SCHEDULES),
     recompute=st.booleans(),
+    zero=st.sampled_from([0, AUTO]),
 )
 @FUZZ
-def test_extremes_give_finite_plans(profile, cluster, num_microbatches, schedule, recompute):
+def test_extremes_give_finite_plans(profile, cluster, num_microbatches, schedule, recompute, zero):
     count = 1 if schedule == "pipedream" else num_microbatches
     with watched():
         try:
-            found = search(profile, cluster, count, schedule=schedule, recompute=recompute)
+            found = search(profile, cluster, count, schedule=schedule, recompute=recompute, zero=zero)
         except ValueError as error:
             assert isinstance(error, NoPlanFits) or "\n" not in str(error)
             return
-        again = search(profile, cluster, count, schedule=schedule, recompute=recompute)
-        best = anneal(found[0].plan, profile, cluster, evaluations=10, recompute=recompute)
+        again = search(profile, cluster, count, schedule=schedule, recompute=recompute, zero=zero)
+        ways = PlanRequest(schedule, recompute=recompute, zero=zero).variants
+        best = anneal(found[0].plan, profile, cluster, evaluations=10, variants=ways)
         assert again == found
-        assert best == anneal(found[0].plan, profile, cluster, evaluations=10, recompute=recompute)
+        assert best == anneal(found[0].plan, profile, cluster, evaluations=10, variants=ways)
         for plan in (found[0].plan, found[-1].plan, best):
             assert fits(plan, profile if plan.num_microbatches == count else profile.scaled_to(2), cluster)
             predicted = plan.predicted

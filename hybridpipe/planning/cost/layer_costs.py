@@ -147,9 +147,9 @@ class LayerCosts:
         self._of_update: dict[tuple[str, int], Floats] = {}
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
-        self.largest = self.parameters  # of single layers
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
         self.split = np.array([layer.split_bytes for layer in layers], dtype=np.float64)  # NaN: not known
+        self.largest = np.array([layer.largest_parameter_bytes for layer in layers], dtype=np.float64)
         self.output = np.array([0.0, *(layer.output_bytes for layer in layers)])
         self.returned = np.array([0.0, *(layer.returned_bytes for layer in layers)])
         self.edges = np.arange(len(layers) + 1)
@@ -347,6 +347,7 @@ class LayerCosts:
     def memory(self, kind: StageKind, width: int, variant: Variant = PLAINLY) -> Floats:
         """Return `memory.peak_memory_bytes` of all stages; whole numbers, exact up to 2^53 bytes."""
         zero = variant.zero if kind.replicas > 1 else 0
+        rounds = 1 if zero == 2 else self.per_update(kind.replicas)
         inside, received = (
             self.between("activations", width) + self.ends(self.output, width),
             self.output[:-1],
@@ -357,13 +358,14 @@ class LayerCosts:
             inside=inside,
             received=received,
             sent=self.ends(np.append(self.output[:-1], 0.0), width),
-            kept=self.between("kept", width, 1 if zero == 2 else self.per_update(kind.replicas)),
+            kept=self.between("kept", width, rounds),
             state_factor=self.state_factor,
             recompute=variant.recompute,
             split=np.where(np.isnan(split), received + inside, split),
             zero=zero,
             replicas=kind.replicas,
-            largest=self.largest_of(width) if zero == 2 else np.zeros(1),
+            workspace=self.workspace(width, rounds),
+            largest=_most(self.largest, width),
         )
         versions = self.request.traits.num_versions(kind.in_flight)
         own = ceil_div(self.num_microbatches, kind.replicas)
@@ -371,6 +373,14 @@ class LayerCosts:
         late = min(lag, own - kind.in_flight)
         peak = stage.peak(kind.replicas, versions, kind.in_flight, late, min(lag, own - 1))
         return peak if kind.in_flight <= (kind.most_held or kind.in_flight) else peak + math.inf
+
+    def workspace(self, width: int, rounds: int) -> Floats:
+        """Return `memory.workspace_bytes` of the d+1 layers from i on, at `[d, i]`."""
+        single, schedule = self._layers, self.request.schedule
+        done = np.cumsum([0.0, *(layer.activation_bytes for layer in single)])  # whole numbers, exact
+        tops = np.array([layer.workspace(schedule, rounds) for layer in single]) + done[1:]
+        tops = np.maximum.reduceat(tops, self.edges[:-1])
+        return np.maximum(_most(tops, width) - self.ends(done[self.edges], width), 0.0)
 
     def between(self, name: str, width: int, rounds: int = 0) -> Floats:
         """Return the sum over the d+1 layers from i on, at `[d, i]`, without differences of large sums.
@@ -385,13 +395,14 @@ class LayerCosts:
             self.sums[key] = np.cumsum(sliding_window_view(padded, len(layers)), axis=0)
         return self.sums[key][:width]
 
-    def largest_of(self, width: int) -> Floats:
-        """Return the parameters of the largest of the d+1 layers from i on, at `[d, i]`."""
-        padded = np.concatenate([self.largest, np.zeros(width - 1)])
-        windows = sliding_window_view(padded, len(self.largest))
-        return np.maximum.accumulate(windows, axis=0)
-
     def ends(self, edges: Floats, width: int) -> Floats:
         """Return the figure of the edge behind the d+1 layers from i on, at `[d, i]`."""
         padded = np.concatenate([edges[1:], np.zeros(width - 1)])
         return sliding_window_view(padded, len(edges) - 1)
+
+
+def _most(layers: Floats, width: int) -> Floats:
+    """Return the largest figure of the d+1 layers from i on, at `[d, i]`."""
+    padded = np.concatenate([layers, np.zeros(width - 1)])
+    most: Floats = np.maximum.accumulate(sliding_window_view(padded, len(layers)), axis=0)
+    return most

@@ -1,7 +1,7 @@
 """Memory: the bytes that a rank holds under a plan, at its peak and over time.
 
-    weights x versions + gradients + optimizer state + Horovod's buffer
-    + microbatches stashed x (received input + activations + output) + messages
+    weights x versions + gradients + optimizer state + all-reduce
+    + microbatches stashed x (received input + activations + output) + workspace + messages
 
 Summed over the stages that the rank holds; a parameter that several of them use counts once. A synchronous
 schedule has one version of the weights. PipeDream has one for each microbatch in flight (SOSP 2019, section
@@ -41,8 +41,8 @@ from hybridpipe.planning.timeline import Event, Timeline
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
 
-# The largest fusion buffer, into which Horovod copies gradients; `optim.gradient_sync` may allow less.
-FUSION_BYTES = 128 * 2**20
+# The largest fusion buffer, into which Horovod copies small gradients (`optim.gradient_sync` sets it).
+FUSION_BYTES = BUCKET_BYTES
 
 # Buckets whose gradients are whole where replicas share out gradients: two being reduced, one being filled.
 IN_FLIGHT_BUCKETS = 3
@@ -62,8 +62,9 @@ class StageMemory(NamedTuple):
         parameters: one version of the weights.
         resident: weights, gradients, inputs kept for deferred products, the optimizer's state, and messages.
         stash: bytes that each microbatch keeps from its forward on.
-        working: further bytes that it keeps during its backward.
+        working: further bytes that it has during its backward.
         split: bytes that it keeps between the halves of a split backward.
+        largest: the largest parameter.
     """
 
     parameters: Floats
@@ -71,6 +72,7 @@ class StageMemory(NamedTuple):
     stash: Floats
     working: Floats
     split: Floats
+    largest: Floats
 
     def peak(
         self,
@@ -91,7 +93,7 @@ class StageMemory(NamedTuple):
         if np.any(self.split):
             later = (in_flight + late - lag) * self.stash + lag * self.split
             held = np.maximum(held, later + np.maximum(self.working, self.split - self.stash))
-        peak: Floats = self.resident + _fusion_bytes(self.parameters, replicas)
+        peak: Floats = self.resident + _reduction_bytes(self.parameters, self.largest, replicas)
         return peak + (versions - 1) * self.parameters + held
 
 
@@ -107,6 +109,7 @@ def stage_memory(
     split: Floats | float = 0.0,
     zero: Ints | int = 0,
     replicas: Ints | int = 1,
+    workspace: Floats | float = 0.0,
     largest: Floats | float = 0.0,
 ) -> StageMemory:
     """Return the memory of stages; all arrays, of bytes, broadcast against each other.
@@ -121,7 +124,8 @@ def stage_memory(
             parameters, one sent and one received for each other group of ranks.
         split: of a microbatch between the halves of a split backward.
         zero: what replicas share out (`Plan.zero_of`).
-        largest: parameters of the stage's largest layer.
+        workspace: what passes have for a moment, beyond the stash (`workspace_bytes`).
+        largest: the largest parameter.
     """
     updating, adding = (np.where(np.greater_equal(zero, least), replicas, 1) for least in (1, 2))
     whole = np.minimum(parameters, IN_FLIGHT_BUCKETS * np.maximum(largest, BUCKET_BYTES))
@@ -131,14 +135,33 @@ def stage_memory(
         parameters,
         np.rint(parameters * (1 + state_factor / updating) + gradients) + kept + messages,
         np.where(recompute, received, received + inside),
-        np.where(recompute, inside, 0.0),
+        np.where(recompute, inside, 0.0) + workspace,
         np.asarray(split, dtype=np.float64),
+        np.asarray(largest, dtype=np.float64),
     )
 
 
-def _fusion_bytes(parameters: Floats, replicas: Ints | int) -> Floats:
-    """Return the size of Horovod's buffer on a rank with `parameters` bytes of weights."""
-    return np.minimum(parameters, FUSION_BYTES) * (np.asarray(replicas) > 1)
+def _reduction_bytes(parameters: Floats, largest: Floats, replicas: Ints | int) -> Floats:
+    """Return what an all-reduce takes: Horovod's buffer, and MPI's room for what arrives.
+
+    A parameter larger than the buffer is reduced by itself. MPI has room for all of it between two ranks, and
+    in a ring of m for two parts of m.
+    """
+    most = np.maximum(largest, np.minimum(parameters, FUSION_BYTES))
+    room = np.rint(2 * most / np.maximum(replicas, 2))
+    return (np.minimum(parameters, FUSION_BYTES) + room) * (np.asarray(replicas) > 1)
+
+
+def workspace_bytes(layers: Sequence[LayerProfile], schedule: str, num_microbatches: int) -> int:
+    """Return the most bytes that a stage has for a moment in an update, beyond its stash.
+
+    In a layer's backward what the later layers had kept is free already.
+    """
+    most = freed = 0
+    for layer in reversed(layers):
+        most = max(most, layer.workspace(schedule, num_microbatches) - freed)
+        freed += layer.activation_bytes
+    return most
 
 
 def peak_memory_bytes(profile: ModelProfile, plan: Plan) -> tuple[int, ...]:
@@ -163,11 +186,11 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
     for s in numbers:
         stage = plan.stages[s]
         layers = profile.layers[stage.start : stage.stop]
-        zero, counted = plan.zero_of(s), counted_bytes(profile, plan, s)
+        zero = plan.zero_of(s)
         rounds = 1 if zero == 2 else per_update(plan.schedule, plan.num_microbatches, stage.replicas)
         rows.append(
             (
-                sum(counted),
+                sum(counted_bytes(profile, plan, s)),
                 sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes,
                 profile.layers[stage.start - 1].output_bytes if stage.start else 0,
                 layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
@@ -175,11 +198,12 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
                 _split_bytes(layers) if plan.traits.splits_backward else math.nan,
                 zero,
                 stage.replicas,
-                max(counted),
+                workspace_bytes(layers, plan.schedule, rounds),
+                max(layer.largest_parameter_bytes for layer in layers),
             )
         )
-    parameters, inside, received, sent, kept, split, *shared_out = np.array(rows, dtype=np.float64).T
-    zero, replicas, largest = shared_out
+    parameters, inside, received, sent, kept, split, *others = np.array(rows, dtype=np.float64).T
+    zero, replicas, workspace, largest = others
     return stage_memory(
         parameters=parameters,
         inside=inside,
@@ -191,6 +215,7 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
         split=np.where(np.isnan(split), received + inside, split),
         zero=zero.astype(np.intp),
         replicas=replicas.astype(np.intp),
+        workspace=workspace,
         largest=largest,
     )
 
@@ -210,7 +235,8 @@ def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> int:
 
 def _resident(stages: StageMemory, replicas: int) -> float:
     """Return the bytes that a rank with these stages always holds."""
-    return float(stages.resident.sum() + _fusion_bytes(stages.parameters.sum(), replicas))
+    reduction = _reduction_bytes(stages.parameters.sum(), stages.largest.max(), replicas)
+    return float(stages.resident.sum() + reduction)
 
 
 def _most_held(plan: Plan) -> tuple[list[int], list[int], list[int]]:

@@ -30,13 +30,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cluster import PARTS_SENT, Cluster
 from hybridpipe.planning.cost.estimate import estimates
 from hybridpipe.planning.cost.formula import (
     StageCost,
     compute_share,
     measured_speed,
     plan_terms,
+    reduction_of,
     stage_costs,
     stage_speed,
 )
@@ -121,9 +122,11 @@ class _Rounds:
         if self.held == 2:
             in_the_way += np.maximum(most_messages * self.returned_bytes / bandwidth - rest, 0.0)
 
-        seconds_per_byte = self.cluster.ring(ranks).seconds_per_byte
+        reduction = reduction_of(self.plan, 0)
+        seconds_per_byte = self.cluster.ring(ranks, reduction).seconds_per_byte
         alone = seconds_per_byte * sum(bucket.num_bytes for bucket in self.cost.buckets)
-        rate = min(2 * (self.m - 1) / self.m / seconds_per_byte, bandwidth)  # as in `resources.Machines.ring`
+        sent = 2 * (self.m - 1) / self.m * PARTS_SENT[reduction]
+        rate = min(sent / seconds_per_byte, bandwidth)  # as in `resources.Machines.ring`
         share = min(1.0, bandwidth / 2 / rate)
         return rest + float(np.mean(np.minimum(alone / share, alone + in_the_way * (1 - share))))
 

@@ -25,9 +25,9 @@ from tests.planning.helpers import free, layer, model, plan
 @pytest.mark.parametrize(
     "schedule, expected",
     [
-        # weights, gradients, state, Horovod's buffer where replicated; input, activations, output
-        ("1f1b", [100 * 4 + 100 + 2 * (3 + 7), 100 * 4 + 100 + 2 * (3 + 7), 10 * 4 + 1 * (7 + 5 + 1)]),
-        ("gpipe", [100 * 4 + 100 + 4 * (3 + 7), 100 * 4 + 100 + 4 * (3 + 7), 10 * 4 + 8 * (7 + 5 + 1)]),
+        # weights, gradients, state; Horovod's and MPI's where replicated; input, activations, output
+        ("1f1b", [100 * 4 + 200 + 2 * (3 + 7), 100 * 4 + 200 + 2 * (3 + 7), 10 * 4 + 1 * (7 + 5 + 1)]),
+        ("gpipe", [100 * 4 + 200 + 4 * (3 + 7), 100 * 4 + 200 + 4 * (3 + 7), 10 * 4 + 8 * (7 + 5 + 1)]),
     ],
 )
 def test_peak_memory_of_2_1(schedule, expected):
@@ -40,10 +40,29 @@ def test_peak_memory_of_2_1(schedule, expected):
     assert peak_memory_bytes(profile, plan([2, 1], 8, schedule)) == tuple(each + 4 * 7 for each in expected)
 
 
-def test_the_fusion_buffer_is_limited():
-    profile = model(layer(parameters=2 * FUSION_BYTES))
-    alone, replicated = (peak_memory_bytes(profile, plan([m], m))[0] for m in (1, 2))
-    assert replicated - alone == FUSION_BYTES
+@pytest.mark.parametrize("replicas, room", [(2, 6 * FUSION_BYTES), (3, 4 * FUSION_BYTES)])
+def test_an_all_reduce_takes_a_buffer_and_room_for_the_largest_parameter(replicas, room):
+    """Of 6 buffers' size: two ranks exchange it whole, in a ring of three there are two thirds of it."""
+    profile = model(replace(layer(parameters=9 * FUSION_BYTES), largest_bytes=6 * FUSION_BYTES))
+    alone, replicated = (peak_memory_bytes(profile, plan([m], m))[0] for m in (1, replicas))
+    assert replicated - alone == FUSION_BYTES + room
+
+
+def test_what_a_pass_needs_for_a_moment_counts_less_what_later_layers_have_freed():
+    """Each of two layers keeps 5: the first has 9 more in its backward, when the last one's 5 are free."""
+    layers = [replace(layer(activation=5), workspace_bytes=needed) for needed in (9, 1)]
+    made = Plan((StageSpec(0, 2),), "gpipe", 3)
+    assert peak_memory_bytes(model(*layers), made) == (3 * 10 + 9 - 5,)
+    assert peak_memory_bytes(model(*layers[::-1]), made) == (3 * 10 + 9,)
+
+
+def test_a_gradient_is_there_twice_while_it_is_added_to_those_of_earlier_microbatches():
+    measured = replace(layer(parameters=100), workspace_bytes=7, largest_bytes=60)
+    once, often = (peak_memory_bytes(model(measured), plan([1], count))[0] for count in (1, 2))
+    assert (once, often) == (2 * 100 + 7, 2 * 100 + 7 + 60)
+    # one product of both microbatches needs no gradients of each, but their rows in one piece
+    batched = replace(measured, joined=JoinedProducts(1.0, 1.0, 1.0, microbatches=4, kept_bytes=5))
+    assert peak_memory_bytes(model(batched), plan([1], 2)) == (2 * 100 + 2 * 5 + 7 + 2 * 5,)
 
 
 def test_recomputation_keeps_the_input_only():
@@ -131,7 +150,7 @@ def test_a_rank_that_holds_several_stages_holds_what_they_hold():
 def test_ranks_that_hold_several_stages_have_one_fusion_buffer():
     profile = model(*[layer(parameters=FUSION_BYTES)] * 4)
     made = plan([2, 2], 2, "interleaved-1f1b", chunks=2)
-    assert peak_memory_bytes(profile, made) == (5 * FUSION_BYTES,) * 4
+    assert peak_memory_bytes(profile, made) == (4 * FUSION_BYTES + 2 * FUSION_BYTES,) * 4
 
 
 # Versions
