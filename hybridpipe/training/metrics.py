@@ -10,14 +10,18 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
+
 from hybridpipe.device import peak_memory_bytes
 from hybridpipe.engine.worker import Worker
 from hybridpipe.environment.memory_limits import RankMemory
+from hybridpipe.optim.update import Made
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.timeline import COMPUTE, Event, Spent, Timeline
 
 # The first minibatches exchange shapes and warm up caches. They count for losses, not for speeds.
 WARM_UP = 3
+_NOT_MADE = Made()
 KEPT = 64  # updates whose events are kept
 
 
@@ -31,6 +35,9 @@ class MinibatchRecord:
         loss: the minibatch's loss.
         num_samples: its samples.
         seconds: time on this rank since the minibatch before.
+        learning_rate: in this rank's first parameter group; None without one.
+        gradient_norm: norm of the whole model's gradient before clipping; None without `clip_grad_norm`, or
+            where the update was skipped.
     """
 
     step: int
@@ -38,6 +45,8 @@ class MinibatchRecord:
     loss: float
     num_samples: int
     seconds: float
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,7 @@ class Recorder:
         self._kept: deque[_Kept] = deque(maxlen=KEPT)  # for timelines
         self.metrics: dict[str, float] = {}
         self._memory = RankMemory(0)
+        self._start_peak = 0
         self.training_seconds = 0.0  # of complete epochs, without evaluation
         self._target: tuple[int, float] | None = None
         self._before = Past()
@@ -150,6 +160,10 @@ class Recorder:
         """Record the rank's memory before training, which belongs to no stage, and its limit."""
         self._memory = memory
 
+    def end_start(self, device: torch.device) -> None:
+        """Record the peak until now: of imports, measuring, and making or loading the weights."""
+        self._start_peak = peak_memory_bytes(device)
+
     def keep(self, events: list[Event], seconds: float, full: bool, num_minibatches: int = 1) -> None:
         """Record an update's events and the seconds since the last update; short minibatches are left out."""
         if full and num_minibatches:
@@ -157,15 +171,18 @@ class Recorder:
             busy = sum(end - start for instruction, start, end in events if isinstance(instruction, COMPUTE))
             self._busy_seconds.append(busy / num_minibatches)
 
-    def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
+    def note(
+        self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool, made: Made = _NOT_MADE
+    ) -> MinibatchRecord:
         """Record a finished minibatch, and return its record.
 
         Args:
             seconds: time on this rank since the minibatch before.
             full: False for a short minibatch, which does not count for the speed.
+            made: figures of its update.
         """
         step = self._before.minibatches + len(self.records)
-        record = MinibatchRecord(step, epoch, loss, num_samples, seconds)
+        record = MinibatchRecord(step, epoch, loss, num_samples, seconds, *made)
         self.records.append(record)
         if full:
             self._full_seconds.append(seconds)
@@ -196,11 +213,13 @@ class Recorder:
                 "busy": statistics.median(busy) if busy else 0.0,
                 "full": statistics.median(full) if full else 0.0,
                 "memory": peak_memory_bytes(worker.device),
+                "start": self._start_peak,
                 "before": self._memory.held_bytes,
                 "limit": self._memory.limit_bytes,
                 "origin": self._memory.origin,
                 "p2p": worker.executor.bytes_sent,
                 "allreduced": worker.executor.bytes_reduced,
+                "gathered": worker.executor.bytes_gathered,
                 "left_out": worker.executor.num_skipped,
             }
         )
@@ -225,12 +244,14 @@ class Recorder:
             "epochs_to_target": self._target and self._target[0],
             "seconds_to_target": self._target and self._target[1],
             "peak_memory_bytes": [note["memory"] for note in notes],
+            "start_peak_memory_bytes": [note["start"] for note in notes],
             "memory_before_bytes": [note["before"] for note in notes],
             "memory_limit_bytes": [note["limit"] for note in notes],
             "memory_limit_origin": [note["origin"] for note in notes],
             "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
+            "bytes_gathered": sum(note["gathered"] for note in notes),
             "updates_left_out": max(note["left_out"] for note in notes),
             "minibatches": past.minibatches,
         }
