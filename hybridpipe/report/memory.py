@@ -6,7 +6,7 @@ follows from.
 
 from collections.abc import Iterator, Sequence
 
-from hybridpipe.environment.memory_limits import RankMemory
+from hybridpipe.environment.memory_limits import RESERVE, RankMemory
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.units import size
 from hybridpipe.report.tables import Row, table
@@ -39,11 +39,12 @@ def misfit(plan: Plan, ranks: Sequence[RankMemory]) -> str | None:
 
 def least_left(ranks: Sequence[RankMemory]) -> str:
     """Return a line about the rank that has least for its stage, all of which are limited."""
-    rank = min(range(len(ranks)), key=lambda rank: ranks[rank].left_bytes or 0)
+    rank = min(range(len(ranks)), key=lambda rank: ranks[rank].stage_bytes or 0)
     memory = ranks[rank]
     return (
-        f"rank {rank} has {size(memory.left_bytes or 0)} for its stage: its limit is "
-        f"{size(memory.limit_bytes or 0)} ({memory.origin}), and its process has {size(memory.held_bytes)}"
+        f"rank {rank} has {size(memory.stage_bytes or 0)} for its stage: its limit is "
+        f"{size(memory.limit_bytes or 0)} ({memory.origin}), its process has {size(memory.held_bytes)}, "
+        f"and {RESERVE - 1:.0%} of a prediction are kept for its errors"
     )
 
 

@@ -17,7 +17,7 @@ def test_no_plan_is_made_beyond_a_given_limit(make, plan):
     with pytest.raises(NoPlanFits, match="no plan fits into memory") as caught:
         trainer.train_step(*data(8)[:])
     told = str(caught.value).splitlines()[-1]
-    assert told.startswith("rank 0 has 0 B for its stage: its limit is 1 MB (given), and its process has ")
+    assert told.startswith("rank 0 has 0 B for its stage: its limit is 1 MB (given), its process has ")
 
 
 def test_a_given_plan_beyond_a_given_limit_is_refused(make):
