@@ -169,7 +169,7 @@ class CheckpointManager:
             or_anew: allow a folder without checkpoints. The same call then resumes after a restart, and the
                 supervisor is told so.
             allow_changed: allow settings that differ from the checkpoint's; the new ones are used.
-            numbers: of tensors on the meta device, which a file of weights then gives.
+            numbers: of tensors on the meta device, which a file of weights, or the checkpoint, then gives.
 
         Returns:
             The checkpoint, if there is one, and lines for the user.
@@ -191,6 +191,8 @@ class CheckpointManager:
             return None, [*found.notes, f"no checkpoint in {source}: training starts anew"]
         where = str(found.path)
         check_model(found, model)
+        if numbers is not None:
+            numbers.unset.clear()  # the checkpoint has them
         for name, value in self._sizes._asdict().items():
             if found.run.get(name) != value:
                 got = shown(found.run.get(name))
