@@ -93,7 +93,7 @@ def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, tells: 
     if why is None:
         return request
     if tells:
-        print(f"hybridpipe: replicas share out no update: {why}", file=sys.stderr, flush=True)
+        notices.tell(f"replicas share out no update: {why}")
     return replace(request, zero=0)
 
 
