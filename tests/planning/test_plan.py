@@ -93,7 +93,7 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
         (lambda: StageSpec(0, 3, zero=3), "zero must be one of 0, 1, 2, got 3"),
         (lambda: StageSpec(0, 3, zero=True), "zero must be an integer >= 0, got True"),
         (lambda: plan([2], 2, zero=-1), "zero must be an integer >= 0, got -1"),
-        (lambda: plan([2], 1, "pipedream", zero=1), "zero must be at most 0 under pipedream, got 1"),
+        (lambda: plan([2], 1, "pipedream", zero=2), "zero must be at most 1 under pipedream, got 2"),
         (
             lambda: plan([2], 2, zero=2, max_in_flight=3),
             "max_in_flight must not be given where zero is 2, got 3: replicas wait for each other",

@@ -32,6 +32,7 @@ from hybridpipe.planning.sharing import counted_bytes, may_run
 
 Choice = tuple[Variant, ...]  # of a rank's stages, by chunk
 MOST_CHOICES = 256  # of a rank's stages, of which all are looked at
+SAME = 1e-12  # relative: times that differ by less are equal
 TERMS = [each.name for each in fields(StageTerms)]
 
 
@@ -168,7 +169,7 @@ def least_together(sums: Floats, maxima: Floats, between: Between) -> Ints:
         if not np.isfinite(taken).all() or (not between.is_asynchronous and not taken.sum() < least):
             return chosen  # further choices have no lesser sum
         seconds = between.seconds(taken, slowest)
-        if seconds < least:
+        if seconds < least * (1 - SAME):
             chosen, least = here, seconds
         bound = float(slowest.max())
         if bound <= between.busiest:

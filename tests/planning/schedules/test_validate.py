@@ -47,10 +47,9 @@ def cases(draw):
         options["vertical_sync"] = draw(st.booleans())
     made = plan(replicas, size, schedule, **options)
     limited = made.max_in_flight is not None or made.in_flight is not None
-    if not traits.most_zero or limited or draw(st.booleans()):
-        return made, count
-    zeros = st.sampled_from([Variant(), Variant(zero=1), Variant(zero=2), Variant(zero=2, scatter=True)])
-    return made.running([draw(zeros) for _ in replicas]), count
+    most = min(traits.most_zero, 1 if limited else 2)
+    zeros = [Variant(), *(Variant(zero=zero, scatter=zero == 1) for zero in range(1, most + 1))]
+    return made.running([draw(st.sampled_from(zeros)) for _ in replicas]), count
 
 
 def check(made, count):

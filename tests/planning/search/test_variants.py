@@ -14,7 +14,7 @@ from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.cost.estimate import Between, estimate
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, StageSpec, Variant
-from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, ModelProfile
 from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.search import variants
 from hybridpipe.planning.search.problem import fits
@@ -81,6 +81,8 @@ SHARED_OUT = [
     ("1f1b", 1, None),
     ("gpipe", 1, None),
     ("zero-bubble", 1, None),
+    ("pipedream", 1, None),
+    ("pipedream-2bw", 1, None),
     ("1f1b", 1, 0.6),
     ("gpipe", 1, 0.6),
     ("interleaved-1f1b", 2, 0.6),
@@ -103,7 +105,8 @@ def test_no_other_way_to_share_out_the_update_is_faster(schedule, chunks, memory
         layers = tuple(replace(one, activation_bytes=draw.randint(0, 10**6)) for one in layers)
         profile = ModelProfile(layers, 1, state_factor=2.0)
         stages = tuple(StageSpec(i, i + 1, m) for i, m in enumerate(replicas * chunks))
-        plan = Plan(stages, schedule, draw.choice([1, 2, 8]), chunks=chunks)
+        count = 1 if schedule == "pipedream" else draw.choice([1, 2, 8])
+        plan = Plan(stages, schedule, count, chunks=chunks)
         figures = [draw.choice([None, measured(draw)]) for _ in range(3)]
         level = Level("all", 9, 10 ** draw.uniform(6, 9), 0.01 * draw.random(), None, figures[0])
         level = replace(level, reduce_scatter=figures[1], all_gather=figures[2])
@@ -151,6 +154,15 @@ def test_the_update_is_shared_out_for_speed_or_memory_that_is_there():
     needed = peak_memory_bytes(profile, pair)[0]
     tight = replace(slow, memory_bytes=needed - 100)  # half of the state
     assert fitted(pair, profile, tight, ways).stages[0].zero == 1
+
+
+def test_equal_ways_go_to_the_simplest():
+    """A product in the backward or behind it: with one microbatch of a replica the sum is the same."""
+    joined = JoinedProducts(0.1, 0.2, 0.3, microbatches=4)
+    profile = model(replace(layer(0.7, 0.6, parameters=100, update=0.3), joined=joined))
+    pair = Plan((StageSpec(0, 1, 2),), num_microbatches=2)
+    fast = Cluster((Level("all", 2, 1e9, 0.0),))
+    assert fitted(pair, profile, fast, PlanRequest(zero=AUTO).variants).stages[0].zero == 1
 
 
 def no_cuts(groups: int, busiest: float) -> Between:
