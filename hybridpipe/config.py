@@ -119,7 +119,7 @@ class ModelConfig(Factory):
         ValueError: `materialize` is another word.
     """
 
-    materialize: str = "all"
+    materialize: str = "stage"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from hybridpipe.model.initialise import initialisers, is_on_meta
 from hybridpipe.model.tape import CannotDefer, Ref, Tape
 from hybridpipe.model.tensors import map_tensors
 
 Factory = Callable[[], nn.Module]
+_REMEDY = "pass the function that makes the model, in place of the model"
 
 
 @dataclass
@@ -33,14 +35,26 @@ class Numbers:
     Args:
         refs: its parameters and buffers on the tape, by each of their names.
         given: functions that return tensors from elsewhere, such as a file, by name; they go first.
+        unset: names of those that have numbers if they are given only, and the kinds of their modules.
     """
 
     tape: Tape
     refs: Mapping[str, Ref]
     given: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    unset: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def lacks(self) -> str:
+        """Name a tensor that has no numbers yet, and its module's class; "" if all have."""
+        return next(
+            (f"{name} of a {kind}" for name, kind in self.unset.items() if name not in self.given), ""
+        )
 
     def of(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors with their numbers, by name."""
+        """Return tensors with their numbers, by name; ValueError if they have none."""
+        if self.lacks:
+            what = f"{self.lacks} is on the meta device, and no reset_parameters sets it"
+            raise ValueError(f"{what}: resume from a file of weights first, or {_REMEDY}")
         given = {name: self.given[name]() for name in names if name in self.given}
         on_tape = {name: self.refs[name] for name in names if name not in given}
         given_storages = {self.refs[name].storage for name in self.given if name in self.refs}
@@ -120,6 +134,8 @@ def build(factory: Factory) -> Built:
     random.setstate(before[1])
     np.random.set_state(before[2])
     model = _checked(factory(), factory)
+    if is_on_meta(model):
+        return build_from_meta(model)
     for name, tensor in _held(model):
         if isinstance(tensor, FakeTensor):
             raise ValueError(
@@ -127,6 +143,41 @@ def build(factory: Factory) -> Built:
                 "pass the model itself"
             )
     return Built(model, None, why)
+
+
+def build_from_meta(model: nn.Module) -> Built:
+    """Let the modules of a model on the meta device set their tensors, without making numbers.
+
+    Raises:
+        ValueError: they cannot; or they do not set a tensor, and no file of weights has it.
+    """
+    absent = {name: tensor for name, tensor in _held(model) if tensor.is_meta}
+    calls, tape = initialisers(model), Tape()
+    try:
+        _check_attributes(model, absent.values())
+        with _quiet(), tape:
+            _replace(model, {id(each): _like(each, _zeros(each)) for each in absent.values()})
+            begin = tape.num_calls
+            for call in calls:
+                call()
+        numbers = _taken_out(model, tape)
+    except Exception as error:  # whatever it is that fake tensors, or those on the meta device, do not do
+        raise ValueError(f"a model on the meta device cannot be made here: {error}: {_REMEDY}") from error
+    written, kept = tape.written(begin), model.state_dict()
+    for name in (name for name in absent if numbers.refs[name].storage not in written):
+        if name not in kept:
+            raise ValueError(f"{name} of the model is on the meta device, and no file has it: {_REMEDY}")
+        numbers.unset[name] = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    return Built(model, numbers)
+
+
+def _check_attributes(model: nn.Module, absent: Collection[Tensor]) -> None:
+    """Raise CannotDefer for a tensor on the meta device that is neither a parameter nor a buffer."""
+    known = {id(each) for each in absent}
+    for module, name, value in _attributes(model):
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in known:
+                raise CannotDefer(f"{name} of a {type(module).__name__} has no numbers")
 
 
 def _checked(model: Any, factory: Factory) -> nn.Module:
@@ -229,6 +280,10 @@ def _real(tensor: Tensor, tape: Tape) -> Tensor:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
 
 def _like(tensor: Tensor, values: Tensor, without: Collection[str] = ()) -> Tensor:

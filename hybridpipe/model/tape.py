@@ -171,6 +171,15 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         return Ref(number, tensor.dtype, *position)
 
+    @property
+    def num_calls(self) -> int:
+        """Number of calls noted so far."""
+        return len(self._calls)
+
+    def written(self, begin: int) -> set[int]:
+        """Return the storages that calls write to, from the given number of calls on."""
+        return set().union(*(call.writes for call in self._calls[begin:]))
+
     def check_nothing_is_left(self) -> None:
         """Raise CannotDefer if someone still holds a tensor without numbers: a cache, a hook, a closure."""
         gc.collect()

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
+
 from hybridpipe.device import peak_memory_bytes
 from hybridpipe.engine.worker import Worker
 from hybridpipe.environment.memory_limits import RankMemory
@@ -117,6 +119,7 @@ class Recorder:
         self._kept: deque[_Kept] = deque(maxlen=KEPT)  # for timelines
         self.metrics: dict[str, float] = {}
         self._memory = RankMemory(0)
+        self._start_peak = 0
         self.training_seconds = 0.0  # of complete epochs, without evaluation
         self._target: tuple[int, float] | None = None
         self._before = Past()
@@ -149,6 +152,10 @@ class Recorder:
     def begin(self, memory: RankMemory) -> None:
         """Record the rank's memory before training, which belongs to no stage, and its limit."""
         self._memory = memory
+
+    def end_start(self, device: torch.device) -> None:
+        """Record the peak until now: of imports, measuring, and making or loading the weights."""
+        self._start_peak = peak_memory_bytes(device)
 
     def keep(self, events: list[Event], seconds: float, full: bool, num_minibatches: int = 1) -> None:
         """Record an update's events and the seconds since the last update; short minibatches are left out."""
@@ -196,6 +203,7 @@ class Recorder:
                 "busy": statistics.median(busy) if busy else 0.0,
                 "full": statistics.median(full) if full else 0.0,
                 "memory": peak_memory_bytes(worker.device),
+                "start": self._start_peak,
                 "before": self._memory.held_bytes,
                 "limit": self._memory.limit_bytes,
                 "origin": self._memory.origin,
@@ -226,6 +234,7 @@ class Recorder:
             "epochs_to_target": self._target and self._target[0],
             "seconds_to_target": self._target and self._target[1],
             "peak_memory_bytes": [note["memory"] for note in notes],
+            "start_peak_memory_bytes": [note["start"] for note in notes],
             "memory_before_bytes": [note["before"] for note in notes],
             "memory_limit_bytes": [note["limit"] for note in notes],
             "memory_limit_origin": [note["origin"] for note in notes],

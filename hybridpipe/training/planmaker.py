@@ -22,15 +22,15 @@ from hybridpipe.comm.progress_thread import needs_progress_thread
 from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.engine import consistency
-from hybridpipe.engine.allocator import returning_freed_memory
+from hybridpipe.engine import allocator, consistency
 from hybridpipe.environment.memory_limits import RankMemory, bytes_for_stages
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.health import failure, out_of_memory
 from hybridpipe.measure.layers import Rehearsal
 from hybridpipe.measure.memory import memory_of_ranks
-from hybridpipe.model.deferred import Built, Factory, Numbers, build
+from hybridpipe.model.deferred import Built, Factory, Numbers, build, build_from_meta
+from hybridpipe.model.initialise import is_on_meta
 from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.cluster import Cluster
@@ -173,7 +173,10 @@ class PlanMaker:
         if line is not None and self._world.rank == 0:
             print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
         mine = self.memory[self._world.rank]
-        out_of_memory.expect(mine, predicted_bytes(plan, self._world.rank))
+        needed = predicted_bytes(plan, self._world.rank)
+        out_of_memory.expect(mine, needed)
+        if self._device.type == "cpu":
+            allocator.suit(needed, mine.left_bytes)
         return mine
 
     def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
@@ -205,8 +208,9 @@ class PlanMaker:
 
     @property
     def waits(self) -> bool:
-        """True if the plan, or its prediction, needs the first minibatch."""
-        return self.plan is None or self._layers is None or self._predicts
+        """True if the plan, its prediction, or numbers that a file is to give, need the first minibatch."""
+        lacks = self.numbers is not None and bool(self.numbers.lacks)
+        return self.plan is None or self._layers is None or self._predicts or lacks
 
     @property
     def known_layers(self) -> Layers:
@@ -314,12 +318,16 @@ class PlanMaker:
 def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
     """Return a module as it is, or what a function makes, without numbers where that is possible. Collective.
 
-    Where the ranks' functions do not do the same, each makes its whole model, and rank 0's weights count.
+    A module on the meta device is as one that a function makes. Where the ranks' functions do not do the
+    same, each makes its whole model, and rank 0's weights count.
+
+    Raises:
+        ValueError: a module on the meta device cannot set its tensors (`build_from_meta`).
     """
-    if isinstance(model, nn.Module) or not callable(model):
+    if not callable(model) or (isinstance(model, nn.Module) and not is_on_meta(model)):
         return Built(model, None)
-    with returning_freed_memory():
-        built = build(model)
+    with allocator.returning_freed_memory():
+        built = build_from_meta(model) if isinstance(model, nn.Module) else build(model)
     digests = world.allgather("" if built.numbers is None else built.numbers.tape.digest())
     if built.numbers is not None and len(set(digests)) == 1:
         built.numbers.tape.states = world.bcast(built.numbers.tape.states)

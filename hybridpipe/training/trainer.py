@@ -45,6 +45,7 @@ from hybridpipe.training.feed import Feed
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.metrics import MinibatchRecord, Recorder
 from hybridpipe.training.planmaker import ClusterLike, PlanLike, PlanMaker
+from hybridpipe.training.prediction import predict
 from hybridpipe.training.train_state import TrainState
 from hybridpipe.training.view import TrainerView
 from hybridpipe.types import Loss, OptimizerFactory
@@ -59,8 +60,8 @@ class Trainer(TrainerView):
 
     Args:
         model: the same on every rank; rank 0's weights are used. An `nn.Sequential` is cut between its
-            children. Any other model is called with a dict by keyword, a tuple by position, and recorded. Or
-            a function without arguments that makes it: each rank then makes only what its stage holds.
+            children. Any other model is called with a dict by keyword, a tuple by position, and recorded. On
+            the meta device, or as a function that makes it, each rank makes only what its stage holds.
         loss: a function `loss(outputs, targets)` that returns the mean over the samples, or (sum, weight),
             such as the sum over the tokens and their number, for a mean over the whole minibatch.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
@@ -399,6 +400,22 @@ class Trainer(TrainerView):
         assert metrics is not None
         return metrics
 
+    def predict(self, dataset: Any) -> Tree | None:
+        """Outputs of the model in evaluation mode, for all samples in their order; on rank 0, else None.
+
+        Returns:
+            what the model returns, of tensors in the host's memory with all samples in their first dimension.
+
+        Raises:
+            RuntimeError: minibatches of an asynchronous schedule are under way.
+            UserError: outputs of microbatches differ in shape beyond the samples; it ends the job.
+        """
+        self._check_now("predict")
+        source = self._feed.held_out_set("dataset", dataset)
+        self._make_ready(source)
+        with self.worker.evaluating():
+            return predict(self.worker, self._feed.evaluation(self.worker, source, self.microbatch_size))
+
     def _evaluate(self, source: Source, may_stop: bool = False) -> dict[str, float] | None:
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""
         with self.worker.evaluating():
@@ -434,7 +451,7 @@ class Trainer(TrainerView):
 
     def _check_now(self, method: str) -> None:
         """Refuse calls at a wrong time, and changes of the model or its surroundings since the last call."""
-        self.state.check_call(method, in_fit=method == "evaluate")
+        self.state.check_call(method, in_fit=method in ("evaluate", "predict"))
         structure.check_now(self.model, method)
 
     def close(self) -> None:
@@ -459,4 +476,5 @@ class Trainer(TrainerView):
         on = self.world, self.device, self.seed, self._maker.progress_thread
         worker = Worker(*trained, *on, self._maker.numbers)
         self._checkpoints.load(worker, is_new=True)
+        self.recorder.end_start(self.device)
         self._worker, self._maker.numbers = worker, None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.model.deferred import build
+from hybridpipe.model.deferred import build, build_from_meta
 from tests import zoo
 
 
@@ -273,3 +273,99 @@ def test_weights_of_a_file_leave_no_view_of_old_ones():
     built.numbers.given["weight"] = lambda: torch.zeros(3, 3)
     with pytest.raises(ValueError, match="row of the model is a view of a tensor whose numbers a file gives"):
         built.numbers.fill(built.model)
+
+
+def on_meta(make) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def plain() -> nn.Module:
+    model = nn.Sequential(
+        nn.Linear(5, 5),
+        nn.BatchNorm1d(5),
+        nn.TransformerEncoderLayer(4, 2, 8),
+        nn.LSTM(3, 4),
+        nn.Linear(5, 5),
+    )
+    model[4].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def test_modules_on_the_meta_device_start_as_their_initialisers_say():
+    torch.manual_seed(3)
+    built = build_from_meta(on_meta(plain))
+    assert all(p.is_meta for p in built.model.parameters())
+    built.numbers.fill(built.model)
+    torch.manual_seed(3)
+    at_once = plain()
+    assert torch.equal(built.model[0].bias, at_once[0].bias), "a Linear's constructor draws as it does"
+    state = built.model.state_dict()
+    assert built.model[4].weight is built.model[0].weight and not built.model[0].bias.requires_grad
+    assert state["1.running_var"].eq(1).all() and state["2.norm1.weight"].eq(1).all()
+    assert state["3.weight_hh_l0"].abs().max() <= 0.5 and state["3.weight_hh_l0"].std() > 0.1
+    assert state["2.self_attn.out_proj.bias"].eq(0).all()
+
+
+def test_a_part_of_a_model_on_the_meta_device_is_as_in_the_whole():
+    found = []
+    for part in (None, 2):
+        torch.manual_seed(3)
+        built = build_from_meta(on_meta(plain))
+        built.numbers.fill(built.model, *([] if part is None else [built.model[part]]))
+        found.append(built.model[2].state_dict())
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_a_function_that_builds_on_the_meta_device_is_as_its_model():
+    torch.manual_seed(3)
+    built = build(lambda: on_meta(plain))
+    torch.manual_seed(3)
+    other = build_from_meta(on_meta(plain))
+    for each in (built, other):
+        each.numbers.fill(each.model)
+    assert same(built.model, other.model)
+
+
+class Scaled(nn.Module):
+    """Has a parameter that nothing sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+class Tabled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(3, 3), torch.arange(3.0)
+
+
+def test_what_nothing_sets_is_given_or_refused():
+    built = build_from_meta(on_meta(Scaled))
+    with pytest.raises(ValueError, match="scale of a Scaled is on the meta device, and no reset_parameters"):
+        built.numbers.fill(built.model)
+    assert built.numbers.lacks
+    built.numbers.given["scale"] = lambda: torch.full((3,), 2.0)
+    built.numbers.fill(built.model)
+    assert built.model.scale.eq(2).all() and not built.numbers.lacks
+
+
+@pytest.mark.parametrize(
+    "make, why",
+    [
+        (Rotary, "table of the model is on the meta device, and no file has it: pass the function"),
+        (Tabled, "table of a Tabled has no numbers: pass the function"),
+        (lambda: nn.LazyLinear(3), "pass the function"),
+    ],
+)
+def test_what_can_be_had_from_nowhere_is_refused(make, why):
+    with pytest.raises(ValueError, match=why):
+        build_from_meta(on_meta(make))

@@ -12,6 +12,8 @@ recomputation a microbatch keeps only its input until its backward begins (GPipe
 there are then those of a few buckets. Where backwards are split, a microbatch keeps until the weights' half
 what gradients of weights are computed from, where the profile says so (`LayerProfile.split_bytes`), or else
 its stash.
+
+A start takes no more: while a rank makes or loads its weights, it has one parameter besides, no gradients.
 """
 
 import math

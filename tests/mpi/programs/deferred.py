@@ -3,6 +3,7 @@
 deferred.py same           plans by hand and by name, of a recorded model and of an nn.Sequential
 deferred.py moved FOLDER   checkpoints and files of weights under other plans
 deferred.py differing      ranks whose functions differ
+deferred.py meta FOLDER    a model on the meta device, set by its modules or by a file
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 from mpi4py import MPI
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
@@ -172,4 +173,57 @@ def differing() -> None:
         print(error, flush=True)
 
 
-{"same": same, "moved": partial(moved, *sys.argv[2:]), "differing": differing}[sys.argv[1]]()
+class Scale(nn.Module):
+    """Nothing but a file sets its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, value):
+        return value * self.scale
+
+
+def on_meta(*more: type) -> nn.Module:
+    torch.manual_seed(WORLD.rank)  # rank 0's counts
+    with torch.device("meta"):
+        layers = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        return nn.Sequential(
+            nn.Embedding(TOKENS, WIDTH), *layers, *(kind() for kind in more), nn.Linear(WIDTH, TOKENS)
+        )
+
+
+def meta(folder: str) -> None:
+    states, losses = [], []
+    for name in ("1", "1-1", "2-1"):
+        trainer = trainer_of(on_meta(), cut(name, 4))
+        states.append(trainer.full_state_dict())
+        losses.append(trainer.train_step(*batches(1)[0]))
+        trainer.close()
+        if states[-1] is not None:
+            assert all(torch.equal(states[-1][key], states[0][key]) for key in states[0]), name
+            assert abs(losses[-1] - losses[0]) < 1e-6, losses
+            print(f"{name}: the same", flush=True)
+    source = Path(folder) / "weights.safetensors"
+    if WORLD.rank == 0:
+        state = on_meta(Scale).state_dict()
+        save_file({key: torch.randn(tensor.size()) for key, tensor in state.items()}, source)
+    WORLD.barrier()
+    trainer = trainer_of(on_meta(Scale), cut("1-1-1", 5))
+    trainer.resume(source)
+    trainer.prepare([(torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long))] * SAMPLES)
+    assert any(parameter.is_meta for parameter in trainer.model.parameters())
+    state = trainer.full_state_dict()
+    if state is not None:
+        expected = load_file(source)
+        assert all(torch.equal(state[key], expected[key]) for key in expected)
+        print("file: the same", flush=True)
+    trainer.close()
+
+
+{
+    "same": same,
+    "moved": partial(moved, *sys.argv[2:]),
+    "differing": differing,
+    "meta": partial(meta, *sys.argv[2:]),
+}[sys.argv[1]]()

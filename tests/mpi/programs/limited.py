@@ -1,7 +1,8 @@
 """Under mpirun: trains a model of which a rank has no room for the whole; the kernel keeps the limit.
 
 limited.py SOURCE TRAINED LAYERS WIDTH MIB [FOLDER]
-    SOURCE   function: makes the model; folder: its weights are those of a folder as of Hugging Face
+    SOURCE   function: makes the model; meta: the model is on the meta device; folder: so it is, and its
+             weights are those of a folder as of Hugging Face
     TRAINED  all; last: all layers but the last are frozen, and have no gradients
     MIB      what a rank may have; "+MIB": beyond what a process has that has trained a small model
 Prints each rank's peak.
@@ -50,11 +51,11 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def trainer_of(make, layers: int) -> Trainer:
+def trainer_of(model, layers: int) -> Trainer:
     each = layers // WORLD.size
     stages = tuple(StageSpec(i * each, (i + 1) * each, 1) for i in range(WORLD.size))
     return Trainer(
-        make,
+        model,
         loss=nn.functional.mse_loss,
         optimizer=partial(torch.optim.SGD, lr=0.01),
         plan=Plan(stages, num_microbatches=2),
@@ -62,8 +63,8 @@ def trainer_of(make, layers: int) -> Trainer:
     )
 
 
-def train(make, layers: int, width: int, folder: Path | None = None) -> None:
-    trainer = trainer_of(make, layers)
+def train(model, layers: int, width: int, folder: Path | None = None) -> None:
+    trainer = trainer_of(model, layers)
     if folder is not None:
         trainer.resume(folder)
     inputs, targets = torch.arange(2.0 * width).view(2, width), torch.ones(2, width)
@@ -74,6 +75,8 @@ def train(make, layers: int, width: int, folder: Path | None = None) -> None:
     if folder is not None:
         held = [i for i, layer in enumerate(trainer.model) if not layer[0].weight.is_meta]
         assert all(trainer.model[i][0].weight[0, 0].round() == i + 1 for i in held)
+    if summary := trainer.summary():
+        print("at start", *(each // MIB for each in summary["start_peak_memory_bytes"]), flush=True)
     trainer.close()
 
 
@@ -88,7 +91,10 @@ def main(source: str, trained: str, layers: int, width: int, limit: str, folder:
         allowed += status("VmData")
     before = status("VmHWM")
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    train(partial(made, layers, width, trained), layers, width, Path(folder) if source == "folder" else None)
+    make = partial(made, layers, width, trained)
+    with torch.device("cpu" if source == "function" else "meta"):
+        model = make if source == "function" else make()
+    train(model, layers, width, Path(folder) if source == "folder" else None)
     peak, data = status("VmHWM"), status("VmData")
     print(f"peak {peak // MIB} MiB, {(peak - before) // MIB} more; data {data // MIB}", flush=True)
 
