@@ -67,10 +67,11 @@ def _updated(
     optimizer: torch.optim.Optimizer, group: int, divide: Callable[[Tensor], list[Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Return the elements of a matrix before and after a few updates of what `divide` makes of it."""
+    device = optimizer.param_groups[group]["params"][0].device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        growing = torch.logspace(-1, 1, SHAPE[0]).unsqueeze(1)  # else norms of parts would hardly differ
-        start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE)
+        growing = torch.logspace(-1, 1, SHAPE[0], device=device).unsqueeze(1)  # so that norms of parts differ
+        start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE).to(device)
         start = start * growing
         tensors = [nn.Parameter(tensor) for tensor in divide(start)]
         optimizer.param_groups = [{**optimizer.param_groups[group], "params": tensors}]

@@ -68,8 +68,8 @@ class FlatBucket:
 class Shards:
     """A replica's share of its stage's parameters: the elements that it updates, as many as each other does.
 
-    Parameters with sparse gradients stay whole, and so do those that are not contiguous, that are empty or
-    that overlap others in memory: each replica updates them.
+    Parameters with sparse gradients stay whole, and so do those that are not contiguous, that overlap others
+    in memory, that are empty or a number without dimensions: each replica updates them.
 
     Args:
         parameters: of all stages that the rank holds.
@@ -96,7 +96,8 @@ class Shards:
         kinds = defaultdict[object, list[Tensor]](list)
         overlapping = _overlapping(given)
         for p in given:
-            if p.is_contiguous() and p.numel() and p not in sparse and p not in overlapping:
+            is_array = p.is_contiguous() and p.ndim and p.numel()
+            if is_array and p not in sparse and p not in overlapping:
                 kinds[p.dtype, p.device, p.requires_grad].append(p)
         buckets = [bucket for alike in kinds.values() for bucket in filled(alike)]
         self.buckets = [FlatBucket(bucket, replica, replicas) for bucket in buckets]
