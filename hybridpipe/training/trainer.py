@@ -216,7 +216,8 @@ class Trainer(TrainerView):
         loss, seconds = losses.total().mean, time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
         self.recorder.keep(events, seconds, full)
-        return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full).loss
+        made = self.worker.executor.update.made
+        return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full, made).loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
