@@ -103,6 +103,7 @@ def _view(name: str, timeline: Timeline, plan: Plan, span: float) -> TimelineVie
         ]
         for rank in ranks
     }
+    length = min(span, timeline.seconds) or 1.0  # the shown part of the timeline itself
     finest = draw.finest_grid([len(events[rank]) for rank in ranks], WIDTH, MOST_MARKS)
     rows = []
     for rank in ranks:
@@ -114,7 +115,7 @@ def _view(name: str, timeline: Timeline, plan: Plan, span: float) -> TimelineVie
                 draw.place_name(plan, place) if place else "",
                 paths,
                 [each for number in numbers for each in _number(number)],
-                f"{timeline.busy_seconds(rank, 0.0, span) / span:.0%} busy",
+                f"{timeline.busy_seconds(rank, 0.0, length) / length:.0%} busy",
             )
         )
     kinds = {kind(event.instruction) for of_rank in events.values() for event in of_rank}

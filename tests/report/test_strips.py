@@ -35,6 +35,8 @@ def test_predicted_and_measured_have_one_scale():
     assert max(map(ends, measured.rows)) == approx(1000, abs=1)
     assert max(map(ends, predicted.rows)) == approx(800, abs=1)
     assert predicted.note == "20 ms" and measured.note == "25 ms"
+    assert [row.value for row in predicted.rows] == [row.value for row in measured.rows]
+    assert predicted.rows[0].value == f"{TIMELINE.busy_seconds(0) / TIMELINE.seconds:.0%} busy"
 
 
 def test_of_several_minibatches_the_first_are_shown():
