@@ -272,9 +272,9 @@ class PlanMaker:
             layers.check_plan(self._given)
             if not self._predicts:
                 return self._given, None
+        profile, work = self._measured(layers, minibatch)
         if layers.why_whole and self.plan is None and self._world.rank == 0:
             notices.tell(f"the model runs as one stage: {layers.why_whole}")
-        profile, work = self._measured(layers, minibatch)
         try:
             machines = self._machines(profile, work)
             del work  # with the copy of the model, whose memory the search counts as free
