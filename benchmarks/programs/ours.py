@@ -1,6 +1,7 @@
 """hybridpipe; the variant is auto, auto-pipedream, dp, 1f1b, pipedream (stages at `cuts`) or a plan's path.
 
-The variants with auto write DIR/plan.json, profile.json and cluster.json beside the report.
+Variants dp-1 and dp-1-scatter share out the update (`StageSpec.zero`), and dp-auto chooses whether to. The
+variants with auto write DIR/plan.json, profile.json and cluster.json beside the report.
 """
 
 import time
@@ -9,15 +10,19 @@ from itertools import pairwise
 from common import Job, load_job
 
 from hybridpipe.files import write_json
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.training.metrics import MinibatchRecord
 from hybridpipe.training.trainer import Trainer
 
 
 def plan(job: Job, num_layers: int) -> Plan | str:
     """Return the plan of the variant. Under `dp` a rank's share is one microbatch, as in DDP and Horovod."""
-    if job.variant == "dp":
-        return Plan.data_parallel(num_layers, job.ranks, job.ranks, "1f1b")
+    if job.variant == "dp-auto":
+        return "dp"
+    if job.variant.partition("-")[0] == "dp":
+        _, zero, scatter = f"{job.variant}-0-".split("-")[:3]
+        way = Variant(zero=int(zero), scatter=scatter == "scatter")
+        return Plan.data_parallel(num_layers, job.ranks, job.ranks, "1f1b").running([way])
     if job.variant in ("1f1b", "pipedream"):
         edges = (0, *job.cuts, num_layers)
         stages = tuple(StageSpec(start, stop) for start, stop in pairwise(edges))
@@ -36,7 +41,7 @@ def main() -> None:
         plan=chosen,
         minibatch_size=job.minibatch,
         precision=job.precision,
-        **options(job) if chosen == "auto" else {},
+        **options(job) if chosen in ("auto", "dp") else {},
     )
 
     processor = [time.process_time()]
@@ -57,6 +62,7 @@ def main() -> None:
     memory = {name: summary.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
     job.report(
         plan=f"{used.name}, {used.schedule}, {used.num_microbatches}",
+        zero=f"zero = {used.zero_of(0)}" + ", reduce-scatter" * used.scatters(0),
         processor=[after - before for before, after in pairwise(processor[:-1])],  # the last come together
         rank_seconds=traced.per_minibatch() if traced else {},
         **memory,
@@ -66,6 +72,8 @@ def main() -> None:
 
 def options(job: Job) -> dict:
     """Return the options of a plan that is searched for: the schedule, or any synchronous one."""
+    if job.variant == "dp-auto":
+        return {"zero": "auto", "microbatch_size": job.minibatch // job.ranks}
     return {"schedule": "pipedream" if job.variant == "auto-pipedream" else "auto"}
 
 

@@ -20,6 +20,8 @@ class EMA(Callback):
     """Keeps `average = decay * average + (1 - decay) * weights` after each update, and validates with it.
 
     The first update sets the average, as torch.optim.swa_utils.AveragedModel does. Buffers are not averaged.
+    A checkpoint has the weights and, in the optimizer's state, the averages. They take the memory of one more
+    copy of the weights, which a plan's prediction does not count.
 
     Args:
         decay: from 0 to below 1.
@@ -34,6 +36,7 @@ class EMA(Callback):
             raise ValueError(f"decay must be a number >= 0 and < 1, got {decay!r}")
         self._decay, self._at_end = decay, at_end
         self._hooks: list[Any] = []
+        self._parameters: list[Tensor] = []  # of the update that is being made
         self._before: dict[Tensor, Tensor] = {}  # weights before the first update of a parameter
 
     def on_fit_start(self, run: Run) -> None:
@@ -49,16 +52,37 @@ class EMA(Callback):
         """Stop following, and give the model the averages if that was asked for."""
         self._unhook()
         if self._at_end:
-            _swap(run)
+            self._exchange(run)
+            run.gather_weights()
 
     @contextmanager
     def evaluating(self, run: Run) -> Iterator[None]:
-        """Let the model have the averages inside this context, and its own weights after it."""
-        _swap(run)
+        """Let the model have the averages inside this context, and its own weights after it.
+
+        An error may be this rank's alone: then no other one is waited for.
+        """
+        self._exchange(run)
+        run.gather_weights()
         try:
             yield
-        finally:
-            _swap(run)
+        except BaseException:
+            self._exchange(run)
+            raise
+        self._exchange(run)
+        run.gather_weights()
+
+    @torch.no_grad()
+    def _exchange(self, run: Run) -> None:
+        """Exchange weights and averages, one parameter after the other."""
+        optimizer = run.optimizer
+        if optimizer is None:
+            return
+        for p in _parameters(optimizer):
+            average = optimizer.state.get(p, {}).get(NAME)
+            if average is not None:
+                own = p.detach().clone()
+                p.copy_(average)
+                average.copy_(own)
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -66,15 +90,16 @@ class EMA(Callback):
         self._hooks = []
 
     def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note the weights of parameters that get their first gradient later than others."""
+        """Note the parameters, as a fused step leaves some out, and weights before a late first gradient."""
+        self._parameters = list(_parameters(optimizer))
         if any(NAME in state for state in optimizer.state.values()):
-            for p in _parameters(optimizer):
+            for p in self._parameters:
                 if p.grad is not None and NAME not in optimizer.state.get(p, {}):
                     self._before[p] = p.detach().clone()
 
     @torch.no_grad()
     def _average(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for p in _parameters(optimizer):
+        for p in self._parameters:
             average = optimizer.state.get(p, {}).get(NAME, self._before.pop(p, None))
             if average is None and p.grad is not None:
                 average = p.detach().clone()
@@ -84,16 +109,3 @@ class EMA(Callback):
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point())
-
-
-@torch.no_grad()
-def _swap(run: Run) -> None:
-    """Exchange weights and averages, one parameter after the other. Collective over a stage's replicas."""
-    if run.optimizer is not None:
-        for p in _parameters(run.optimizer):
-            average = run.optimizer.state.get(p, {}).get(NAME)
-            if average is not None:
-                own = p.detach().clone()
-                p.copy_(average)
-                average.copy_(own)
-    run.gather_weights()

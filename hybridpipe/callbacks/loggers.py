@@ -56,10 +56,10 @@ class Logger(Callback):
         scalars["speed/samples_per_second"] = record.num_samples / record.seconds
         if run.plan.predicted is not None:
             scalars["speed/predicted_minibatch_seconds"] = run.plan.predicted.minibatch_seconds
-        for i, rate in enumerate(run.learning_rates):
-            scalars["train/learning_rate" + (f"/{i}" if i else "")] = rate
-        if run.gradient_norm is not None:
-            scalars["train/gradient_norm"] = run.gradient_norm
+        if record.learning_rate is not None:
+            scalars["train/learning_rate"] = record.learning_rate
+        if record.gradient_norm is not None:
+            scalars["train/gradient_norm"] = record.gradient_norm
         self._note(scalars, record.step)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float]) -> None:

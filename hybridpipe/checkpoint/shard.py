@@ -6,7 +6,7 @@ safetensors' own functions read these files, but would need a second pass for th
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +22,7 @@ from hybridpipe.errors import UserError, shown
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import overwrite
 
-__all__ = ["FileEntry", "PlainFile", "read_shard", "write_plain", "write_shard"]
+__all__ = ["FileEntry", "PlainFile", "plain_order", "read_shard", "write_plain", "write_shard"]
 
 _META = "hybridpipe-shard/1"  # the name of the JSON text among the header's metadata
 _PLAIN = {"format": "pt"}  # expected by other readers of safetensors files
@@ -85,9 +85,29 @@ def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], 
     return tensors, parse_json(metadata[_META], f"{path}: {_META}")
 
 
-def write_plain(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of tensors alone, as `safetensors.torch.save_file` does; raises as `write_shard`."""
-    _write(path, tensors, _PLAIN)
+def write_plain(
+    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+) -> None:
+    """Write a file of tensors alone, as `safetensors.torch.save_file` does; raises as `write_shard`.
+
+    Args:
+        tensors: with `read`, of these only types and shapes count.
+        read: returns the tensor to write under a name; called in the order of `plain_order`.
+    """
+    _write(path, tensors, _PLAIN, read)
+
+
+def plain_order(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the order in which `write_plain` writes these tensors; UserError if it cannot."""
+    return [slot.name for slot in header.encode(_listed(path, tensors), {})[1]]
+
+
+def _listed(path: Path, tensors: Mapping[str, Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES or tensor.layout != torch.strided or name == header.METADATA:
+            what = f"{tensor.dtype}, {tensor.layout}"
+            raise UserError(f"{path}: tensor {shown(name)}: safetensors cannot hold it: {what}")
+    return [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 class PlainFile:
@@ -131,12 +151,14 @@ class PlainFile:
         _check_bool(self._path, name, tensor)
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> NewFile:
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES or tensor.layout != torch.strided or name == header.METADATA:
-            what = f"{tensor.dtype}, {tensor.layout}"
-            raise UserError(f"{path}: tensor {shown(name)}: safetensors cannot hold it: {what}")
-    listed = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+def _write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    read: Callable[[str], Tensor] | None = None,
+) -> NewFile:
+    read = read or tensors.__getitem__
+    listed = _listed(path, tensors)
     try:
         head, slots = header.encode(listed, metadata)
     except ValueError as error:
@@ -147,7 +169,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         file.write(head)
         faults.at("save-shard", step=step)  # while a part of the file exists
         for slot in slots:
-            file.write(_bytes_of(tensors[slot.name].detach().cpu().contiguous()))
+            file.write(_bytes_of(read(slot.name).detach().cpu().contiguous()))
     faults.at("save-shard-written", step=step)
     return file
 

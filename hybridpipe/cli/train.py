@@ -3,7 +3,7 @@
 Only rank 0 prints, and writes all files but the checkpoints.
 
 DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
-DIR/profile.json  cluster.json
+DIR/profile.json  cluster.json  machines.json
 DIR/checkpoints/step-00000120/ ...
 """
 
@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from safetensors.torch import save_file
 from torch import nn
 
 from hybridpipe import environment
@@ -23,6 +22,8 @@ from hybridpipe.callbacks.loggers import make_loggers
 from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
 from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.policy import Checkpointing
+from hybridpipe.checkpoint.whole import write_whole
+from hybridpipe.cli.machines import MACHINES, conditions, measured_before, remember
 from hybridpipe.cli.profile import build_model
 from hybridpipe.cli.progress_bar import Progress
 from hybridpipe.comm.mpi import MPI
@@ -39,6 +40,7 @@ from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.report.memory import beyond_limit, memory_table
 from hybridpipe.report.tables import compared, explain, parts_table, ranks_table
 from hybridpipe.training.metrics import MinibatchRecord
+from hybridpipe.training.planmaker import ClusterLike
 from hybridpipe.training.trainer import Trainer
 from hybridpipe.types import Loss
 
@@ -85,7 +87,8 @@ def train(
         trace: print how each rank spends its time.
         hang_timeout: seconds without progress after which the job is ended; 0 for never.
         resume: a path; or "auto" for the last good checkpoint in OUT/checkpoints, if there is one.
-        cluster: a cluster.json with earlier measurements (`Trainer`).
+        cluster: a cluster.json with earlier measurements (`Trainer`); by default those of an earlier training
+            in `out`, if hosts, launcher, versions and model were the same.
         resume_changed: allow settings that differ from the checkpoint's (`Trainer.resume`).
     """
     failure.install()
@@ -96,8 +99,10 @@ def train(
         dataset, validation = config.data.build(), config.data.build_validation()
     except (OSError, ModuleNotFoundError) as error:  # missing data is reported in one line
         failure.refuse(error)
+    now = conditions(MPI.COMM_WORLD, config)
+    before = None if cluster is not None else measured_before(MPI.COMM_WORLD, out, now)
     try:
-        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout, out)
+        trainer = _trainer(config, model, loss, plan, cluster or before, hang_timeout, out)
         notes = _resume(trainer, resume, out, resume_changed)
         trainer.prepare(dataset, validation)
     except (TypeError, ValueError) as error:
@@ -107,8 +112,12 @@ def train(
         notes.insert(0, f"{schedule}: backward not split in {', '.join(not_split)}")
     if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
         notes.insert(0, f"{schedule}: train.microbatch is not used, as a minibatch travels whole")
+    if trainer.choice is not None and before is not None:
+        notes.insert(0, f"machines as measured before (remove {out / MACHINES} to measure them anew)")
     if trainer.world.rank == 0:
         _start_folder(trainer, out, resume, notes)
+        if trainer.choice is not None and before is None and cluster is None:
+            remember(out, now, trainer.choice.cluster)
     an_epoch = num_minibatches(dataset, config.train.minibatch)
     totals = [None if an_epoch is None else config.train.most_epochs * an_epoch, config.train.max_steps]
     total = min((each for each in totals if each is not None), default=None)
@@ -215,7 +224,7 @@ def _trainer(
     model: nn.Module | Factory,
     loss: Loss,
     plan: str,
-    cluster: Path | None,
+    cluster: ClusterLike | None,
     hang_timeout: float,
     out: Path,
 ) -> Trainer:
@@ -267,9 +276,13 @@ def _report_plan(trainer: Trainer, out: Path) -> None:
 
 def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     """Gather, print and write the results of the run."""
-    summary, timeline, state = trainer.summary(), trainer.timeline(), trainer.full_state_dict()
+    summary, timeline = trainer.summary(), trainer.timeline()
     traced = trainer.traced() if trace else None
-    if summary is None or state is None:
+    try:
+        write_whole(trainer.worker, out / "model.safetensors")
+    except UserError as error:
+        failure.refuse(error)
+    if summary is None:
         return
     shown = timeline if traced is None else traced.timeline
     traces, parts = [] if shown is None else shown.to_chrome_trace("measured", process=0), None
@@ -293,7 +306,6 @@ def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
         },
     )
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
-    save_file(state, out / "model.safetensors")
     epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
     figures = ", ".join(f"{name} {_rounded(value)}" for name, value in summary["metrics"].items())
     print(

@@ -1,4 +1,4 @@
-"""Allocator: what glibc does with freed memory: it keeps it while training, and returns it before.
+"""Allocator: what glibc does with freed memory: it keeps it in training where there is room, or returns it.
 
 Knows the C library only. Where that has no mallopt, nothing happens.
 """
@@ -12,6 +12,10 @@ from hybridpipe.environment.memory_limits import Held, resident_bytes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 NEVER = -1  # value of M_TRIM_THRESHOLD
 LARGE_BYTES, MOST_BLOCKS = 2**20, 2**16
+# A heap that keeps freed memory was up to 1.6 times as large as what was in use (docs/results/memory.md).
+ROOM_TO_KEEP = 2
+
+_keeps = False  # glibc does not tell its present settings
 
 
 def keep_freed_memory() -> None:
@@ -21,23 +25,51 @@ def keep_freed_memory() -> None:
     32 MiB. Each microbatch's gradients then cause page faults again: the gradient of one dense layer of
     4096 x 4096 (64 MB) cost a VGG-11 a seventh of its time.
     """
+    global _keeps
+    _keeps = True
     _set(M_MMAP_MAX, 0)  # the main thread allocates every block on the heap
     _set(M_TRIM_THRESHOLD, NEVER)
 
 
+def return_freed_memory() -> None:
+    """Return large blocks to the kernel as soon as they are freed from now on, and what is free already.
+
+    A process then has what is in use and little more, but gets pages anew for each large block.
+    """
+    global _keeps
+    _keeps = False
+    _set(M_MMAP_THRESHOLD, LARGE_BYTES)  # each larger block has a mapping of its own
+    _set(M_MMAP_MAX, MOST_BLOCKS)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def suit(needed: int | None, left: int | None) -> None:
+    """Return freed memory from now on where keeping it might not fit.
+
+    Args:
+        needed: bytes that will be in use at most; None: not known.
+        left: bytes that there are for them; None: not limited.
+    """
+    if needed is not None and left is not None and left < ROOM_TO_KEEP * needed:
+        return_freed_memory()
+
+
 @contextmanager
 def returning_freed_memory() -> Iterator[None]:
-    """Return large blocks to the kernel as soon as they are freed, in this context; then keep what is freed.
+    """Return large blocks to the kernel as soon as they are freed, in this context; then as before.
 
     On the heap, small blocks that stay would be put where a large one was freed, and the next large one
     would not fit there: weights that are made and dropped one by one took the memory of all together.
     """
-    _set(M_MMAP_THRESHOLD, LARGE_BYTES)  # each larger block has a mapping of its own
-    _set(M_MMAP_MAX, MOST_BLOCKS)
+    kept = _keeps
+    return_freed_memory()
     try:
         yield
     finally:
-        keep_freed_memory()
+        if kept:
+            keep_freed_memory()
 
 
 def _set(parameter: int, value: int) -> None:

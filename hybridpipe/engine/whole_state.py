@@ -3,7 +3,7 @@
 Knows a model and which rank holds what; no training. Invariant: tensors travel in the order of their names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -29,28 +29,33 @@ def broadcast(model: nn.Module, control: MPI.Comm) -> None:
         overwrite(tensor, values)
 
 
-def gather(model: nn.Module, ranks: Mapping[str, int], control: MPI.Comm) -> dict[str, Tensor] | None:
-    """Return the model's state on rank 0, on the CPU; None elsewhere. Collective.
+def gather(
+    model: nn.Module, keys: Iterable[str], ranks: Mapping[str, int], control: MPI.Comm
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of the model's state on rank 0, on the CPU, one at a time. Collective.
+
+    Every rank goes through all of them. Rank 0's own are not copied where they are on the CPU.
 
     Args:
+        keys: of the tensors, in the same order on all ranks.
         ranks: the rank that has each tensor of the state.
     """
-    state = {}
-    for key, tensor in model.state_dict().items():
-        rank = ranks[key]
-        if control.rank not in (0, rank):
-            continue
+    state = model.state_dict()
+    for key in keys:
+        rank, tensor = ranks[key], state[key].detach()
         if control.rank == rank:
-            values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        else:
+            values = tensor.cpu().contiguous()
+        elif control.rank == 0:
             values = torch.empty(tensor.size(), dtype=tensor.dtype)
+        else:
+            continue
         for part in _parts(values) if rank != 0 else ():
             if control.rank == rank:
                 control.Send([part, MPI.BYTE], 0)
             else:
                 control.Recv([part, MPI.BYTE], rank)
-        state[key] = values
-    return state if control.rank == 0 else None
+        if control.rank == 0:
+            yield key, values
 
 
 def _parts(tensor: Tensor) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ part in the collectives and does nothing else.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -451,10 +451,15 @@ class Worker:
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's present state on rank 0, on the CPU; None elsewhere. Collective."""
+        state = {key: tensor.clone() for key, tensor in self.gathered(self.model.state_dict())}
+        return state if self.control.rank == 0 else None
+
+    def gathered(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of the whole model's present state on rank 0 (`whole_state.gather`). Collective."""
         self.average_statistics()
         holders = self.layers.holders(self.plan)
         ranks = {key: self.plan.stages[stages[0]].ranks[0] for key, stages in holders.items()}
-        return whole_state.gather(self.model, ranks, self.control)
+        yield from whole_state.gather(self.model, keys, ranks, self.control)
 
     def close(self) -> None:
         """End background communication and free the communicators. Collective.

@@ -199,6 +199,18 @@ class Given(NamedTuple):
         return cls([{name: value for name, value in group.items() if name != "params"} for group in groups])
 
 
+class Made(NamedTuple):
+    """Figures of the last update, or of one that was skipped.
+
+    Args:
+        learning_rate: of the first parameter group, as the user set it; None without one.
+        gradient_norm: of the whole model before clipping; None without clipping, or where it was skipped.
+    """
+
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+
+
 class Update:
     """The optimizer and the scheduler of all stages that a rank holds.
 
@@ -242,10 +254,11 @@ class Update:
         groups = [] if optimizer is None else optimizer.param_groups
         self._parameters = parameters or [p for group in groups for p in group["params"]]
         self.num_minibatches = 0
-        self.gradient_norm: float | None = None  # of the whole model at the last update that was clipped
+        self.made = Made()
 
     def step(self, num_minibatches: int = 1) -> None:
         """Apply the gradients of `num_minibatches` minibatches, then drop them and step the scheduler."""
+        self.made = Made(self._rate())
         if self.max_norm is not None:
             self._clip(self.max_norm)
         if self.optimizer is not None:
@@ -257,6 +270,7 @@ class Update:
 
     def skip(self, num_minibatches: int = 1) -> None:
         """Drop the gradients of `num_minibatches` minibatches, since a number is not finite."""
+        self.made = Made(self._rate())
         self.loss_scale = self.loss_scale.after(overflowed=True)
         self.catch_up(num_minibatches)
 
@@ -286,14 +300,19 @@ class Update:
             warnings.simplefilter("ignore", UserWarning)
             self.end_step(num_minibatches)
 
+    def _rate(self) -> float | None:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return next((float(group["lr"]) for group in groups if "lr" in group), None)
+
     def _clip(self, max_norm: float) -> None:
         """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the whole model. Collective."""
         gradients = gradients_of(self.optimizer)
         counted = gradients_of(self.optimizer, self._elsewhere)
         norms = list(torch._foreach_norm(counted)) if counted else []
         here = float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
-        self.gradient_norm = math.sqrt(self.add_up(here))
-        factor = max_norm / (self.gradient_norm + 1e-6)
+        norm = math.sqrt(self.add_up(here))
+        self.made = self.made._replace(gradient_norm=norm)
+        factor = max_norm / (norm + 1e-6)
         if gradients and not factor >= 1:  # a NaN norm makes all gradients NaN, as in one process
             torch._foreach_mul_(gradients, factor)
 

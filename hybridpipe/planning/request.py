@@ -161,8 +161,9 @@ class PlanRequest:
 
     def check_given(self, plan: Plan) -> None:
         """Raises ValueError for a requested option that a given plan contradicts."""
+        present = PlanRequest.of(plan)
         for field in fields(PlanRequest):
-            requested, given = getattr(self, field.name), getattr(plan, field.name, None)
+            requested, given = getattr(self, field.name), getattr(present, field.name)
             if requested not in (field.default, given):
                 said = f"{field.name} = {requested!r}"
                 raise ValueError(f"{said} disagrees with the plan, which says {given!r}")

@@ -70,12 +70,6 @@ class Run:
         return self._trainer.history
 
     @property
-    def learning_rates(self) -> Sequence[float]:
-        """Learning rate of each of this rank's parameter groups; none on a rank that trains nothing."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [float(group["lr"]) for group in groups if "lr" in group]
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """This rank's optimizer; with `zero` its parameters are the parts of weights that this rank updates.
 
@@ -93,24 +87,18 @@ class Run:
             shards.gather()
 
     @property
-    def gradient_norm(self) -> float | None:
-        """Norm of the whole model's gradient at this rank's last update, before clipping.
-
-        None without `clip_grad_norm`, which may be infinite, on ranks that the plan leaves unused, and before
-        the first update.
-        """
-        return self._trainer.worker.executor.update.gradient_norm
-
-    @property
     def settings(self) -> Mapping[str, str | int | float]:
         """The trainer's arguments that are numbers or names, with the plan, for loggers."""
         return self._trainer.settings()
 
     def save(self, folder: str | os.PathLike[str], keep: int = 1) -> Path:
-        """Write a checkpoint into `folder` and return its path. Collective; between minibatches only.
+        """Write a checkpoint into `folder` and return its path. Collective.
 
         Args:
             keep: number of latest checkpoints in the folder that stay.
+
+        Raises:
+            RuntimeError: losses of minibatches are under way, as in `on_minibatch`.
         """
         return self._save(folder, keep)
 
@@ -139,7 +127,7 @@ class Callback:
         """Take an epoch's entry of the history, after its validation."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Take the path of a published checkpoint, before the next one is written."""
+        """Take the path of a published checkpoint of `fit`, before `fit` writes the next one."""
 
     def evaluating(self, run: Run) -> AbstractContextManager[None]:
         """Return a context around each validation of `fit`."""

@@ -14,6 +14,7 @@ from hybridpipe.checkpoint.policy import Keeper
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine.pending import PendingLosses
 from hybridpipe.engine.worker import Worker
+from hybridpipe.optim.update import Made
 from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.planning.timeline import Event
@@ -22,7 +23,20 @@ from hybridpipe.training.train_state import EpochProgress, TrainState, is_resume
 
 # An update of this rank: its minibatches with their travelling losses, and the events since the last update.
 Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[Event]]
-Travelling = tuple[Minibatch, PendingLosses, float]  # a minibatch whose losses travel, and its seconds
+
+
+class Travelling(NamedTuple):
+    """A minibatch whose losses travel.
+
+    Args:
+        seconds: time on this rank since the minibatch before.
+        made: figures of its update.
+    """
+
+    minibatch: Minibatch
+    sums: PendingLosses
+    seconds: float
+    made: Made
 
 
 class Breaks(NamedTuple):
@@ -78,24 +92,20 @@ class EpochLoop:
         trained = self._stream(batches) if self._worker.plan.is_asynchronous else self._one_by_one(batches)
         late = losses_late(self._worker.plan)
         pending = deque[Travelling]()
-        began = time.perf_counter()
-        self._start = began - progress.seconds
+        self._began = time.perf_counter()
+        self._start = self._began - progress.seconds
         for together, events in trained:
             now = time.perf_counter()
-            began, seconds = now, now - began
+            self._began, seconds = now, now - self._began
             progress.position += len(together)
             at_resume_point = is_resume_point(self._worker.plan, self._point)
             if at_resume_point and self._keeper is not None:
                 self._keeper.at_resume_point(self._state.step, self._point)
             may_stop = at_resume_point and not self._is_done
             self._record_update([minibatch for minibatch, _ in together], events, seconds)
-            pending += [(*each, seconds / len(together)) for each in together]
+            made = self._worker.executor.update.made
+            pending += [Travelling(*each, seconds / len(together), made) for each in together]
             yield from self._records(pending, 0 if self._evaluates else late)
-            if self._evaluates:
-                paused = time.perf_counter()
-                self._breaks.evaluate()
-                began = time.perf_counter()
-                self._start += began - paused  # an evaluation is no training time
             if may_stop and self._stops():
                 self._save()
                 if self._state.under_way:
@@ -110,11 +120,16 @@ class EpochLoop:
     def _records(self, pending: deque[Travelling], late: int) -> Iterator[MinibatchRecord]:
         """Yield the records of all but the last `late` minibatches, then let their checkpoint be written.
 
-        So a checkpoint keeps what callbacks have made of them, too.
+        So a checkpoint keeps what callbacks have made of them, and of the evaluation that is due.
         """
         while len(pending) > late:
-            yield self._record(*pending.popleft())
+            yield self._record(pending.popleft())
             self._progress.seconds = time.perf_counter() - self._start
+            if self._evaluates and not pending:
+                paused = time.perf_counter()
+                self._breaks.evaluate()
+                self._began = time.perf_counter()
+                self._start += self._began - paused  # an evaluation is no training time
             if self._keeper is not None:
                 self._keeper.losses_in(self._progress.losses_in)
 
@@ -168,10 +183,12 @@ class EpochLoop:
         full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
         self._recorder.keep(events, seconds, full, len(trained))
 
-    def _record(self, minibatch: Minibatch, sums: PendingLosses, seconds: float) -> MinibatchRecord:
+    def _record(self, travelling: Travelling) -> MinibatchRecord:
+        minibatch, sums, seconds, made = travelling
         full = minibatch.num_samples == self._minibatch_size
         loss = sums.total()
-        record = self._recorder.note(self._state.epoch, loss.mean, minibatch.num_samples, seconds, full)
+        of_loss = self._state.epoch, loss.mean, minibatch.num_samples
+        record = self._recorder.note(*of_loss, seconds, full, made)
         self._progress.note(loss)
         # Every rank learns of wishes with this record, and none has trained beyond this step.
         recorded_step = self._state.step - self._progress.position + self._progress.recorded

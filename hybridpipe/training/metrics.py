@@ -15,11 +15,13 @@ import torch
 from hybridpipe.device import peak_memory_bytes
 from hybridpipe.engine.worker import Worker
 from hybridpipe.environment.memory_limits import RankMemory
+from hybridpipe.optim.update import Made
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.timeline import COMPUTE, Event, Spent, Timeline
 
 # The first minibatches exchange shapes and warm up caches. They count for losses, not for speeds.
 WARM_UP = 3
+_NOT_MADE = Made()
 KEPT = 64  # updates whose events are kept
 
 
@@ -33,6 +35,9 @@ class MinibatchRecord:
         loss: the minibatch's loss.
         num_samples: its samples.
         seconds: time on this rank since the minibatch before.
+        learning_rate: in this rank's first parameter group; None without one.
+        gradient_norm: norm of the whole model's gradient before clipping; None without `clip_grad_norm`, or
+            where the update was skipped.
     """
 
     step: int
@@ -40,6 +45,8 @@ class MinibatchRecord:
     loss: float
     num_samples: int
     seconds: float
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +171,18 @@ class Recorder:
             busy = sum(end - start for instruction, start, end in events if isinstance(instruction, COMPUTE))
             self._busy_seconds.append(busy / num_minibatches)
 
-    def note(self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool) -> MinibatchRecord:
+    def note(
+        self, epoch: int, loss: float, num_samples: int, seconds: float, full: bool, made: Made = _NOT_MADE
+    ) -> MinibatchRecord:
         """Record a finished minibatch, and return its record.
 
         Args:
             seconds: time on this rank since the minibatch before.
             full: False for a short minibatch, which does not count for the speed.
+            made: figures of its update.
         """
         step = self._before.minibatches + len(self.records)
-        record = MinibatchRecord(step, epoch, loss, num_samples, seconds)
+        record = MinibatchRecord(step, epoch, loss, num_samples, seconds, *made)
         self.records.append(record)
         if full:
             self._full_seconds.append(seconds)
@@ -209,6 +219,7 @@ class Recorder:
                 "origin": self._memory.origin,
                 "p2p": worker.executor.bytes_sent,
                 "allreduced": worker.executor.bytes_reduced,
+                "gathered": worker.executor.bytes_gathered,
                 "left_out": worker.executor.num_skipped,
             }
         )
@@ -240,6 +251,7 @@ class Recorder:
             "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
+            "bytes_gathered": sum(note["gathered"] for note in notes),
             "updates_left_out": max(note["left_out"] for note in notes),
             "minibatches": past.minibatches,
         }

@@ -22,8 +22,7 @@ from hybridpipe.comm.progress_thread import needs_progress_thread
 from hybridpipe.config import SOURCES
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.engine import consistency
-from hybridpipe.engine.allocator import returning_freed_memory
+from hybridpipe.engine import allocator, consistency
 from hybridpipe.environment.memory_limits import RankMemory, bytes_for_stages
 from hybridpipe.errors import UserError, suggest
 from hybridpipe.files import read_cluster, read_plan
@@ -174,7 +173,10 @@ class PlanMaker:
         if line is not None and self._world.rank == 0:
             print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
         mine = self.memory[self._world.rank]
-        out_of_memory.expect(mine, predicted_bytes(plan, self._world.rank))
+        needed = predicted_bytes(plan, self._world.rank)
+        out_of_memory.expect(mine, needed)
+        if self._device.type == "cpu":
+            allocator.suit(needed, mine.left_bytes)
         return mine
 
     def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
@@ -324,7 +326,7 @@ def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
     """
     if not callable(model) or (isinstance(model, nn.Module) and not is_on_meta(model)):
         return Built(model, None)
-    with returning_freed_memory():
+    with allocator.returning_freed_memory():
         built = build_from_meta(model) if isinstance(model, nn.Module) else build(model)
     digests = world.allgather("" if built.numbers is None else built.numbers.tape.digest())
     if built.numbers is not None and len(set(digests)) == 1:

@@ -124,6 +124,11 @@ class TrainState:
         """End at the first resume point from `step` on, or earlier."""
         self.stop_from = step if self.stop_from is None else min(step, self.stop_from)
 
+    @property
+    def losses_travel(self) -> bool:
+        """True while this rank's weights have minibatches whose losses are not in."""
+        return self.progress is not None and self.progress.recorded != self.progress.position
+
     def check_call(self, method: str, in_fit: bool = False, with_gradients: bool = True) -> None:
         """Raise RuntimeError for a call at a wrong time: after `close`, inside `fit`, or in mid-stream.
 
@@ -138,6 +143,8 @@ class TrainState:
             when = f"while fit trains; {_INSIDE_FIT.get(method, 'call it before or after')}"
         elif self.under_way:
             when = "while minibatches are under way; call it between epochs"
+        elif in_fit and not with_gradients and self.losses_travel:
+            when = "while losses are under way; call it in on_evaluate, on_epoch_end or on_fit_end"
         elif self.accumulated and not with_gradients:
             when = "between no_sync and the update that uses its gradients"
         if when is not None:

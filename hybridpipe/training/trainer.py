@@ -45,6 +45,7 @@ from hybridpipe.training.feed import Feed
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.metrics import MinibatchRecord, Recorder
 from hybridpipe.training.planmaker import ClusterLike, PlanLike, PlanMaker
+from hybridpipe.training.prediction import predict
 from hybridpipe.training.train_state import TrainState
 from hybridpipe.training.view import TrainerView
 from hybridpipe.types import Loss, OptimizerFactory
@@ -215,7 +216,8 @@ class Trainer(TrainerView):
         loss, seconds = losses.total().mean, time.perf_counter() - began
         full = minibatch.num_samples == self.minibatch_size
         self.recorder.keep(events, seconds, full)
-        return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full).loss
+        made = self.worker.executor.update.made
+        return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full, made).loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -399,6 +401,22 @@ class Trainer(TrainerView):
         assert metrics is not None
         return metrics
 
+    def predict(self, dataset: Any) -> Tree | None:
+        """Outputs of the model in evaluation mode, for all samples in their order; on rank 0, else None.
+
+        Returns:
+            what the model returns, of tensors in the host's memory with all samples in their first dimension.
+
+        Raises:
+            RuntimeError: minibatches of an asynchronous schedule are under way.
+            UserError: outputs of microbatches differ in shape beyond the samples; it ends the job.
+        """
+        self._check_now("predict")
+        source = self._feed.held_out_set("dataset", dataset)
+        self._make_ready(source)
+        with self.worker.evaluating():
+            return predict(self.worker, self._feed.evaluation(self.worker, source, self.microbatch_size))
+
     def _evaluate(self, source: Source, may_stop: bool = False) -> dict[str, float] | None:
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""
         with self.worker.evaluating():
@@ -434,7 +452,7 @@ class Trainer(TrainerView):
 
     def _check_now(self, method: str) -> None:
         """Refuse calls at a wrong time, and changes of the model or its surroundings since the last call."""
-        self.state.check_call(method, in_fit=method == "evaluate")
+        self.state.check_call(method, in_fit=method in ("evaluate", "predict"))
         structure.check_now(self.model, method)
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class TrainerView:
 
     @property
     def stopped(self) -> bool:
-        """True if `stop_from` ended the last `fit`."""
+        """True if `stop_from`, `max_steps` or a callback has ended the last `fit`."""
         return self._fitting is not None and self._fitting.stopped
 
     @property

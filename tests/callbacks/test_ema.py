@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hybridpipe import Checkpointing
 from hybridpipe.callbacks import EMA
+from hybridpipe.optim.fused import fused
 from tests.training.helpers import assert_same_weights, cross_entropy, momentum, seeded, seeded_mlp
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -64,37 +66,37 @@ def test_a_resumed_average_goes_on(make, tmp_path):
     assert_same_weights(trained(epochs=2), averaged(seeded_mlp(), ADAM, samples, 2))
 
 
-class Late(nn.Module):
-    """Uses its second layer from the third call on."""
+class Changing(nn.Module):
+    """Uses its second layer from the third call on, or until it."""
 
-    def __init__(self):
+    def __init__(self, uses_it):
         super().__init__()
         torch.manual_seed(1)
         self.first, self.second, self.calls = nn.Linear(4, 3).double(), nn.Linear(3, 3).double(), 0
+        self.uses_it = uses_it
 
     def forward(self, inputs):
         self.calls += 1
         outputs = self.first(inputs)
-        return outputs + self.second(outputs) if self.calls > 2 else outputs
+        return outputs + self.second(outputs) if self.uses_it(self.calls) else outputs
 
 
-def test_a_parameter_that_is_used_later_is_averaged_from_the_start():
-    model, average = Late(), EMA(0.9)
+@pytest.mark.parametrize("optimizer", [PLAIN, momentum, ADAM])
+@pytest.mark.parametrize("uses_it", [lambda calls: calls > 2, lambda calls: calls < 3])
+def test_a_parameter_that_is_used_at_times_is_averaged_at_all(uses_it, optimizer):
+    """A fused step leaves parameters without a gradient out; their averages used to stand still."""
+    model, average, samples = Changing(uses_it), EMA(0.9), seeded(40)
     reference = copy.deepcopy(model)
-    expected = averaged(reference, ADAM, seeded(40), 1)
-    optimizer = ADAM(model.parameters())
-
-    class Run:
-        pass
-
-    run = Run()
-    run.optimizer, run.gather_weights = optimizer, lambda: None
+    expected = averaged(reference, optimizer, samples, 1)
+    update = optimizer(model.parameters())
+    run = SimpleNamespace(optimizer=update, gather_weights=lambda: None)
     average.on_fit_start(run)
     for start in range(0, 40, 8):
-        inputs, targets = seeded(40)[start : start + 8]
-        optimizer.zero_grad()
+        inputs, targets = samples[start : start + 8]
+        update.zero_grad()
         cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+        with fused(update):
+            update.step()
     with average.evaluating(run):
         assert_same_weights(model, expected)
     assert_same_weights(model, reference)

@@ -34,6 +34,30 @@ def test_freed_memory_is_used_again(mebibytes):
     assert int(done.stdout) < 1000
 
 
+SUITED = """
+import torch
+from hybridpipe.engine import allocator
+from hybridpipe.environment.memory_limits import resident_bytes
+
+allocator.keep_freed_memory()
+allocator.suit({needed}, {left})
+with allocator.returning_freed_memory():
+    pass  # leaves the choice as it was
+before = resident_bytes()
+block = torch.ones(16 * 2**18)
+end = torch.ones(1280)  # behind it on the heap
+del block
+print((resident_bytes() - before) // 2**20)
+"""
+
+
+@pytest.mark.parametrize("needed, left, least, most", [(5, 10, 14, 20), (6, 10, 0, 2), (None, 10, 14, 20)])
+def test_freed_memory_is_kept_where_there_is_room_for_twice_what_is_needed(needed, left, least, most):
+    program = SUITED.format(needed=needed, left=left)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert least <= int(done.stdout) <= most, done.stderr
+
+
 HOLES = """
 import resource, torch
 from hybridpipe.engine.allocator import keep_freed_memory, returning_freed_memory

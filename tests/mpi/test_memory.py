@@ -12,3 +12,21 @@ def test_nothing_grows_over_a_thousand_minibatches(job, ranks, schedule, plan):
     found = re.findall(r"(-?\d+) tensors, (-?[\d.]+) MB more", done.stdout)
     assert len(found) == ranks
     assert all(int(tensors) < 50 and float(megabytes) < 8 for tensors, megabytes in found), done.stdout
+
+
+WEIGHTS = 24 * 4 * 1024**2
+ROOM = str(5 * WEIGHTS // 2)
+
+
+def test_a_plan_is_taken_that_the_kernel_allows(job):
+    """Weights, gradients and momentum on one rank take three times the weights, and half of that on two."""
+    assert "plan 1-1 under RLIMIT_DATA, RLIMIT_DATA" in job(2, "limited_memory.py", "auto", ROOM).stdout
+
+
+def test_running_out_of_memory_is_told_with_figures(job):
+    told = job(2, "limited_memory.py", "whole", ROOM, fails=True).stdout
+    assert re.search(r"hybridpipe: plan 1 does not fit .*: rank 0 has .* MB \(RLIMIT_DATA\)", told)
+    [line] = re.findall(r"hybridpipe: rank 0 on host .*; ending the job", told)
+    assert "can't allocate memory: you tried" in line
+    assert re.search(r"; out of memory: the process has had .*, its limit is .* MB \(RLIMIT_DATA\), ", line)
+    assert " MB were predicted; smaller microbatches" in line

@@ -166,3 +166,18 @@ def test_a_gradient_that_another_stage_checks_is_passed_by():
     rank.stage.module[1].weight.grad.fill_(torch.nan)
     with pytest.raises(NotFinite, match=r"layer 3 \(Linear\), weight"):
         check.allows({}, STREAM, step=7)
+
+
+def test_a_part_is_checked_for_its_parameter():
+    """Where replicas share out the update, gradients are on the parts, and other replicas' nowhere here."""
+    rank = Rank()
+    first, second = rank.stage.module[0].weight, rank.stage.module[1].weight
+    part = nn.Parameter(first.detach().view(-1)[:4])
+    check = NonfiniteCheck("stop", PLAN, Place(1, 0), [rank.stage], int, parts={first: part})
+    first.grad = None
+    second.grad.fill_(torch.nan)
+    part.grad = torch.ones(4)
+    assert check.allows({}, STREAM, step=7), "another replica updates the second"
+    part.grad[1] = torch.inf
+    with pytest.raises(NotFinite, match=r"\(Linear\), weight is not finite: 0 NaN and 1 infinite of 4"):
+        check.allows({}, STREAM, step=7)

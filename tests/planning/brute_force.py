@@ -141,18 +141,30 @@ class Reference:
         state = weights * self.profile.state_factor / (m if zero else 1)
         gradients = weights
         if zero == 2:  # a share, and whole ones of three buckets
-            bucket = max(2**21, *(one.parameter_bytes for one in layers))
+            bucket = max(2**21, *map(largest, layers))
             gradients = weights / m + min(weights, 3 * bucket)
-        peak = round(weights + state + gradients) + (min(weights, 2**27) if m > 1 else 0)
+        peak = round(weights + state + gradients)
+        if m > 1:  # Horovod's buffer, and MPI's room for a whole tensor or two parts of m
+            buffer = min(weights, 2**21)
+            peak += buffer + round(2 * max(buffer, *map(largest, layers)) / m)
         peak += {"pipedream": stashes - 1, "pipedream-2bw": 1}.get(self.schedule, 0) * weights
         together = 1 if zero == 2 else self.per_update(m)
-        peak += sum(max([0, *self.products(one, together)]) * kept(one) for one in layers)
+        rows = [max([0, *self.products(one, together)]) * kept(one) for one in layers]
+        peak += sum(rows)
+        peak += max(0, *(self.passing(layers[i:], rows[i], together) for i in range(len(layers))))
         received = self.profile.layers[start - 1].output_bytes if start else 0
         sent = layers[-1].output_bytes if stop < self.profile.num_layers else 0
         peak += 2 * received + 2 * sent + 2 * max(received, sent)
         inside = sum(one.activation_bytes for one in layers) + layers[-1].output_bytes
         peak += stashes * received + inside if again else stashes * (received + inside)
         return peak <= memory
+
+    def passing(self, layers, rows, together):
+        """What the first layer's passes need for the moment, less what the later ones have freed."""
+        one, freed = layers[0], sum(later.activation_bytes for later in layers[1:])
+        if one.workspace_bytes is None:
+            return -freed
+        return one.workspace_bytes + (together > 1) * (rows or largest(one)) - freed
 
     def best(self, placement):
         """The least seconds of all cuts and ways to run stages, for stages on these ranks."""
@@ -270,6 +282,10 @@ class Reference:
         return one.output_bytes, one.output_bytes if one.gradient_bytes is None else one.gradient_bytes
 
 
+def largest(one):
+    return one.parameter_bytes if one.largest_bytes is None else one.largest_bytes
+
+
 def kept(one):
     return one.joined.kept_bytes if one.joined else 0
 
@@ -322,8 +338,8 @@ def limited_instance(seed):
             one,
             parameter_bytes=draw.randint(0, 10**7),
             activation_bytes=draw.randint(0, 2 * 10**7),
-            workspace_bytes=draw.choice([None, draw.randint(0, 3 * 10**7)]),
-            largest_bytes=draw.choice([None, draw.randint(0, 10**7)]),
+            workspace_bytes=draw.choice([None, draw.randint(0, 5 * 10**6)]),
+            largest_bytes=draw.choice([None, draw.randint(0, 10**6)]),
         )
         for one in profile.layers
     )

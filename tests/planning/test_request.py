@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.schedules.registry import SCHEDULES, SYNCHRONOUS, TRAITS
 from tests.planning.helpers import plan
@@ -27,6 +27,32 @@ def test_under_a_schedule_what_that_cannot_do_is_left_out():
     assert asked.under("pipedream-2bw") == PlanRequest("pipedream-2bw", recompute=True)
 
 
+def test_replicas_share_out_what_the_schedule_can():
+    assert [way.zero for way in PlanRequest("1f1b", zero=AUTO).variants] == [0, 1, 2]
+    assert [way.zero for way in PlanRequest("1f1b", zero=AUTO, max_in_flight=2).variants] == [0, 1]
+    assert [way.zero for way in PlanRequest("interleaved-1f1b", zero=AUTO).variants] == [0, 1]
+    assert PlanRequest("1f1b", recompute=True, zero=2).variants == (Variant(False, 2), Variant(True, 2))
+    assert PlanRequest(AUTO, zero=2).schedules == ["1f1b", "gpipe", "zero-bubble"]
+    with pytest.raises(ValueError, match="zero must be at most 1 under interleaved-1f1b, got 2"):
+        PlanRequest("interleaved-1f1b", zero=2)
+    with pytest.raises(ValueError, match="zero must be at most 1 under auto with max_in_flight, got 2"):
+        PlanRequest(AUTO, zero=2, max_in_flight=4)
+    for wrong, told in (
+        (3, "one of 0, 1, 2, got 3"),
+        ("2", "one of 0, 1, 2, auto, got '2'"),
+        (-1, "an integer"),
+    ):
+        with pytest.raises(ValueError, match=f"zero must be {told}"):
+            PlanRequest(zero=wrong)
+
+
+def test_the_request_of_a_plan_asks_for_what_its_replicas_share_out():
+    mixed = plan([2, 1, 2], 4).running([Variant(zero=1), Variant(), Variant(zero=2)])
+    assert PlanRequest.of(mixed).zero == AUTO
+    assert PlanRequest.of(plan([2, 1], 4, zero=2)).zero == 2
+    assert PlanRequest.of(plan([1, 1], 4, zero=2)).zero == 0, "there are no replicas"
+
+
 def test_a_plan_is_made_as_asked():
     made = PlanRequest("pipedream", False, True, True, 3).plan([StageSpec(0, 2)], 1)
     options = {"vertical_sync": True, "max_in_flight": 3}  # stages say themselves whether they recompute
@@ -44,6 +70,11 @@ def test_a_plan_is_made_as_asked():
         (PlanRequest("pipedream"), plan([1, 1], 1, "pipedream", vertical_sync=True), "vertical_sync = False"),
         (PlanRequest("1f1b"), plan([1, 1], 4, recompute=True), "recompute = False is requested"),
         (PlanRequest("1f1b", recompute=True), plan([1, 1], 4), None),
+        (PlanRequest("1f1b", zero=1), plan([2, 1], 4, zero=1), None),
+        (PlanRequest("1f1b", zero=1), plan([1, 1], 4), None),  # there are no replicas
+        (PlanRequest("1f1b", zero=AUTO), plan([2, 1], 4, zero=2), None),
+        (PlanRequest("1f1b", zero=1), plan([2, 1], 4), "zero = 1 is requested"),
+        (PlanRequest("1f1b"), plan([2, 1], 4, zero=1), "zero = 0 is requested"),
     ],
 )
 def test_a_search_comes_to_what_was_requested_only(asked, found, told):
@@ -75,3 +106,6 @@ def test_what_is_asked_of_a_given_plan_must_be_what_it_says():
         PlanRequest("zero-bubble").check_given(given)
     with pytest.raises(ValueError, match="max_in_flight = 2 disagrees with the plan, which says None"):
         PlanRequest(max_in_flight=2).check_given(plan([1, 1], 4))
+    PlanRequest(zero=1).check_given(plan([2, 1], 4).running([Variant(zero=1), Variant()]))
+    with pytest.raises(ValueError, match="zero = 1 disagrees with the plan, which says 0"):
+        PlanRequest(zero=1).check_given(plan([2, 1], 4))

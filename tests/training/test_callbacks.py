@@ -62,27 +62,73 @@ def test_the_order_of_events(make, tmp_path):
 def test_a_callback_sees_the_training(make):
     class Sees(Callback):
         def on_minibatch(self, run, record):
-            self.seen = run.rank, run.num_ranks, run.step, run.learning_rates, run.gradient_norm, run.plan
+            self.seen = (
+                run.rank,
+                run.num_ranks,
+                run.step,
+                record.learning_rate,
+                record.gradient_norm,
+                run.plan,
+            )
             self.settings = run.settings
 
     sees = Sees()
     trainer = make(callbacks=[sees])
     trainer.fit(seeded(8))
-    assert sees.seen == (0, 1, 1, [0.1], None, trainer.plan)
+    assert sees.seen == (0, 1, 1, 0.1, None, trainer.plan)
     assert sees.settings["minibatch_size"] == 8 and sees.settings["plan"] == "1"
 
 
-def test_the_norm_of_the_gradient_is_measured_without_clipping(make):
-    class Norm(Callback):
-        def on_minibatch(self, run, record):
-            self.norm = run.gradient_norm
-
-    model, norm = seeded_mlp(), Norm()
-    reference, samples = copy.deepcopy(model), seeded(8)
-    make(model, callbacks=[norm], clip_grad_norm=float("inf")).fit(samples, shuffle=False)
-    torch.nn.functional.cross_entropy(reference(samples[:][0]), samples[:][1]).backward()
+def test_a_record_has_the_rate_and_the_norm_of_its_own_update(make):
+    """They were those of the last update, although a record comes one minibatch late."""
+    records, model = [], seeded_mlp()
+    reference, samples = copy.deepcopy(model), seeded(24)
+    make(
+        model,
+        clip_grad_norm=float("inf"),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    ).fit(samples, shuffle=False, on_minibatch=records.append)
+    assert [record.learning_rate for record in records] == [0.1, 0.05, 0.025]
+    torch.nn.functional.cross_entropy(reference(samples[:8][0]), samples[:8][1]).backward()
     squares = sum(p.grad.square().sum() for p in reference.parameters())
-    assert norm.norm == pytest.approx(float(squares) ** 0.5, rel=1e-12)
+    assert records[0].gradient_norm == pytest.approx(float(squares) ** 0.5, rel=1e-12)
+
+
+def test_a_checkpoint_while_losses_travel_is_refused(make, tmp_path):
+    """It had the weights of one minibatch more than its losses, and a resumed training trained that twice."""
+
+    class Saves(Callback):
+        def on_minibatch(self, run, record):
+            run.save(tmp_path)
+
+    with pytest.raises(RuntimeError, match="save was called while losses are under way; call it in on_eval"):
+        make(callbacks=[Saves()]).fit(seeded(24))
+
+
+def test_a_checkpoint_knows_the_evaluation_at_its_step(make, tmp_path):
+    """It was written before, so a resumed training missed one."""
+
+    class Counts(Callback):
+        count = 0
+
+        def on_evaluate(self, run, metrics):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    saving = Checkpointing(tmp_path, every=2)
+    trainer = make(seeded_mlp(), callbacks=[Counts()])
+    trainer.fit(seeded(32), max_steps=2, validation=seeded(8, seed=3), eval_every=2, checkpoint=saving)
+    trainer.close()
+    again = Counts()
+    trainer = make(seeded_mlp(), callbacks=[again])
+    trainer.resume(tmp_path)
+    trainer.fit(seeded(32), validation=seeded(8, seed=3), eval_every=2)
+    assert again.count == 2  # at 2 before, and at the epoch's end
 
 
 def test_a_callback_ends_the_training_soon(make):

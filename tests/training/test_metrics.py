@@ -14,7 +14,7 @@ from hybridpipe.training.metrics import KEPT, WARM_UP, MinibatchRecord, Past, Ra
 
 
 def worker(predicted: Prediction | None = None) -> SimpleNamespace:
-    executor = SimpleNamespace(bytes_sent=300, num_skipped=0, bytes_reduced=70)
+    executor = SimpleNamespace(bytes_sent=300, num_skipped=0, bytes_reduced=70, bytes_gathered=50)
     plan = Plan((StageSpec(0, 2),), num_microbatches=2, predicted=predicted)
     return SimpleNamespace(plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor)
 
@@ -66,6 +66,7 @@ def test_a_run_in_figures():
         "seconds_to_target": 25.0,
         "bytes_sent_p2p": 300,
         "bytes_allreduced": 70,
+        "bytes_gathered": 50,
         "updates_left_out": 0,
         "minibatches": WARM_UP + 4,
     }

@@ -21,7 +21,7 @@ class ScheduleTraits(NamedTuple):
         interleaves: each rank holds several stages (chunks), all of which have equal replicas.
         takes_max_in_flight: the number of microbatches in flight can be limited.
         most_zero: the most that `StageSpec.zero` may be. Chunks of a rank are reduced together, when the
-            gradients of all are whole; stashed versions are whole weights.
+            gradients of all are whole; an asynchronous stage's gradients are, where it updates at each.
     """
 
     is_asynchronous: bool = False
@@ -50,10 +50,10 @@ TRAITS = {
         versions="stashed",
         whole_minibatch=True,
         takes_max_in_flight=True,
-        most_zero=0,
+        most_zero=1,
     ),
     "pipedream-2bw": ScheduleTraits(
-        is_asynchronous=True, versions="two", takes_max_in_flight=True, most_zero=0
+        is_asynchronous=True, versions="two", takes_max_in_flight=True, most_zero=1
     ),
 }
 DEFAULT = "1f1b"

@@ -50,12 +50,8 @@ def how_far(problem: Problem) -> str:
     need = _need(problem, _closest(problem))
     is_large = problem.size > MAX_ADVISED
     closest = "comes closest of the few that were tried" if is_large else "comes closest"
-    stages = range(need.plan.num_stages)
-    ways = ["recomputation"] * any(map(need.plan.recomputes, stages))
-    ways += [f"zero = {zero}" for zero in {max(map(need.plan.zero_of, stages))} if zero]
-    running = f" with {' and '.join(ways)}" if ways else ""
     told = (
-        f"no plan fits into memory: {short_name(need.plan)}{running} {closest} and needs "
+        f"no plan fits into memory: {_named(need.plan)} {closest} and needs "
         f"{size(need.needed)} on rank {need.rank}, which has {size(need.had)}; "
     )
     if is_large:
@@ -68,6 +64,14 @@ def how_far(problem: Problem) -> str:
         tried += _together(problem)
     helps = next((f"{text} would help" for text, each in tried if each.fits), "none of these would help")
     return f"{told}{helps}\n{_table(need, tried)}"
+
+
+def _named(plan: Plan) -> str:
+    """Return a plan's name and how it saves memory."""
+    stages = range(plan.num_stages)
+    zero = max(map(plan.zero_of, stages))
+    saves = ["recomputation"] * any(map(plan.recomputes, stages)) + [f"zero = {zero}"] * (zero > 0)
+    return short_name(plan) + (f" with {' and '.join(saves)}" if saves else "")
 
 
 def _table(need: Need, tried: list[tuple[str, Need]]) -> str:
@@ -137,8 +141,8 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """Yield changes that a user could make on the same ranks, easiest first."""
     if not problem.request.recompute:
         yield "recomputation", _requesting(problem, recompute=True)
-    for zero in (1, 2) if problem.request.zero == 0 else ():
-        if problem.num_ranks > 1 and zero <= problem.request.most_zero:
+    for zero in (1, 2) if problem.request.zero == 0 and problem.num_ranks > 1 else ():
+        if zero <= problem.request.most_zero:
             yield f"zero = {zero}", _requesting(problem, zero=zero)
     for samples in _smaller_sizes(problem):
         yield f"microbatches of {samples} sample(s)", _in_microbatches(problem, samples)
@@ -170,7 +174,8 @@ def _on_more_ranks(problem: Problem) -> Iterator[tuple[str, Need]]:
 
 def _together(problem: Problem) -> Iterator[tuple[str, Need]]:
     """Yield what all changes together need, and then on more ranks."""
-    eased = _requesting(problem, recompute=True, zero=problem.request.zero or AUTO)
+    zero = problem.request.zero or AUTO
+    eased = _requesting(problem, recompute=True, zero=zero)
     if _may_change_schedule(problem):
         eased = _requesting(eased, schedule=DEFAULT)
     for samples in _smaller_sizes(problem)[-1:]:

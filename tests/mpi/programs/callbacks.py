@@ -103,8 +103,19 @@ def averages():
     assert trainer.model is not None
 
 
+def predictions():
+    """More samples than a minibatch, a short last one, and microbatches that replicas share."""
+    expected = copy.deepcopy(MODEL).eval()(SAMPLES[:41][0])
+    stages = StageSpec(0, 3), StageSpec(3, 5, 2)
+    trainer = make(plan=Plan(stages, num_microbatches=3))
+    found = trainer.predict(torch.utils.data.Subset(SAMPLES, range(41)))
+    assert found is None if trainer.world.rank else torch.allclose(found, expected, 0, 1e-12)
+    trainer.close()
+
+
 one_rank_ends_it("1f1b", 7)
 one_rank_ends_it("pipedream", 8)  # with the epoch
 breaks()
 averages()
+predictions()
 print("callbacks: alike", flush=True)

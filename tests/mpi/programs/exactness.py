@@ -2,7 +2,8 @@
 
 The one process is the few lines of `reference`: microbatches in order, gradients weighted by samples and
 added up, one update. Usage: exactness.py NUM_UPDATES PLAN... with plans such as 2-2, 1-2-1 or, with two
-stages on each rank, 1-1x2.
+stages on each rank, 1-1x2. In 2-2:2 replicas share out update and gradients (`zero`), in 2-2:2:scatter those
+of the stages with several replicas by a reduce-scatter.
 """
 
 import copy
@@ -18,6 +19,7 @@ from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.model.rng import random_key
+from hybridpipe.optim import gradient_sync
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 from hybridpipe.stage import wgrad
 
@@ -94,10 +96,15 @@ SPLIT_OPTIONS = ({}, {"recompute": True, "in_flight": 7, "weight_lag": 5})
 
 
 def make_plan(name: str, schedule: str, **options) -> Plan:
+    name, *words = name.split(":")
+    zero, scatters = int(words[0]) if words else 0, "scatter" in words
     name, _, chunks = name.partition("x")
     replicas = [int(count) for count in name.split("-")] * int(chunks or 1)
     edges = [round(i * 7 / len(replicas)) for i in range(len(replicas) + 1)]
-    stages = tuple(StageSpec(a, b, m) for a, b, m in zip(edges, edges[1:], replicas, strict=False))
+    stages = tuple(
+        StageSpec(a, b, m, zero=zero, scatter=scatters and m > 1)
+        for a, b, m in zip(edges, edges[1:], replicas, strict=False)
+    )
     return Plan(
         stages,
         schedule=schedule,
@@ -152,6 +159,7 @@ def check(plan: Plan, name: str, expected, expected_losses, epochs) -> None:
 
 
 def main() -> None:
+    gradient_sync.BUCKET_BYTES = 300  # several buckets
     updates = int(sys.argv[1])
     epochs = updates // -(-SAMPLES // MINIBATCH)
     for name, factory in OPTIMIZERS.items():

@@ -75,10 +75,14 @@ def reference(factory, clip_grad_norm, accumulated):
 
 
 def check_copies(trainer: Trainer) -> int:
-    """Compare weights and optimizer state of all holders; return the number of copies."""
-    executor, own = trainer.worker.executor, {}
+    """Compare weights and optimizer state of all holders; return the number of copies.
+
+    Where replicas share out the update, no rank has all of a state.
+    """
+    executor, own, plan = trainer.worker.executor, {}, trainer.plan
+    whole = not any(map(plan.zero_of, range(plan.num_stages)))
     for parameter, key in parameters(executor).items():
-        state = executor.update.optimizer.state.get(parameter, {})
+        state = executor.update.optimizer.state.get(parameter, {}) if whole else {}
         own[key] = [raw_bytes(parameter), *(raw_bytes(torch.as_tensor(each)) for each in state.values())]
     copies = 0
     everybody = [each.items() for each in trainer.world.allgather(own)]

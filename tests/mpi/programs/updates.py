@@ -1,6 +1,6 @@
 """Under mpirun: clipping, a learning-rate schedule and no_sync train what one process would, in float64.
 
-Usage: updates.py PLAN... with plans such as 2-1 or, with two stages on each rank, 1-1x2.
+Usage: updates.py PLAN... with plans as in exactness.py.
 """
 
 import sys

@@ -12,7 +12,7 @@ from hybridpipe.planning.cost.formula import stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import Measurement, ModelProfile
-from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.search import search as search_module
 from hybridpipe.planning.search.problem import Problem
 from hybridpipe.planning.search.proposals import every_straight
@@ -248,6 +248,15 @@ def test_what_would_help_is_computed():
     assert gpipe.endswith("the schedule 1f1b would help")
 
 
+def test_shared_out_state_would_help():
+    """Weights and gradients take 200 bytes, an all-reduce 200, and the state 600 or a half of that."""
+    one = model(layer(1, 2, parameters=100), state_factor=6.0)
+    assert refused(one, 2, 750, 2).endswith("zero = 1 would help")
+    for zero in (1, AUTO):
+        found = search(one, replace(free(2), memory_bytes=750), 2, zero=zero)
+        assert [(each.plan.name, each.plan.zero_of(0)) for each in found] == [("2", 1)]
+
+
 def test_what_each_remedy_gives_is_told_in_aligned_lines():
     """Weights and gradients have 200; the layer is one, and its microbatch has 176 a sample."""
     outputs = model(layer(1, 2, parameters=100, output=64, activation=640), samples=4)
@@ -285,9 +294,10 @@ def test_of_a_large_problem_it_is_said_that_little_was_looked_at(monkeypatch):
     assert re.search(
         r": (\S+) comes closest of the few that were tried and needs \d+ B on rank \d, which", told
     )
-    assert told.endswith("these may help: recomputation, zero = 1, zero = 2, the schedule 1f1b, 8 ranks, 16 ranks")
+    unlooked = "recomputation, zero = 1, zero = 2, the schedule 1f1b, 8 ranks, 16 ranks"
+    assert told.endswith(f"these may help: {unlooked}")
     again = refusal(FOUR, replace(free(4), memory_bytes=100), 8, schedule="gpipe", recompute=True)
-    assert "with recomputation comes closest of" in again and "help: the schedule 1f1b, 8" in again
+    assert "with recomputation comes closest of" in again and "zero = 2, the schedule 1f1b, 8" in again
 
 
 def test_memory_that_differs_is_told_of_the_right_rank():

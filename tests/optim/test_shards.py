@@ -1,0 +1,190 @@
+"""Replicas in one process: each updates its parts, and all have the weights of one that updates all."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpipe.optim import gradient_sync
+from hybridpipe.optim.fused import fused
+from hybridpipe.optim.shards import Shards
+
+
+class Copied:
+    """An all-gather that copies the other replicas' shares once they have updated."""
+
+    def __init__(self, weights, of_replicas):
+        self.weights, self.of_replicas = weights, of_replicas
+
+    def wait(self, on_slow=None):
+        shares = [weights.chunk(len(self.of_replicas)) for weights in self.of_replicas]
+        self.weights.copy_(torch.cat([shares[r][r] for r in range(len(shares))]))
+
+    def is_complete(self):
+        return True
+
+
+class Replicas:
+    """As many copies of a model, with the shards and the optimizer of each."""
+
+    def __init__(self, model, factory, count=3, **options):
+        self.models = [copy.deepcopy(model) for _ in range(count)]
+        self.shards = [
+            Shards(net.parameters(), r, count, self.gather, **options) for r, net in enumerate(self.models)
+        ]
+        self.optimizers = [factory(net.parameters()) for net in self.models]
+        for shards, optimizer in zip(self.shards, self.optimizers, strict=True):
+            shards.take_over(optimizer)
+
+    def gather(self, weights):
+        buckets = self.shards[0].buckets, self.shards[1].buckets, self.shards[2].buckets
+        (i,) = {i for each in buckets for i, bucket in enumerate(each) if bucket.weights is weights}
+        return Copied(weights, [each[i].weights.clone() for each in buckets])
+
+    def step(self, gradients):
+        for net, shards, optimizer in zip(self.models, self.shards, self.optimizers, strict=True):
+            for p, gradient in zip(net.parameters(), gradients, strict=True):
+                p.grad = None if gradient is None else gradient.clone()
+            shards.take()
+            shards.adopt()
+            with fused(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+        for shards in self.shards:
+            shards.gather()
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", 600)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 31), nn.LayerNorm(31), nn.Linear(31, 5))
+
+
+def by_dimensions(kind):
+    """Two groups, told apart by what parts of parameters no longer have."""
+
+    def factory(parameters):
+        given = list(parameters)
+        return kind(
+            [{"params": [p for p in given if p.ndim > 1]}, {"params": [p for p in given if p.ndim < 2]}],
+            lr=0.1,
+        )
+
+    return factory
+
+
+def gradients(net, unused=()):
+    return [None if i in unused else torch.randn_like(p) for i, p in enumerate(net.parameters())]
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop]
+)
+def test_all_replicas_have_the_weights_of_one_that_updates_everything(kind):
+    """To the bit: an element is rounded alike wherever it lies in a part."""
+    whole = model()
+    optimizer = by_dimensions(kind)(whole.parameters())
+    replicas = Replicas(whole, by_dimensions(kind))
+    for unused in [(), (1, 4), (0, 1, 2, 3, 4, 5), ()]:
+        given = gradients(whole, unused)
+        for p, gradient in zip(whole.parameters(), given, strict=True):
+            p.grad = gradient
+        with fused(optimizer):
+            optimizer.step()
+        replicas.step(given)
+        for net in replicas.models:
+            assert all(map(torch.equal, net.parameters(), whole.parameters()))
+
+
+def test_state_is_divided_and_groups_are_kept():
+    replicas = Replicas(model(), by_dimensions(torch.optim.Adam))
+    replicas.step(gradients(replicas.models[0]))
+    held = [
+        sum(v.numel() for state in each.state.values() for v in state.values() if v.ndim)
+        for each in replicas.optimizers
+    ]
+    assert sum(held) == 2 * sum(p.numel() for p in model().parameters())
+    assert [len(each.param_groups) for each in replicas.optimizers] == [2, 2, 2]
+
+
+def test_state_that_an_optimizer_makes_at_once_is_cut():
+    replicas = Replicas(model(), torch.optim.Adagrad)
+    for shards, optimizer in zip(replicas.shards, replicas.optimizers, strict=True):
+        assert optimizer.state.keys() == set(shards.parts.values())
+        for part, state in optimizer.state.items():
+            assert state["sum"].shape == part.shape
+            assert state["sum"].untyped_storage().nbytes() == part.nbytes
+
+
+def test_parameters_stay_what_they_are():
+    net = model()
+    before, given = [p.clone() for p in net.parameters()], list(net.parameters())
+    Shards(net.parameters(), 0, 2, None)
+    assert all(map(torch.equal, net.parameters(), before))
+    assert all(a is b and a.is_contiguous() for a, b in zip(net.parameters(), given, strict=True))
+
+
+def test_what_cannot_be_cut_stays_whole():
+    both = torch.randn(20)
+    apart, overlapping, other = nn.Parameter(torch.randn(40)), nn.Parameter(both[:12]), nn.Parameter(both[8:])
+    strided = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    sparse, empty = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.empty(0))
+    given = [apart, overlapping, other, strided, sparse, empty]
+    shards = Shards(given, 1, 2, None, sparse={sparse})
+    assert list(shards.ranges) == [apart]
+    assert {p for p, part in shards.parts.items() if part is p} == set(given[1:])
+    assert overlapping.data_ptr() + 8 * 4 == other.data_ptr()
+
+
+def test_frozen_parameters_are_in_buckets_of_their_own():
+    """They take no part in the all-gather, and the share of what is trained is equal."""
+    net = model()
+    net[2].requires_grad_(False)
+    started = []
+
+    def gather(weights):
+        started.append(weights)
+        return Copied(weights, [weights.clone()] * 2)
+
+    shards = Shards(net.parameters(), 0, 2, gather)
+    for bucket in shards.buckets:
+        assert len({p.requires_grad for p in bucket.parameters}) == 1
+    shards.gather()
+    assert shards.bytes_gathered == 4 * sum(len(weights) for weights in started)
+    assert len(started) == sum(bucket.parameters[0].requires_grad for bucket in shards.buckets)
+    assert len(started) < len(shards.buckets)
+    net[2].requires_grad_(True)
+    shards.renew()
+    assert all(shards.parts[p].requires_grad for p in net[2].parameters() if p in shards.parts)
+
+
+def test_a_parameter_that_moved_is_adopted_again():
+    """As a new version of the weights moves it, while older ones keep the memory before."""
+    net = model()
+    shards = Shards(net.parameters(), 0, 2, None)
+    weight = net[0].weight
+    old, part = weight.data, shards.parts[weight]
+    weight.data = weight.data.clone()
+    weight.data += 1
+    shards.adopt()
+    assert torch.equal(part, weight.detach().view(-1)[: len(part)])
+    part.data.zero_()
+    assert not weight.view(-1)[: len(part)].any() and old.all()
+
+
+def test_gradients_add_up_and_free_the_whole():
+    net = model()
+    shards = Shards(net.parameters(), 0, 2, None, frees=True)
+    p = net[0].weight
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        shards.take([p])
+        assert p.grad is None
+    part = shards.parts[p]
+    assert torch.equal(part.grad, torch.full_like(part, 2.0))
+    assert part.grad.untyped_storage().nbytes() == part.nbytes < p.nbytes
