@@ -313,6 +313,11 @@ class PlanMaker:
                 sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
                 measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
                 return measure_together(self._world, measure), rehearsal.run
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory.is_out_of_memory(error):
+                    raise
+                what = f"each rank measures the whole model on a microbatch of {minibatch.sizes[0]} samples"
+                raise MemoryError(f"{what}: give a smaller one (train.microbatch)") from error
             except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
 

@@ -1,6 +1,8 @@
 """Plans beside the memory that their ranks have, in a world of one rank."""
 
 import pytest
+import torch
+from torch import nn
 
 from hybridpipe.environment.memory_limits import RESERVE, RankMemory
 from hybridpipe.errors import UserError
@@ -65,3 +67,20 @@ def test_a_checkpoints_plan_that_does_not_fit_gives_way_to_a_search(make, monkey
     again.train_step(*data(8)[:])
     assert again.plan.num_microbatches > 1 and again.step == 2
     assert "does not fit into memory by prediction" in capsys.readouterr().err
+
+
+class Huge(nn.Module):
+    """A layer whose output for more than two samples is beyond any memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x * self.weight).expand(2**48 if len(x) > 2 else 1, *x.shape).contiguous()[0]
+
+
+def test_a_microbatch_too_large_to_be_measured_is_told(make):
+    trainer = make(nn.Sequential(Huge(), nn.Linear(4, 3).double()), plan="auto", microbatch_size=4)
+    with pytest.raises(MemoryError, match="the whole model on a microbatch of 4 samples: give a smaller one"):
+        trainer.train_step(*data(8)[:])
