@@ -144,6 +144,7 @@ class PlanMaker:
         if isinstance(cluster, str | os.PathLike):
             cluster = read_cluster(Path(cluster))
         self._cluster = cluster
+        self._is_preferred = False  # the given plan is a checkpoint's, in place of a search
         if isinstance(given, Plan):
             request.check_given(given)
             validate_plan(given)
@@ -213,15 +214,12 @@ class PlanMaker:
             if num_ranks != self._world.size:
                 raise ValueError(f"it was made for {num_ranks} ranks, and there are {self._world.size}")
             self._request.check_found(plan)
-            memory = memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
-            if line := misfit(plan, memory):
-                raise ValueError(line)
             # under pipedream a minibatch is one microbatch, whatever size is given
             size = None if plan.traits.whole_minibatch else self._wanted_size
             self.microbatch_size = self._fitting(plan, size)
         except ValueError as error:
             return f"{what}, does not fit here, so a new one is searched for: {error}"
-        self._given, self._smaller_sizes = plan, []
+        self._given, self._smaller_sizes, self._is_preferred = plan, [], True
         return f"with {what}"
 
     @property
@@ -272,6 +270,23 @@ class PlanMaker:
             layers.check_plan(self._given)
             if not self._predicts:
                 return self._given, None
+        choice = self._choice(layers, minibatch)
+        if choice is not None and self._is_preferred and (line := misfit(choice.plan, self.memory)):
+            if self._world.rank == 0:
+                notices.tell(f"{line}; a new plan is searched for")
+            self._given, self._is_preferred = AUTO, False
+            if self._wanted_size is None:
+                self._smaller_sizes = parts_of(self.microbatch_size, self._minibatch_size)
+            choice = self._choice(layers, minibatch)
+        if choice is None:
+            assert isinstance(self._given, Plan)
+            return self._given, None
+        self._rule.check(choice.plan)
+        self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
+        return choice.plan, choice
+
+    def _choice(self, layers: Layers, minibatch: Minibatch) -> Choice | None:
+        """Return a plan by name or the prediction of a given one; None if that cannot be predicted."""
         profile, work = self._measured(layers, minibatch)
         if layers.why_whole and self.plan is None and self._world.rank == 0:
             notices.tell(f"the model runs as one stage: {layers.why_whole}")
@@ -288,10 +303,9 @@ class PlanMaker:
                 raise
             if self._world.rank == 0:
                 notices.tell(f"the plan runs as given, without a prediction: {error}")
-            return self._given, None
-        self._rule.check(choice.plan)
-        self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
-        return choice.plan, replace(choice, machines=machines)
+            return None
+        self._cluster = machines  # for a second search
+        return replace(choice, machines=machines)
 
     def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
         """Return the plan's microbatch size; ValueError if the plan does not fit."""
@@ -317,6 +331,11 @@ class PlanMaker:
                 sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
                 measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
                 return measure_together(self._world, measure), rehearsal.run
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory.is_out_of_memory(error):
+                    raise
+                what = f"each rank measures the whole model on a microbatch of {minibatch.sizes[0]} samples"
+                raise MemoryError(f"{what}: give a smaller one (train.microbatch)") from error
             except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
 
