@@ -46,7 +46,7 @@ PLANS: dict[str, tuple[tuple[int, ...], str, int, dict[str, Any]]] = {  # replic
     "1-1, pipedream": ((1, 1), "pipedream", 1, {}),
     "2-1, 1f1b": ((2, 1), "1f1b", 8, {}),
 }
-NUM_MINIBATCHES = 3
+NUM_MINIBATCHES = 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """Memory of a rank that trains by a plan; the variant is the plan's path, with `,kept` behind it or without.
 
-Reports the bytes by which each rank's process grew, at its peak after the first minibatch: all memory but
-pages of files, which the kernel may drop. What was there before: Python, libraries, MPI, the whole model.
+Reports the bytes by which each rank's process grew, at its peak in training: all memory but pages of files,
+which the kernel may drop. What was there before: Python, libraries, MPI, the whole model.
 """
 
 import importlib
@@ -35,10 +35,9 @@ def main() -> None:
     )
     if not kept:
         return_freed_memory()
+    (PROCESS / "clear_refs").write_text(RESET_PEAK)
 
     def note(record: MinibatchRecord) -> None:
-        if not job.seconds:  # the optimizer has its state now
-            (PROCESS / "clear_refs").write_text(RESET_PEAK)
         job.seconds.append(record.seconds)
         job.losses.append(record.loss / job.ranks)
 
