@@ -140,10 +140,15 @@ class Ring(NamedTuple):
     seconds_per_byte: float
     wait_seconds: float = 0.0
 
+    @property
+    def start_seconds(self) -> float:
+        """The seconds of one by itself that do not depend on its bytes."""
+        return self.latency_seconds + self.wait_seconds
+
     def seconds(self, num_bytes: NDArray[np.float64] | float) -> NDArray[np.float64]:
         """Return the seconds of one collective by itself; 0 without bytes."""
-        start = self.latency_seconds + self.wait_seconds
-        return np.where(np.greater(num_bytes, 0), start + self.seconds_per_byte * num_bytes, 0.0)
+        seconds = self.start_seconds + self.seconds_per_byte * num_bytes
+        return np.where(np.greater(num_bytes, 0), seconds, 0.0)
 
 
 class Rings(NamedTuple):
@@ -153,9 +158,11 @@ class Rings(NamedTuple):
     reduce_scatter: Ring
     all_gather: Ring
 
-    def scatters(self, num_bytes: NDArray[np.float64] | float) -> NDArray[np.bool_]:
-        """Return True where a reduce-scatter of these bytes takes less than an all-reduce."""
-        return np.less(self.reduce_scatter.seconds(num_bytes), self.all_reduce.seconds(num_bytes))
+    @property
+    def may_scatter(self) -> bool:
+        """True if a reduce-scatter of some bytes takes less than an all-reduce."""
+        one, other = self.reduce_scatter, self.all_reduce
+        return one.seconds_per_byte < other.seconds_per_byte or one.start_seconds < other.start_seconds
 
 
 @dataclass(frozen=True, slots=True)

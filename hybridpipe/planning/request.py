@@ -113,11 +113,17 @@ class PlanRequest:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The ways to run a stage under a schedule that is not AUTO, the simplest first, the leanest last."""
+        """The ways to run a stage under a schedule that is not AUTO, the simplest first."""
         fixed = not isinstance(self.zero, str)
         zeros = (self.zero,) if fixed else range(self.most_zero + 1)
         recomputing = (False, True) if self.recompute else (False,)
-        return tuple(Variant(recompute, int(zero)) for recompute in recomputing for zero in zeros)
+        sharing = [(int(zero), scatter) for zero in zeros for scatter in (False, True)[: 1 + (zero != 0)]]
+        return tuple(Variant(recompute, *each) for recompute in recomputing for each in sharing)
+
+    @property
+    def leanest(self) -> Variant:
+        """The variant that hardly ever needs more memory than another."""
+        return next(variant for variant in reversed(self.variants) if not variant.scatter)
 
     def under(self, schedule: str) -> "PlanRequest":
         """Return the request for one of `schedules`, without the options that it cannot take."""

@@ -25,7 +25,7 @@ from hybridpipe.planning.search.search import (
     straight,
     with_prediction,
 )
-from hybridpipe.planning.search.variants import fitted, reducing
+from hybridpipe.planning.search.variants import fitted
 from hybridpipe.planning.simulator.predict import predict
 
 if TYPE_CHECKING:
@@ -158,9 +158,9 @@ def choose(
             raise NoPlanFits("no straight pipeline fits into memory")
     changed = request.applied_to(plan)
     if name == "dp":
-        ways = request.under(plan.schedule).variants
-        leanest = reducing(changed.running(ways[-1:]), profile, cluster)
-        changed = fitted(changed, profile, cluster, ways) or leanest
+        ways = request.under(plan.schedule)
+        leanest = changed.running([ways.leanest])
+        changed = fitted(changed, profile, cluster, ways.variants) or leanest
     if changed != plan:
         plan = with_prediction(changed, profile, cluster)
     if plan not in (candidate.plan for candidate in candidates):

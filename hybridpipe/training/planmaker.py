@@ -32,6 +32,7 @@ from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred import Built, Factory, Numbers, build, build_from_meta
 from hybridpipe.model.initialise import is_on_meta
 from hybridpipe.model.layers import Layers, known_layers, layers_of
+from hybridpipe.optim.elementwise import why_not_in_parts
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
@@ -80,6 +81,22 @@ def _read(plan: PlanLike) -> Plan | str:
     return read_plan(path)
 
 
+def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, tells: bool) -> PlanRequest:
+    """Return the request; nothing is shared out by choice if the optimizer cannot update parts of parameters.
+
+    Args:
+        tells: print the reason.
+    """
+    # A few are enough, and some optimizers allocate their state at once.
+    few = [p for p in model.parameters() if p.requires_grad][:2]
+    why = why_not_in_parts(rule.optimizer, few, few) if request.zero == AUTO and few else None
+    if why is None:
+        return request
+    if tells:
+        print(f"hybridpipe: replicas share out no update: {why}", file=sys.stderr, flush=True)
+    return replace(request, zero=0)
+
+
 class PlanMaker:
     """Makes the plan of one training.
 
@@ -116,6 +133,7 @@ class PlanMaker:
         memory: int | str | None = None,
     ) -> None:
         self.numbers = numbers
+        request = _shareable(request, model, rule, world.rank == 0)
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
         self._layers: Layers | None = known_layers(model, rule.precision)  # None before a recording
         self._predicts = predicts or memory is not None

@@ -145,6 +145,8 @@ class Reference:
         if zero == 2:  # a share, and whole ones of three buckets
             bucket = max(2**21, *map(largest, layers))
             gradients = weights / m + min(weights, 3 * bucket)
+        if way.scatter:  # the sums are new memory
+            gradients += (min(weights, 3 * max(2**21, *map(largest, layers))) if zero == 2 else weights) / m
         peak = round(weights + state + gradients)
         if m > 1:  # Horovod's buffer, and MPI's room for a whole tensor or two parts of m
             buffer = min(weights, 2**21)

@@ -28,10 +28,12 @@ def test_under_a_schedule_what_that_cannot_do_is_left_out():
 
 
 def test_replicas_share_out_what_the_schedule_can():
-    assert [way.zero for way in PlanRequest("1f1b", zero=AUTO).variants] == [0, 1, 2]
-    assert [way.zero for way in PlanRequest("1f1b", zero=AUTO, max_in_flight=2).variants] == [0, 1]
-    assert [way.zero for way in PlanRequest("interleaved-1f1b", zero=AUTO).variants] == [0, 1]
-    assert PlanRequest("1f1b", recompute=True, zero=2).variants == (Variant(False, 2), Variant(True, 2))
+    every = [Variant(), *(Variant(False, zero, scatter) for zero in (1, 2) for scatter in (False, True))]
+    assert PlanRequest("1f1b", zero=AUTO).variants == tuple(every)
+    assert PlanRequest("1f1b", zero=AUTO, max_in_flight=2).variants == tuple(every[:3])
+    assert PlanRequest("interleaved-1f1b", zero=AUTO).variants == tuple(every[:3])
+    asked = PlanRequest("1f1b", recompute=True, zero=2)
+    assert {way.zero for way in asked.variants} == {2} and asked.leanest == Variant(True, 2)
     assert PlanRequest(AUTO, zero=2).schedules == ["1f1b", "gpipe", "zero-bubble"]
     with pytest.raises(ValueError, match="zero must be at most 1 under interleaved-1f1b, got 2"):
         PlanRequest("interleaved-1f1b", zero=2)

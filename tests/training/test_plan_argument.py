@@ -43,6 +43,26 @@ def test_a_plan_that_goes_by_its_name(make, name):
     assert trainer.choice.profile.samples == 2
 
 
+class Centred(torch.optim.SGD):
+    """Subtracts the mean of a whole gradient, which a part of it does not have."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad - parameter.grad.mean()
+        return super().step(closure)
+
+
+def test_nothing_is_shared_out_by_choice_where_an_optimizer_needs_whole_parameters(make, capsys):
+    trainer = make(plan="auto", zero="auto", optimizer=partial(Centred, lr=0.1))
+    trainer.prepare(data(8))
+    assert trainer._maker._request.zero == 0
+    told = "replicas share out no update: Centred updates a part of a parameter otherwise than the whole"
+    assert told in capsys.readouterr().err
+    make(plan="auto", zero="auto").prepare(data(8))
+    assert "share out" not in capsys.readouterr().err
+
+
 def test_measuring_the_model_leaves_the_first_minibatch_alone(make):
     def first_loss(plan):
         torch.manual_seed(3)

@@ -271,15 +271,15 @@ class LayerCosts:
     def _ways(self, kind: StageKind) -> list[int]:
         """Return the variants that differ for stages of a kind."""
         if kind.replicas > 1:
-            return list(range(len(self.variants)))
-        alone = [variant._replace(zero=0) for variant in self.variants]
+            ways = enumerate(self.variants)
+            return [number for number, way in ways if kind.rings.may_scatter or not way.scatter]
+        alone = [Variant(variant.recompute) for variant in self.variants]
         return [number for number, variant in enumerate(alone) if variant not in alone[:number]]
 
     def _running(self, number: int, kind: StageKind, width: int) -> StageTable:
         """Return `stages` that all run one of the variants."""
         variant = self.variants[number]
-        zero = variant.zero if kind.replicas > 1 else 0
-        terms = self._terms(kind, width, variant.recompute, zero)
+        terms = self._terms(kind, width, variant)
         summed, slowest = stage_parts(
             self.request.schedule,
             self.num_microbatches,
@@ -298,11 +298,12 @@ class LayerCosts:
             pace[self.memory(kind, width, variant) > kind.memory_bytes] = math.inf
         return StageTable(summed + terms.held_up, pace, after, np.broadcast_to(np.intp(number), pace.shape))
 
-    def _terms(self, kind: StageKind, width: int, recompute: bool, zero: int) -> StageTerms[Floats]:
+    def _terms(self, kind: StageKind, width: int, variant: Variant) -> StageTerms[Floats]:
         """Return the terms of stages that all run one way."""
         cluster, none = self.cluster, np.zeros(1)
+        zero = variant.zero if kind.replicas > 1 else 0
         rounds = self.per_update(kind.replicas)
-        again = self.between("forward", width) if recompute else none
+        again = self.between("forward", width) if variant.recompute else none
         parameters = self.between("parameters", width)
         handling = cluster.occupied_seconds(self.moved, 2)
         handling[[0, -1]] = 0.0
@@ -316,9 +317,7 @@ class LayerCosts:
         else:
             backward = none if splits else self.between("backward", width, rounds)
             work = self.between("work", width, rounds)
-        reduction = kind.rings.all_reduce.seconds(parameters)
-        if zero:
-            reduction = np.minimum(reduction, kind.rings.reduce_scatter.seconds(parameters))
+        reducing = kind.rings.reduce_scatter if variant.scatter else kind.rings.all_reduce
         return stage_terms(
             self.request.schedule,
             cluster.overlap,
@@ -331,7 +330,7 @@ class LayerCosts:
             products=self.between("products", width, rounds) if has_products else none,
             update=self.between("update", width) / (kind.replicas if zero else 1),
             sending=sending,
-            reduction=reduction,
+            reduction=reducing.seconds(parameters),
             exchange=none,  # not known before the other stages are; `estimate.estimate` has it
             gather=kind.rings.all_gather.seconds(parameters) if zero else none,
             reduces_each=zero == 2,
@@ -363,6 +362,7 @@ class LayerCosts:
             recompute=variant.recompute,
             split=np.where(np.isnan(split), received + inside, split),
             zero=zero,
+            scatters=variant.scatter,
             replicas=kind.replicas,
             workspace=self.workspace(width, rounds),
             largest=_most(self.largest, width),

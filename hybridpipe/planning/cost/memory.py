@@ -110,6 +110,7 @@ def stage_memory(
     recompute: NDArray[np.bool_] | bool,
     split: Floats | float = 0.0,
     zero: Ints | int = 0,
+    scatters: NDArray[np.bool_] | bool = False,
     replicas: Ints | int = 1,
     workspace: Floats | float = 0.0,
     largest: Floats | float = 0.0,
@@ -126,12 +127,15 @@ def stage_memory(
             parameters, one sent and one received for each other group of ranks.
         split: of a microbatch between the halves of a split backward.
         zero: what replicas share out (`Plan.zero_of`).
+        scatters: they reduce by reduce-scatters, whose sums are new memory: a share of what is reduced.
         workspace: what passes have for a moment, beyond the stash (`workspace_bytes`).
         largest: the largest parameter.
     """
     updating, adding = (np.where(np.greater_equal(zero, least), replicas, 1) for least in (1, 2))
     whole = np.minimum(parameters, IN_FLIGHT_BUCKETS * np.maximum(largest, BUCKET_BYTES))
+    reduced = np.where(np.equal(zero, 2), whole, parameters)
     gradients = parameters / adding + whole * np.equal(zero, 2)
+    gradients = gradients + reduced / updating * (np.asarray(scatters) & np.greater(zero, 0))
     messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
     return StageMemory(
         parameters,
@@ -199,13 +203,14 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
                 sum(layer.kept(plan.schedule, rounds) for layer in layers) + 2 * sum(exchanged[s].values()),
                 _split_bytes(layers) if plan.traits.splits_backward else math.nan,
                 zero,
+                plan.scatters(s),
                 stage.replicas,
                 workspace_bytes(layers, plan.schedule, rounds),
                 max(layer.largest_parameter_bytes for layer in layers),
             )
         )
     parameters, inside, received, sent, kept, split, *others = np.array(rows, dtype=np.float64).T
-    zero, replicas, workspace, largest = others
+    zero, scatters, replicas, workspace, largest = others
     return stage_memory(
         parameters=parameters,
         inside=inside,
@@ -216,6 +221,7 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
         recompute=np.array([plan.recomputes(s) for s in numbers]),
         split=np.where(np.isnan(split), received + inside, split),
         zero=zero.astype(np.intp),
+        scatters=scatters > 0,
         replicas=replicas.astype(np.intp),
         workspace=workspace,
         largest=largest,

@@ -105,7 +105,7 @@ def _closest(problem: Problem, num_bisections: int = NUM_BISECTIONS) -> Plan:
 
     For a large problem it is the plan for unlimited memory that needs least. Stages recompute that have to.
     """
-    leanest = problem.request.variants[-1]
+    leanest = problem.request.leanest
 
     def needed(plan: Plan) -> float:
         return excess(plan, problem.profile, problem.cluster)

@@ -256,8 +256,7 @@ class _Search:
         if plan is None:
             return False
         taken = plan.running([self.costs.variants[number] for number in variants]) if variants else plan
-        alike = [Variant.of(stage)._replace(scatter=False) for stage in plan.stages]
-        as_taken = alike == list(map(Variant.of, taken.stages))
+        as_taken = taken == plan
         if variants and not as_taken:
             program_seconds = math.nan
         if plan not in self.estimates:

@@ -79,7 +79,7 @@ def _partition(problem: Problem, count: int, max_replicas: int | None = None) ->
             closely=True,
             variants=variants,
         )[:count]
-        for variants in ((), every[-1:])[: 1 + also]
+        for variants in ((), (request.leanest,))[: 1 + also]
     ]
     in_turns = chain.from_iterable(zip_longest(*found))
     return list(dict.fromkeys(plan for plan in in_turns if plan is not None))

@@ -13,12 +13,10 @@ plan to plan, and under each bound every rank takes the least sum, which also ha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from functools import cache
+from dataclasses import fields
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.estimate import Between, group_parts
@@ -28,7 +26,7 @@ from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import group_peaks
 from hybridpipe.planning.plan import Plan, Variant
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.sharing import counted_bytes, may_run
+from hybridpipe.planning.sharing import may_run
 
 Choice = tuple[Variant, ...]  # of a rank's stages, by chunk
 MOST_CHOICES = 256  # of a rank's stages, of which all are looked at
@@ -41,8 +39,6 @@ def fitted(
 ) -> Plan | None:
     """Return the plan with its stages run the fastest way that fits into memory; None if none does.
 
-    Stages that share out their update reduce gradients by the faster collective.
-
     Args:
         variants: the ways to run a stage, the simplest first (`PlanRequest.variants`).
     """
@@ -53,15 +49,19 @@ def fitted(
     def made(choices: Sequence[Choice]) -> Plan:
         """Return the plan in which group g of ranks makes the choice `choices[g]`."""
         each = (choices[s % plan.num_groups][s // plan.num_groups] for s in range(plan.num_stages))
-        return reducing(plan.running(list(each)), profile, cluster)
+        return plan.running(list(each))
 
     simplest = made([every[0]] * plan.num_groups)
-    allowed = _allowed(made, every, simplest, profile, cluster)
+    has_rivals = max(plan.replicas) > 1 and any(any(map(may_be_faster, each, every[0])) for each in every[1:])
+    if not has_rivals and fits_memory(simplest, profile, cluster):
+        return simplest
+    allowed = np.ones((len(every), plan.num_groups), dtype=np.bool_)
+    if cluster.memory_bytes is not None:
+        limits = [min(map(cluster.memory, stage.ranks)) for stage in plan.stages[: plan.num_groups]]
+        peaks = [group_peaks(profile, made([each] * plan.num_groups)) for each in every]
+        allowed = np.array(peaks) <= limits
     if not allowed.any(axis=0).all():
         return None
-    rivals = [any(map(may_be_faster, choice, every[0])) for choice in every[1:]]
-    if allowed[0].all() and not (any(rivals) and max(plan.replicas) > 1):
-        return simplest
     sums, maxima, between = _parts(plan, made, every, variants, profile, cluster)
     sums, maxima = (np.where(allowed, each, np.inf) for each in (sums, maxima))
     chosen = least_together(np.where(undominated(sums, maxima), sums, np.inf), maxima, between)
@@ -74,49 +74,14 @@ def fits_memory(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
     return all(peak <= cluster.memory(rank) for stage, peak in peaks for rank in stage.ranks)
 
 
-def reducing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
-    """Return the plan whose stages that share out their update reduce gradients by the faster collective."""
-    stages = list(plan.stages)
-    for group in range(plan.num_groups):
-        held = range(group, plan.num_stages, plan.num_groups)
-        num_bytes = sum(sum(counted_bytes(profile, plan, s)) for s in held) if plan.zero_of(group) else 0
-        scatter = bool(num_bytes) and bool(cluster.rings(plan.stages[group].ranks).scatters(num_bytes))
-        for s in held:
-            if stages[s].scatter != scatter:
-                stages[s] = replace(stages[s], scatter=scatter)
-    return plan if tuple(stages) == plan.stages else replace(plan, stages=tuple(stages))
-
-
-def _allowed(
-    made: Callable[[Sequence[Choice]], Plan],
-    every: Sequence[Choice],
-    simplest: Plan,
-    profile: ModelProfile,
-    cluster: Cluster,
-) -> NDArray[np.bool_]:
-    """Return True where a choice fits into the memory of a group of ranks, shape (choices, groups)."""
-    groups = simplest.stages[: simplest.num_groups]
-    if cluster.memory_bytes is None:
-        return np.ones((len(every), len(groups)), dtype=np.bool_)
-    limits = [min(map(cluster.memory, stage.ranks)) for stage in groups]
-
-    @cache
-    def fits(choice: Choice) -> NDArray[np.bool_]:
-        return np.array(group_peaks(profile, made([choice] * len(groups)))) <= limits
-
-    if fits(every[0]).all():  # the others need no more
-        return np.ones((len(every), len(groups)), dtype=np.bool_)
-    return np.array(list(map(fits, every)))
-
-
 def _choices(variants: Sequence[Variant], chunks: int) -> list[Choice]:
     """Return the choices for the stages of one rank, the simplest first; its stages share one update.
 
     They are all where these are few, else those in which the first stages run leanest.
     """
     found: list[Choice] = []
-    for zero in dict.fromkeys(variant.zero for variant in variants):
-        ways = [variant for variant in variants if variant.zero == zero]
+    for shared in dict.fromkeys(variant[1:] for variant in variants):
+        ways = [variant for variant in variants if variant[1:] == shared]
         if len(ways) ** chunks <= MOST_CHOICES:
             found += product(ways, repeat=chunks)
         else:

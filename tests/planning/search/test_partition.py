@@ -61,7 +61,7 @@ def test_shared_out_updates_equal_brute_force(batch):
     for seed in range(batch, NUM_LIMITED, 5):
         for plan in same_as_brute_force(*shared_out_instance(seed), seed)[:1]:
             seen.update((plan.zero_of(s), plan.scatters(s)) for s in range(plan.num_stages))
-    assert min(seen[1, True], seen[1, False], seen[0, False]) > 1, seen
+    assert min(seen[1, True], seen[1, False], seen[0, False]) > 0, seen
 
 
 def same_as_brute_force(profile, cluster, options, ranks, max_replicas, seed):
