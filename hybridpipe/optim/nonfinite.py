@@ -65,7 +65,8 @@ class NonfiniteCheck:
         self._stagger_seconds = STAGGER_SECONDS * (behind + 0.5 * (place.replica > 0))
         own = dict.fromkeys(p for stage in stages for p in stage.module.parameters())
         checked = {p: p for p in own} if parts is None else parts
-        self._checked = {p: part for p, part in checked.items() if p in own and p not in set(elsewhere)}
+        others = frozenset(elsewhere)
+        self._checked = {p: part for p, part in checked.items() if p in own and p not in others}
         self.num_skipped = 0
 
     def allows(
