@@ -9,7 +9,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -299,6 +299,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     callbacks: tuple[Factory, ...] = ()
     log: LogConfig = LogConfig()
+    where: str = field(default="", init=False, repr=False, compare=False)  # "digits.toml with --set ..."
 
     def __post_init__(self) -> None:
         for name in ("target_accuracy", "target_loss", "eval_every"):
@@ -308,6 +309,10 @@ class Config:
                     f"train.{name} must not be given without data.validation_args, whose samples it is "
                     f"measured on, got {value}"
                 )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that are not their defaults, by table and name; of `callbacks` a list."""
+        return dict(_changed(self))
 
     def check(self) -> None:
         """Import every factory and check that its arguments fit, without calling it.
@@ -353,7 +358,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if factory is not None:
             object.__setattr__(factory, "where", f"{source}: {table}")
             object.__setattr__(factory, "folder", str(path.resolve().parent))
+    object.__setattr__(config, "where", source)
     return config
+
+
+def _changed(value: Any) -> Any:
+    """Return a dataclass's fields that differ from their defaults, by name, at any depth."""
+    if isinstance(value, tuple):
+        return [_changed(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    given = {each: getattr(value, each.name) for each in fields(value) if each.init}
+    return {
+        each.name: _changed(item)
+        for each, item in given.items()
+        if item != (each.default if each.default_factory is MISSING else each.default_factory())
+    }
 
 
 def _override(document: dict[str, Any], override: str) -> None:

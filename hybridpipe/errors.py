@@ -6,7 +6,7 @@ from difflib import get_close_matches
 TRAINING = "pip install hybridpipe && hybridpipe setup"
 REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs the package
     **dict.fromkeys(("torch", "mpi4py", "safetensors", "tqdm"), TRAINING),
-    **dict.fromkeys(("pydantic", "tabulate"), "pip install numpy pydantic tabulate"),
+    **dict.fromkeys(("pydantic", "tabulate", "jinja2"), "pip install numpy pydantic tabulate jinja2"),
     "an MPI library": f"{TRAINING} (or load one: module load openmpi)",
     "scikit-learn": "pip install 'hybridpipe[examples]'",
 }

@@ -42,17 +42,17 @@ def read_plan(path: str | Path) -> Plan:
     Raises:
         UserError: the file cannot be read, or holds no valid plan.
     """
-    return _read_json(path, Plan, PLAN_FORMAT)
+    return read_json(path, Plan, PLAN_FORMAT)
 
 
 def read_profile(path: str | Path) -> ModelProfile:
     """Read a profile.json. Raises UserError as `read_plan` does."""
-    return _read_json(path, ModelProfile, PROFILE_FORMAT)
+    return read_json(path, ModelProfile, PROFILE_FORMAT)
 
 
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster.json. Raises UserError as `read_plan` does."""
-    return _read_json(path, Cluster, CLUSTER_FORMAT)
+    return read_json(path, Cluster, CLUSTER_FORMAT)
 
 
 def read_pipedream_graph(path: str | Path) -> LayerGraph:
@@ -197,7 +197,8 @@ def read_object(path: str | Path) -> dict[str, Any]:
     return document
 
 
-def _read_json(path: str | Path, kind: type[T], file_format: str) -> T:
+def read_json(path: str | Path, kind: type[T], file_format: str) -> T:
+    """Read a dataclass of a format. Raises UserError as `read_plan` does."""
     document = read_object(path)
     if document.get("format") != file_format:
         got = shown(document["format"]) if "format" in document else "none"

@@ -102,6 +102,18 @@ def test_overrides(path: Path):
     assert config.data.args["root"] == "/a=b"
 
 
+def test_the_settings_are_those_that_are_not_defaults(path: Path):
+    config = load_config(path, ["train.seed=0", "plan.schedule=gpipe"])
+    settings = config.settings()
+    assert settings["plan"] == {"schedule": "gpipe"} and "seed" not in settings["train"]
+    assert "checkpoint" not in settings and "loss" not in settings
+    assert settings["model"]["factory"].startswith(module_of(path))
+    path.write_text(path.read_text() + '[[callbacks]]\nfactory = "mine:Stop"\n[log]\nto = ["csv"]\n')
+    settings = load_config(path).settings()
+    assert settings["callbacks"] == [{"factory": "mine:Stop"}] and settings["log"] == {"to": ["csv"]}
+    assert config.where == f"{path} with --set train.seed=0 plan.schedule=gpipe"
+
+
 def test_factories_are_imported_from_beside_the_file_and_called(path: Path):
     config = load_config(path)
     config.check()

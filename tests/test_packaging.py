@@ -21,7 +21,7 @@ node3 -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_s
 \tnode1 -- node2
 \tnode2 -- node3
 """
-# numpy, pydantic, tabulate and what they import.
+# numpy, pydantic, tabulate, jinja2 and what they import.
 LAPTOP = [
     "numpy",
     "pydantic",
@@ -30,6 +30,8 @@ LAPTOP = [
     "typing_extensions",
     "typing_inspection",
     "tabulate",
+    "jinja2",
+    "markupsafe",
 ]
 # Runs the command as if nothing were installed but the packages that the first argument names.
 RUN = """
@@ -68,7 +70,7 @@ def refused(done, message):
     assert (done.returncode, done.stderr) == (2, f"hybridpipe: {message}\n")
 
 
-def test_planning_needs_numpy_pydantic_and_tabulate_only(command, tmp_path):
+def test_planning_and_reports_need_few_packages(command, tmp_path):
     (tmp_path / "graph.txt").write_text(PIPEDREAM)
     succeeded(command("profile", "--from-pipedream", "graph.txt", "--samples", 4))
     succeeded(command("probe", "--flat", 2, "--bandwidth", "1Gbit"))
@@ -78,6 +80,9 @@ def test_planning_needs_numpy_pydantic_and_tabulate_only(command, tmp_path):
     assert json.loads(predicted)["minibatch_seconds"] > 0
     what_if = command("simulate", *files, "--plan", "plan.json", "--ranks", 4, "--bandwidth", "10Gbit")
     assert "samples/s" in succeeded(what_if)
+    told = succeeded(command("report", "."))
+    assert told.splitlines()[-1] == "written to report.html" and "summary.json: is not there" in told
+    assert "Plan, and why" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,12 @@ def test_without_torch_the_remedy_is_named(command, words):
 def test_without_what_planning_needs_the_remedy_is_named(command, package):
     installed = [each for each in LAPTOP if each != package]
     done = command("plan", "--profile", "profile.json", "--cluster", "cluster.json", installed=installed)
-    refused(done, f"plan needs {package}, which is missing: pip install numpy pydantic tabulate")
+    refused(done, f"plan needs {package}, which is missing: pip install numpy pydantic tabulate jinja2")
+
+
+def test_without_what_a_report_needs_the_remedy_is_named(command):
+    done = command("report", ".", installed=[each for each in LAPTOP if each != "jinja2"])
+    refused(done, "report needs jinja2, which is missing: pip install numpy pydantic tabulate jinja2")
 
 
 def test_without_an_mpi_library_the_remedy_is_named(command, tmp_path):

@@ -19,6 +19,7 @@ from hybridpipe.cli import main
 from hybridpipe.config import Config, Factory
 from hybridpipe.planning import cluster, plan, profile
 from hybridpipe.planning.schedules.registry import SCHEDULES
+from hybridpipe.report.run import RunStart
 
 PAGES = Path(__file__).parent.parent / "docs/reference"
 ABSENT = "–"
@@ -71,7 +72,7 @@ def defaults(kind: type) -> dict[str, str]:
 def config_fields() -> dict[str, dict[str, str]]:
     """By table, the fields of a config."""
     hints, found = get_type_hints(Config), {}
-    for table in fields(Config):
+    for table in (each for each in fields(Config) if each.init):
         kind = next(each for each in (hints[table.name], *get_args(hints[table.name])) if is_dataclass(each))
         known = defaults(kind)
         if table.default_factory is not MISSING and issubclass(kind, Factory):
@@ -127,6 +128,7 @@ def test_the_page_of_commands_names_every_option():
         cluster.Cluster,
         cluster.Level,
         cluster.Collective,
+        RunStart,
     ],
 )
 def test_the_page_of_files_names_every_field(kind):

@@ -8,6 +8,7 @@ The parts of all ranks add up to the loss.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ import models
 
 BLOCK, VOCABULARY = 64, 96
 SEED = 0
+ZOO = Path(__file__).resolve().parents[3] / "shared" / "zoo.py"
 TUNED = "tuned"  # a variant: step and allocator as hybridpipe sets them for itself
 
 
@@ -37,7 +40,7 @@ TUNED = "tuned"  # a variant: step and allocator as hybridpipe sets them for its
 class Task:
     """A model, its samples and its optimizer."""
 
-    build: Callable[[], nn.Sequential]
+    build: Callable[[], nn.Module]
     minibatch: int  # samples
     input_shape: tuple[int, ...]  # () stands for a block of characters
     learning_rate: float = 0.01
@@ -63,6 +66,23 @@ class Task:
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, fused=fused)
 
 
+class ZooTask(Task):
+    """A model of the zoo, whose sizes are those of tests: many samples take as much memory."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the zoo's loss of the outputs, which may be anything."""
+        return super().loss(outputs if isinstance(outputs, Tensor) else outputs["logits"], targets)
+
+
+def zoo(name: str, **options: Any) -> nn.Module:
+    """Make a model of the zoo."""
+    found = importlib.util.spec_from_file_location("zoo", ZOO)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module.ZOO[name](batch=1, **options).model
+
+
 TASKS = {
     # For `peers`: computing dominates, and parameters are large.
     "gpt": Task(partial(models.gpt, width=256, num_layers=4), 16, ()),
@@ -75,6 +95,9 @@ TASKS = {
         partial(models.gpt, width=768, num_layers=14, num_heads=12, block_size=512), 64, (), block=512
     ),
     "gpt-small": Task(partial(models.gpt, width=64, num_layers=4), 16, ()),
+    # For `memory`: models that are recorded.
+    "zoo-gpt2": ZooTask(partial(zoo, "gpt2", dropout=0.0, tied=False), 512, ()),
+    "zoo-resnet": ZooTask(partial(zoo, "resnet50"), 128, (3, 32, 32)),
     # For tests.
     "tiny": Task(partial(models.mlp, width=16, depth=4), 16, (1, 8, 8)),
 }
@@ -97,7 +120,7 @@ class Job:
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
-    def model(self) -> nn.Sequential:
+    def model(self) -> nn.Module:
         """Build the model, with the same weights on every rank."""
         torch.manual_seed(SEED)
         return self.task.build()

@@ -26,6 +26,7 @@ from hybridpipe.checkpoint.manifest import JSON, MANIFEST, FileEntry, Manifest, 
 from hybridpipe.checkpoint.names import LATEST, LOCK, name_of, parse_name, step_of
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import faults
+from hybridpipe.report.notices import notices
 
 _LARGEST_MANIFEST = 1 << 26  # bytes; the files of 100,000 ranks need a quarter of it
 _LARGEST_LATEST = 100
@@ -64,7 +65,7 @@ def begin(root: Path, step: int) -> Path:
     """
     _make(root)
     for line in _clear(root):
-        _print(line)
+        notices.tell(line)
     path = _temporary(root, step)
     with writing(path):
         path.mkdir()
@@ -107,7 +108,7 @@ def publish(root: Path, step: int, files: Sequence[FileEntry], described: dict[s
         raise
     faults.at("save-prune", step=step)
     for line in _prune(root, step, keep):
-        _print(line)
+        notices.tell(line)
     return final
 
 
@@ -309,10 +310,6 @@ def _clear(root: Path) -> list[str]:
             with writing(path):
                 os.rename(path, _in_place(path))
     return _delete(_in_state(root, "tmp", "replaced", "deleted"))
-
-
-def _print(line: str) -> None:
-    print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
 
 
 def _temporary(root: Path, step: int) -> Path:

@@ -46,14 +46,17 @@ class JoinedState:
             where: the checkpoint's name, for error messages.
 
         Raises:
-            UserError: they have a part of it only.
+            UserError: they have a part of it only, or parts that do not belong together.
         """
         result = {}
         for key, found in self._found.items():
             if self._lacks(key):
                 raise UserError(f"{where}: lacks optimizer state of {self._lacks(key)} elements of {key}")
             pieces = [Piece(each.state, each.part) for each in found]
-            state = join(pieces, self._shapes[key], self._ranges.get(key))
+            try:
+                state = join(pieces, self._shapes[key], self._ranges.get(key))
+            except (LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise UserError(f"{where}: optimizer state of {key} cannot be joined: {error!r}") from None
             result[key] = replace(found[0], state=state, part=self._ranges.get(key))
         return result
 

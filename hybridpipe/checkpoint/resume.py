@@ -6,6 +6,7 @@ the newest weights. Invariant: all ranks change their state, or none does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -132,8 +133,15 @@ def check_model(found: Found, model: nn.Module) -> None:
 
 
 def is_exact(found: Found, plan: Plan) -> bool:
-    """True if the plan is the checkpoint's, so that versions and random states are kept, too."""
-    return plan_json(plan) == plan_json(found.plan)
+    """True if the plan is the checkpoint's, so that versions and random states are kept, too.
+
+    The way in which gradients are reduced, which a start may measure, changes no state.
+    """
+    return plan_json(_without_scatter(plan)) == plan_json(_without_scatter(found.plan))
+
+
+def _without_scatter(plan: Plan) -> Plan:
+    return replace(plan, stages=tuple(replace(stage, scatter=False) for stage in plan.stages))
 
 
 def load(worker: Worker, found: Found, allow_changed: bool = False) -> list[str]:
@@ -175,7 +183,7 @@ class _Reading:
         self.same_layers = found.plan.num_layers == worker.plan.num_layers  # else it was one layer, say
         self.layers = stage_modules(worker.executor)
         self.wanted = {key: t for layers in self.layers.values() for key, t in layers.tensors().items()}
-        self.trained = set(parameters(worker.executor).values())
+        self.keys = set(parameters(worker.executor).values())
         self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
         mine = set(updated(worker.executor).values())
         shapes = {key: p.shape for p, key in parameters(worker.executor).items() if key in mine}
@@ -210,7 +218,7 @@ class _Reading:
         if not self.same_layers:
             return set()
         stages_of = self.worker.layers.holders(self.found.plan)
-        return {stages_of[key][0] for key in self.trained}
+        return {stages_of[key][0] for key in self.keys}
 
     def read(self, name: str) -> State:
         entry = self.found.manifest.entry(name)
@@ -230,7 +238,7 @@ class _Reading:
         mine = self.joined.add(read_optimizer(state, where))
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
         result.loss_scales = _loss_scales(state.meta.get("loss_scales", []), where)
-        if mine or s in self.owners():
+        if "optimizer" in state.meta and (mine or s in self.owners()):
             self.optimizers.add(str(state.meta.get("optimizer")))
             match state.meta.get("lr_scheduler"):
                 case {"class": str(name), "state": held, **more}:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridpipe.cli.report import REPORT, report_at_end, run_folder
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_object, write_json
 from hybridpipe.launch import mpirun
-from hybridpipe.report.tables import compare_table
+from hybridpipe.report.tables import compare_table, reference_of
 
 COMPARE_FORMAT = "hybridpipe-compare/1"
 MEDIANS = (
@@ -51,7 +52,7 @@ def compare(
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for round_number in range(rounds):
         for name, command in commands.items():
-            folder = out / Path(name).stem / f"round{round_number}"
+            folder = run_folder(out, name, round_number)
             print(f"\n== {name}, round {round_number + 1} of {rounds}, {ranks} ranks", flush=True)
             done = mpirun.run(ranks, [*command, "--out", str(folder)])
             if done.returncode:
@@ -62,8 +63,9 @@ def compare(
     write_json(
         out / "compare.json", {"format": COMPARE_FORMAT, "ranks": ranks, "rounds": rounds, "runs": figures}
     )
-    reference = "dp" if "dp" in figures else next(iter(figures))
-    print(f"\n{compare_table(figures, reference)}\n\nwritten to {out / 'compare.json'}")
+    print(f"\n{compare_table(figures, reference_of(figures))}\n\nwritten to {out / 'compare.json'}")
+    if report_at_end(out):
+        print(f"and to {out / REPORT}")
     return 0
 
 

@@ -399,6 +399,12 @@ def _compare(options: argparse.Namespace) -> int:
     )
 
 
+def _report(options: argparse.Namespace) -> int:
+    from hybridpipe.cli.report import report
+
+    return report(options.out)
+
+
 def _export(options: argparse.Namespace) -> int:
     from hybridpipe.checkpoint.plain import export
 
@@ -434,6 +440,7 @@ _RUNS = {
     "slurm": _slurm,
     "replay": _replay,
     "compare": _compare,
+    "report": _report,
     "export": _export,
     "import": _import,
 }

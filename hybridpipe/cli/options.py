@@ -316,6 +316,12 @@ def add_compare(command: Command) -> None:
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-CONFIG's name")
 
 
+def add_report(command: Command) -> None:
+    """Add `report`."""
+    report = command("report", "write OUT/report.html from what a training or a comparison has left in OUT")
+    report.add_argument("out", metavar="OUT", type=Path, help="the folder of `train` or `compare`")
+
+
 def add_export(command: Command) -> None:
     """Add `export`."""
     export = command("export", "write the weights in a checkpoint as a plain safetensors file")
@@ -369,6 +375,7 @@ COMMANDS = (
     add_slurm,
     add_replay,
     add_compare,
+    add_report,
     add_export,
     add_import,
 )

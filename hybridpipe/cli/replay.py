@@ -155,7 +155,9 @@ def _trainer(settings: Replay, rank: int) -> Trainer:
         )
         for i, layer in enumerate(profile.layers)
     ]
-    update_seconds = sum(profile.layers[i].update_seconds for s in held for i in range(s.start, s.stop))
+    whole = sum(profile.layers[i].update_seconds for s in held for i in range(s.start, s.stop))
+    shares_out = place is not None and plan.zero_of(place.stage) > 0
+    update_seconds = whole / (held[0].replicas if shares_out else 1)
 
     def optimizer(parameters: Iterable[Tensor]) -> SleepingOptimizer:
         return SleepingOptimizer(parameters, own_pace, update_seconds)
@@ -178,7 +180,8 @@ def _finish(
     settings: Replay, summary: dict[str, Any], seconds: float, predicted: float | None, load: float, out: Path
 ) -> None:
     """Write and print the results."""
-    wanted = ("plan", "schedule", "ranks", "minibatches", "bytes_sent_p2p", "bytes_allreduced")
+    moved = "bytes_sent_p2p", "bytes_allreduced", "bytes_gathered"
+    wanted = ("plan", "schedule", "ranks", "minibatches", *moved)
     write_json(
         out / "summary.json",
         {

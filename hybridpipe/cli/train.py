@@ -2,16 +2,16 @@
 
 Only rank 0 prints, and writes all files but the checkpoints.
 
-DIR/summary.json  metrics.jsonl  plan.json  trace.json  model.safetensors
-DIR/profile.json  cluster.json  machines.json
+DIR/run.json  plan.json  profile.json  cluster.json  machines.json
+DIR/metrics.jsonl  summary.json  trace.json  model.safetensors  report.html
 DIR/checkpoints/step-00000120/ ...
 """
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +26,8 @@ from hybridpipe.checkpoint.whole import write_whole
 from hybridpipe.cli.machines import MACHINES, conditions, measured_before, remember
 from hybridpipe.cli.profile import build_model
 from hybridpipe.cli.progress_bar import Progress
+from hybridpipe.cli.report import REPORT, report_at_end
+from hybridpipe.cli.run_file import run_start
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config import Config
 from hybridpipe.data.batches import num_minibatches
@@ -38,6 +40,8 @@ from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.report.memory import beyond_limit, memory_table
+from hybridpipe.report.notices import notices
+from hybridpipe.report.run import RunStart
 from hybridpipe.report.tables import compared, explain, parts_table, ranks_table
 from hybridpipe.training.metrics import MinibatchRecord
 from hybridpipe.training.planmaker import ClusterLike
@@ -45,6 +49,7 @@ from hybridpipe.training.trainer import Trainer
 from hybridpipe.types import Loss
 
 MEMORY = ("peak_memory_bytes", "memory_before_bytes", "memory_limit_bytes", "memory_limit_origin")
+RESULTS = ("summary.json", "trace.json", REPORT)  # written at the end
 SUMMARY_FORMAT = "hybridpipe-summary/1"
 
 
@@ -114,8 +119,9 @@ def train(
         notes.insert(0, f"{schedule}: train.microbatch is not used, as a minibatch travels whole")
     if trainer.choice is not None and before is not None:
         notes.insert(0, f"machines as measured before (remove {out / MACHINES} to measure them anew)")
-    if trainer.world.rank == 0:
-        _start_folder(trainer, out, resume, notes)
+    start = run_start(config, plan, trainer)
+    if start is not None:
+        _start_folder(trainer, out, resume, replace(start, notes=tuple(notes)))
         if trainer.choice is not None and before is None and cluster is None:
             remember(out, now, trainer.choice.cluster)
     an_epoch = num_minibatches(dataset, config.train.minibatch)
@@ -141,15 +147,27 @@ def train(
     return 0
 
 
-def _start_folder(trainer: Trainer, out: Path, resume: str | None, notes: list[str]) -> None:
-    """Make the run's folder, claim its checkpoints, and print the plan and the notes. Rank 0 only."""
+def _start_folder(trainer: Trainer, out: Path, resume: str | None, start: RunStart) -> None:
+    """Make the run's folder, claim its checkpoints, print plan and notes, write run.json. Rank 0 only."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
+    _remove_results(out)
     _report_plan(trainer, out)
-    for line in [*notes, *_claim_checkpoints(out, resume)]:
+    notes = (*start.notes, *_claim_checkpoints(out, resume))
+    write_json(out / "run.json", replace(start, notes=notes))
+    for line in notes:
         print(line, flush=True)
+
+
+def _remove_results(out: Path) -> None:
+    """Remove the results of an earlier training, which would be taken for those of this one."""
+    for path in map(out.joinpath, RESULTS):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            failure.refuse(UserError(f"{path}: cannot be removed: {error.strerror}"))
 
 
 def _resume(trainer: Trainer, source: str | None, out: Path, allow_changed: bool = False) -> list[str]:
@@ -277,14 +295,14 @@ def _report_plan(trainer: Trainer, out: Path) -> None:
 def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     """Gather, print and write the results of the run."""
     summary, timeline = trainer.summary(), trainer.timeline()
-    traced = trainer.traced() if trace else None
+    traced, told = trainer.traced(), trainer.world.gather(notices.lines())
     try:
         write_whole(trainer.worker, out / "model.safetensors")
     except UserError as error:
         failure.refuse(error)
     if summary is None:
         return
-    shown = timeline if traced is None else traced.timeline
+    shown = traced.timeline if trace and traced else timeline
     traces, parts = [] if shown is None else shown.to_chrome_trace("measured", process=0), None
     if trainer.choice is not None:
         simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
@@ -301,16 +319,18 @@ def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
             **summary,
             "predicted_samples_per_second": rate,
             "parts": parts,
-            **({} if traced is None else {"rank_seconds": traced.per_minibatch()}),
+            "rank_seconds": traced.per_minibatch() if traced else {},
+            "warnings": list(dict.fromkeys(chain(*(told or [])))),
             "epochs": trainer.history,
         },
     )
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
+    with_report = ", with report.html" if report_at_end(out) else ""
     epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
     figures = ", ".join(f"{name} {_rounded(value)}" for name, value in summary["metrics"].items())
     print(
         (f"{parts_table(parts)}\n" if parts else "")
-        + (f"{ranks_table(traced.per_minibatch())}\n" if traced else "")
+        + (f"{ranks_table(traced.per_minibatch())}\n" if trace and traced else "")
         + (f"{memory_table(trainer.plan, *memory)}\n" if trace else "")
         + "".join(f"{line}\n" for line in beyond_limit(*memory))
         + f"{summary['samples_per_second']:,.0f} samples/s measured"
@@ -318,6 +338,6 @@ def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
         + f"; last loss {summary['loss_last']:.5f}"
         + (f"; validation: {figures}" if figures else "")
         + (f"; target reached after {epochs} epochs, {seconds:,.1f} s of training" if epochs else "")
-        + f"; written to {out}",
+        + f"; written to {out}{with_report}",
         flush=True,
     )

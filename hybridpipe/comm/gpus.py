@@ -3,13 +3,12 @@
 Knows hosts and the GPUs that their ranks see; no plan. Invariant: all ranks of a host choose by one rule.
 """
 
-import sys
-
 import torch
 
 from hybridpipe.comm.idle import machine_leaders
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.device import device_of_rank, visible_gpus
+from hybridpipe.report.notices import notices
 
 
 def own_device(world: MPI.Comm, device: torch.device | str | None) -> torch.device:
@@ -42,4 +41,4 @@ def tell_shared_gpus(world: MPI.Comm, device: torch.device) -> None:
     most = max((each for each in ranks if each and on_gpus[each[0]]), key=len, default=[])
     if world.rank == 0 and len(most) > 1:
         told = ", ".join(map(str, most))
-        print(f"hybridpipe: ranks {told} share a GPU: its time and its memory", file=sys.stderr, flush=True)
+        notices.tell(f"ranks {told} share a GPU: its time and its memory")

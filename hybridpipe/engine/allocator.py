@@ -11,7 +11,7 @@ from hybridpipe.environment.memory_limits import Held, resident_bytes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 NEVER = -1  # value of M_TRIM_THRESHOLD
-LARGE_BYTES, MOST_BLOCKS = 2**20, 2**16
+LARGE_BYTES, MOST_BLOCKS = 2**17, 2**16
 # A heap that keeps freed memory was up to 1.6 times as large as what was in use (docs/results/memory.md).
 ROOM_TO_KEEP = 2
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path("/")
 UNLIMITED = 2**60  # a cgroup of version 1 without a limit has one near 2^63
+RESERVE = 1.15  # times a prediction that a searched plan's rank must have: so far predictions may be wrong
 ALIKE = 0.95  # planning for many unlike ranks takes longer, so a difference below this is no difference
 
 
@@ -49,8 +50,13 @@ class RankMemory:
 
     @property
     def left_bytes(self) -> int | None:
-        """Bytes for the rank's stage; None: not limited."""
+        """Bytes that it may still take; None: not limited."""
         return None if self.limit_bytes is None else max(0, self.limit_bytes - self.held_bytes)
+
+    @property
+    def stage_bytes(self) -> int | None:
+        """Bytes that its stage may be predicted to take; None: not limited."""
+        return None if self.left_bytes is None else int(self.left_bytes / RESERVE)
 
 
 class Held(NamedTuple):
@@ -109,11 +115,11 @@ def shared_out(
 
 
 def bytes_for_stages(ranks: Sequence[RankMemory]) -> int | tuple[int, ...] | None:
-    """Return the bytes for the stages of each rank, one figure if all have the same; None: not limited.
+    """Return the bytes that a rank's stage may be predicted to take, one figure if all have the same.
 
-    Figures that hardly differ become the least of them.
+    Figures that hardly differ become the least of them. None: not limited.
     """
-    left = [rank.left_bytes for rank in ranks if rank.left_bytes is not None]
+    left = [rank.stage_bytes for rank in ranks if rank.stage_bytes is not None]
     if len(left) < len(ranks):
         return None
     level = tuple(min(other for other in left if other >= ALIKE * own) for own in left)

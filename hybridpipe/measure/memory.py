@@ -10,7 +10,7 @@ import torch
 from hybridpipe.comm.idle import idle_barrier, machine_leaders
 from hybridpipe.device import visible_gpus
 from hybridpipe.engine.allocator import held_by_process
-from hybridpipe.environment.memory_limits import Held, RankMemory, Room, rooms, shared_out
+from hybridpipe.environment.memory_limits import RESERVE, Held, RankMemory, Room, rooms, shared_out
 from hybridpipe.planning.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def memory_of_ranks(
     if given is not None:
         mine.append(Room(GIVEN, given, with_held=True))
     if cluster is not None and cluster.num_ranks == world.size and cluster.memory_bytes is not None:
-        mine.append(Room("cluster.json", int(cluster.memory(world.rank))))
+        mine.append(Room("cluster.json", int(cluster.memory(world.rank) * RESERVE)))
     ranks: list[tuple[list[Room], Held]] = world.allgather((mine, held))
     every, holdings = zip(*ranks, strict=True)
     return shared_out(every, holdings, machine_leaders(world))

@@ -5,7 +5,7 @@ changes: what is tried is another optimizer of the same factory, on tensors of i
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,8 +28,9 @@ ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
 )
-SHAPE, CUTS, NUM_STEPS = (96, 64), (0, 1232, 4096, 96 * 64), 3  # some work on blocks of 2,048 elements
+SHAPES, CUTS, NUM_STEPS = ((96, 64), (24, 16, 4, 4)), (0, 1232, 4096, 96 * 64), 3  # blocks may have 2,048
 TOLERANCE = 1e-3  # of an update, in float32; LAMB's differ by half
+TRIED_RATE = 0.01  # where the given rate is 0, as before a scheduler's first step
 
 
 def why_not_in_parts(
@@ -37,50 +38,65 @@ def why_not_in_parts(
 ) -> str | None:
     """Return why parts of a parameter cannot be updated apart, in a sentence; None if they can.
 
-    An optimizer that is not one of ELEMENTWISE is tried: with the options of each of its groups it updates a
-    small matrix whole, and another time in parts.
+    An optimizer that is not one of ELEMENTWISE is tried: with the options of its groups it updates a matrix
+    and a convolution's kernel whole, and as many optimizers as there are parts update one part of each.
 
     Args:
         parameters: what the factory is called with.
         sharded: those of them that are to be updated in parts.
     """
-    optimizer = factory(parameters)
-    if type(optimizer) in ELEMENTWISE:
+    optimizer, wanted = factory(parameters), set(sharded)
+    groups = [i for i, group in enumerate(optimizer.param_groups) if wanted.intersection(group["params"])]
+    if type(optimizer) in ELEMENTWISE or not groups:
         return None
-    name, wanted = type(optimizer).__name__, set(sharded)
-    for i, group in enumerate(optimizer.param_groups):
-        if not any(p in wanted for p in group["params"]):
-            continue
-        try:
-            start, whole = _updated(factory(parameters), i, lambda matrix: [matrix.clone()])
-            _, parts = _updated(factory(parameters), i, _cut)
-        except Exception as error:  # whatever a user's step raises
-            return f"{name} could not be tried on a part of a parameter: {type(error).__name__}: {error}"
-        if torch.equal(whole, start) and group.get("lr") != 0:
-            return f"{name} could not be tried: it has changed nothing"
-        if not torch.allclose(whole - start, parts - start, rtol=TOLERANCE, atol=1e-7):
-            return f"{name} updates a part of a parameter otherwise than the whole"
+    name, given = type(optimizer).__name__, [optimizer.param_groups[i].get("lr") for i in groups]
+    try:
+        start, whole = _updated(factory(parameters), groups, None)
+        each = [_updated(factory(parameters), groups, slice(*cut))[1] for cut in pairwise(CUTS)]
+    except Exception as error:  # whatever a user's step raises
+        return f"{name} could not be tried on a part of a parameter: {type(error).__name__}: {error}"
+    if torch.equal(whole, start) and any(rate != 0 for rate in given):
+        return f"{name} could not be tried: it has changed nothing"
+    if not torch.allclose(whole - start, torch.cat(each, 1) - start, rtol=TOLERANCE, atol=1e-7):
+        return f"{name} updates a part of a parameter otherwise than the whole"
     return None
 
 
 def _updated(
-    optimizer: torch.optim.Optimizer, group: int, divide: Callable[[Tensor], list[Tensor]]
+    optimizer: torch.optim.Optimizer, groups: Sequence[int], part: slice | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the elements of a matrix before and after a few updates of what `divide` makes of it."""
+    """Return tensors before and after a few updates, with their elements in a row each.
+
+    Args:
+        groups: each of these has a tensor of each of SHAPES.
+        part: the elements of each that are updated; None: all, in their shape.
+    """
+    device = optimizer.param_groups[groups[0]]["params"][0].device
+    count, size = len(groups) * len(SHAPES), CUTS[-1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        growing = torch.logspace(-1, 1, SHAPE[0]).unsqueeze(1)  # else norms of parts would hardly differ
-        start, *gradients = torch.randn(1 + NUM_STEPS, *SHAPE)
-        start = start * growing
-        tensors = [nn.Parameter(tensor) for tensor in divide(start)]
-        optimizer.param_groups = [{**optimizer.param_groups[group], "params": tensors}]
-        optimizer.state = defaultdict[Any, Any](dict)
-        for gradient in gradients:
-            for tensor, own in zip(tensors, divide(gradient * growing.flip(0)), strict=True):
-                tensor.grad = own
+        growing = torch.logspace(-1, 1, size)  # so that norms of parts differ
+        start, *gradients = torch.randn(1 + NUM_STEPS, count, size)
+    start, shapes = (start * growing).to(device), SHAPES * len(groups)
+
+    def divided(rows: Tensor) -> list[Tensor]:
+        if part is None:
+            return [row.clone().view(shape) for row, shape in zip(rows, shapes, strict=True)]
+        return [row[part].clone() for row in rows]
+
+    tensors = [nn.Parameter(tensor) for tensor in divided(start)]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for i, g in enumerate(groups):
+        group = optimizer.param_groups[g]
+        group["params"] = tensors[i * len(SHAPES) : (i + 1) * len(SHAPES)]
+        if group.get("lr") == 0:
+            group["lr"] = TRIED_RATE
+    optimizer.state = defaultdict[Any, Any](dict)
+    for gradient in gradients:
+        for tensor, own in zip(tensors, divided((gradient * growing.flip(0)).to(device)), strict=True):
+            tensor.grad = own
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
             optimizer.step()
-    return start.reshape(-1), torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def _cut(matrix: Tensor) -> list[Tensor]:
-    return [matrix.reshape(-1)[a:b].clone() for a, b in pairwise(CUTS)]
+    return start, torch.stack([tensor.detach().reshape(-1) for tensor in tensors])

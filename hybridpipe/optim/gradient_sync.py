@@ -37,10 +37,6 @@ class GradientSync(Protocol):
 
     bytes_reduced: int
 
-    @property
-    def owned(self) -> Sequence[Tensor]:
-        """The parameters whose summed gradients this rank holds after `finish` and which it updates."""
-
     def renew(self) -> None:
         """Adopt the parameters' present requires_grad. Collective over the replicas, between two steps."""
 
@@ -161,11 +157,6 @@ class HorovodSync:
         self._hvd: Any = None
         self._hooks: list[Any] = []
         self.renew()
-
-    @property
-    def owned(self) -> Sequence[Tensor]:
-        """All of the stage's parameters, since an all-reduce leaves the whole sum on each replica."""
-        return self._parameters
 
     def renew(self) -> None:
         """Build the buckets anew from the parameters that require grad now. Collective over the replicas."""

@@ -4,7 +4,6 @@ Knows stages, no messages: the caller passes in the function by which ranks agre
 Invariant: all ranks that update together decide alike.
 """
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -14,6 +13,7 @@ from hybridpipe.data.stream import Stream
 from hybridpipe.model.tensors import dense, norms, not_finite
 from hybridpipe.optim.loss_scale import UNSCALED, LossScale
 from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.report.notices import notices
 from hybridpipe.stage.stage import Stage
 
 # If several ranks find the same error at the same time, the first report ends the job. Later stages report
@@ -65,7 +65,8 @@ class NonfiniteCheck:
         self._stagger_seconds = STAGGER_SECONDS * (behind + 0.5 * (place.replica > 0))
         own = dict.fromkeys(p for stage in stages for p in stage.module.parameters())
         checked = {p: p for p in own} if parts is None else parts
-        self._checked = {p: part for p, part in checked.items() if p in own and p not in set(elsewhere)}
+        others = frozenset(elsewhere)
+        self._checked = {p: part for p, part in checked.items() if p in own and p not in others}
         self.num_skipped = 0
 
     def allows(
@@ -109,10 +110,10 @@ class NonfiniteCheck:
         mine = 0 if found is None else (1 + found[0]) * self._num_ranks + self._rank
         largest = self._agree(mine)
         if found is not None and mine == largest:
-            what = f"hybridpipe: rank {self._rank}: {found[1]}; the update is skipped"
+            what = f"rank {self._rank}: {found[1]}; the update is skipped"
             if scale.explains_overflow:
                 what += f", and the loss scale falls to {scale.after(overflowed=True).value:g}"
-            print(what, file=sys.stderr, flush=True)
+            notices.tell(what)
         self.num_skipped += largest > 0
         return largest == 0
 

@@ -62,7 +62,8 @@ class ScatteredBucket(Bucket):
             if p.grad is None:
                 continue
             rows[:, column] = 1
-            gradient, at = p.grad.detach().reshape(-1), layout.offsets[self._index[p]]
+            dense = p.grad if p.grad.layout == torch.strided else p.grad.to_dense()
+            gradient, at = dense.detach().reshape(-1), layout.offsets[self._index[p]]
             for replica, row in enumerate(rows):
                 part = layout.part(self._index[p], replica)
                 if part:
@@ -115,11 +116,6 @@ class ShardedSync(HorovodSync):
         self._shards, self._scatters, self._frees = shards, scatters, frees
         self._shared = frozenset(shared)
         super().__init__(parameters, replicas, compression, sparse, late)
-
-    @property
-    def owned(self) -> Sequence[Tensor]:
-        """This replica's parts, and the parameters that are whole."""
-        return list(self._shards.parts.values())
 
     def renew(self) -> None:
         """Adopt the present requires_grad in buckets and parts. Collective over the replicas."""

@@ -5,7 +5,7 @@ SC 2020). Invariant: parameters and parts are views of their bucket's buffer, an
 numbers except between an update and `gather`.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -18,6 +18,7 @@ from hybridpipe.stage.parts import Piece, join
 
 # Starts to fill a contiguous tensor of one equal share for each replica, of which this one's is there.
 Gather = Callable[[Tensor], Pending]
+MOST_UNDER_WAY = 8  # all-gathers; every poll looks at each
 
 
 class FlatBucket:
@@ -68,8 +69,8 @@ class FlatBucket:
 class Shards:
     """A replica's share of its stage's parameters: the elements that it updates, as many as each other does.
 
-    Parameters with sparse gradients stay whole, and so do those that are not contiguous, that are empty or
-    that overlap others in memory: each replica updates them.
+    Parameters with sparse gradients stay whole, and so do those that are not contiguous, that overlap others
+    in memory, that are empty or a number without dimensions: each replica updates them.
 
     Args:
         parameters: of all stages that the rank holds.
@@ -96,7 +97,8 @@ class Shards:
         kinds = defaultdict[object, list[Tensor]](list)
         overlapping = _overlapping(given)
         for p in given:
-            if p.is_contiguous() and p.numel() and p not in sparse and p not in overlapping:
+            is_array = p.is_contiguous() and p.ndim and p.numel()
+            if is_array and p not in sparse and p not in overlapping:
                 kinds[p.dtype, p.device, p.requires_grad].append(p)
         buckets = [bucket for alike in kinds.values() for bucket in filled(alike)]
         self.buckets = [FlatBucket(bucket, replica, replicas) for bucket in buckets]
@@ -154,13 +156,20 @@ class Shards:
 
     def gather(self) -> None:
         """Give each replica the weights that the others have updated. Collective over them."""
-        trained = [bucket for bucket in self.buckets if any(p.requires_grad for p in bucket.parameters)]
-        started = [self._gather(bucket.weights) for bucket in trained]
-        for bucket, pending in zip(trained, started, strict=True):
-            pending.wait()
-            self.bytes_gathered += bucket.weights.nbytes
-            for parameter in bucket.parameters:  # autograd shall detect a graph of the weights before
-                torch.autograd.graph.increment_version(parameter)
+        under_way = deque[tuple[FlatBucket, Pending]]()
+        for bucket in self.buckets:
+            if any(p.requires_grad for p in bucket.parameters):
+                under_way.append((bucket, self._gather(bucket.weights)))
+            if len(under_way) > MOST_UNDER_WAY:
+                self._finish(*under_way.popleft())
+        for each in under_way:
+            self._finish(*each)
+
+    def _finish(self, bucket: FlatBucket, pending: Pending) -> None:
+        pending.wait()
+        self.bytes_gathered += bucket.weights.nbytes
+        for parameter in bucket.parameters:  # autograd shall detect a graph of the weights before
+            torch.autograd.graph.increment_version(parameter)
 
 
 def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:

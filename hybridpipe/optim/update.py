@@ -118,7 +118,7 @@ class UpdateRule:
 
     def why_not_sharded(self, parameters: Sequence[Tensor], shards: Shards | None) -> str | None:
         """Return why the optimizer cannot update this replica's parts of the parameters; None if it can."""
-        if shards is None or not shards.ranges:
+        if shards is None or not shards.ranges or self._optimizer(parameters) is None:
             return None
         why = why_not_in_parts(self.optimizer, parameters, shards.ranges)
         return why and f"zero needs an optimizer that updates each element by itself: {why}; set zero = 0"

@@ -6,7 +6,8 @@ states when it leaves out ranks, or bars too fine to be seen.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from hybridpipe.planning.cost.memory import Curve
@@ -51,7 +52,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
     In a split backward `I3==` computes the gradients of the inputs and `W3++` those of the weights. `F3.1` is
     on the rank's second stage. `+++` are deferred products.
     """
-    ranks = _shown(list(timeline.events))
+    ranks = shown_ranks(list(timeline.events))
     names = [f"rank {rank}" for rank in ranks]
     margin = max(map(len, names), default=0)
     columns = max(width - margin - 3, 1)
@@ -59,7 +60,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
         f"{name:<{margin}} |{_row(timeline.events[rank], timeline.seconds, columns)}|"
         for name, rank in zip(names, ranks, strict=True)
     ]
-    unit, scale = _unit(timeline.seconds)
+    unit, scale = unit_of(timeline.seconds)
     kinds = _kinds(timeline, ranks)
     parts = ", I and W its halves" if "backward-weight" in kinds else ""
     parts += ", + batched wgrad" if "products" in kinds else ""
@@ -131,9 +132,9 @@ def svg(
         prediction: the figures of a minibatch, where they differ from those of the whole timeline.
     """
     used = [rank for rank in plan.ranks if rank in timeline.events] if plan else list(timeline.events)
-    ranks, seconds = _shown(used), timeline.seconds
+    ranks, seconds = shown_ranks(used), timeline.seconds
     bottom = TOP + ROW * len(ranks)
-    finest = _finest([len(timeline.events[rank]) for rank in ranks])
+    finest = finest_grid([len(timeline.events[rank]) for rank in ranks])
     left_out = f" · {len(ranks)} of {len(used)} ranks" if len(ranks) < len(used) else ""
     left_out += " · finest bars left out" if finest else ""
     seen = _kinds(timeline, ranks)
@@ -163,7 +164,7 @@ def svg(
     )
 
 
-def _shown(ranks: Sequence[int]) -> list[int]:
+def shown_ranks(ranks: Sequence[int]) -> list[int]:
     """Return all ranks, or of too many the first, the last and some evenly between them."""
     if len(ranks) <= MAX_RANKS:
         return list(ranks)
@@ -176,12 +177,17 @@ def _kinds(timeline: Timeline, ranks: Sequence[int]) -> set[str]:
     return {kind(event.instruction) for event in one_of_each.values()}
 
 
-def _finest(marks: Sequence[int]) -> float:
-    """Return the grid, in pixels, that thins a row's marks out to stay within MAX_MARKS; 0: all are drawn.
+def finest_grid(marks: Sequence[int], span: float = SPAN, most: int | None = None) -> float:
+    """Return the grid, in pixels, that thins a row's marks out to stay within the most; 0: all are drawn.
 
     The factor is irrational, as a regular pipeline in step with the grid would show only one of its bars.
+
+    Args:
+        span: the row's pixels.
+        most: marks of all rows; by default MAX_MARKS.
     """
-    return 1.618034 * SPAN * len(marks) / MAX_MARKS if sum(marks) > MAX_MARKS else 0.0
+    limit = MAX_MARKS if most is None else most
+    return 1.618034 * span * len(marks) / limit if sum(marks) > limit else 0.0
 
 
 def _header(
@@ -189,7 +195,7 @@ def _header(
 ) -> Iterator[str]:
     figures = prediction or timeline
     seconds = prediction.minibatch_seconds if prediction else timeline.seconds
-    unit, scale = _unit(seconds)
+    unit, scale = unit_of(seconds)
     yield _text(24, 34, title, "title")
     bubble = f"bubble {figures.bubble_fraction:.0%}"
     yield _text(24, 59, f"{seconds / scale:.3g} {unit} a minibatch · {bubble}{left_out}")
@@ -202,47 +208,69 @@ def _header(
 
 
 def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
-    unit, scale = _unit(seconds)
-    step = _tick(seconds / scale)
+    unit, scale = unit_of(seconds)
+    step = tick(seconds / scale)
     for i in range(int(seconds / scale / step + 1e-9) + 1):
         x = LEFT + i * step * scale / (seconds or 1.0) * SPAN
         yield f'<path d="M{x:.1f} {top - 6}V{bottom + 2}" stroke="#e3e7ee"/>'
         yield _text(x, bottom + 22, f"{i * step:g}" + (f" {unit}" if i == 0 else ""), "tick")
 
 
-def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: float) -> Iterator[str]:
-    """Yield one row: label, light ground, one path a kind (keeps thousands of events small), numbers, busy
-    share.
+class Number(NamedTuple):
+    """The number of a microbatch in a bar: the bar's begin and length, the text, the kind of event."""
+
+    x: float
+    length: float
+    text: str
+    kind: str
+
+
+def bars(
+    events: Iterable[Event], left: float, top: float, per_second: float, finest: float = 0.0
+) -> tuple[dict[str, str], list[Number]]:
+    """Return a row's bars as the path of each colour, which keeps thousands of them small, and their numbers.
+
+    Args:
+        left, top: where the row begins, in pixels.
+        per_second: pixels of a second.
+        finest: bars that no line of a grid this fine meets are left out (`finest_grid`).
     """
-    per_second = SPAN / (timeline.seconds or 1.0)
-    yield _text(24, y + (15 if plan else 23), f"rank {rank}", "rank")
-    if plan and (place := plan.place(rank)):
-        yield _text(24, y + 31, _place(plan, place), "place")
-    yield f'<rect x="{LEFT}" y="{y}" width="{SPAN}" height="{BAR}" fill="#f4f6f9"/>'
     paths: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
     numbers = []
-    for event in timeline.events[rank]:
-        x, length = LEFT + event.start_seconds * per_second, event.seconds * per_second
+    for event in events:
+        x, length = left + event.start_seconds * per_second, event.seconds * per_second
         if (name := kind(event.instruction)) not in COLOURS:
             continue
         if finest and x // finest == (x + length) // finest:  # no line of the grid in it
             continue
         gap = min(1.0, length / 10)  # keeps neighbours apart
         chunk = event.instruction.chunk if isinstance(event.instruction, ON_MICROBATCH) else 0
-        paths[name, chunk].append(f"M{x + gap / 2:.2f} {y}h{length - gap:.2f}v{BAR}h-{length - gap:.2f}z")
-        number = str(event.instruction)[1:]
-        if isinstance(event.instruction, ON_MICROBATCH) and length > CHARACTER * len(number) + 2:
-            numbers.append(_text(x + length / 2, y + 22, number, f"number {name}"))
+        paths[name, chunk].append(f"M{x + gap / 2:.2f} {top}h{length - gap:.2f}v{BAR}h-{length - gap:.2f}z")
+        if isinstance(event.instruction, ON_MICROBATCH):
+            numbers.append(Number(x, length, str(event.instruction)[1:], name))
     last = max((chunk for _, chunk in paths), default=0)
-    for name, chunk in sorted(paths, key=lambda key: (list(COLOURS).index(key[0]), key[1])):
-        colour = _shade(COLOURS[name], chunk / last if last else 0.0)
-        yield f'<path fill="{colour}" d="{"".join(paths[name, chunk])}"/>'
-    yield from numbers
+    drawn = sorted(paths, key=lambda key: (list(COLOURS).index(key[0]), key[1]))
+    shades = {key: _shade(COLOURS[key[0]], key[1] / last if last else 0.0) for key in drawn}
+    return {shades[key]: "".join(paths[key]) for key in drawn}, numbers
+
+
+def _rank(timeline: Timeline, plan: Plan | None, rank: int, y: int, finest: float) -> Iterator[str]:
+    """Yield one row: label, light ground, bars, their numbers where they fit, busy share."""
+    per_second = SPAN / (timeline.seconds or 1.0)
+    yield _text(24, y + (15 if plan else 23), f"rank {rank}", "rank")
+    if plan and (place := plan.place(rank)):
+        yield _text(24, y + 31, place_name(plan, place), "place")
+    yield f'<rect x="{LEFT}" y="{y}" width="{SPAN}" height="{BAR}" fill="#f4f6f9"/>'
+    paths, numbers = bars(timeline.events[rank], LEFT, y, per_second, finest)
+    yield from (f'<path fill="{colour}" d="{path}"/>' for colour, path in paths.items())
+    for x, length, number, name in numbers:
+        if length > CHARACTER * len(number) + 2:
+            yield _text(x + length / 2, y + 22, number, f"number {name}")
     busy = timeline.busy_seconds(rank) / timeline.seconds if timeline.seconds else 0.0
     yield _text(WIDTH - 20, y + 23, f"{busy:.0%}", "end")
 
 
-def _place(plan: Plan, place: Place) -> str:
+def place_name(plan: Plan, place: Place) -> str:
     """Return the stages and the replica of a rank, in words."""
     stages = plan.held_stages(place)
     held = ", ".join(map(str, stages)) if len(stages) <= 3 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
@@ -260,7 +288,7 @@ def _memory(memory: Mapping[int, Curve], seconds: float, top: int) -> Iterator[s
     """Yield a row a rank: its bytes over time, as an area, and the peak."""
     per_second = SPAN / (seconds or 1.0)
     most = max((num_bytes for curve in memory.values() for _, num_bytes in curve), default=0) or 1
-    finest = _finest([len(curve) for curve in memory.values()])
+    finest = finest_grid([len(curve) for curve in memory.values()])
     for i, (rank, curve) in enumerate(memory.items()):
         y = top + ROW * i
         peak = max(num_bytes for _, num_bytes in curve)
@@ -283,12 +311,12 @@ def _text(x: float, y: int, content: str, style: str = "") -> str:
     return f'<text x="{x:.4g}" y="{y}"{css}>{escape(content)}</text>'
 
 
-def _unit(seconds: float) -> tuple[str, float]:
+def unit_of(seconds: float) -> tuple[str, float]:
     """Return the unit in which the figures have one to three digits before the point."""
     return next((unit for unit in UNITS if seconds >= unit[1]), UNITS[-1] if seconds else UNITS[0])
 
 
-def _tick(span: float) -> float:
+def tick(span: float) -> float:
     """Return the least of 1, 2 or 5 times a power of ten with which at most ten ticks cover the span."""
     steps = (factor * 10.0**power for power in range(-3, 16) for factor in (1, 2, 5))
     return next(step for step in steps if span <= 10.001 * step)

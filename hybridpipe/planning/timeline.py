@@ -7,7 +7,7 @@ The data, its figures and its export. Not known here: the origin of a timeline.
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from hybridpipe.planning.schedules.instructions import (
     SendActivation,
     SendGradient,
     Step,
+    parse,
 )
 
 COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, Products, Step)
@@ -251,6 +252,29 @@ class Timeline:
                 for event in rank_events
             ]
         return events
+
+
+def from_chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Timeline]:
+    """Return the timelines of events of `Timeline.to_chrome_trace`, by name.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are others.
+    """
+    names: dict[int, str] = {}
+    ranks: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for each in events:
+        process, rank = each["pid"], each["tid"]
+        if each["ph"] == "X":
+            start = each["ts"] * 1e-6
+            ranks[process][rank].append(Event(parse(each["name"]), start, start + each["dur"] * 1e-6))
+        elif each["name"] == "process_name":
+            names[process] = each["args"]["name"]
+        else:
+            ranks[process][rank] = []
+    return {
+        name: Timeline({rank: tuple(ranks[process][rank]) for rank in ranks[process]})
+        for process, name in names.items()
+    }
 
 
 def _holders(plan: Plan) -> Iterator[tuple[int, range]]:

@@ -1,10 +1,9 @@
 """Report on a cluster: the measurements of the machines as text. Takes data, returns text."""
 
-from tabulate import tabulate
-
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.fit import doubling
 from hybridpipe.planning.units import duration, size
+from hybridpipe.report.tables import table
 
 
 def describe(cluster: Cluster, num_cores: int | None = None) -> str:
@@ -13,7 +12,17 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
     Args:
         num_cores: cores of a machine, if known.
     """
-    lines = [tabulate(map(_row, cluster.levels), headers="keys", disable_numparse=True), ""]
+    return "\n".join([table(level_rows(cluster)), "", *facts(cluster, num_cores)])
+
+
+def level_rows(cluster: Cluster) -> list[dict[str, str]]:
+    """Rows of the levels of the machines, from the inside out: links and all-reduces."""
+    return [*map(_row, cluster.levels)]
+
+
+def facts(cluster: Cluster, num_cores: int | None = None) -> list[str]:
+    """Lines about the processors that the ranks of a machine share. Args as for `describe`."""
+    lines = []
     ranks = cluster.node_ranks or 1
     lines.append(f"{cluster.num_ranks} rank(s), {ranks} on a machine")
     if cluster.compute_speeds is not None:
@@ -24,7 +33,7 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
     if any(cluster.wakeup_seconds):
         numbers = doubling(1, len(cluster.wakeup_seconds))
         each = ", ".join(f"{n}: {cluster.wakeup_seconds[n - 1] * 1e3:.1f}" for n in numbers)
-        lines.append(f"ms of processor time to wake a waiting rank, by how many compute then: {each}")
+        lines.append(f"processor time to wake a waiting rank, in ms, by how many compute then: {each}")
     if cluster.relative_speed is not None:
         lines.append("relative speed of the ranks: " + ", ".join(f"{s:.2f}" for s in cluster.relative_speed))
     lines.append(
@@ -33,7 +42,7 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
         f"a rank of a replicated stage has {cluster.replicated_speed:.0%} of the speed of another, and "
         f"{cluster.overlap:.0%} of an all-reduce overlaps with computing at no cost"
     )
-    return "\n".join(lines)
+    return lines
 
 
 def _row(level: Level) -> dict[str, str]:

@@ -6,11 +6,10 @@ follows from.
 
 from collections.abc import Iterator, Sequence
 
-from tabulate import tabulate
-
-from hybridpipe.environment.memory_limits import RankMemory
+from hybridpipe.environment.memory_limits import RESERVE, RankMemory
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.units import size
+from hybridpipe.report.tables import Row, table
 
 
 def predicted_bytes(plan: Plan, rank: int) -> int | None:
@@ -40,18 +39,26 @@ def misfit(plan: Plan, ranks: Sequence[RankMemory]) -> str | None:
 
 def least_left(ranks: Sequence[RankMemory]) -> str:
     """Return a line about the rank that has least for its stage, all of which are limited."""
-    rank = min(range(len(ranks)), key=lambda rank: ranks[rank].left_bytes or 0)
+    rank = min(range(len(ranks)), key=lambda rank: ranks[rank].stage_bytes or 0)
     memory = ranks[rank]
     return (
-        f"rank {rank} has {size(memory.left_bytes or 0)} for its stage: its limit is "
-        f"{size(memory.limit_bytes or 0)} ({memory.origin}), and its process has {size(memory.held_bytes)}"
+        f"rank {rank} has {size(memory.stage_bytes or 0)} for its stage: its limit is "
+        f"{size(memory.limit_bytes or 0)} ({memory.origin}), its process has {size(memory.held_bytes)}, "
+        f"and {RESERVE - 1:.0%} of a prediction are kept for its errors"
     )
 
 
 def memory_table(
     plan: Plan, peak: Sequence[int], before: Sequence[int], limit: Sequence[int | None], origin: Sequence[str]
 ) -> str:
-    """Table of the memory of each used rank's process, its prediction and its limit.
+    """Return the `memory_rows` as text."""
+    return table(memory_rows(plan, peak, before, limit, origin))
+
+
+def memory_rows(
+    plan: Plan, peak: Sequence[int], before: Sequence[int], limit: Sequence[int | None], origin: Sequence[str]
+) -> list[Row]:
+    """Rows of the memory of each used rank's process, its prediction and its limit.
 
     Args:
         peak: bytes of each rank at most.
@@ -61,9 +68,9 @@ def memory_table(
     """
     peaks = plan.predicted.peak_memory_bytes if plan.predicted else ()
     predicted = dict(zip(plan.ranks, peaks, strict=False))
-    rows = [
+    return [
         {
-            "rank": rank,
+            "rank": str(rank),
             "before training": size(before[rank]),
             "predicted for the stage": size(predicted[rank]) if predicted else "-",
             "together": size(before[rank] + predicted[rank]) if predicted else "-",
@@ -72,7 +79,6 @@ def memory_table(
         }
         for rank in sorted(plan.ranks)
     ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
 
 
 def beyond_limit(

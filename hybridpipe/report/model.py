@@ -7,7 +7,7 @@ from tabulate import tabulate
 from hybridpipe.model.explanation import RECORDED, WHOLE, Explanation, ForbiddenCut, LayerFacts
 from hybridpipe.planning.profile import SharedParameter
 from hybridpipe.planning.units import size
-from hybridpipe.report.tables import few
+from hybridpipe.report.words import few
 
 
 def model_text(found: Explanation) -> str:

@@ -1,34 +1,32 @@
 """Tables of plans and runs for people. Takes data, returns text."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.formula import (
-    StageCost,
-    StageTerms,
-    measured_speed,
-    plan_cut_figures,
-    plan_terms,
-    stage_costs,
-)
 from hybridpipe.planning.cost.memory import peak_memory_bytes, versions_per_stage
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules.generators import ceil_div, in_flight_per_stage
+from hybridpipe.planning.schedules.generators import in_flight_per_stage
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.search import Candidate, fits, short_name, with_prediction
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Parts, Timeline
 from hybridpipe.planning.units import duration, size
+from hybridpipe.report.stage_figures import StageFigures, bottleneck, stage_figures
+from hybridpipe.report.words import few, ranges
 
 NUM_CANDIDATES = 6
-MAX_LISTED = 8  # items of a list of cuts, or of ranges of ranks
+LEGEND = (
+    "compute, sends and receives: a microbatch's; link behind and exposed: a minibatch's; "
+    "in flight: microbatches"
+)
+COMPARE_LEGEND = "p2p and all-reduced: of all ranks, per minibatch"
 TRACED = {  # parts of a rank's minibatch: field -> heading
     "seconds": "minibatch",
     "forward_seconds": "forward",
@@ -43,95 +41,36 @@ TRACED = {  # parts of a rank's minibatch: field -> heading
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StageFigures:
-    """Costs of a stage to each of its ranks, and of the cut behind it, by the terms of `estimate.estimate`.
+Row = dict[str, str]  # of a table: cells by heading
+
+
+class Explanation(NamedTuple):
+    """A plan and the reasons for it, in parts.
 
     Args:
-        work_seconds: forward, backward and message handling of a microbatch.
-        sent_bytes: of a microbatch, over the cuts at both ends.
-        received_bytes: of a microbatch, over the cuts at both ends.
-        allreduce_seconds: of one all-reduce without overlap.
-        compute_seconds: work and update of a minibatch.
-        exposed_seconds: the part of a minibatch's all-reduce that no backward hides.
-        link_seconds: occupation of the busiest link of the cut behind by a minibatch, in one direction.
+        headline: plan, ranks, schedule and microbatches.
+        facts: lines about its speed, and about what the model decides.
+        stages: a row for each stage.
+        time: lines about what takes how long.
+        considered: rows of the best candidates, best first; empty for a given plan.
+        unused: why ranks stay unused; empty if none do.
     """
 
-    work_seconds: float
-    sent_bytes: float
-    received_bytes: float
-    allreduce_seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    link_seconds: float
+    headline: str
+    facts: tuple[str, ...]
+    stages: list[Row]
+    time: tuple[str, ...]
+    considered: list[Row]
+    unused: str
 
 
-def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[StageFigures, ...]:
-    """Return the figures of each stage of the plan."""
-    none = StageCost(0.0, 0.0)
-    costs = stage_costs(profile, plan, measured_speed(profile, cluster))
-    over_cuts = [none, *costs[:-1], none]
-    terms = plan_terms(plan, costs, cluster)
-    # As if asynchronous: all messages of the minibatch count, not only those after the first.
-    busy_per_byte = [*plan_cut_figures(plan, cluster, asynchronous=True)[2].tolist(), 0.0]
-    return tuple(
-        _figures(plan, s, terms.of_stage(s), over_cuts[s], over_cuts[s + 1], busy_per_byte[s])
-        for s in range(plan.num_stages)
-    )
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Lay out rows as text."""
+    return tabulate(rows, headers="keys", disable_numparse=True)
 
 
-def _figures(
-    plan: Plan, s: int, terms: StageTerms[float], before: StageCost, behind: StageCost, busy_per_byte: float
-) -> StageFigures:
-    replicas = plan.stages[s].replicas
-    # Under pipedream the replicas take turns, and each minibatch is on one replica only.
-    takes_turns = replicas if plan.traits.whole_minibatch else 1
-    rounds = ceil_div(plan.num_microbatches, replicas)
-    work = rounds * terms.work + terms.products
-    return StageFigures(
-        work_seconds=terms.work,
-        sent_bytes=behind.output_bytes + before.gradient_bytes,
-        received_bytes=before.output_bytes + behind.gradient_bytes,
-        allreduce_seconds=terms.reduction,
-        compute_seconds=(work + terms.update) / takes_turns,
-        exposed_seconds=((rounds - 1) * terms.between + terms.exposed + terms.gather) / takes_turns,
-        link_seconds=busy_per_byte * max(behind.output_bytes, behind.gradient_bytes),
-    )
-
-
-def bottleneck(
-    figures: Sequence[StageFigures], minibatch_seconds: float, num_groups: int | None = None
-) -> tuple[str, float]:
-    """The largest part of a minibatch's time, as text, and its seconds.
-
-    Parts are a stage's computing, the exposed part of an all-reduce, the traffic of a cut, and the time left
-    beside the busiest stage or cut. Stages that share their ranks count together.
-
-    Args:
-        num_groups: groups of ranks; by default one for each stage.
-    """
-    groups = num_groups or len(figures)
-    terms, busiest = [], 0.0
-    for g in range(groups):
-        held = figures[g::groups]
-        compute, exposed, link = (
-            sum(getattr(each, name) for each in held)
-            for name in ("compute_seconds", "exposed_seconds", "link_seconds")
-        )
-        of = f"stage {g}" if len(held) == 1 else f"the stages of group {g}"
-        cuts = f"stages {g} and {g + 1}" if len(held) == 1 else f"groups {g} and {(g + 1) % groups}"
-        terms += [
-            (f"computing in {of}", compute),
-            (f"the all-reduce of {of}", exposed),
-            (f"the traffic between {cuts}", link),
-        ]
-        busiest = max(busiest, compute + exposed, link)
-    terms.append(("filling, draining and waiting", minibatch_seconds - busiest))
-    return max(terms, key=lambda term: term[1])
-
-
-def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
-    """Table of a plan's stages: layers, ranks and predicted costs."""
+def stage_rows(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[Row]:
+    """Rows of a plan's stages: layers, ranks and predicted costs."""
     peaks = dict(zip(plan.ranks, peak_memory_bytes(profile, plan), strict=True))
     figures = stage_figures(plan, profile, cluster)
     stashes = in_flight_per_stage(plan, plan.num_microbatches)
@@ -141,9 +80,9 @@ def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
     for s, (stage, each) in enumerate(zip(plan.stages, figures, strict=True)):
         rows.append(
             {
-                "stage": s,
+                "stage": str(s),
                 "layers": _layers(profile, stage),
-                "ranks": _ranges(stage.ranks),
+                "ranks": ranges(stage.ranks),
                 "compute": duration(each.work_seconds),
                 "sends": _or_dash(size, each.sent_bytes),
                 "receives": _or_dash(size, each.received_bytes),
@@ -158,20 +97,24 @@ def plan_table(plan: Plan, profile: ModelProfile, cluster: Cluster) -> str:
                 ),
             }
         )
-    return tabulate(rows, headers="keys", disable_numparse=True)
+    return rows
 
 
-def candidates_table(candidates: Sequence[Candidate], chosen: Plan) -> str:
-    """Table of the best plans by predicted time, with the loss of each against the best."""
-    best = candidates[0].seconds
-    shown = list(candidates[:NUM_CANDIDATES])
-    shown += [c for c in candidates[NUM_CANDIDATES:] if c.origin != "exact" or c.plan == chosen]
-    rows = [
+def shown(candidates: Sequence[Candidate], chosen: Plan) -> list[Candidate]:
+    """Return the candidates that are worth a row: the best, those proposed otherwise, and the chosen one."""
+    others = (c for c in candidates[NUM_CANDIDATES:] if c.origin != "exact" or c.plan == chosen)
+    return [*candidates[:NUM_CANDIDATES], *others]
+
+
+def candidate_rows(candidates: Sequence[Candidate], chosen: Plan) -> list[Row]:
+    """Rows of the best plans by predicted time, with the loss of each against the best."""
+    best = candidates[0].seconds if candidates else 0.0
+    return [
         {
             "": "->" if candidate.plan == chosen else "",
             "plan": short_name(candidate.plan),
             "schedule": candidate.plan.schedule,
-            "ranks": candidate.plan.num_ranks,
+            "ranks": str(candidate.plan.num_ranks),
             "cuts after layer": _cuts(candidate.plan),
             "microbatches": f"{candidate.plan.num_microbatches} x {candidate.samples}",
             "minibatch": duration(candidate.seconds),
@@ -179,9 +122,8 @@ def candidates_table(candidates: Sequence[Candidate], chosen: Plan) -> str:
             "bubble": f"{candidate.plan.predicted.bubble_fraction:.0%}" if candidate.plan.predicted else "-",
             "proposed by": ", ".join(_remarks(candidate)),
         }
-        for candidate in shown
+        for candidate in shown(candidates, chosen)
     ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
 
 
 def _remarks(candidate: Candidate) -> Iterator[str]:
@@ -194,14 +136,14 @@ def _remarks(candidate: Candidate) -> Iterator[str]:
         yield "not simulated"
 
 
-def explain(
+def explanation(
     plan: Plan,
     candidates: Sequence[Candidate],
     profile: ModelProfile,
     cluster: Cluster,
     num_ranks: int | None = None,
-) -> str:
-    """Describe the plan and the reasons for its choice.
+) -> Explanation:
+    """Give the reasons for a plan.
 
     Args:
         plan: a plan with its prediction.
@@ -209,23 +151,31 @@ def explain(
         profile: the layers at the plan's microbatch size.
         num_ranks: usable ranks; by default all of the cluster.
     """
-    ranks = cluster.num_ranks if num_ranks is None else num_ranks
-    lines = [
-        f"plan {short_name(plan)}: {plan.num_stages} stage(s) on {plan.num_ranks} of {ranks} ranks, "
+    total = cluster.num_ranks if num_ranks is None else num_ranks
+    return Explanation(
+        f"plan {short_name(plan)}: {plan.num_stages} stage(s) on {plan.num_ranks} of {total} ranks, "
         f"{plan.schedule}, {_slices(plan)} of {profile.samples} samples{_particulars(plan)}",
-        *_prediction(plan, profile, cluster),
-        *_model(plan, profile),
-        "",
-        plan_table(plan, profile, cluster),
-        "(compute, sends and receives: a microbatch's; link behind and exposed: a minibatch's; "
-        "in flight: microbatches)",
-        "",
-        *_where_time_goes(plan, profile, cluster),
-    ]
+        (*_prediction(plan, profile, cluster), *_model(plan, profile)),
+        stage_rows(plan, profile, cluster),
+        tuple(_where_time_goes(plan, profile, cluster)),
+        candidate_rows(candidates, plan),
+        _unused(plan, candidates, total) if candidates else "",
+    )
+
+
+def explain(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_ranks: int | None = None,
+) -> str:
+    """Return the `explanation` of a plan as text."""
+    found = explanation(plan, candidates, profile, cluster, num_ranks)
+    lines = [found.headline, *found.facts, "", table(found.stages), f"({LEGEND})", "", *found.time]
     if candidates:
-        lines += ["", f"considered, by predicted time{_sharing(cluster)}:", ""]
-        lines += [candidates_table(candidates, plan), *_unused(plan, candidates, ranks)]
-    return "\n".join(lines)
+        lines += ["", f"considered, by predicted time{_sharing(cluster)}:", "", table(found.considered)]
+    return "\n".join([*lines, *(["", found.unused] if found.unused else [])])
 
 
 def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
@@ -253,7 +203,7 @@ def _model(plan: Plan, profile: ModelProfile) -> Iterator[str]:
         ]
         if len(stages) > 1:
             what = f"{shared.name} ({size(shared.parameter_bytes)})"
-            yield f"shared: {what}, held by stages {_ranges(stages)}, its gradients exchanged in each update"
+            yield f"shared: {what}, held by stages {ranges(stages)}, its gradients exchanged in each update"
 
 
 def _particulars(plan: Plan) -> str:
@@ -276,10 +226,10 @@ def _particulars(plan: Plan) -> str:
     if len(recomputing) == plan.num_stages:
         parts.append("activations recomputed")
     elif recomputing:
-        parts.append(f"activations recomputed in stage(s) {_ranges(recomputing)}")
+        parts.append(f"activations recomputed in stage(s) {ranges(recomputing)}")
     for zero in (1, 2):
         if sharing := [s for s in range(plan.num_stages) if plan.zero_of(s) == zero]:
-            parts.append(f"zero = {zero} in stage(s) {_ranges(sharing)}")
+            parts.append(f"zero = {zero} in stage(s) {ranges(sharing)}")
     return "".join(f", {each}" for each in parts)
 
 
@@ -325,50 +275,55 @@ def _as_simulated(
     )
 
 
-def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> Iterator[str]:
+def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> str:
     unused = sorted(set(range(num_ranks)).difference(plan.ranks))
     if not unused:
-        return
-    yield ""
-    who = f"{len(unused)} rank(s) stay unused ({_ranges(unused)})"
+        return ""
+    who = f"{len(unused)} rank(s) stay unused ({ranges(unused)})"
     larger = [candidate for candidate in candidates if candidate.plan.num_ranks > plan.num_ranks]
     if plan != candidates[0].plan:  # the plan was asked for by name: dp or straight
-        yield who
-    elif larger:
+        return who
+    if larger:
         best = larger[0].plan
         loss = _seconds(best) / (_seconds(plan) or 1) - 1
-        yield f"{who}: the best plan with more, {short_name(best)} on {best.num_ranks}, loses {loss:.1%}"
-    else:
-        yield f"{who}: no plan with more that fits into memory is among the best"
+        return f"{who}: the best plan with more, {short_name(best)} on {best.num_ranks}, loses {loss:.1%}"
+    return f"{who}: no plan with more that fits into memory is among the best"
+
+
+def reference_of(runs: Iterable[str]) -> str:
+    """Return the run that others are compared with: "dp" or else the first."""
+    names = list(runs)
+    return "dp" if "dp" in names else names[0]
 
 
 def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
-    """Table of measured and predicted figures of several runs, and ratios to the run named `reference`."""
+    """Return the `compare_rows` as text."""
+    return f"{table(compare_rows(runs, reference))}\n({COMPARE_LEGEND})"
+
+
+def compare_rows(runs: Mapping[str, Mapping[str, Any]], reference: str) -> list[Row]:
+    """Rows of measured and predicted figures of several runs, and ratios to the run named `reference`."""
     base = runs.get(reference)
     rows = []
     for name, run in runs.items():
-        predicted = run.get("predicted_samples_per_second")
+        speed, predicted = run.get("samples_per_second"), run.get("predicted_samples_per_second")
         row = {
             "run": name,
             "plan": run["plan"],
-            "samples/s": f"{run['samples_per_second']:,.0f}",
-            "predicted": f"{predicted:,.0f}" if predicted else "-",
+            "samples/s": _or_dash("{:,.0f}".format, speed),
+            "predicted": _or_dash("{:,.0f}".format, predicted),
         }
         if base is not None:
-            row[f"vs {reference}"] = f"{run['samples_per_second'] / base['samples_per_second']:.2f}x"
-            expected = base.get("predicted_samples_per_second")
-            row["predicted "] = f"{predicted / expected:.2f}x" if predicted and expected else "-"
+            row[f"vs {reference}"] = _ratio(speed, base.get("samples_per_second"))
+            row["predicted "] = _ratio(predicted, base.get("predicted_samples_per_second"))
         row |= {
             "accuracy": _accuracy(run),
-            "last loss": f"{run['loss_last']:.5f}",
-            "p2p": size(run["bytes_sent_p2p"] / run["minibatches"]),
-            "all-reduced": size(run["bytes_allreduced"] / run["minibatches"]),
+            "last loss": "-" if run.get("loss_last") is None else f"{run['loss_last']:.5f}",
+            "p2p": _a_minibatch(run, "bytes_sent_p2p"),
+            "all-reduced": _a_minibatch(run, "bytes_allreduced"),
         }
         rows.append(row)
-    return (
-        tabulate(rows, headers="keys", disable_numparse=True)
-        + "\n(p2p and all-reduced: of all ranks, per minibatch)"
-    )
+    return rows
 
 
 def compared(predicted: Parts, measured: Parts) -> dict[str, dict[str, float]]:
@@ -390,7 +345,7 @@ def parts_table(parts: Mapping[str, Mapping[str, float]]) -> str:
         }
         for name, seconds in parts.items()
     ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
+    return table(rows)
 
 
 def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
@@ -400,10 +355,10 @@ def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
         | {TRACED[name]: duration(seconds) if seconds else "-" for name, seconds in of_rank.items()}
         for rank, of_rank in ranks.items()
     ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
+    return table(rows)
 
 
-def _or_dash(show: Callable[[float], str], value: float) -> str:
+def _or_dash(show: Callable[[float], str], value: float | None) -> str:
     return show(value) if value else "-"
 
 
@@ -415,23 +370,6 @@ def _layers(profile: ModelProfile, stage: StageSpec) -> str:
     first, last = profile.layers[stage.start].name, profile.layers[stage.stop - 1].name
     count = stage.stop - stage.start
     return first if count == 1 else f"{first} .. {last} ({count})"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Format a set of numbers in ascending order, such as "0-3,8"; the order of replicas is lost."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return few([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], ",")
-
-
-def few(items: Sequence[str], separator: str) -> str:
-    """Join items; of a long list, the first ones and the last."""
-    shown = items if len(items) <= MAX_LISTED else [*items[: MAX_LISTED - 1], "..", items[-1]]
-    return separator.join(shown)
 
 
 def _cuts(plan: Plan) -> str:
@@ -451,6 +389,15 @@ def _sharing(cluster: Cluster) -> str:
     return (
         f" (ranks of a machine share its processors: {speed:.0%} of full speed while all {a_machine} compute)"
     )
+
+
+def _a_minibatch(run: Mapping[str, Any], name: str) -> str:
+    num_bytes, count = run.get(name), run.get("minibatches")
+    return size(num_bytes / count) if num_bytes is not None and count else "-"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}x" if value and base else "-"
 
 
 def _accuracy(run: Mapping[str, Any]) -> str:

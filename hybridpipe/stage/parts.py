@@ -47,7 +47,8 @@ def join(
             return {name: joined([value[name] for value in values]) for name in first}
         if type(first) in (list, tuple):
             return type(first)(joined(each) for each in zip(*values, strict=True))
-        if not isinstance(first, Tensor) or first.shape != shapes[0]:
+        each = zip(values, shapes, strict=True)
+        if not all(isinstance(value, Tensor) and value.shape == own for value, own in each):
             return first
         if spans[0] == target and not copies:
             return first.view(of_result)

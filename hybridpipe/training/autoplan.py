@@ -3,7 +3,6 @@
 All ranks probe, rank 0 decides. Invariant: every rank gets the same plan, or raises the same error.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from hybridpipe.planning.search.search import (
 )
 from hybridpipe.planning.search.variants import fitted
 from hybridpipe.planning.simulator.predict import predict
+from hybridpipe.report.notices import notices
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def measured_cluster(
     if cluster is None or cluster.num_ranks != world.size:
         if cluster is not None and world.rank == 0:
             what = f"the given cluster has {cluster.num_ranks} ranks, and there are {world.size}"
-            print(f"hybridpipe: {what}: the machines are measured now", file=sys.stderr)
+            notices.tell(f"{what}: the machines are measured now")
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
         cluster = probe(world, work, gradient_bytes, progress_thread, device or CPU)
     return cluster

@@ -6,7 +6,6 @@ completely, or not at all.
 
 import os
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -40,6 +39,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import exit_report, preemption
 from hybridpipe.model.deferred import Numbers
+from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
 from hybridpipe.training.callbacks import CallbackList
@@ -169,7 +169,7 @@ class CheckpointManager:
             or_anew: allow a folder without checkpoints. The same call then resumes after a restart, and the
                 supervisor is told so.
             allow_changed: allow settings that differ from the checkpoint's; the new ones are used.
-            numbers: of tensors on the meta device, which a file of weights then gives.
+            numbers: of tensors on the meta device, which a file of weights, or the checkpoint, then gives.
 
         Returns:
             The checkpoint, if there is one, and lines for the user.
@@ -191,6 +191,8 @@ class CheckpointManager:
             return None, [*found.notes, f"no checkpoint in {source}: training starts anew"]
         where = str(found.path)
         check_model(found, model)
+        if numbers is not None:
+            numbers.unset.clear()  # the checkpoint has them
         for name, value in self._sizes._asdict().items():
             if found.run.get(name) != value:
                 got = shown(found.run.get(name))
@@ -249,7 +251,7 @@ class CheckpointManager:
 
     def _tell(self, line: str) -> None:
         if self._world.rank == 0:
-            print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
+            notices.tell(line)
 
     def load(self, worker: Worker, is_new: bool = False) -> None:
         """Load the found checkpoint, if there is one. Collective.

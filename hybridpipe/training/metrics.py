@@ -18,6 +18,7 @@ from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.optim.update import Made
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.timeline import COMPUTE, Event, Spent, Timeline
+from hybridpipe.report.memory import predicted_bytes
 
 # The first minibatches exchange shapes and warm up caches. They count for losses, not for speeds.
 WARM_UP = 3
@@ -248,7 +249,8 @@ class Recorder:
             "memory_before_bytes": [note["before"] for note in notes],
             "memory_limit_bytes": [note["limit"] for note in notes],
             "memory_limit_origin": [note["origin"] for note in notes],
-            "predicted_memory_bytes": predicted and list(predicted.peak_memory_bytes),
+            "predicted_memory_bytes": predicted
+            and [predicted_bytes(worker.plan, rank) for rank in range(worker.control.size)],
             "bytes_sent_p2p": sum(note["p2p"] for note in notes),
             "bytes_allreduced": sum(note["allreduced"] for note in notes),
             "bytes_gathered": sum(note["gathered"] for note in notes),

@@ -5,7 +5,6 @@ searches. A given plan is checked at once, and measured only for a prediction.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -44,6 +43,7 @@ from hybridpipe.planning.schedules.validate import validate_plan
 from hybridpipe.planning.search.search import NoPlanFits
 from hybridpipe.planning.units import memory_bytes
 from hybridpipe.report.memory import least_left, misfit, predicted_bytes
+from hybridpipe.report.notices import notices
 from hybridpipe.training.autoplan import Choice, autoplan, measured_cluster
 from hybridpipe.types import Loss
 
@@ -93,7 +93,7 @@ def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, tells: 
     if why is None:
         return request
     if tells:
-        print(f"hybridpipe: replicas share out no update: {why}", file=sys.stderr, flush=True)
+        notices.tell(f"replicas share out no update: {why}")
     return replace(request, zero=0)
 
 
@@ -144,6 +144,7 @@ class PlanMaker:
         if isinstance(cluster, str | os.PathLike):
             cluster = read_cluster(Path(cluster))
         self._cluster = cluster
+        self._is_preferred = False  # the given plan is a checkpoint's, in place of a search
         if isinstance(given, Plan):
             request.check_given(given)
             validate_plan(given)
@@ -189,7 +190,7 @@ class PlanMaker:
         if line is not None and self._memory_bytes is not None:
             raise UserError(f"{line}: plan 'auto' looks for one that fits")
         if line is not None and self._world.rank == 0:
-            print(f"hybridpipe: {line}", file=sys.stderr, flush=True)
+            notices.tell(line)
         mine = self.memory[self._world.rank]
         needed = predicted_bytes(plan, self._world.rank)
         out_of_memory.expect(mine, needed)
@@ -213,15 +214,12 @@ class PlanMaker:
             if num_ranks != self._world.size:
                 raise ValueError(f"it was made for {num_ranks} ranks, and there are {self._world.size}")
             self._request.check_found(plan)
-            memory = memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
-            if line := misfit(plan, memory):
-                raise ValueError(line)
             # under pipedream a minibatch is one microbatch, whatever size is given
             size = None if plan.traits.whole_minibatch else self._wanted_size
             self.microbatch_size = self._fitting(plan, size)
         except ValueError as error:
             return f"{what}, does not fit here, so a new one is searched for: {error}"
-        self._given, self._smaller_sizes = plan, []
+        self._given, self._smaller_sizes, self._is_preferred = plan, [], True
         return f"with {what}"
 
     @property
@@ -272,9 +270,26 @@ class PlanMaker:
             layers.check_plan(self._given)
             if not self._predicts:
                 return self._given, None
-        if layers.why_whole and self.plan is None and self._world.rank == 0:
-            print(f"hybridpipe: the model runs as one stage: {layers.why_whole}", file=sys.stderr)
+        choice = self._choice(layers, minibatch)
+        if choice is not None and self._is_preferred and (line := misfit(choice.plan, self.memory)):
+            if self._world.rank == 0:
+                notices.tell(f"{line}; a new plan is searched for")
+            self._given, self._is_preferred = AUTO, False
+            if self._wanted_size is None:
+                self._smaller_sizes = parts_of(self.microbatch_size, self._minibatch_size)
+            choice = self._choice(layers, minibatch)
+        if choice is None:
+            assert isinstance(self._given, Plan)
+            return self._given, None
+        self._rule.check(choice.plan)
+        self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
+        return choice.plan, choice
+
+    def _choice(self, layers: Layers, minibatch: Minibatch) -> Choice | None:
+        """Return a plan by name or the prediction of a given one; None if that cannot be predicted."""
         profile, work = self._measured(layers, minibatch)
+        if layers.why_whole and self.plan is None and self._world.rank == 0:
+            notices.tell(f"the model runs as one stage: {layers.why_whole}")
         try:
             machines = self._machines(profile, work)
             del work  # with the copy of the model, whose memory the search counts as free
@@ -287,11 +302,10 @@ class PlanMaker:
             if not isinstance(self._given, Plan):
                 raise
             if self._world.rank == 0:
-                print(f"hybridpipe: the plan runs as given, without a prediction: {error}", file=sys.stderr)
-            return self._given, None
-        self._rule.check(choice.plan)
-        self.microbatch_size = microbatch_size_of(choice.plan, self._minibatch_size)
-        return choice.plan, replace(choice, machines=machines)
+                notices.tell(f"the plan runs as given, without a prediction: {error}")
+            return None
+        self._cluster = machines  # for a second search
+        return replace(choice, machines=machines)
 
     def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
         """Return the plan's microbatch size; ValueError if the plan does not fit."""
@@ -317,6 +331,11 @@ class PlanMaker:
                 sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
                 measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
                 return measure_together(self._world, measure), rehearsal.run
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory.is_out_of_memory(error):
+                    raise
+                what = f"each rank measures the whole model on a microbatch of {minibatch.sizes[0]} samples"
+                raise MemoryError(f"{what}: give a smaller one (train.microbatch)") from error
             except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
 
@@ -355,7 +374,7 @@ def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
     whys = filter(None, world.allgather(built.why_whole))
     if world.rank == 0:
         why = next(whys, "its function does not do the same on all ranks")
-        print(f"hybridpipe: every rank makes the whole model: {why}", file=sys.stderr)
+        notices.tell(f"every rank makes the whole model: {why}")
     return Built(built.model, None)
 
 

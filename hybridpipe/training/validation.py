@@ -4,7 +4,6 @@ Invariant: every function raises TypeError or ValueError in one line that says w
 """
 
 import math
-import sys
 from collections.abc import Iterator
 from functools import partial
 from types import CellType
@@ -22,6 +21,7 @@ from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
+from hybridpipe.report.notices import notices
 from hybridpipe.training.loop import Breaks
 
 
@@ -275,4 +275,4 @@ def warn_if_in_evaluation_mode(model: nn.Module) -> None:
     """Print a warning if the whole model is in evaluation mode."""
     if not any(module.training for module in model.modules()):
         what = "the whole model is in evaluation mode and is trained in it; model.train() changes that"
-        print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
+        notices.tell(what)

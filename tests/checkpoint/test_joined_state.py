@@ -54,6 +54,14 @@ def test_a_missing_part_is_refused():
         joined.joined("here")
 
 
+def test_parts_that_do_not_belong_together_are_refused():
+    joined = JoinedState({"w": SHAPE}, {})
+    joined.add({"w": piece(0, 5)})
+    joined.add({"w": OfParameter({"lr": 0.1}, {"step": torch.tensor(2.0)}, part=range(5, 12))})
+    with pytest.raises(UserError, match=r"^here: optimizer state of w cannot be joined: KeyError\('sum'\)$"):
+        joined.joined("here")
+
+
 def test_a_parameter_in_no_file_is_left_to_the_check():
     joined = JoinedState({"w": SHAPE}, {})
     joined.add({})

@@ -5,11 +5,14 @@ Without dropout, as threads share torch's generator; tests/mpi has it, and the f
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from hybridpipe import Plan, StageSpec
+from hybridpipe.checkpoint.resume import is_exact
 from hybridpipe.data.stream import Stream, slice_minibatch
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.schedules.generators import resume_points_every
@@ -137,3 +140,14 @@ def test_resuming_changes_nothing(name, kind):
                 a, b = whole[rank][at], rest[rank][at]
                 assert a.num_minibatches == b.num_minibatches and a.versions.keys() == b.versions.keys()
                 assert_equal(vars(a), vars(b))
+
+
+def test_the_way_of_reducing_gradients_is_no_other_plan():
+    """A start measures it; anything else of a plan changes what a checkpoint holds."""
+
+    def plan(**options):
+        return Plan((StageSpec(0, 2, 2, **options),), num_microbatches=4)
+
+    found = SimpleNamespace(plan=plan(zero=1))
+    assert is_exact(found, plan(zero=1, scatter=True)) and is_exact(found, plan(zero=1))
+    assert not is_exact(found, plan(zero=2)) and not is_exact(found, plan())

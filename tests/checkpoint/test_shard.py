@@ -181,6 +181,15 @@ def test_no_tensor_is_allocated_for_a_file_that_cannot_hold_it(path, monkeypatch
         read_plain(path)
 
 
+def test_a_tensor_is_read_into_another_of_any_strides(path):
+    write_plain(path, {"a": torch.arange(6.0).view(2, 3)})
+    file = PlainFile(path)
+    for there in (torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.nn.Parameter(torch.zeros(2, 3))):
+        address = there.data_ptr()
+        file.overwrite(there, "a")
+        assert there.tolist() == [[0, 1, 2], [3, 4, 5]] and there.data_ptr() == address
+
+
 def test_a_file_that_has_changed_since_its_header_was_read(path):
     write_plain(path, {"a": torch.ones(3), "b": torch.arange(4)})
     file = PlainFile(path)

@@ -121,11 +121,6 @@ class SharedSync:
         self._parameters, self._replica = parameters, replica
         self._all, self._barrier = all_replicas, barrier
 
-    @property
-    def owned(self) -> list[Tensor]:
-        """All parameters."""
-        return self._parameters
-
     def renew(self) -> None:
         """Do nothing: the sum covers all parameters."""
 

@@ -152,7 +152,7 @@ def test_a_process_beyond_its_limit_has_nothing_for_its_stage():
 
 @pytest.mark.parametrize(
     "left, told",
-    [([100, 100], 100), ([100, 97], 97), ([100, 90], (100, 90)), ([100, 99, 50], (99, 99, 50))],
+    [([115, 115], 100), ([115, 112], 97), ([115, 104], (100, 90)), ([115, 114, 58], (99, 99, 50))],
 )
-def test_room_that_hardly_differs_is_alike(left, told):
+def test_room_that_hardly_differs_is_alike_and_a_reserve_is_kept(left, told):
     assert bytes_for_stages([RankMemory(5, 5 + each, "RAM") for each in left]) == told

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe.files import read_cluster, read_plan, read_profile
+from hybridpipe.files import read_cluster, read_json, read_plan, read_profile
+from hybridpipe.report.run import RUN_FORMAT, RunStart
 from tests.mpi.project import write_project
+from tests.report.pages import Tree
 
 MODEL = """
 import torch
@@ -162,6 +164,16 @@ def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
         "predicted",
     }
     assert {"B0", "step"} <= {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0}
+
+    start = read_json(out / "run.json", RunStart, RUN_FORMAT)
+    assert (start.title, start.plan_source, start.measured) == ("small", "auto", True)
+    assert len(start.hosts) == len(start.num_cores) == 3 and start.candidates
+    assert start.settings["train"] == {"minibatch": 16, "microbatch": 4, "epochs": 1}
+    assert done.stdout.rstrip().endswith(f"written to {out}, with report.html")
+    text = Tree((out / "report.html").read_text()).text
+    for told in ("Plan, and why", "Loss", "Predicted", "Measured", "A minibatch of each rank", "rank 2"):
+        assert told.lower() in text.lower(), told
+    assert "Not in this report" not in text
 
 
 def test_machines_measured_before_are_not_measured_again(job, folder):

@@ -84,6 +84,21 @@ def test_a_script_that_is_killed_and_then_asked_to_stop_ends_as_if_undisturbed(t
     assert len(one["losses"]) == 3
 
 
+MISTAKEN = """
+import torch, hybridpipe
+hybridpipe.Trainer(torch.nn.Sequential(torch.nn.Linear(2, 2)), loss=torch.nn.functional.mse_loss,
+                   optimizer=torch.optim.Adam, plan="dpp", minibatch_size=4)
+"""
+
+
+def test_a_scripts_mistake_is_told_with_2_and_not_tried_again(tmp_path):
+    launch = [sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun", "--ranks", "2"]
+    command = [*launch, "--max-restarts", "3", "--", "python", "-c", MISTAKEN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "(it would fail again)" in last and "got 'dpp'" in last, done.stderr
+
+
 def launched(tmp_path, *words: str, restarts: int = 0, fault: str = "") -> "subprocess.CompletedProcess[str]":
     """A training on one rank."""
     launch = [sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun", "--ranks", "1"]

@@ -59,6 +59,16 @@ def test_synchronous(job, folder):
     assert told["samples_per_second"] == pytest.approx(8 / told["minibatch_seconds_median"])
 
 
+def test_replicas_that_share_out_the_update(job, folder):
+    """By a reduce-scatter, whose rows also count the gradients, and an all-gather of padded weights."""
+    plan = Plan((StageSpec(0, 2, 2, zero=2, scatter=True), StageSpec(2, 3, 1)), num_microbatches=4)
+    job(3, "hybridpipe", *words(folder, "profile.json", plan, "--minibatches", "3"))
+    told, weights = summary(folder), (4096 + 8192) // SCALE
+    counts = 2 * 2 * 4  # two replicas, two parameters, of four bytes
+    assert told["bytes_allreduced"] == 3 * 2 * 2 * (weights + counts)  # minibatches, ranks, rounds
+    assert told["bytes_gathered"] == 3 * 2 * weights
+
+
 def test_asynchronous_from_a_published_graph(job, folder):
     plan = Plan((StageSpec(0, 1, 1), StageSpec(1, 2, 2)), "pipedream")  # inputs are no layer
     job(3, "hybridpipe", *words(folder, "graph.txt", plan, "--minibatches", "8"))

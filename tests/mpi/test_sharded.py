@@ -33,6 +33,11 @@ def test_each_optimizer_has_its_share_of_the_state(job, ranks):
     assert done.stdout.count("refused: zero needs an optimizer that updates each element by itself") == 1
 
 
+def test_a_stage_without_an_update_is_resumed_under_any_plan(job):
+    done = job(2, "sharded.py", "frozen", timeout_seconds=200)
+    assert "a frozen stage: resumed under each plan" in done.stdout
+
+
 def test_any_plan_goes_on_with_parts(job, tmp_path):
     specs = ["2:1f1b:zero1", "3-1:1f1b", "2-2x2:interleaved-1f1b:zero1", "1-3:gpipe:zero2:scatter"]
     printed = job(4, "resuming.py", "pairs", str(tmp_path), *specs, timeout_seconds=200).stdout

@@ -134,7 +134,8 @@ def test_what_cannot_be_cut_stays_whole():
     apart, overlapping, other = nn.Parameter(torch.randn(40)), nn.Parameter(both[:12]), nn.Parameter(both[8:])
     strided = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     sparse, empty = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.empty(0))
-    given = [apart, overlapping, other, strided, sparse, empty]
+    number = nn.Parameter(torch.tensor(1.0))  # whose state has the shape of its count of steps
+    given = [apart, overlapping, other, strided, sparse, empty, number]
     shards = Shards(given, 1, 2, None, sparse={sparse})
     assert list(shards.ranges) == [apart]
     assert {p for p, part in shards.parts.items() if part is p} == set(given[1:])

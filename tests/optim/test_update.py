@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpipe.optim.shards import Shards
 from hybridpipe.optim.update import LearningRate, Update, UpdateRule
 from tests.engine.helpers import assert_same, in_threads, make_plan, one_process
 
@@ -391,3 +392,34 @@ def test_a_first_update_that_is_skipped_counts_for_the_scheduler_without_a_warni
         update.skip()
     assert parameter.item() == 1 and parameter.grad is None
     assert update.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def trained_only(given):
+    return torch.optim.SGD([p for p in given if p.requires_grad], lr=0.1)
+
+
+def test_replicas_of_a_frozen_stage_have_no_update_to_share_out():
+    frozen = [p.requires_grad_(False) for p in parameters(None, None)]
+    shards, rule = Shards(frozen, 0, 2, None), UpdateRule(trained_only)
+    assert rule.why_not_sharded(frozen, shards) is None
+    assert rule.build(frozen, make_plan("2", 4, 2), 0, float, (), shards).optimizer is None
+
+
+def test_scaling_and_clipping_reach_the_parts():
+    """Each replica counts its own elements, and a whole parameter on one of them only."""
+    given = parameters(None, None)
+    whole = given[1]
+    shards = Shards(given, 0, 2, None, sparse={whole})
+    told = []
+    update = UpdateRule(sgd, clip_grad_norm=1.0).build(
+        given, make_plan("2", 4, 2), 0, lambda number: told.append(number) or number, [whole], shards
+    )
+    part = shards.parts[given[0]]
+    given[0].grad = torch.full((3,), 4.0, dtype=torch.float64)
+    shards.take()
+    whole.grad = torch.full((3,), 8.0, dtype=torch.float64)
+    update.scale(0.5)
+    update.step()
+    assert told == [pytest.approx(3 * 2.0**2)]
+    assert torch.allclose(part, 1 - 0.1 * torch.full_like(part, 2 / math.sqrt(12)), rtol=1e-5)
+    assert part.grad is whole.grad is None

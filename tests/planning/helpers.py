@@ -1,8 +1,7 @@
 """Small models, machines and plans to reason about by hand."""
 
-import re
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from pytest import approx
 
@@ -48,10 +47,7 @@ def times(timeline, rank, kind):
 
 def parse(line: str) -> instructions.Program:
     """The inverse of `instructions.text`."""
-    kinds = {kind.symbol: kind for kind in get_args(instructions.Instruction)}
-    words = (word.rstrip("0123456789.") for word in line.split())
-    numbers = (map(int, re.findall(r"\d+", word)) for word in line.split())
-    return tuple(kinds[word](*each) for word, each in zip(words, numbers, strict=True))
+    return tuple(map(instructions.parse, line.split()))
 
 
 def forward_programs(plan: Plan, num_microbatches: int) -> dict[int, instructions.Program]:

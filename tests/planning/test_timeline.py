@@ -8,7 +8,7 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.schedules.registry import SCHEDULES
 from hybridpipe.planning.simulator.predict import predict
-from hybridpipe.planning.timeline import Event, Timeline, kind
+from hybridpipe.planning.timeline import Event, Timeline, from_chrome_trace, kind
 from tests.planning.helpers import layer, model, parse, plan
 
 
@@ -131,6 +131,18 @@ def test_chrome_trace():
         ("thread_name", 7, 0, "rank 0"),
         ("thread_name", 7, 3, "rank 3"),
     ]
+
+
+def test_timelines_are_read_back_from_a_chrome_trace():
+    predicted, _ = predict(plan([2, 1], 4), model(layer(), layer()), Cluster.flat(3, 1e9, 1e-3))
+    measured = timeline(r0="load0:0-1 F0:1-2 products:2-3", r3="")
+    trace = predicted.to_chrome_trace("predicted", 1) + measured.to_chrome_trace("measured")
+    read = from_chrome_trace(json.loads(json.dumps(trace)))
+    for name, expected in (("predicted", predicted), ("measured", measured)):
+        assert read[name].events.keys() == expected.events.keys()
+        for rank, events in expected.events.items():
+            assert [event.instruction for event in read[name].events[rank]] == [e.instruction for e in events]
+            assert [event[1:] for event in read[name].events[rank]] == [approx(event[1:]) for event in events]
 
 
 def test_where_a_ranks_time_goes():

@@ -3,7 +3,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from pytest import approx
 
 from hybridpipe.cli.main import main
 from hybridpipe.files import read_plan, write_json
@@ -13,17 +12,13 @@ from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile,
 from hybridpipe.planning.search.search import with_prediction
 from hybridpipe.planning.timeline import Parts
 from hybridpipe.report.tables import (
-    StageFigures,
-    bottleneck,
-    candidates_table,
+    candidate_rows,
     compared,
-    duration,
     explain,
     parts_table,
-    plan_table,
     ranks_table,
-    size,
-    stage_figures,
+    stage_rows,
+    table,
 )
 from tests.planning.helpers import search
 
@@ -40,63 +35,6 @@ def told(plan, profile, cluster, **asked):
     plan = with_prediction(plan, profile, cluster)
     found = search(profile, cluster, plan.num_microbatches, schedule=plan.schedule)
     return explain(plan, found, profile, cluster, **asked)
-
-
-@pytest.mark.parametrize(
-    "num_bytes, text",
-    [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1250, "1.25 kB"), (2.5e6, "2.5 MB"), (3e9, "3 GB"),
-     (4e12, "4 TB"), (5e15, "5,000 TB")],
-)  # fmt: skip
-def test_sizes_are_readable(num_bytes, text):
-    assert size(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [
-        (0, "0 us"),
-        (1.25e-5, "12.5 us"),
-        (0.0421, "42.1 ms"),
-        (0.9999, "1 s"),
-        (12.34, "12.3 s"),
-        (12345, "12,345 s"),
-    ],
-)
-def test_times_are_readable(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_figures_of_a_stage():
-    """Two microbatches a replica of stage 0, four in stage 1, whose weights need no all-reduce."""
-    plan = Plan((StageSpec(0, 1, 2), StageSpec(1, 3, 1)), num_microbatches=4)
-    cluster = replace(Cluster.flat(3, 100.0, 0.5), message_seconds=0.1, message_seconds_per_byte=0.01)
-    first, second = stage_figures(plan, CHAIN, cluster)
-    handling = 0.2 + 140 * 0.01
-    assert first == StageFigures(3 + handling, 100, 40, 0.0, approx(2 * (3 + handling)), 0.0, approx(4.0))
-    assert second == StageFigures(6 + handling, 40, 100, 0.0, approx(4 * (6 + handling)), 0.0, 0.0)
-
-
-def test_figures_of_replicas_that_take_turns():
-    """Under an asynchronous schedule each minibatch is one replica's, and they reduce once a round."""
-    profile = ModelProfile((layer(parameters=50, update=1.0),), samples=1)
-    (each,) = stage_figures(Plan.data_parallel(1, 2, 1, "pipedream"), profile, Cluster.flat(2, 10.0, 0.0))
-    assert each.allreduce_seconds == approx(5.0)
-    assert each.compute_seconds == approx((3 + 1) / 2) and each.exposed_seconds == approx((5 - 2) / 2)
-
-
-@pytest.mark.parametrize(
-    "compute, exposed, link, seconds, name",
-    [
-        ((5, 9), (0, 0), (1, 0), 10, "computing in stage 1"),
-        ((1, 1), (9, 0), (1, 0), 11, "the all-reduce of stage 0"),
-        ((1, 1), (0, 0), (9, 0), 11, "the traffic between stages 0 and 1"),
-        ((2, 3), (0, 1), (1, 0), 10, "filling, draining and waiting"),
-    ],
-)
-def test_the_bottleneck_is_the_largest_part(compute, exposed, link, seconds, name):
-    figures = [StageFigures(0, 0, 0, 0, c, e, x) for c, e, x in zip(compute, exposed, link, strict=True)]
-    what, how_long = bottleneck(figures, seconds)
-    assert what == name and how_long == (6 if "filling" in name else 9)
 
 
 def test_a_plan_is_explained():
@@ -141,7 +79,7 @@ def test_why_ranks_stay_unused():
 def test_a_stage_is_described():
     plan = Plan((StageSpec(0, 1), StageSpec(1, 3)), num_microbatches=8)
     limited = replace(FREE, memory_bytes=(10**6, 10**6, 1, 1))
-    header, _, first, second = plan_table(plan, CHAIN, limited).splitlines()
+    header, _, first, second = table(stage_rows(plan, CHAIN, limited)).splitlines()
     assert header.startswith("stage ") and header.endswith(" memory")
     assert first.split()[:9] == ["0", "a", "0", "3", "s", "100", "B", "40", "B"]
     assert "b .. c (2)" in second and first.endswith("of 1 MB")
@@ -153,8 +91,8 @@ def test_many_ranks_and_stages_stay_on_the_line():
     text = told(plan, profile, Cluster.flat(30, 1e300, 0.0))
     assert "plan 30 stages: 30 stage(s)" in text and "0, 1, 2, 3, 4, 5, 6, .., 28" in text
     odd = Plan((StageSpec(0, 30, 10, tuple(range(0, 20, 2))),))
-    assert "0,2,4,6,8,10,12,..,18" in plan_table(odd, profile, Cluster.flat(30, 1e300, 0.0))
-    assert "0-9 " in plan_table(Plan.data_parallel(30, 10, 1), profile, Cluster.flat(30, 1e300, 0.0))
+    assert "0,2,4,6,8,10,12,..,18" in table(stage_rows(odd, profile, Cluster.flat(30, 1e300, 0.0)))
+    assert "0-9 " in table(stage_rows(Plan.data_parallel(30, 10, 1), profile, Cluster.flat(30, 1e300, 0.0)))
 
 
 def test_what_does_not_fit_is_said_of_the_others():
@@ -173,8 +111,8 @@ def test_candidates_that_recompute_are_marked():
     layers = tuple(replace(each, activation_bytes=100) for each in CHAIN.layers)
     profile, limited = replace(CHAIN, layers=layers), replace(FREE, memory_bytes=350)
     candidates = search(profile, limited, 8, recompute=True)
-    table = candidates_table(candidates, candidates[0].plan)
-    assert "straight, recomputing" in table and table.count("->") == 1
+    text = table(candidate_rows(candidates, candidates[0].plan))
+    assert "straight, recomputing" in text and text.count("->") == 1
     text = explain(candidates[0].plan, candidates, profile, limited)
     assert "activations recomputed in stage(s) 0" in text and "recomputing" in text
 

@@ -48,6 +48,17 @@ def test_other_parts_are_made_of_parts():
     assert join(pieces[:1], SHAPE, range(2, 3))["exp_avg"].tolist() == [2.0]
 
 
+def test_a_count_is_no_element_though_a_part_has_one():
+    state = {"step": torch.tensor([3.0]), "sum": torch.arange(17.0)}
+    pieces = [
+        Piece({"step": state["step"], "sum": state["sum"][:16]}, range(16)),
+        Piece({"step": state["step"], "sum": state["sum"][16:]}, range(16, 17)),
+    ]
+    for each in (pieces, pieces[::-1]):
+        again = join(each, torch.Size([17]))
+        assert torch.equal(again["sum"], state["sum"]) and torch.equal(again["step"], state["step"])
+
+
 def test_missing_elements_are_refused():
     with pytest.raises(LookupError, match="elements 0 to 24 are not complete"):
         join([cut(range(10))], SHAPE)

@@ -15,9 +15,10 @@ adds sends and receives, so that no schedule has to know its neighbours, and `ad
 exchange that share out the update.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,23 @@ def final_backwards(program: Program) -> frozenset[int]:
             finals.update(last.values())
             last.clear()
     return frozenset(finals)
+
+
+def parse(word: str) -> Instruction | Load | Products:
+    """Return the instruction of a word of `text`, or of a timeline, such as "F3.1".
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"(\D+?)(\d+)?(?:\.(\d+))?", word)
+    kind = found and _KINDS.get(found[1])
+    if not found or not kind or issubclass(kind, _OnMicrobatch) != bool(found[2]):
+        raise ValueError(f"instruction must be such as F3, sa0 or step, got {word!r}")
+    made: Instruction | Load | Products = kind(*(int(number) for number in found.groups()[1:] if number))
+    return made
+
+
+_KINDS: dict[str, Any] = {kind.symbol: kind for kind in (*get_args(Instruction), Load, Products)}
 
 
 class Part(NamedTuple):

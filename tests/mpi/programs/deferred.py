@@ -209,16 +209,19 @@ def meta(folder: str) -> None:
         state = on_meta(Scale).state_dict()
         save_file({key: torch.randn(tensor.size()) for key, tensor in state.items()}, source)
     WORLD.barrier()
-    trainer = trainer_of(on_meta(Scale), cut("1-1-1", 5))
-    trainer.resume(source)
-    trainer.prepare([(torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long))] * SAMPLES)
-    assert any(parameter.is_meta for parameter in trainer.model.parameters())
-    state = trainer.full_state_dict()
-    if state is not None:
-        expected = load_file(source)
-        assert all(torch.equal(state[key], expected[key]) for key in expected)
-        print("file: the same", flush=True)
-    trainer.close()
+    samples = [(torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long))] * SAMPLES
+    for kind, plan in (("file", "1-1-1"), ("checkpoint", "2-1")):
+        trainer = trainer_of(on_meta(Scale), cut(plan, 5))
+        trainer.resume(source)
+        trainer.prepare(samples)
+        assert any(parameter.is_meta for parameter in trainer.model.parameters())
+        state = trainer.full_state_dict()
+        if state is not None:
+            expected = load_file(Path(folder) / "weights.safetensors")
+            assert all(torch.equal(state[key], expected[key]) for key in expected)
+            print(f"{kind}: the same", flush=True)
+        source = trainer.save(Path(folder) / "checkpoints")
+        trainer.close()
 
 
 {

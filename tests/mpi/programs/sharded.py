@@ -7,6 +7,7 @@ Usage: sharded.py CASE...
 """
 
 import sys
+import tempfile
 from functools import partial
 
 import torch
@@ -156,6 +157,39 @@ class Lamb(torch.optim.Optimizer):
                     p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
 
 
+def trained_only(parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in parameters if p.requires_grad], lr=0.01)
+
+
+def frozen() -> None:
+    """What a stage without an update has saved goes on in one that has one, and the other way round."""
+    plans = [
+        Plan((StageSpec(0, 2), StageSpec(2, 4)), num_microbatches=COUNT),
+        Plan((StageSpec(0, 4, 2, zero=1, scatter=True),), num_microbatches=COUNT),
+        Plan((StageSpec(0, 4, 2, zero=1),), num_microbatches=COUNT),
+    ]
+    states, folder = [], MPI.COMM_WORLD.bcast(tempfile.mkdtemp())
+    for before, plan in zip([None, *plans], plans, strict=False):
+        model = make_model(torch.float64, sparse=False, real=True)
+        model[:2].requires_grad_(False)
+        trainer = Trainer(
+            model,
+            loss=nn.functional.cross_entropy,
+            optimizer=trained_only,
+            plan=plan,
+            minibatch_size=MINIBATCH,
+        )
+        if before is not None:
+            told = trainer.resume(folder)
+            assert trainer.step == len(states) and told, told
+        for minibatch in list(minibatches())[len(states) : len(states) + 1]:
+            trainer.train_step(*minibatch)
+        trainer.save(folder)
+        states.append(trainer.full_state_dict())
+        trainer.close()
+    tell("a frozen stage: resumed under each plan")
+
+
 def refused() -> None:
     try:
         train(Lamb, 1, False)
@@ -171,4 +205,4 @@ def tell(line: str) -> None:
 
 
 for case in sys.argv[1:]:
-    {"optimizers": optimizers, "sparse": sparse, "options": options, "refused": refused}[case]()
+    globals()[case]()

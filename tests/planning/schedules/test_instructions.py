@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridpipe.planning.schedules import instructions
 from hybridpipe.planning.schedules.instructions import (
     AllGather,
     AllReduce,
@@ -40,6 +41,12 @@ def test_text():
 @given(st.lists(INSTRUCTIONS))
 def test_text_can_be_read_back(program):
     assert parse(text(program)) == tuple(program)
+
+
+@pytest.mark.parametrize("word", ["", "F", "F1.2.3", "step1", "X3", "3", "all_reduce", "Fx"])
+def test_a_word_that_names_no_instruction_is_refused(word):
+    with pytest.raises(ValueError, match="instruction must be such as F3, sa0 or step, got"):
+        instructions.parse(word)
 
 
 def test_kinds_differ_even_on_the_same_microbatch():

@@ -1,0 +1,185 @@
+"""Curves: charts of numbers over the minibatches, as SVG path data and positions in percent.
+
+Pure: numbers in, numbers out; letters and colours are the page's, which stretches a chart to its own width.
+Invariant: a chart does not grow with the run: a series has at most BUCKETS points.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
+
+BUCKETS = 120
+NUM_TICKS = 4  # of an axis, about
+LOGARITHMIC = 50.0  # highest over lowest value from which on an axis is logarithmic
+WIDTH, HEIGHT = 1000.0, 100.0  # of the drawing, in its own units
+
+Point = tuple[float, float]
+
+
+class Series(NamedTuple):
+    """Numbers over minibatches or seconds.
+
+    Args:
+        name: for the legend.
+        style: CSS class of its colour.
+        points: in ascending order of x; what is not finite is left out.
+        form: "mean" with a band from the least to the most of a bucket, "median", "dots" or "rule".
+    """
+
+    name: str
+    style: str
+    points: Sequence[Point]
+    form: str
+
+
+class Tick(NamedTuple):
+    """A number beside an axis, at a percentage of its length."""
+
+    at: float
+    text: str
+
+
+class Path(NamedTuple):
+    """A line or, with the form "band", an area."""
+
+    style: str
+    form: str
+    data: str
+
+
+class Dot(NamedTuple):
+    """A point, at percentages from the left and the top, and its value."""
+
+    style: str
+    left: float
+    top: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart. `legend` has style and name of each series; `title` says what the numbers are."""
+
+    title: str
+    legend: tuple[tuple[str, str], ...]
+    paths: tuple[Path, ...]
+    dots: tuple[Dot, ...]
+    across: tuple[Tick, ...]
+    upward: tuple[Tick, ...]
+    below: str
+    kind: str = "chart"
+
+
+@dataclass(frozen=True)
+class _Axis:
+    least: float
+    most: float
+    logarithmic: bool = False
+
+    def share(self, value: float) -> float:
+        """Return the place of a value, from 0 to 1."""
+        if self.logarithmic:
+            return math.log(value / self.least) / math.log(self.most / self.least)
+        return (value - self.least) / (self.most - self.least)
+
+    def ticks(self) -> Iterator[float]:
+        if self.logarithmic:
+            decades = range(math.floor(math.log10(self.least)), math.ceil(math.log10(self.most)) + 1)
+            every = max(1, math.ceil(len(decades) / (NUM_TICKS + 2)))
+            values: Iterable[float] = (10.0**power for power in decades if power % every == 0)
+        else:
+            step = _step((self.most - self.least) / NUM_TICKS)
+            first, last = math.ceil(self.least / step - 1e-9), math.floor(self.most / step + 1e-9)
+            values = (i * step for i in range(first, last + 1))
+        return (value for value in values if -1e-9 <= self.share(value) <= 1 + 1e-9)
+
+
+def chart(title: str, series: Sequence[Series], below: str, from_zero: bool = False) -> Chart | None:
+    """Draw series over a common axis; None if there is nothing to draw.
+
+    The vertical axis is logarithmic if all values are positive and far apart, and `from_zero` is False.
+
+    Args:
+        title: what the numbers are, and their unit.
+        below: what the horizontal axis is.
+    """
+    drawn = [each._replace(points=_finite(each.points)) for each in series]
+    drawn = [each for each in drawn if each.points]
+    thin = [_thinned(each) for each in drawn]
+    if not drawn:
+        return None
+    values = [y for buckets in thin for bucket in buckets for y in bucket[1:]]
+    across = _Axis(0.0, max(x for each in drawn for x, _ in each.points) or 1.0)
+    upward = _axis(min(values), max(values), from_zero)
+    styles = [(each.style, each.name) for each in drawn]
+    note = " (logarithmic)" if upward.logarithmic else ""
+    return Chart(
+        title + note,
+        tuple(styles),
+        tuple(path for each, found in zip(drawn, thin) for path in _paths(each, found, across, upward)),
+        tuple(dot for each, found in zip(drawn, thin) for dot in _dots(each, found, across, upward)),
+        tuple(Tick(100 * across.share(value), f"{value:,.10g}") for value in across.ticks()),
+        tuple(Tick(100 - 100 * upward.share(value), f"{value:.6g}") for value in upward.ticks()),
+        below,
+    )
+
+
+class _Bucket(NamedTuple):
+    x: float
+    value: float
+    least: float
+    most: float
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [(x, y) for x, y in points if math.isfinite(y)]
+
+
+def _thinned(series: Series) -> list[_Bucket]:
+    """Return neighbouring points in one, of which a band shows the least and the most."""
+    size = math.ceil(len(series.points) / BUCKETS)
+    middle = median if series.form == "median" else fmean
+    found = []
+    for i in range(0, len(series.points), size):
+        xs, ys = zip(*series.points[i : i + size])
+        value = float(middle(ys))
+        found.append(
+            _Bucket(fmean(xs), value, *((min(ys), max(ys)) if series.form == "mean" else [value] * 2))
+        )
+    return found
+
+
+def _axis(least: float, most: float, from_zero: bool) -> _Axis:
+    if from_zero:
+        return _Axis(0.0, most * 1.08 or 1.0)
+    if least > 0 and most / least >= LOGARITHMIC:
+        return _Axis(least / 1.1, most * 1.1, True)
+    room = 0.06 * (most - least) or 0.1 * abs(most) or 1.0
+    return _Axis(least - room, most + room)
+
+
+def _step(least: float) -> float:
+    """Return the smallest of 1, 2 or 5 times a power of ten that is no less."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def _paths(series: Series, buckets: Sequence[_Bucket], across: _Axis, upward: _Axis) -> Iterator[Path]:
+    def line(points: Iterable[Point]) -> str:
+        return "L".join(
+            f"{WIDTH * across.share(x):.1f} {HEIGHT * (1 - upward.share(y)):.2f}" for x, y in points
+        )
+
+    if series.form == "mean":
+        over = line((each.x, each.most) for each in buckets)
+        under = line((each.x, each.least) for each in reversed(buckets))
+        yield Path(series.style, "band", f"M{over}L{under}z")
+    yield Path(series.style, series.form, f"M{line((each.x, each.value) for each in buckets)}")
+
+
+def _dots(series: Series, buckets: Sequence[_Bucket], across: _Axis, upward: _Axis) -> Iterator[Dot]:
+    for each in buckets if series.form == "dots" else ():
+        left, top = 100 * across.share(each.x), 100 - 100 * upward.share(each.value)
+        yield Dot(series.style, left, top, f"{series.name} {each.value:.5g}")

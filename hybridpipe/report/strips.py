@@ -1,0 +1,162 @@
+"""Strips: the bars of a report, one row a rank or run: timelines, and stacks of parts.
+
+Pure: data in; SVG path data and positions in percent out. Predicted and measured timelines have one scale of
+time. Invariant: what is left out of a picture is said in it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridpipe.planning import draw
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.timeline import Timeline, kind
+from hybridpipe.planning.units import duration
+from hybridpipe.report.curves import Tick
+
+WIDTH = 1000.0  # of a row of a timeline, in its own units; the page stretches it
+MOST_MARKS = 6_000  # in a timeline: about 300 kB
+LONGER = (
+    2.0  # a timeline so many times as long as the other has more minibatches, of which the first are shown
+)
+WIDE, NARROW = 800, 300  # pixels of a row on a desk and on a telephone, at least
+CHARACTER = 8.0  # pixels of a digit
+
+
+class Number(NamedTuple):
+    """A microbatch's number, its place in percent, its kind, and whether only a wide page has room for it."""
+
+    left: float
+    text: str
+    kind: str
+    wide: bool
+
+
+class Row(NamedTuple):
+    """A rank in a timeline: path data by colour."""
+
+    label: str
+    detail: str
+    paths: Mapping[str, str]
+    numbers: Sequence[Number]
+    value: str
+
+
+@dataclass(frozen=True)
+class TimelineView:
+    """A timeline. `legend` has colour and name of each kind of event."""
+
+    title: str
+    note: str
+    rows: tuple[Row, ...]
+    across: tuple[Tick, ...]
+    legend: tuple[tuple[str, str], ...]
+    kind: str = "timeline"
+
+
+class Part(NamedTuple):
+    """A piece of a strip, in percent of the page's scale."""
+
+    style: str
+    left: float
+    width: float
+    text: str
+
+
+class Strip(NamedTuple):
+    """A row of parts, with a mark such as a limit at `mark` percent."""
+
+    label: str
+    parts: tuple[Part, ...]
+    value: str
+    mark: float | None = None
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Strips of one scale. `legend` has style and name of each kind of part."""
+
+    title: str
+    legend: tuple[tuple[str, str], ...]
+    rows: tuple[Strip, ...]
+    note: str = ""
+    kind: str = "strips"
+
+
+def timelines(found: Mapping[str, Timeline], plan: Plan) -> list[TimelineView]:
+    """Draw timelines, by name, on one scale: that of the longest, or of the shortest if it is far shorter."""
+    lengths = [timeline.seconds for timeline in found.values() if timeline.seconds]
+    if not lengths:
+        return []
+    span = min(lengths) if max(lengths) > LONGER * min(lengths) else max(lengths)
+    return [_view(name, timeline, plan, span) for name, timeline in found.items()]
+
+
+def _view(name: str, timeline: Timeline, plan: Plan, span: float) -> TimelineView:
+    used = [rank for rank in plan.ranks if rank in timeline.events]
+    ranks = draw.shown_ranks(used)
+    events = {
+        rank: [
+            event._replace(end_seconds=min(event.end_seconds, span))
+            for event in timeline.events[rank]
+            if event.start_seconds < span
+        ]
+        for rank in ranks
+    }
+    length = min(span, timeline.seconds) or 1.0  # the shown part of the timeline itself
+    finest = draw.finest_grid([len(events[rank]) for rank in ranks], WIDTH, MOST_MARKS)
+    rows = []
+    for rank in ranks:
+        paths, numbers = draw.bars(events[rank], 0, 0, WIDTH / span, finest)
+        place = plan.place(rank)
+        rows.append(
+            Row(
+                f"rank {rank}",
+                draw.place_name(plan, place) if place else "",
+                paths,
+                [each for number in numbers for each in _number(number)],
+                f"{timeline.busy_seconds(rank, 0.0, length) / length:.0%} busy",
+            )
+        )
+    kinds = {kind(event.instruction) for of_rank in events.values() for event in of_rank}
+    legend = tuple((colour, each) for each, colour in draw.COLOURS.items() if each in kinds)
+    notes = [f"{duration(timeline.seconds)}"]
+    notes += [f"the first {duration(span)} of it"] if timeline.seconds > LONGER * span else []
+    notes += [f"{len(ranks)} of {len(used)} ranks"] if len(ranks) < len(used) else []
+    notes += ["finest bars left out"] if finest else []
+    return TimelineView(name, ", ".join(notes), tuple(rows), _seconds(span), legend)
+
+
+def _number(number: draw.Number) -> Iterable[Number]:
+    """Yield the number of a bar if the bar has room for it."""
+    wanted = CHARACTER * len(number.text) + 4
+    if number.length / WIDTH * WIDE > wanted:
+        left = 100 * (number.x + number.length / 2) / WIDTH
+        yield Number(left, number.text, number.kind, number.length / WIDTH * NARROW <= wanted)
+
+
+def _seconds(span: float) -> tuple[Tick, ...]:
+    """Return the ticks of an axis of time from 0 on."""
+    unit, scale = draw.unit_of(span)
+    step = draw.tick(2 * span / scale)
+    count = int(span / scale / step + 1e-9)
+    return tuple(
+        Tick(100 * i * step * scale / span, f"{i * step:g}" + (f" {unit}" if i == count else ""))
+        for i in range(count + 1)
+    )
+
+
+def stack(label: str, parts: Iterable[tuple[str, float, str]], whole: float, value: str = "") -> Strip:
+    """Lay parts side by side.
+
+    Args:
+        parts: style, amount and text of each, in order.
+        whole: the amount that is as long as the page is wide.
+        value: the text behind the strip.
+    """
+    laid, left = [], 0.0
+    for style, amount, text in parts:
+        if amount > 0:
+            laid.append(Part(style, left, 100 * amount / whole, text))
+            left += 100 * amount / whole
+    return Strip(label, tuple(laid), value)

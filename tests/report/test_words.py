@@ -1,0 +1,21 @@
+import pytest
+
+from hybridpipe.report.words import counted, few, ranges
+
+
+@pytest.mark.parametrize(
+    "numbers, text",
+    [([], ""), ([3], "3"), ([8, 1, 0, 2], "0-2,8"), ([*range(0, 20, 2)], "0,2,4,6,8,10,12,..,18")],
+)
+def test_sets_of_numbers_are_ranges(numbers, text):
+    assert ranges(numbers) == text
+
+
+def test_long_lists_are_cut():
+    assert few([*"abcdefgh"], " ") == "a b c d e f g h" and few([*"abcdefghij"], " ") == "a b c d e f g .. j"
+
+
+@pytest.mark.parametrize("number, text", [(0, "0 ranks"), (1, "1 rank"), (1234, "1,234 ranks")])
+def test_things_are_counted(number, text):
+    assert counted(number, "rank") == text
+    assert counted(2, "minibatch", "minibatches") == "2 minibatches"
