@@ -27,6 +27,7 @@ NODES = Cluster(
     message_seconds=1e-4,
     overlap=0.8,
 )
+EITHER = PlanRequest(recompute=True).variants
 ROW = Cluster((Level("node", 8, 4e9, 1e-5), Level("network", 48, 1e9, 1e-4, 2e9)))
 
 
@@ -77,7 +78,7 @@ def of_annealing(schedule: str) -> list[str]:
     start = Plan.data_parallel(9, 4, 12, schedule)
     schedules = ("1f1b", "gpipe", "zero-bubble")
     return [
-        told(anneal(start, profile, NODES, evaluations=120, seed=seed, recompute=True, schedules=schedules))
+        told(anneal(start, profile, NODES, evaluations=120, seed=seed, variants=EITHER, schedules=schedules))
         for seed in range(4)
     ]
 
