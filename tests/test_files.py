@@ -67,6 +67,7 @@ PROFILE = """\
   "device": "cpu",
   "dtype": "float32",
   "state_factor": 1.0,
+  "copied_factor": 0.0,
   "others": [
     {
       "samples": 4,

@@ -164,7 +164,8 @@ class Rehearsal:
             self._measurement(microbatch, took, updates, which)
             for microbatch, took in zip(microbatches, seconds, strict=True)
         )
-        parameter_bytes = sum(map(_parameter_bytes, updated.values()))
+        parameter_bytes = sum(map(_parameter_bytes, updated.values())) or 1
+        copied_bytes = sum(stage.copied_bytes for stage in updated.values())
         return ModelProfile(
             layers=first.layers,
             samples=first.samples,
@@ -172,7 +173,8 @@ class Rehearsal:
             device=str(self.device),
             dtype=_dtype(self.stages, self.inputs),
             shared=self.shared,
-            state_factor=state_bytes / parameter_bytes if parameter_bytes else 0.0,
+            state_factor=state_bytes / parameter_bytes,
+            copied_factor=copied_bytes / parameter_bytes,
             why_whole=self.why_whole,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
@@ -456,8 +458,6 @@ def _measure_updates(
 ) -> tuple[dict[int, float], int]:
     """Return the seconds of each trained layer's update, and the bytes of the optimizer's state.
 
-    Copies of the weights in another type count with that state.
-
     Args:
         in_between: runs a forward and a backward between two steps, which fills the caches as training does.
     """
@@ -491,7 +491,7 @@ def _measure_updates(
         for value in state.values()
         if isinstance(value, Tensor) and value.numel() > 1
     )
-    return updates, state_bytes + sum(stage.copied_bytes for stage in stages.values())
+    return updates, state_bytes
 
 
 def _dtype(stages: list[Stage], inputs: Tree) -> str:

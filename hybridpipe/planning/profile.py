@@ -234,6 +234,7 @@ class ModelProfile:
         layers, samples: the size of the microbatch that every layer's figures belong to.
         state_factor: the optimizer's state in units of the parameters (0 for SGD, 1 with momentum, 2 for
             Adam).
+        copied_factor: copies of the weights in another type, in the same units; each replica has them whole.
         others: the same layers at other measured sizes of the microbatch.
         load: ranks of a machine that computed at once during the measurement.
         shared: the parameters that several layers use.
@@ -245,6 +246,7 @@ class ModelProfile:
     device: str = "cpu"
     dtype: str = "float32"
     state_factor: float = 0.0
+    copied_factor: float = 0.0
     others: tuple[Measurement, ...] = ()
     load: int = 1
     shared: tuple[SharedParameter, ...] = ()
@@ -260,6 +262,7 @@ class ModelProfile:
         positive_int("samples", self.samples)
         positive_int("load", self.load)
         non_negative("state_factor", self.state_factor)
+        non_negative("copied_factor", self.copied_factor)
         for i, other in enumerate(self.others):
             if len(other.layers) != len(self.layers):
                 raise ValueError(

@@ -295,7 +295,9 @@ def test_what_crosses_and_what_is_kept_in_each_precision():
         kept = [5 * 4 * low, 5 * 8 * low, behind_loss + (0 if by_update else copy_of_second)]
         assert figures(profile, "activation_bytes") == kept, name
         assert figures(profile, "parameter_bytes") == figures(in_precision("fp32"), "parameter_bytes")
-        assert profile.state_factor == pytest.approx(weights * low / (parameters * FLOAT) if by_update else 0)
+        assert profile.copied_factor == pytest.approx(
+            weights * low / (parameters * FLOAT) if by_update else 0
+        )
 
 
 def test_an_update_under_bf16_params_copies_the_weights(counted):

@@ -147,7 +147,7 @@ class Reference:
             gradients = weights / m + min(weights, 3 * bucket)
         if way.scatter:  # the sums are new memory
             gradients += (min(weights, 3 * max(2**21, *map(largest, layers))) if zero == 2 else weights) / m
-        peak = round(weights + state + gradients)
+        peak = round(weights * (1 + self.profile.copied_factor) + state + gradients)
         if m > 1:  # Horovod's buffer, and MPI's room for a whole tensor or two parts of m
             buffer = min(weights, 2**21)
             peak += buffer + round(2 * max(buffer, *map(largest, layers)) / m)
@@ -392,7 +392,8 @@ def shared_out_instance(seed):
     cluster = replace(cluster, levels=levels, memory_bytes=limit)
     options |= {"schedule": schedule, "zero": "auto", "recompute": draw.random() < 0.5}
     options["num_microbatches"] = 1 if schedule == "pipedream" else draw.choice([1, 2, 3, 8, 17])
-    profile = replace(profile, layers=layers, state_factor=draw.choice([1.0, 2.0]))
+    factors = {"state_factor": draw.choice([1.0, 2.0]), "copied_factor": draw.choice([0.0, 0.5])}
+    profile = replace(profile, layers=layers, **factors)
     return profile, cluster, options, range(num_ranks), max_replicas
 
 

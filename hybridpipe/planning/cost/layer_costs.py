@@ -142,7 +142,8 @@ class LayerCosts:
         layers, speed = profile.layers, measured_speed(profile, cluster)
         forward = np.array([layer.forward_seconds for layer in layers]) * speed
         self.cluster, self.num_microbatches, self.request = cluster, num_microbatches, request
-        self.state_factor, self.variants = profile.state_factor, tuple(variants or request.variants)
+        self.state_factor, self.copied_factor = profile.state_factor, profile.copied_factor
+        self.variants = tuple(variants or request.variants)
         self._layers, self._speed, self.forward = layers, speed, forward
         self._of_update: dict[tuple[str, int], Floats] = {}
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
@@ -359,6 +360,7 @@ class LayerCosts:
             sent=self.ends(np.append(self.output[:-1], 0.0), width),
             kept=self.between("kept", width, rounds),
             state_factor=self.state_factor,
+            copied_factor=self.copied_factor,
             recompute=variant.recompute,
             split=np.where(np.isnan(split), received + inside, split),
             zero=zero,

@@ -107,6 +107,7 @@ def stage_memory(
     sent: Floats,
     kept: Floats,
     state_factor: float,
+    copied_factor: float,
     recompute: NDArray[np.bool_] | bool,
     split: Floats | float = 0.0,
     zero: Ints | int = 0,
@@ -139,7 +140,7 @@ def stage_memory(
     messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
     return StageMemory(
         parameters,
-        np.rint(parameters * (1 + state_factor / updating) + gradients) + kept + messages,
+        np.rint(parameters * (1 + copied_factor + state_factor / updating) + gradients) + kept + messages,
         np.where(recompute, received, received + inside),
         np.where(recompute, inside, 0.0) + workspace,
         np.asarray(split, dtype=np.float64),
@@ -218,6 +219,7 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
         sent=sent,
         kept=kept,
         state_factor=profile.state_factor,
+        copied_factor=profile.copied_factor,
         recompute=np.array([plan.recomputes(s) for s in numbers]),
         split=np.where(np.isnan(split), received + inside, split),
         zero=zero.astype(np.intp),

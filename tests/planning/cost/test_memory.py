@@ -326,3 +326,13 @@ def test_a_schedule_that_joins_no_products_keeps_no_rows(schedule):
     profile = model(*[layer(1, 1, parameters=10)] * 2)
     plan = Plan((StageSpec(0, 2),), schedule, num_microbatches=1 if schedule == "pipedream" else 4)
     assert peak_memory_bytes(keeping_rows(profile), plan) == peak_memory_bytes(profile, plan)
+
+
+def test_copies_of_weights_are_on_every_replica():
+    """Of 100 bytes of weights there are copies of 50; a state of 200 may be shared out."""
+    lean = model(layer(1, 2, parameters=100), state_factor=2.0)
+    copying = replace(lean, copied_factor=0.5)
+    for zero in (0, 1, 2):
+        made = plan([2], 2, zero=zero)
+        bare, more = (peak_memory_bytes(each, made)[0] for each in (lean, copying))
+        assert more - bare == 50
