@@ -59,17 +59,18 @@ def test_freed_memory_is_kept_where_there_is_room_for_twice_what_is_needed(neede
 
 
 HOLES = """
-import resource, torch
+import torch
 from hybridpipe.engine.allocator import keep_freed_memory, returning_freed_memory
+from hybridpipe.environment.memory_limits import resident_bytes
 
 def grown():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_bytes()
     kept = []
     for i in range(16):
         weights = torch.ones(4 * 2**18 + 2**12 * i)  # more than the blocks before it had
         kept.append(torch.ones(1280))  # such as a random generator's state
         del weights
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return resident_bytes() - before
 
 keep_freed_memory()
 if {returns}:
@@ -85,4 +86,4 @@ def test_blocks_that_are_made_and_dropped_leave_no_holes(returns, least, most):
     """16 blocks of 4 MiB."""
     program = HOLES.format(returns=returns)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert least <= int(done.stdout) / 1024 <= most
+    assert least <= int(done.stdout) / 2**20 <= most
