@@ -65,10 +65,15 @@ def _far_enough(every: int, plan: Plan) -> int:
 
 
 class _Waiting(NamedTuple):
-    """A snapshot that waits for the losses of the stream's first `position` minibatches."""
+    """A snapshot that waits for the losses of the stream's first `position` minibatches.
+
+    Args:
+        is_copy: False for the live state, which the training must not change before it is written.
+    """
 
     snapshot: Snapshot
     position: int
+    is_copy: bool
 
 
 class Keeper:
@@ -82,6 +87,7 @@ class Keeper:
         saved: the step of the checkpoint in the folder that was just resumed; None if none was.
         describe: returns the manifest's description of the training; called once the losses are in.
         published: called with each published checkpoint, before the next one is written.
+        room: returns the bytes that this process may still take; None: not limited.
     """
 
     def __init__(
@@ -93,9 +99,10 @@ class Keeper:
         saved: int | None,
         describe: Callable[[], dict[str, JSON]],
         published: Callable[[Path], None] | None = None,
+        room: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._settings, self._saver, self._worker, self._describe = settings, saver, worker, describe
-        self._published, self._started = published, deque[Path]()
+        self._published, self._started, self._room = published, deque[Path](), room
         self._last_point, self._resumed, self._saved = step, saved, saved
         self._every = None if settings.every is None else _far_enough(settings.every, worker.plan)
         self._waiting = deque[_Waiting]()
@@ -110,21 +117,28 @@ class Keeper:
             self._guarded(lambda: snapshot.referred(self._worker, 0, point))
         self._tried = True
 
+    @property
+    def pauses(self) -> bool:
+        """True while the training must not change the state that a snapshot refers to."""
+        return any(not waiting.is_copy for waiting in self._waiting)
+
     def take(self, step: int, point: ResumePoint) -> None:
         """Take a snapshot now, unless this step has one."""
         if self._saved != step:
             self._saved = step
-            taken = self._guarded(lambda: snapshot.take(self._worker, step, point))
-            self._waiting.append(_Waiting(taken, point.done))
+            taken, is_copy = self._guarded(lambda: snapshot.take(self._worker, step, point, self._room()))
+            self._waiting.append(_Waiting(taken, point.done, is_copy))
 
     def losses_in(self, done: int) -> None:
         """Start writing the snapshot at `done`: the losses of the first `done` minibatches are in."""
         if self._waiting and self._waiting[0].position == done:
-            taken, folder = self._waiting.popleft().snapshot, Path(self._settings.folder)
+            (taken, _, is_copy), folder = self._waiting.popleft(), Path(self._settings.folder)
             self._wait()
             manifest = self._describe() if self._worker.control.rank == 0 else None
             self._saver.start(taken, folder, manifest, self._settings.keep)
             self._started.append(folder / name_of(taken.step))
+            if not is_copy:
+                self._wait()
 
     def finish(self, step: int, point: ResumePoint) -> None:
         """Save the final state and wait until it is published. Collective.

@@ -1,6 +1,6 @@
 """Snapshots: the state of all ranks, copied at a resume point and written in the background.
 
-The training thread copies; a thread on each rank writes, and rank 0's publishes when all ranks have written.
+The training thread copies, or waits; a thread on each rank writes, and rank 0's publishes when all have.
 The threads have their own communicator, and poll it rather than wait inside MPI.
 Invariant: a published checkpoint is the state after one minibatch on every rank. An error ends the job.
 """
@@ -54,6 +54,11 @@ class Snapshot(NamedTuple):
     files: dict[str, State]
     learnt: frozenset[str] = frozenset()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for file in self.files.values() for tensor in file.tensors.values())
+
     def not_finite(self) -> str | None:
         """Describe the first learnt tensor or optimizer state with NaN or infinity; None if there is none.
 
@@ -86,18 +91,28 @@ def plan_json(plan: Plan) -> dict[str, JSON]:
     return {name: value for name, value in document.items() if name != "predicted" and value is not None}
 
 
-def take(worker: Worker, step: int, point: ResumePoint) -> Snapshot:
-    """Copy this rank's state after `step` minibatches.
+def take(worker: Worker, step: int, point: ResumePoint, room: int | None = None) -> tuple[Snapshot, bool]:
+    """Return this rank's state after `step` minibatches, and whether it is a copy.
+
+    Where one rank's copy does not fit, none copies: the state must be written before the training goes on.
+    Under an asynchronous schedule it cannot wait for that, and copies. Collective under the others.
 
     Args:
         point: the resume point in the current stream.
+        room: bytes that this process may still take; None: not limited.
 
     Raises:
         UserError: optimizer or scheduler have state that a checkpoint cannot hold.
     """
     faults.at("save-snapshot", step=step)
     found = referred(worker, step, point)
-    return found._replace(files={name: state.copied() for name, state in found.files.items()})
+    if not worker.plan.is_asynchronous:
+        lacks = room is not None and found.num_bytes > room
+        with rank_status.waiting("agreement on a checkpoint", range(worker.control.size)):
+            copies = not any(worker.control.allgather(lacks))
+        if not copies:
+            return found, False
+    return found._replace(files={name: state.copied() for name, state in found.files.items()}), True
 
 
 def check_finite(worker: Worker, step: int, point: ResumePoint) -> None:

@@ -87,6 +87,14 @@ def held_by_process() -> Held:
     return Held(resident, min(resident, libc.mallinfo2().fordblks))
 
 
+def room_left(limit_bytes: int | None) -> int | None:
+    """Return the bytes that this process may still take; None: not limited."""
+    if limit_bytes is None:
+        return None
+    held = held_by_process()
+    return max(0, limit_bytes - held.resident + held.reusable)
+
+
 _ENTRIES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 

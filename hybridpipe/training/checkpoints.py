@@ -35,6 +35,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
 from hybridpipe.data.samples import DRAWN_ANEW
 from hybridpipe.engine import consistency
+from hybridpipe.engine.allocator import room_left
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import exit_report, preemption
@@ -76,6 +77,7 @@ class CheckpointManager:
     ) -> None:
         self._sizes, self._world, self._state, self._recorder = sizes, world, state, recorder
         self._settings = settings
+        self.limit_bytes: int | None = None  # of this process's memory; None: not limited
         self._callbacks: CallbackList | None = None  # of the last `fit`
         self._callback_states: Mapping[str, Any] = {}  # of the checkpoint that was loaded
         self._data: Mapping[str, str] = {}  # fingerprint of the last data set
@@ -122,7 +124,8 @@ class CheckpointManager:
         describe = partial(self._described, worker, microbatch_size)
         saved = None if anew else self._step_in(settings.folder)
         published = None if callbacks is None else partial(callbacks.tell, "on_checkpoint")
-        return Keeper(settings, self._saver, worker, self._state.step, saved, describe, published)
+        room = partial(room_left, self.limit_bytes)
+        return Keeper(settings, self._saver, worker, self._state.step, saved, describe, published, room)
 
     def _described(self, worker: Worker, microbatch_size: int) -> dict[str, Any]:
         """Return the manifest's contents besides the step, for a snapshot whose losses have just come in."""

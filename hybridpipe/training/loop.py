@@ -105,7 +105,8 @@ class EpochLoop:
             self._record_update([minibatch for minibatch, _ in together], events, seconds)
             made = self._worker.executor.update.made
             pending += [Travelling(*each, seconds / len(together), made) for each in together]
-            yield from self._records(pending, 0 if self._evaluates else late)
+            pauses = self._keeper is not None and self._keeper.pauses
+            yield from self._records(pending, 0 if self._evaluates or pauses else late)
             if may_stop and self._stops():
                 self._save()
                 if self._state.under_way:

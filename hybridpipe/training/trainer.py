@@ -472,7 +472,9 @@ class Trainer(TrainerView):
 
     def _start(self, plan: Plan) -> None:
         self._maker.known_layers.check_plan(plan)
-        self.recorder.begin(self._maker.memory_for(plan))
+        memory = self._maker.memory_for(plan)
+        self.recorder.begin(memory)
+        self._checkpoints.limit_bytes = memory.limit_bytes if self.device.type == "cpu" else None
         trained = self._maker.known_layers, plan, self.loss, self.rule
         on = self.world, self.device, self.seed, self._maker.progress_thread
         worker = Worker(*trained, *on, self._maker.numbers)

@@ -434,3 +434,24 @@ def test_the_summary_counts_the_updates_that_were_left_out(make):
     for value in (1.0, torch.nan, 1.0):
         trainer.train_step(torch.full((8, 4), value).double(), torch.zeros(8, dtype=torch.long))
     assert trainer.summary()["updates_left_out"] == 1
+
+
+def tensors_in(folder):
+    return {
+        f"{path.parent.name}/{path.name}:{name}": tensor
+        for path in sorted(folder.glob("step-*/*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def test_without_room_for_a_copy_the_training_waits_until_the_state_is_written(make, data, tmp_path):
+    """The copy took as much as weights and optimizer state, which no prediction counts."""
+    found, model = [], net()
+    for name, limit in (("copied", None), ("written", 1)):
+        trainer = make(copy.deepcopy(model))
+        trainer._checkpoints.limit_bytes = limit
+        trainer.fit(data, 2, checkpoint=Checkpointing(tmp_path / name, every=2, keep=9))
+        trainer.close()
+        found.append(tensors_in(tmp_path / name))
+    assert found[0].keys() == found[1].keys() and len({key.split("/")[0] for key in found[0]}) == 5
+    assert all(torch.equal(tensor, found[1][key]) for key, tensor in found[0].items())

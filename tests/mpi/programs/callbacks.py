@@ -113,9 +113,27 @@ def predictions():
     trainer.close()
 
 
+def without_room():
+    """Rank 1 has no room for a copy of its state: all ranks wait, and what is saved is the same."""
+    states = []
+    for limit in (None, 1):
+        trainer = make(callbacks=[])
+        trainer._checkpoints.limit_bytes = limit if trainer.world.rank == 1 else None
+        trainer.fit(SAMPLES, max_steps=3, checkpoint=Checkpointing(folder / f"room{limit}", every=2))
+        trainer.close()
+        again = make()
+        again.resume(folder / f"room{limit}" / "step-00000002")
+        again.fit(SAMPLES, max_steps=3)
+        states.append((trainer.model.state_dict(), again.full_state_dict()))
+        again.close()
+    for before, after in zip(*states, strict=True):
+        assert before is None or all(torch.equal(before[key], after[key]) for key in before)
+
+
 one_rank_ends_it("1f1b", 7)
 one_rank_ends_it("pipedream", 8)  # with the epoch
 breaks()
 averages()
 predictions()
+without_room()
 print("callbacks: alike", flush=True)
