@@ -201,7 +201,7 @@ class Rehearsal:
             )
             split, largest = microbatch.split_bytes[which[i]], _largest_bytes(stage)
             seen = replace(layer, split_bytes=split, workspace_bytes=observed.workspace)
-            layers.append(replace(seen, largest_bytes=largest))
+            layers.append(replace(seen, largest_bytes=largest, frozen_bytes=_frozen_bytes(stage)))
         return Measurement(microbatch.num_samples, tuple(layers))
 
 
@@ -443,6 +443,11 @@ def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_F
 
 def _parameter_bytes(stage: Stage) -> int:
     return total_bytes(p for p in stage.module.parameters() if p.requires_grad)
+
+
+def _frozen_bytes(stage: Stage) -> int:
+    frozen = (p for p in stage.module.parameters() if not p.requires_grad)
+    return total_bytes([*frozen, *stage.module.buffers()])
 
 
 def _largest_bytes(stage: Stage) -> int:

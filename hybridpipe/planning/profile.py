@@ -75,6 +75,7 @@ class LayerProfile:
         workspace_bytes: bytes that a pass has for a moment, besides what it keeps, the layer's inputs and
             gradients. None: not measured, and nothing is counted.
         largest_bytes: the largest trainable parameter. None: all of them as one.
+        frozen_bytes: parameters that are not trained, and buffers. None: not measured, and none are counted.
     """
 
     name: str
@@ -92,13 +93,14 @@ class LayerProfile:
     split_bytes: int | None = None
     workspace_bytes: int | None = None
     largest_bytes: int | None = None
+    frozen_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds"):
             non_negative(name, getattr(self, name))
         for name in ("parameter_bytes", "output_bytes", "activation_bytes"):
             non_negative_int(name, getattr(self, name))
-        for name in ("gradient_bytes", "split_bytes", "workspace_bytes", "largest_bytes"):
+        for name in ("gradient_bytes", "split_bytes", "workspace_bytes", "largest_bytes", "frozen_bytes"):
             if getattr(self, name) is not None:
                 non_negative_int(name, getattr(self, name))
         for name in ("weight_seconds", "input_seconds"):
@@ -149,6 +151,10 @@ class LayerProfile:
         if self.joined is None or not TRAITS[schedule].batches_wgrad:
             return 0
         return self.joined.kept_bytes * min(num_microbatches, self.joined.microbatches)
+
+    def always(self, schedule: str, num_microbatches: int) -> int:
+        """Return the bytes that a rank has all the time, besides trained weights: frozen ones, and `kept`."""
+        return (self.frozen_bytes or 0) + self.kept(schedule, num_microbatches)
 
     def workspace(self, schedule: str, num_microbatches: int) -> int:
         """Return the most bytes that a pass has for a moment, in an update of `num_microbatches`.

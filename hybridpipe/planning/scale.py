@@ -36,6 +36,7 @@ def _layer(layer: LayerProfile, scale: float) -> LayerProfile:
         split_bytes=None if split is None else round(split / scale),
         workspace_bytes=None,  # a replay sleeps instead of computing: it needs no memory for that,
         largest_bytes=round(layer.largest_parameter_bytes / scale),
+        frozen_bytes=None,  # nor has it weights beside those that are reduced
         joined=None,  # neither joins products nor accumulates
         accumulate_seconds=0.0,
     )

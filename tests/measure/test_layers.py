@@ -132,10 +132,14 @@ def test_what_must_stay_in_one_stage_is_told():
     assert profile.shared == tuple(SharedParameter(f"1.{name}", (1, 3), 0, separable=False) for name in names)
 
 
-def test_frozen_parameters_are_not_counted():
+def test_frozen_parameters_and_buffers_are_counted_by_themselves():
     model = mlp()
     model[0].requires_grad_(False)
-    assert figures(profile_of(model), "parameter_bytes") == [0, 0, (8 * 3 + 3) * FLOAT]
+    model[1].register_buffer("table", torch.zeros(5))
+    profile = profile_of(model)
+    assert figures(profile, "parameter_bytes") == [0, 0, (8 * 3 + 3) * FLOAT]
+    frozen = sum(p.nbytes for p in model[0].parameters())
+    assert frozen > 0 and figures(profile, "frozen_bytes") == [frozen, 5 * 4, 0]
 
 
 def test_a_cut_through_a_skip_connection_carries_every_tensor():

@@ -215,7 +215,7 @@ class LayerCosts:
         layers, schedule = self._layers, self.request.schedule
         match name:
             case "kept":
-                return np.array([float(layer.kept(schedule, rounds)) for layer in layers])
+                return np.array([float(layer.always(schedule, rounds)) for layer in layers])
             case "weight":
                 return np.array([layer.weights_backward(rounds) for layer in layers]) * self._speed
             case "products":

@@ -124,8 +124,8 @@ def stage_memory(
     Args:
         inside: activations and output of a microbatch.
         received, sent: activations of a microbatch over the cuts before and behind; 0 where there is none.
-        kept: inputs for deferred products (`LayerProfile.kept`), and messages with gradients of shared
-            parameters, one sent and one received for each other group of ranks.
+        kept: frozen weights and inputs for deferred products (`LayerProfile.always`), and messages with
+            gradients of shared parameters, one sent and one received for each other group of ranks.
         split: of a microbatch between the halves of a split backward.
         zero: what replicas share out (`Plan.zero_of`).
         scatters: they reduce by reduce-scatters, whose sums are new memory: a share of what is reduced.
@@ -201,7 +201,7 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
                 sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes,
                 profile.layers[stage.start - 1].output_bytes if stage.start else 0,
                 layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
-                sum(layer.kept(plan.schedule, rounds) for layer in layers) + 2 * sum(exchanged[s].values()),
+                sum(layer.always(plan.schedule, rounds) for layer in layers) + 2 * sum(exchanged[s].values()),
                 _split_bytes(layers) if plan.traits.splits_backward else math.nan,
                 zero,
                 plan.scatters(s),

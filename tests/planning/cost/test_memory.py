@@ -65,6 +65,15 @@ def test_a_gradient_is_there_twice_while_it_is_added_to_those_of_earlier_microba
     assert peak_memory_bytes(model(batched), plan([1], 2)) == (2 * 100 + 2 * 5 + 7 + 2 * 5,)
 
 
+def test_frozen_weights_are_there_once_under_any_schedule():
+    """They were not counted: a plan that could not hold a frozen base was said to fit."""
+    frozen = replace(layer(parameters=100), frozen_bytes=7_000)
+    for schedule, versions in (("1f1b", 1), ("pipedream", 1), ("pipedream-2bw", 2)):
+        count = 1 if schedule == "pipedream" else 2
+        peak = peak_memory_bytes(model(frozen), plan([1], count, schedule))
+        assert peak == ((1 + versions) * 100 + 7_000,), schedule
+
+
 def test_recomputation_keeps_the_input_only():
     """Stage 1 receives 7; what it has inside, 5 + 1, is there for the one that is computed, of two.
 
