@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,9 +61,13 @@ def requirements(extras: str) -> tuple[str, ...]:
     project = tomllib.loads(PROJECT.read_text())["project"]
     named: dict[str, list[str]] = project["optional-dependencies"]
 
-    def expanded(lines: Iterable[str]) -> list[str]:
-        inner = [re.fullmatch(r"hybridpipe\[(\w+)\]", line) for line in lines]
-        return [each for line, of in zip(lines, inner) for each in (expanded(named[of[1]]) if of else [line])]
+    def expanded(lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            if inner := re.fullmatch(r"hybridpipe\[([\w,]+)\]", line):
+                for extra in inner[1].split(","):
+                    yield from expanded(named[extra])
+            else:
+                yield line
 
     return tuple(expanded(project["dependencies"] + (named[extras] if extras else [])))
 

@@ -137,7 +137,7 @@ def test_a_manifest_that_is_none(tmp_path, text):
 def test_requirements_are_those_of_the_project():
     assert bundle.requirements("")[0].startswith("torch>=")
     assert set(bundle.requirements("examples")) == {*bundle.requirements(""), "scikit-learn", "transformers"}
-    assert {"pytest", "transformers"} < set(bundle.requirements("test"))
+    assert {"pytest", "transformers", "tensorboard"} < set(bundle.requirements("test"))
 
 
 def test_tags_of_older_systems_follow():
