@@ -18,7 +18,16 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.measure.observed import LayerBytes, Observed, observe, stand_ins, total_bytes
+from hybridpipe.measure.observed import (
+    LayerBytes,
+    Observed,
+    frozen_bytes,
+    largest_bytes,
+    observe,
+    stand_ins,
+    total_bytes,
+    trained_bytes,
+)
 from hybridpipe.measure.stopwatch import Lap, Stopwatch, Took
 from hybridpipe.model import tensors
 from hybridpipe.model.layers import Layers, layers_of, shared_parameters
@@ -164,7 +173,7 @@ class Rehearsal:
             self._measurement(microbatch, took, updates, which)
             for microbatch, took in zip(microbatches, seconds, strict=True)
         )
-        parameter_bytes = sum(map(_parameter_bytes, updated.values())) or 1
+        parameter_bytes = sum(map(trained_bytes, updated.values())) or 1
         copied_bytes = sum(stage.copied_bytes for stage in updated.values())
         return ModelProfile(
             layers=first.layers,
@@ -196,12 +205,12 @@ class Rehearsal:
                 took,
                 updates.get(i, updates.get(which[i], 0.0)),
                 batching,
-                _parameter_bytes(stage),
+                trained_bytes(stage),
                 observed.bytes,
             )
-            split, largest = microbatch.split_bytes[which[i]], _largest_bytes(stage)
+            split, largest = microbatch.split_bytes[which[i]], largest_bytes(stage)
             seen = replace(layer, split_bytes=split, workspace_bytes=observed.workspace)
-            layers.append(replace(seen, largest_bytes=largest, frozen_bytes=_frozen_bytes(stage)))
+            layers.append(replace(seen, largest_bytes=largest, frozen_bytes=frozen_bytes(stage)))
         return Measurement(microbatch.num_samples, tuple(layers))
 
 
@@ -439,19 +448,6 @@ def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_F
             stage.backward_weight(0)
             took["weight backward", i] = watch.since(began)
     return took
-
-
-def _parameter_bytes(stage: Stage) -> int:
-    return total_bytes(p for p in stage.module.parameters() if p.requires_grad)
-
-
-def _frozen_bytes(stage: Stage) -> int:
-    frozen = (p for p in stage.module.parameters() if not p.requires_grad)
-    return total_bytes([*frozen, *stage.module.buffers()])
-
-
-def _largest_bytes(stage: Stage) -> int:
-    return max((p.nbytes for p in stage.module.parameters() if p.requires_grad), default=0)
 
 
 def _measure_updates(

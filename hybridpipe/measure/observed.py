@@ -127,6 +127,22 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def trained_bytes(stage: Stage) -> int:
+    """Return the bytes of a stage's trained parameters."""
+    return total_bytes(p for p in stage.module.parameters() if p.requires_grad)
+
+
+def largest_bytes(stage: Stage) -> int:
+    """Return the bytes of the largest of a stage's trained parameters."""
+    return max((p.nbytes for p in stage.module.parameters() if p.requires_grad), default=0)
+
+
+def frozen_bytes(stage: Stage) -> int:
+    """Return the bytes of a stage's other parameters and of its buffers."""
+    frozen = (p for p in stage.module.parameters() if not p.requires_grad)
+    return total_bytes([*frozen, *stage.module.buffers()])
+
+
 def _workspace(found: Observed, stage: Stage, backward: Allocated) -> int | None:
     """Return a layer's workspace, by what was seen of its forward and its backward."""
     if found.workspace is None or backward.most is None:
