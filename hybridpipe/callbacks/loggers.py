@@ -5,6 +5,7 @@ Only rank 0 writes. Invariant: a figure's step is the number of minibatches trai
 
 import csv
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ from hybridpipe.training.callbacks import Callback, Run
 from hybridpipe.training.metrics import MinibatchRecord
 
 
-class Logger(Callback):
+class Logger(Callback, ABC):
     """Base class: figures as scalars by name. A logger of your own overrides `begin`, `log` and `end`.
 
     Args:
@@ -34,9 +35,9 @@ class Logger(Callback):
     def begin(self, settings: Mapping[str, str | int | float]) -> None:
         """Open what is written to; called on rank 0, when a `fit` begins."""
 
+    @abstractmethod
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Write scalars; called on rank 0."""
-        raise NotImplementedError
 
     def end(self, scalars: Mapping[str, float]) -> None:
         """Close it; called on rank 0 with the last figures when `fit` ends."""

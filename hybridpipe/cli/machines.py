@@ -54,6 +54,7 @@ def conditions(world: MPI.Comm, config: Config) -> dict[str, str]:
         "launcher": "srun" if by_srun else "mpirun",
         "versions": ", ".join([*(f"{name} {version}" for name, version in software.items()), mpi]),
         "work": f"{config.model}, {train.minibatch}, {train.microbatch}, {train.precision}",
+        "plan": f"{config.plan.source}, zero = {config.plan.zero}",  # decides what is measured
     }
 
 

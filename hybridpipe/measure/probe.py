@@ -33,6 +33,7 @@ def probe(
     gradient_bytes: int = LARGE_BYTES[-1],
     progress_thread: bool = True,
     device: torch.device = CPU,
+    with_sharding: bool = True,
 ) -> Cluster:
     """Measure the machines behind `world`, as training uses them. Collective.
 
@@ -47,6 +48,7 @@ def probe(
         gradient_bytes: size of the model's gradients; at most 64 MiB are all-reduced.
         progress_thread: the transport of training has a progress thread (`needs_progress_thread`).
         device: on which this rank computes.
+        with_sharding: measure also what only plans with `zero` need: reduce-scatter and all-gather.
 
     Returns:
         The cluster, in seconds and bytes; the same on every rank.
@@ -77,10 +79,12 @@ def probe(
         for unit, link in zip(levels, links, strict=True)
     ]
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
-    sharing = [
-        measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes)
-        for unit, link, allreduce in zip(levels, links, reduced, strict=True)
-    ]
+    sharing: list[tuple[Collective | None, Collective | None]] = [(None, None) for _ in levels]
+    if with_sharding:
+        sharing = [
+            measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes)
+            for unit, link, allreduce in zip(levels, links, reduced, strict=True)
+        ]
     computing = computing.or_more(measure_now())
     wakeups: tuple[float, ...] = ()  # a GPU goes on computing while its host wakes up
     if lanes.on_host:
@@ -99,7 +103,9 @@ def probe(
     )
 
 
-def _level(unit: Unit, link: Link, allreduce: Collective, sharing: tuple[Collective, Collective]) -> Level:
+def _level(
+    unit: Unit, link: Link, allreduce: Collective, sharing: tuple[Collective | None, Collective | None]
+) -> Level:
     return Level(
         unit.name,
         unit.ranks,

@@ -60,6 +60,7 @@ def measured_cluster(
     progress_thread: bool = True,
     cluster: Cluster | None = None,
     device: "torch.device | None" = None,
+    with_sharding: bool = True,
 ) -> Cluster:
     """Return the machines, the same on every rank. Collective over `world`.
 
@@ -69,6 +70,7 @@ def measured_cluster(
         progress_thread: True if the transport of the training has one (`probe`).
         cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
         device: on which this rank computes; by default the CPU.
+        with_sharding: measure what only plans with `zero` need, too.
 
     Raises:
         ValueError: the ranks cannot be measured (`probe`); raised on every rank.
@@ -79,7 +81,7 @@ def measured_cluster(
             what = f"the given cluster has {cluster.num_ranks} ranks, and there are {world.size}"
             notices.tell(f"{what}: the machines are measured now")
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
-        cluster = probe(world, work, gradient_bytes, progress_thread, device or CPU)
+        cluster = probe(world, work, gradient_bytes, progress_thread, device or CPU, with_sharding)
     return cluster
 
 

@@ -339,6 +339,13 @@ class PlanMaker:
             except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
                 raise RuntimeError("the first microbatch failed while the model was measured") from error
 
+    @property
+    def _shares_out(self) -> bool:
+        """True if replicas may share out their update under the plan."""
+        if isinstance(self._given, Plan):
+            return any(map(self._given.zero_of, range(self._given.num_stages)))
+        return self._request.zero != 0
+
     def _machines(self, profile: ModelProfile, work: Callable[[], object]) -> Cluster:
         """Return the machines, measured now or before. Collective."""
         cluster = measured_cluster(
@@ -348,6 +355,7 @@ class PlanMaker:
             progress_thread=self.progress_thread,
             cluster=self._cluster,
             device=self._device,
+            with_sharding=self._shares_out,
         )
         return cluster.compressing(self._rule.compression, profile.dtype)
 

@@ -1,14 +1,5 @@
-"""Trainers of a small model for the tests of this folder; some files have a `make` of their own."""
+"""Trainers of a small model, as in the tests of the trainer."""
 
-import pytest
+from tests.training.conftest import make
 
-from tests.training.helpers import cross_entropy, mlp, momentum, whole
-
-
-@pytest.fixture
-def make(make_trainer):
-    def trainer(model=None, **options):
-        given = {"loss": cross_entropy, "optimizer": momentum, "plan": whole(), "minibatch_size": 8}
-        return make_trainer(mlp() if model is None else model, **(given | options))
-
-    return trainer
+__all__ = ["make"]
