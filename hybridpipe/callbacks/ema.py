@@ -4,7 +4,7 @@ Not known here: stages and replicas. Invariant: the average is a part of the opt
 saved, moved to another plan and shared out over replicas as that is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,18 +35,27 @@ class EMA(Callback):
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be a number >= 0 and < 1, got {decay!r}")
         self._decay, self._at_end = decay, at_end
+        self._goes_on = False  # the averages that the optimizer has are this callback's
         self._hooks: list[Any] = []
         self._parameters: list[Tensor] = []  # of the update that is being made
         self._before: dict[Tensor, Tensor] = {}  # weights before the first update of a parameter
 
     def on_fit_start(self, run: Run) -> None:
-        """Follow the updates of this rank's optimizer."""
+        """Follow the updates of this rank's optimizer; averages that nobody has kept up are dropped."""
         self._unhook()
         if run.optimizer is not None:
+            for state in () if self._goes_on else run.optimizer.state.values():
+                state.pop(NAME, None)
             self._hooks = [
                 run.optimizer.register_step_pre_hook(self._note),
                 run.optimizer.register_step_post_hook(self._average),
             ]
+
+        self._goes_on = True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Note that the checkpoint's training had averages."""
+        self._goes_on = True
 
     def on_fit_end(self, run: Run) -> None:
         """Stop following, and give the model the averages if that was asked for."""

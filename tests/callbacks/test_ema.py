@@ -66,6 +66,20 @@ def test_a_resumed_average_goes_on(make, tmp_path):
     assert_same_weights(trained(epochs=2), averaged(seeded_mlp(), ADAM, samples, 2))
 
 
+def test_averages_that_a_training_without_them_has_left_are_dropped(make, tmp_path):
+    """They stood still meanwhile, and would have counted as if they had not."""
+    samples = seeded(24)
+    for callbacks in ([EMA(0.9)], [], [EMA(0.9, at_end=True)]):
+        trainer = make(seeded_mlp(), optimizer=PLAIN, callbacks=callbacks)
+        trainer.resume(tmp_path, or_anew=True)
+        trainer.fit(samples, 1, shuffle=False, checkpoint=Checkpointing(tmp_path))
+        trainer.close()
+    reference = seeded_mlp()
+    averaged(reference, PLAIN, samples, 2)
+    assert trainer.epoch == 3
+    assert_same_weights(trainer.model, averaged(reference, PLAIN, samples, 1))
+
+
 class Changing(nn.Module):
     """Uses its second layer from the third call on, or until it."""
 
