@@ -73,17 +73,12 @@ def grown():
     return resident_bytes() - before
 
 keep_freed_memory()
-if {returns}:
-    with returning_freed_memory():
-        print(grown())
-else:
+with returning_freed_memory():
     print(grown())
 """
 
 
-@pytest.mark.parametrize("returns, least, most", [(False, 30, 80), (True, 0, 10)])
-def test_blocks_that_are_made_and_dropped_leave_no_holes(returns, least, most):
-    """16 blocks of 4 MiB."""
-    program = HOLES.format(returns=returns)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert least <= int(done.stdout) / 2**20 <= most
+def test_blocks_that_are_made_and_dropped_leave_no_holes():
+    """16 blocks of 4 MiB; without `returning_freed_memory`, 10 to 64 MiB, as the heap has room before them."""
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) / 2**20 < 5, done.stderr
