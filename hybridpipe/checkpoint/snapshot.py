@@ -27,6 +27,7 @@ from hybridpipe.health import failure, faults
 from hybridpipe.model.tensors import not_finite
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint
+from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import (
     State,
     described,
@@ -95,7 +96,7 @@ def take(worker: Worker, step: int, point: ResumePoint, room: int | None = None)
     """Return this rank's state after `step` minibatches, and whether it is a copy.
 
     Where one rank's copy does not fit, none copies: the state must be written before the training goes on.
-    Under an asynchronous schedule it cannot wait for that, and copies. Collective under the others.
+    Under an asynchronous schedule it cannot wait for that: it copies, and says so. Collective under others.
 
     Args:
         point: the resume point in the current stream.
@@ -106,12 +107,15 @@ def take(worker: Worker, step: int, point: ResumePoint, room: int | None = None)
     """
     faults.at("save-snapshot", step=step)
     found = referred(worker, step, point)
+    lacks = room is not None and found.num_bytes > room
     if not worker.plan.is_asynchronous:
-        lacks = room is not None and found.num_bytes > room
         with rank_status.waiting("agreement on a checkpoint", range(worker.control.size)):
             copies = not any(worker.control.allgather(lacks))
         if not copies:
             return found, False
+    elif room is not None and lacks:
+        needs = f"a checkpoint's copy takes {found.num_bytes / 1e6:,.0f} MB of {room / 1e6:,.0f} left"
+        notices.tell(f"rank {worker.control.rank}: {needs}: under asynchronous schedules it is made anyway")
     return found._replace(files={name: state.copied() for name, state in found.files.items()}), True
 
 

@@ -3,6 +3,7 @@
 Not known here: models and plans. Invariant: every rank gets the same list.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ def memory_of_ranks(
         given: bytes that a rank may have in all; None: only what is found counts.
         cluster: of as many ranks, whose `memory_bytes` are bytes for stages; rank 0's is used.
     """
+    import_module("torch._dynamo")  # 80 MB, which the first optimizer would import, and no stage's
     cluster = world.bcast(cluster)
     on_host = device.type == "cpu"
     held = held_by_process() if on_host else Held(torch.cuda.memory_allocated(device))

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -455,3 +456,12 @@ def test_without_room_for_a_copy_the_training_waits_until_the_state_is_written(m
         found.append(tensors_in(tmp_path / name))
     assert found[0].keys() == found[1].keys() and len({key.split("/")[0] for key in found[0]}) == 5
     assert all(torch.equal(tensor, found[1][key]) for key, tensor in found[0].items())
+
+
+def test_a_copy_without_room_is_told_where_the_training_cannot_wait(make, data, tmp_path, capsys):
+    """Under an asynchronous schedule minibatches are between the ranks."""
+    trainer = make(plan=replace(WHOLE, schedule="pipedream", num_microbatches=1))
+    trainer._checkpoints.limit_bytes = 1
+    trainer.fit(data, 1, checkpoint=Checkpointing(tmp_path, every=2))
+    told = capsys.readouterr().err
+    assert re.search(r"^hybridpipe: rank 0: a checkpoint's copy takes 0 MB of 0 left: under", told, re.M)

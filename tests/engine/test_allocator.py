@@ -79,6 +79,6 @@ with returning_freed_memory():
 
 
 def test_blocks_that_are_made_and_dropped_leave_no_holes():
-    """16 blocks of 4 MiB; without `returning_freed_memory`, 10 to 64 MiB, as the heap has room before them."""
+    """16 blocks of 4 MiB; without `returning_freed_memory`, 10 to 64 MiB, as the heap has room."""
     done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, timeout=60)
     assert int(done.stdout) / 2**20 < 5, done.stderr

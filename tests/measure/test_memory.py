@@ -1,5 +1,7 @@
 """The memory of ranks in a world of one, on this machine."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -42,3 +44,21 @@ def test_ranks_share_what_their_gpu_has_left(monkeypatch):
     gpu = torch.device("cuda", 1)
     assert memory_of_ranks(MPI.COMM_SELF, gpu) == [RankMemory(5, 65, "GPU memory")]
     assert memory_of_ranks(MPI.COMM_SELF, gpu, 40) == [RankMemory(5, 40, "given")]
+
+
+BEFORE = """
+import torch
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.measure.memory import memory_of_ranks
+
+[rank] = memory_of_ranks(MPI.COMM_SELF, torch.device("cpu"))
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+[then] = memory_of_ranks(MPI.COMM_SELF, torch.device("cpu"))
+print(then.held_bytes - rank.held_bytes)
+"""
+
+
+def test_what_the_first_optimizer_imports_is_there_before_training():
+    """The limit of a given plan counted those 80 MB as free."""
+    done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 10e6, done.stderr
