@@ -19,8 +19,9 @@ class EMA(Callback):
     """Keeps `average = decay * average + (1 - decay) * weights` after each update, and validates with it.
 
     The first update sets the average, as torch.optim.swa_utils.AveragedModel does. Buffers are not averaged.
-    A checkpoint has the weights and, in the optimizer's state, the averages. They take the memory of one more
-    copy of the weights, which a plan's prediction does not count.
+    A checkpoint has the weights and, in the optimizer's state, the averages: `hybridpipe export --averages`
+    writes them. They take the memory of one more copy of the weights, which a plan's prediction does not
+    count.
 
     Args:
         decay: from 0 to below 1.

@@ -105,10 +105,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         UserError: `path` holds something, which stays, or cannot be written.
     """
     path = path.absolute()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f"{path}: cannot be written: it exists; must be a new or an empty folder")
     unfinished = path.with_name(f".{path.name}.tmp")
     with writing(path):
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise UserError(f"{path}: cannot be written: it exists; must be a new or an empty folder")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
     try:

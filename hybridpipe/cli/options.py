@@ -189,7 +189,7 @@ def add_train(command: Command) -> None:
         "--resume",
         metavar="auto|PATH",
         help="auto: from the last good checkpoint in DIR/checkpoints, or anew if none; PATH: from a "
-        "checkpoint, a folder of checkpoints, or a safetensors file of weights",
+        "checkpoint, a folder of checkpoints, or weights as for `import`",
     )
     train.add_argument(
         "--resume-changed",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -318,6 +319,21 @@ def test_a_checkpoint_that_is_damaged_is_told_and_nothing_is_written(tmp_path, c
     assert main.main(words) == 2
     assert f"{path}: its SHA-256 must be" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path, capsys, form):
+    path = save(tmp_path / "checkpoints", 5, stages(model().state_dict()))
+    words = ["export", str(path), "--out", str(tmp_path / "out"), "--format", form]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+    try:
+        assert main.main(words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / ".out.tmp") in line and "cannot be written: " in line and "File too large" in line
+    assert names(tmp_path) == ["checkpoints"]
 
 
 def test_an_older_checkpoint_that_does_not_tell_its_ties_is_one_file_only(tmp_path, capsys):
