@@ -69,4 +69,5 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, num_layers: int) -> T
         seed=config.train.seed,
         device="cpu",
         world=MPI.COMM_SELF,
+        verbose=False,  # nothing is trained
     )

@@ -153,11 +153,12 @@ def test_from_measurement_to_trained_model(job, folder):
 
 def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
     out = folder / "out"
-    done = job(
-        3, "hybridpipe", "train", str(folder / "small.toml"), "--set", "train.epochs=1", "--out", str(out)
-    )
+    train = ["hybridpipe", "train", str(folder / "small.toml"), "--set", "train.epochs=1", "--out", str(out)]
+    done = job(3, *train)
     for said in ("plan ", "all-reduce", "considered, by predicted time", "dp", "straight"):
         assert said in done.stdout
+    for said in ("3 ranks on ", "measuring the model\n", "measuring the machines\n", "minibatch 4/4: loss "):
+        assert done.stdout.count(said) == 1, done.stdout
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         "measured",
@@ -174,6 +175,12 @@ def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
     for told in ("Plan, and why", "Loss", "Predicted", "Measured", "A minibatch of each rank", "rank 2"):
         assert told.lower() in text.lower(), told
     assert "Not in this report" not in text
+
+    again = job(3, *train, "--resume", "auto").stdout
+    told = f"machines as measured before (remove {out / 'machines.json'} to measure them anew)\n"
+    assert again.count(told) == again.count(", as before\n") == 1 and "considered" not in again, again
+    measured, used = (json.loads((out / f"{name}.json").read_text()) for name in ("machines", "cluster"))
+    assert measured["cluster"].items() <= used.items(), "the plan was predicted with it"
 
 
 def test_machines_measured_before_are_not_measured_again(job, folder):
