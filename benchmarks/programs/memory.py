@@ -1,7 +1,7 @@
 """Memory of a rank that trains by a plan; the variant is the plan's path, with `,kept` behind it or without.
 
 Reports the bytes by which each rank's process grew, at its peak in training: all memory but pages of files,
-which the kernel may drop. What was there before: Python, libraries, MPI, the whole model.
+which the kernel may drop. What was there before: Python, libraries, MPI, the whole model, the data set.
 """
 
 import importlib
@@ -26,7 +26,7 @@ def status(*names: str) -> int:
 
 def main() -> None:
     job = load_job()
-    model = job.model()
+    model, dataset = job.model(), job.dataset()
     path, _, kept = job.variant.partition(",")
     importlib.import_module("torch._dynamo")  # torch's optimizers do: 80 MB that belong to no stage
     before = status("RssAnon", "RssShmem")
@@ -41,7 +41,7 @@ def main() -> None:
         job.seconds.append(record.seconds)
         job.losses.append(record.loss / job.ranks)
 
-    trainer.fit(job.dataset(), shuffle=False, on_minibatch=note)
+    trainer.fit(dataset, shuffle=False, on_minibatch=note)
     grown = status("VmHWM") - status("RssFile") - before
     job.report(grown=trainer.world.allgather(grown))
     trainer.close()
