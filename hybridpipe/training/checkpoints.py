@@ -40,6 +40,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import exit_report, preemption
 from hybridpipe.model.deferred import Numbers
+from hybridpipe.model.tensors import tied
 from hybridpipe.planning.plan import Plan
 from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import pack
@@ -140,6 +141,7 @@ class CheckpointManager:
             "data": dict(self._data),
             **state,
             "model": snapshot.described_model(worker),
+            "tied": tied(worker.model.state_dict()),
             "statistics": sorted(statistics(worker.model)),
             "callbacks": {} if self._callbacks is None else self._callbacks.state_dict(),
         }
