@@ -123,7 +123,13 @@ class Run:
 
 
 class Callback:
-    """Base class of callbacks: every method may be left out. Each is called on every rank."""
+    """Base class of callbacks: every method may be left out. Each is called on every rank.
+
+    Attributes:
+        needs_validation: True refuses a `fit` without validations.
+    """
+
+    needs_validation = False
 
     def on_fit_start(self, run: Run) -> None:
         """Begin: the plan is made, and no minibatch is trained on yet."""
