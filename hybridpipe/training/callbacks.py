@@ -41,6 +41,11 @@ class Run:
         self._steps = steps
 
     @property
+    def trainer(self) -> "TrainerView":
+        """The trainer, to be read: its plan and how that was chosen, and its figures."""
+        return self._trainer
+
+    @property
     def rank(self) -> int:
         """Rank of this process; files and prints are rank 0's."""
         return self._trainer.world.rank
