@@ -5,6 +5,7 @@ tensors are the checkpoint's in name, type and shape; it is never guessed.
 """
 
 import argparse
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,11 @@ def export(options: argparse.Namespace) -> list[str]:
     """
     if options.config is not None and options.format != "hf":
         raise UserError(f"export: --config goes with --format hf, got --format {options.format}")
+    if options.set and (options.config is None or options.config.suffix != ".toml"):
+        raise UserError(f"export: --set goes with --config CONFIG.toml, got --config {options.config}")
     checkpoint, lines = find_checkpoint(options.checkpoint)
     saved = SavedModel(checkpoint, options.averages)
-    model = None if options.config is None else _model(options.config)
+    model = None if options.config is None else _model(options.config, options.set)
     if model is not None:
         check_fits(described(saved.forms), model.state_dict(), str(checkpoint))
     write(saved, options.out, options.format, None if model is None else partial(_describe, model))
@@ -44,14 +47,20 @@ def export(options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _model(source: Path) -> nn.Module:
+def _model(source: Path, overrides: Sequence[str]) -> nn.Module:
     """Return the transformers model that a TOML file or a config.json describes, without its numbers.
+
+    Args:
+        overrides: of the TOML file's fields, as `a.b=value`.
 
     Raises:
         UserError: it describes none.
     """
-    of_toml = source.suffix == ".toml"
-    factory: Factory = partial(build_model, load_config(source)) if of_toml else _factory_of_json(source)
+    factory: Factory
+    if source.suffix == ".toml":
+        factory = partial(build_model, load_config(source, overrides))
+    else:
+        factory = _factory_of_json(source)
     model = build(factory).model
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         what = f"its model must be one of transformers, got {type(model).__name__}"

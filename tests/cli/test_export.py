@@ -220,11 +220,15 @@ def test_from_pretrained_loads_a_folder(tmp_path, monkeypatch, name, of):
         monkeypatch.syspath_prepend(tmp_path)
         (tmp_path / f"made_by_{name}.py").write_text(
             f"from transformers import {kind}, {name}Config\n"
-            f"def net(): return {kind}({name}Config(vocab_size=40, **{options}))\n"
+            f"def net(n_layer=1):\n"
+            f"    options = {options} | {{'n_layer': n_layer}}\n"
+            f"    return {kind}({name}Config(vocab_size=40, **options))\n"
         )
         given = tmp_path / "config.toml"
         given.write_text(TOML.format(factory=f"made_by_{name}:net"))
     words = ["--out", str(tmp_path / "hf"), "--format", "hf", "--config", str(given)]
+    if of == "toml":
+        words += ["--set", "model.args.n_layer=2"]
     assert main.main(["export", str(tmp_path), *words]) == 0
     ours, theirs = (read_index(tmp_path / each)["weight_map"] for each in ("hf", "origin"))
     assert ours.keys() == theirs.keys() and len({*ours.values()}) > 1
@@ -250,6 +254,7 @@ train = {{ minibatch = 8, microbatch = 4 }}
 @pytest.mark.parametrize(
     "options, told",
     [
+        (["--set", "a=1"], "export: --set goes with --config CONFIG.toml, got --config None"),
         (["--config", "x.toml"], "export: --config goes with --format hf, got --format safetensors"),
         (
             ["--format", "hf", "--config", "absent"],
