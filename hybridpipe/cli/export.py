@@ -15,6 +15,7 @@ from torch import nn
 
 from hybridpipe.checkpoint.exchange import write
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
+from hybridpipe.cli.data import in_one_line
 from hybridpipe.cli.profile import build_model
 from hybridpipe.config import load_config
 from hybridpipe.errors import UserError, shown
@@ -61,11 +62,18 @@ def _model(source: Path, overrides: Sequence[str]) -> nn.Module:
         factory = partial(build_model, load_config(source, overrides))
     else:
         factory = _factory_of_json(source)
-    model = build(factory).model
-    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+    with in_one_line(TypeError, ValueError):
+        model = build(factory).model
+    if not _is_of_transformers(model):
         what = f"its model must be one of transformers, got {type(model).__name__}"
         raise UserError(f"{source}: --config: {what}; without --config no config.json is written")
     return model
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """True if the model can be saved and loaded by transformers, which is not imported for the answer."""
+    bases = [(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__]
+    return ("transformers", "PreTrainedModel") in bases
 
 
 def _factory_of_json(source: Path) -> Factory:
@@ -93,6 +101,7 @@ def _describe(model: Any, folder: Path) -> None:
     """Write what `save_pretrained` writes beside the weights."""
     config = deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    with in_one_line(ValueError):  # settings that transformers does not write
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)

@@ -198,6 +198,7 @@ SIZES = {
 KINDS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM", "T5": "T5ForConditionalGeneration"}
 
 
+@pytest.mark.timeout(300)  # transformers takes a while to load
 @pytest.mark.parametrize(
     "name, of",
     [("GPT2", "folder"), ("Bert", "folder"), ("T5", "folder"), ("GPT2", "config.json"), ("GPT2", "toml")],
