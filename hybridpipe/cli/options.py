@@ -156,7 +156,12 @@ def add_simulate(command: Command) -> None:
     simulate.add_argument("--trace", type=Path, help="Chrome trace to write, for Perfetto")
     simulate.add_argument("--plot", type=Path, help="SVG to write")
     simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
-    simulate.add_argument("--ranks", type=ranks, help="what if: this many ranks, with a plan chosen for them")
+    simulate.add_argument(
+        "--ranks",
+        type=ranks,
+        help="what if: this many ranks, with a plan chosen for them; more than one machine has are on others "
+        "like it, with --bandwidth between them",
+    )
     simulate.add_argument(
         "--bandwidth", type=bandwidth, help="what if: bandwidth of the outermost level, such as 100Gbit"
     )

@@ -194,6 +194,20 @@ def plan_lines(
     return [line for line in (*lines, unused_ranks(plan, total, candidates)) if line]
 
 
+def forecast(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
+    """Say in two lines which plan it is, and how fast by prediction, also beside data parallelism.
+
+    Args:
+        plan, profile, cluster: as in `explanation`.
+    """
+    assert plan.predicted is not None
+    speed, *ratios = _prediction(plan, profile, cluster)
+    if plan.num_ranks > plan.num_stages == 1:
+        ratios.append("it is data parallelism")
+    told = "; ".join([speed, f"bubble {plan.predicted.bubble_fraction:.0%}", *ratios])
+    return [headline(plan, profile.samples, cluster.num_ranks), f"predicted: {told}"]
+
+
 def plan_details(plan: Plan, candidates: Sequence[Candidate], profile: ModelProfile, cluster: Cluster) -> str:
     """Return what `plan_lines` leaves out as text: the model, the stages, the time, the other candidates.
 
@@ -349,7 +363,16 @@ def reference_of(runs: Iterable[str]) -> str:
 
 def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
     """Return the `compare_rows` as text."""
-    return f"{table(compare_rows(runs, reference))}\n({COMPARE_LEGEND})"
+    return f"{table(compare_rows(runs, reference))}\n({compare_legend(runs)})"
+
+
+def compare_legend(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Say what is in the columns, and how to read rows of the same plan if there are any."""
+    same = [
+        f"{name} ran the plan of {twin}" for name, run in runs.items() if (twin := run.get("same_plan_as"))
+    ]
+    drift = f"{', '.join(same)}: they differ by the machine's drift only" if same else ""
+    return "; ".join(filter(None, (COMPARE_LEGEND, drift)))
 
 
 def compare_rows(runs: Mapping[str, Mapping[str, Any]], reference: str) -> list[Row]:
@@ -358,9 +381,10 @@ def compare_rows(runs: Mapping[str, Mapping[str, Any]], reference: str) -> list[
     rows = []
     for name, run in runs.items():
         speed, predicted = run.get("samples_per_second"), run.get("predicted_samples_per_second")
+        twin = run.get("same_plan_as")
         row = {
             "run": name,
-            "plan": run["plan"],
+            "plan": f"{run['plan']}, as {twin}" if twin else run["plan"],
             "samples/s": _or_dash("{:,.0f}".format, speed),
             "predicted": _or_dash("{:,.0f}".format, predicted),
         }

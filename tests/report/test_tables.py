@@ -13,6 +13,7 @@ from hybridpipe.planning.search.search import with_prediction
 from hybridpipe.planning.timeline import Parts
 from hybridpipe.report.tables import (
     candidate_rows,
+    compare_table,
     compared,
     explain,
     parts_table,
@@ -274,3 +275,12 @@ def test_what_stages_share_is_told_where_a_plan_separates_it():
 def test_a_model_of_one_layer_says_why():
     profile = ModelProfile((layer("Net"),), samples=2, why_whole="m.py:8: item reads data")
     assert "one stage: m.py:8: item reads data" in told(Plan((StageSpec(0, 1),)), profile, FREE).splitlines()
+
+
+def test_runs_of_the_same_plan_are_told_in_the_comparison():
+    runs = {name: {"plan": "1-1", "metrics": {}} for name in ("auto", "dp", "straight")}
+    assert compare_table(runs, "dp").splitlines()[-1] == "(p2p and all-reduced: of all ranks, per minibatch)"
+    runs["straight"] |= {"same_plan_as": "auto"}
+    *rows, legend = compare_table(runs, "dp").splitlines()
+    assert [row.split()[:2] for row in rows[2:]] == [["auto", "1-1"], ["dp", "1-1"], ["straight", "1-1,"]]
+    assert legend.endswith("; straight ran the plan of auto: they differ by the machine's drift only)")
