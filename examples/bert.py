@@ -1,11 +1,13 @@
 """BERT of Hugging Face tells Shakespeare's questions from his other sentences: `mpirun -n 2 python bert.py`.
 
 Sentences differ in length, so a `collate_fn` pads those of a microbatch, and a mask says what is padding.
+The head of text.py says how to fetch the texts; `bert.py FOLDER` takes them from elsewhere.
 """
 
 import re
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -69,12 +71,12 @@ def loader(batch_size: int = 32, train: bool = True, **options) -> DataLoader:
 
 
 if __name__ == "__main__":
-    texts = {"root": sys.argv[1]} if len(sys.argv) > 1 else {}
+    texts = {"root": Path(sys.argv[1]).resolve()} if len(sys.argv) > 1 else {}
+    train, held_out = loader(**texts), loader(train=False, limit=512, **texts)
     torch.manual_seed(0)
     adam = partial(torch.optim.AdamW, lr=0.001)
     trainer = hybridpipe.Trainer(model(), loss=loss(), optimizer=adam, plan="auto", minibatch_size=32)
-    held_out = loader(train=False, limit=512, **texts)
-    for epoch in trainer.fit(loader(**texts), epochs=4, validation=held_out):
-        if trainer.world.rank == 0:
-            print(f"epoch {epoch['epoch']}: loss {epoch['loss']:.3f}, held out {epoch['validation']}")
+    *_, last = trainer.fit(train, epochs=4, validation=held_out)
+    if trainer.world.rank == 0:
+        print(f"loss {last['loss']:.3f}, held out {last['validation']}")
     trainer.close()

@@ -1,13 +1,14 @@
-"""GPT-2 of Hugging Face on the characters of Shakespeare's works, as it is: `mpirun -n 2 python gpt2.py`.
+"""GPT-2 of Hugging Face, as it is, on the characters of a text: `mpirun -n 2 python gpt2.py [FOLDER]`.
 
-Weights are random. Pretrained ones are loaded before training, as in any script.
+The text is Shakespeare's works where they were fetched (the head of text.py says how), else this repository's
+documents. Weights are random; pretrained ones are loaded before training, as in any script.
 """
 
 import sys
 from functools import partial
 
 import torch
-from text import VOCABULARY, character_loss, characters
+from text import VOCABULARY, character_loss, characters, text_folder
 
 import hybridpipe
 
@@ -34,7 +35,8 @@ def loss():
 
 
 if __name__ == "__main__":
-    texts = {"root": sys.argv[1]} if len(sys.argv) > 1 else {}
+    folder = text_folder(*sys.argv[1:])
+    train, held_out = characters(folder, limit=1024), characters(folder, train=False, limit=256)
     torch.manual_seed(0)
     trainer = hybridpipe.Trainer(
         model(),
@@ -44,8 +46,7 @@ if __name__ == "__main__":
         minibatch_size=32,
         clip_grad_norm=1.0,
     )
-    train, held_out = characters(limit=1024, **texts), characters(train=False, limit=256, **texts)
-    for epoch in trainer.fit(train, epochs=2, validation=held_out):
-        if trainer.world.rank == 0:
-            print(f"epoch {epoch['epoch']}: loss {epoch['loss']:.3f}, held out {epoch['validation']}")
+    *_, last = trainer.fit(train, epochs=2, validation=held_out)
+    if trainer.world.rank == 0:
+        print(f"{folder}: loss {last['loss']:.3f}, held out {last['validation']}")
     trainer.close()

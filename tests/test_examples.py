@@ -4,8 +4,10 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -13,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from hybridpipe.config import load_config
 from hybridpipe.data import digits
+from hybridpipe.data.source import source_of
 from hybridpipe.launch import mpirun
 from hybridpipe.model.precision import Precision
 from hybridpipe.model.recording.events import call_arguments
@@ -25,6 +29,15 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 CONFIGS = sorted(EXAMPLES.glob("*.toml"))
 HUGGING_FACE = ("bert", "gpt2")
+TEXTS = ("bert", "gpt", "gpt2")
+IMAGES = ("fashion", "resnet", "vgg11")
+SHAPES = {
+    "bert": (2,),
+    "dlrm": (),
+    "gpt": (64, 96),
+    "gpt2": (64, 96),
+    "unet": (1, 8, 8),
+}  # of one sample's output
 
 
 @pytest.fixture(autouse=True)
@@ -49,31 +62,17 @@ def test_config_names_what_is_there(path):
     assert train["minibatch"] % train["microbatch"] == 0
 
 
-def microbatch(name: str, size: int):
-    """Inputs and targets of an example's shapes, and the shape of its model's output."""
-    side = 28 if name in ("fashion", "resnet", "vgg11") else 8
-    images, classes, tokens = (
-        torch.randn(size, 1, side, side),
-        torch.arange(size) % 10,
-        torch.randint(96, (size, 65)),
-    )
-    if name in ("gpt", "gpt2"):
-        return tokens[:, :-1], tokens[:, 1:], (size, 64, 96)
-    if name == "bert":
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, classes % 2, (size, 2)
-    if name == "unet":
-        return images, images, images.shape
-    return images, classes, (size, 10)
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=ids)
-def test_one_microbatch(path):
-    """Forward and backward of the model as it is, on samples of the shape that the data set has."""
+def test_one_microbatch(path, files):
+    """Forward and backward of the model as it is, on the first samples of the data set."""
     skip_what_cannot_run(path.stem)
-    config = load_config(path)
+    config = load_config(path, [f'data.args.root="{files}"'] if path.stem in TEXTS + IMAGES else [])
     torch.manual_seed(0)
     model = config.model.build()
-    inputs, targets, shape = microbatch(path.stem, config.train.microbatch)
+    source, size = source_of("data", config.data.build()), config.train.microbatch
+    samples = [source.dataset[i] for i in range(size)]
+    inputs, targets = (source.collate_fn or default_collate)(samples)
+    shape = (size, *SHAPES.get(path.stem, (10,)))
 
     args, kwargs = call_arguments(inputs)
     outputs = model(*args, **kwargs)
@@ -85,7 +84,7 @@ def test_one_microbatch(path):
 
     loss.backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad is not None and parameter.grad.to_dense().isfinite().all(), name
     config.optimizer.build(model.parameters()).step()
 
 
@@ -152,6 +151,16 @@ def test_characters(tmp_path):
     assert len(text.characters(str(tmp_path), block_size=8, train=False, limit=3)) == 3
 
 
+def test_any_folder_of_texts_will_do(tmp_path):
+    text = import_module("text")
+    for name in ("a.md", "b.txt", "c.md", "d.py"):
+        (tmp_path / name).write_text(f"{name} {'x' * 20}")
+    assert "a.md" in text.decode(text.characters(tmp_path, 8, train=False).codes.tolist())
+    train = text.decode(text.characters(tmp_path, 8).codes.tolist())
+    assert [name in train for name in ("a.md", "b.txt", "c.md", "d.py")] == [False, True, True, False]
+    assert list(text.text_folder().glob("*.txt")) or (text.text_folder() / "guide/examples.md").exists()
+
+
 def test_characters_outside_the_vocabulary():
     text = import_module("text")
     assert text.decode(text.encode("Où est\tMacbeth?\n~ ").tolist()) == "O? est?Macbeth?\n~ "
@@ -195,14 +204,86 @@ def script(ranks: int, path: Path, *words: str, **environment: str) -> subproces
     )
 
 
-@pytest.mark.timeout(300)  # each measures model and machines, on cores that other tests may use
-@pytest.mark.parametrize("name", ["bert", "gpt2", "resnet", "unet"])
-def test_a_script_trains_on_two_ranks(name, files):
+@pytest.mark.timeout(300)  # each measures the model, on cores that other tests may use
+@pytest.mark.parametrize(
+    "name, ranks, guess",
+    [("bert", 1, math.log(2)), ("gpt2", 2, math.log(96)), ("resnet", 1, math.log(10)), ("unet", 2, 0.7**2)],
+)
+def test_a_script_learns(name, ranks, guess, files):
     skip_what_cannot_run(name)
-    done = script(2, EXAMPLES / f"{name}.py", str(files))
+    done = script(ranks, EXAMPLES / f"{name}.py", *([str(files)] if name in TEXTS else []))
     assert done.returncode == 0, done.stdout
-    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), held out", done.stdout, re.M)]
-    assert len(losses) >= 2 and losses[-1] < losses[0]
+    loss = re.search(r"loss ([\d.]+), held out {'loss': [\d.]+", done.stdout)
+    assert loss and float(loss[1]) < 0.9 * guess, done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_recommender_is_better_than_a_guess():
+    done = script(1, EXAMPLES / "dlrm.py")
+    told = re.search(r"^accuracy ([\d.]+) \(a guess: ([\d.]+)\), AUC ([\d.]+)$", done.stdout, re.M)
+    assert done.returncode == 0 and told, done.stdout
+    accuracy, guess, auc = map(float, told.groups())
+    assert accuracy > guess + 0.05 and auc > 0.78
+
+
+def test_area_under_the_curve():
+    """The share of the pairs of a click and none in which the click has the larger logit."""
+    dlrm = import_module("dlrm")
+    logits, clicks = torch.randn(50), torch.randint(2, (50,)).float()
+    pairs = logits[clicks == 1][:, None] > logits[clicks == 0]
+    assert dlrm.auc(logits, clicks) == pytest.approx(pairs.float().mean().item())
+
+
+def test_clicks_are_the_same_on_every_rank():
+    dlrm = import_module("dlrm")
+    first, again, held_out = dlrm.Clicks(limit=64), dlrm.Clicks(limit=64), dlrm.Clicks(train=False, limit=64)
+    assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in vars(first))
+    assert not torch.equal(first.numbers, held_out.numbers)
+    assert (first.categories < torch.tensor(dlrm.ROWS)).all() and 0.2 < first.clicks.mean() < 0.5
+
+
+@pytest.mark.timeout(300)
+def test_the_plain_script_and_that_with_hybridpipe_end_alike(tmp_path, monkeypatch):
+    """Losses and weights; the first one's last line is that of its last epoch."""
+    losses, weights = [], []
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain_pytorch", "plain_hybridpipe"):
+        done = script(1, EXAMPLES / f"{name}.py")
+        assert done.returncode == 0, done.stdout
+        losses.append(re.findall(r"loss ([\d.]+), accuracy ([\d.]+)", done.stdout)[-1])
+        weights.append(torch.load("digits.pt", weights_only=True))
+    assert losses[0] == losses[1] and float(losses[0][0]) < 0.2
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-4)
+
+
+def test_the_guide_shows_the_difference_between_both_scripts():
+    names = ("examples/plain_pytorch.py", "examples/plain_hybridpipe.py")
+    labels = [word for name in names for word in ("--label", name)]
+    found = subprocess.run(["diff", "-u", *labels, *names], cwd=ROOT, capture_output=True, text=True).stdout
+    page = (ROOT / "docs/guide/examples.md").read_text()
+    assert re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S) == [found]
+
+
+def test_the_guide_has_every_example():
+    page = (ROOT / "docs/guide/examples.md").read_text()
+    modules = {"baseline_common.py", "models.py", "text.py"}
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")} - modules
+    assert {name for name in names if f"examples/{name}" not in page} == set()
+
+
+@pytest.mark.timeout(300)
+def test_the_script_of_a_slurm_job_continues(tmp_path):
+    """As a job does: stopped after its first checkpoint, and started again with the same command."""
+    command = [sys.executable, str(EXAMPLES / "slurm_job.py"), "--out", str(tmp_path), "--epochs", "12"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
+        while first.poll() is None and not list(tmp_path.glob("checkpoints/step-*")):
+            time.sleep(0.02)
+        first.send_signal(signal.SIGUSR1)
+        said = first.communicate()[0]
+    assert first.returncode == 75 and not (tmp_path / "model.pt").exists(), said
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    assert done.returncode == 0 and (tmp_path / "model.pt").exists(), done.stdout
+    assert "resuming from" in done.stdout and f"trained {12 * 23} minibatches" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)

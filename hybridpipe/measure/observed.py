@@ -123,8 +123,8 @@ def stand_ins(stages: Sequence[Stage], sizes: Sequence[Sequence[Observed]]) -> l
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all tensors' elements."""
-    return sum(tensor.nbytes for tensor in tensors)
+    """Return the bytes of all tensors' elements; of sparse ones, those that they store."""
+    return sum(part.nbytes for tensor in tensors for part in _stored(tensor))
 
 
 def trained_bytes(stage: Stage) -> int:
@@ -149,6 +149,10 @@ def _workspace(found: Observed, stage: Stage, backward: Allocated) -> int | None
         return None
     gradients = total_bytes(p.grad for p in stage.module.parameters() if p.grad is not None)
     return max(0, found.workspace, backward.most - gradients)
+
+
+def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
 
 
 def _facts(layer: Observed) -> Any:

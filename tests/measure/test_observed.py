@@ -5,7 +5,7 @@ from torch import nn
 
 from hybridpipe.measure import layers as module
 from hybridpipe.measure.layers import Rehearsal, measure
-from hybridpipe.measure.observed import observe, stand_ins
+from hybridpipe.measure.observed import observe, stand_ins, total_bytes
 from hybridpipe.model.layers import layers_of
 
 FLOAT = 4  # bytes
@@ -77,3 +77,16 @@ def test_what_passes_through_a_layer_is_charged_to_it():
     widths = [8, 2 + 8, 2 + 8, 8 + 8, 8]
     assert [layer.output_bytes for layer in profile.layers] == [5 * width * FLOAT for width in widths] + [0]
     assert [layer.gradient_bytes for layer in profile.layers] == [5 * width * FLOAT for width in widths] + [0]
+
+
+def test_sparse_gradients_are_no_hindrance():
+    """Torch does not tell the bytes of a sparse tensor."""
+    model, inputs = (
+        nn.Sequential(nn.EmbeddingBag(50, 6, sparse=True), nn.Linear(6, 6)),
+        torch.ones(5, 3).long(),
+    )
+    made = Rehearsal(layers_of(model, inputs), inputs, torch.randn(5, 6), nn.functional.mse_loss)
+    profile = made.measure(lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
+    assert profile.layers[0].parameter_bytes == 50 * 6 * FLOAT and profile.state_factor == 1
+    sparse = torch.sparse_coo_tensor([[1, 4]], torch.ones(2, 6), (50, 6), check_invariants=True)
+    assert total_bytes([sparse, torch.ones(3)]) == (2 * 6 + 3) * FLOAT + 2 * 8
