@@ -3,17 +3,14 @@
 What starts no job is run on every page, a job of each kind on one page: `test_blocks.py` checks the others.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.guide.blocks import PAGES, ROOT, words
-from tests.guide.reader import write_project
+from tests.guide.blocks import PAGES, words
+from tests.guide.reader import shell, write_project
 
 # What is run wherever it stands; --submit goes to a cluster (test_slurm.py).
 CHEAP = (
@@ -26,26 +23,10 @@ MORE = {"docs/guide/checkpoints.md": ("hybridpipe train CONFIG --out",)}
 JOBS = {"docs/guide/first-run.md": ("launch/mpirun.sh 2",)}
 
 
-def run_in(folder: Path, commands: Sequence[str]) -> str:
-    """What a shell prints that runs the commands in a folder until one fails, which fails the test."""
-    env = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(["set -ex", *commands])],
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=110,
-    )
+def run_in(folder: Path, commands: Sequence[str]) -> None:
+    """Run the commands in a folder until one fails, which fails the test."""
+    done = shell("\n".join(["set -ex", *commands]), folder)
     assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
