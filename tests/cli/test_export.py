@@ -291,13 +291,20 @@ def test_a_config_that_is_not_the_models_is_told_in_one_line(tmp_path, capsys):
     def told() -> str:
         words = ["--out", str(tmp_path / "out"), "--format", "hf", "--config", str(tmp_path / "origin")]
         assert main.main(["export", str(tmp_path / "checkpoints"), *words]) == 2
-        return capsys.readouterr().err.splitlines()[-1]
+        printed = capsys.readouterr()
+        assert "run the custom code" not in printed.out, "nobody is asked"
+        return printed.err.splitlines()[-1]
 
     assert "transformer.wte.weight: the model has float32[9, 8], the file none" in told()
     path = tmp_path / "origin" / "config.json"
     document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"architectures": ["MyModel"]}))
-    assert "architectures: must be the name of a class of transformers, got ['MyModel']" in told()
+    for name in ("MyModel", "GPT2Config"):
+        path.write_text(json.dumps(document | {"architectures": [name]}))
+        assert f"architectures: must be the name of a model's class of transformers, got ['{name}']" in told()
+    own_code = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Config"}}
+    for change in ({"vocab_size": "x"}, {"n_head": 3}, {"activation_function": "none"}, own_code):
+        path.write_text(json.dumps(document | change))
+        assert f"{path}: transformers cannot read it: " in told()
     path.write_text("{")
     assert f"{path}: transformers cannot read it: " in told()
 
