@@ -231,6 +231,29 @@ def test_the_recommender_is_better_than_a_guess():
     assert accuracy > guess + 0.05 and auc > 0.78
 
 
+@pytest.mark.timeout(200)
+def test_sparse_gradients_of_two_replicas_are_those_of_one_process(tmp_path):
+    """The recommender's config under data parallelism, and its first minibatches without hybridpipe's help."""
+    config = EXAMPLES / "dlrm.toml"
+    sets = ["train.max_steps=4", "train.shuffle=false", "data.args.limit=512", "data.validation_args.limit=64"]
+    words = [word for override in [*sets, "plan.predict=false"] for word in ("--set", override)]
+    command = ["-m", "hybridpipe", "train", str(config), "--plan", "dp", "--out", str(tmp_path), *words]
+    done = mpirun.run(2, [sys.executable, *command], timeout_seconds=180, env=dict(os.environ))
+    assert done.returncode == 0
+
+    told = load_config(config, sets)
+    torch.manual_seed(told.train.seed)
+    model, data, loss = told.model.build(), told.data.build(), told.loss.build()
+    optimizer = told.optimizer.build(model.parameters())
+    for part in torch.arange(512).split(told.train.minibatch):
+        optimizer.zero_grad()
+        last = loss(model(data.numbers[part], data.categories[part]), data.clicks[part])
+        last.backward()
+        optimizer.step()
+    assert model.tables[-1].weight.grad.is_sparse
+    assert json.loads((tmp_path / "summary.json").read_text())["loss_last"] == pytest.approx(last.item(), rel=1e-5)
+
+
 def test_area_under_the_curve():
     """The share of the pairs of a click and none in which the click has the larger logit."""
     dlrm = import_module("dlrm")
