@@ -8,7 +8,7 @@ REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs 
     **dict.fromkeys(("torch", "mpi4py", "safetensors", "tqdm"), TRAINING),
     **dict.fromkeys(("pydantic", "tabulate", "jinja2"), "pip install numpy pydantic tabulate jinja2"),
     "an MPI library": f"{TRAINING} (or load one: module load openmpi)",
-    "scikit-learn": "pip install 'hybridpipe[examples]'",
+    **dict.fromkeys(("scikit-learn", "transformers"), "pip install 'hybridpipe[examples]'"),
 }
 _LONGEST_LIST = 16  # names; a longer list is left out of the line
 

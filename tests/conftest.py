@@ -38,13 +38,13 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def make_trainer():
-    """Trainers that are closed afterwards."""
+    """Trainers that are closed afterwards, and silent: what is told is a notice."""
     from hybridpipe import Trainer
 
     trainers = []
 
     def make(model, **options) -> Trainer:
-        trainers.append(Trainer(model, **options))
+        trainers.append(Trainer(model, **({"verbose": False} | options)))
         return trainers[-1]
 
     yield make

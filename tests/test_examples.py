@@ -38,11 +38,6 @@ SHAPES = {
     "gpt2": (64, 96),
     "unet": (1, 8, 8),
 }  # of one sample's output
-BITS_OF_NUMBERS = (
-    "BatchNorm sees a microbatch",
-    "Python between modules runs while recording only",
-    "In-place changes in an nn.Sequential do not cross a cut",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -323,50 +318,6 @@ def test_a_script_without_transformers_says_so_in_one_line(name, tmp_path):
     assert done.stdout.splitlines()[0] == (
         f"{name}.py needs transformers: pip install 'hybridpipe[examples]' (No module named transformers)"
     )
-
-
-@pytest.mark.timeout(300)
-def test_the_readmes_first_example_trains(tmp_path, monkeypatch):
-    skip_without_transformers()
-    monkeypatch.chdir(ROOT)
-    first = programs((ROOT / "README.md").read_text())[0]
-    told = (
-        "if trainer.world.rank == 0: print([round(each['loss'], 3) for each in trainer.history], len(state))"
-    )
-    (tmp_path / "train.py").write_text(f"{first}{told}\n")
-    launch = [sys.executable, "-m", "hybridpipe", "launch", "--launcher", "mpirun", "--ranks", "2", "--"]
-    command = [*launch, "python", str(tmp_path / "train.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses, _, keys = done.stdout.splitlines()[-1].rpartition(" ")
-    losses = json.loads(losses)
-    assert len(losses) == 5 and losses[-1] < losses[0] < 6 and int(keys) == 6 * 12 + 5
-
-
-def programs(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-
-
-@pytest.mark.timeout(300)
-def test_sharp_bits_print_what_the_page_says(tmp_path):
-    """Those that print numbers only, one after the other in one job."""
-    page = (ROOT / "docs/guide/sharp-bits.md").read_text()
-    (tmp_path / "toy.py").write_text(programs(page)[0])
-    sections = {each.partition("\n")[0]: each for each in page.split("\n## ")}
-    told = [re.search(r"^```text\n(.*?)^```", sections[name], re.M | re.S)[1] for name in BITS_OF_NUMBERS]
-    bits = [
-        "from toy import *",
-        *(programs(sections[name])[0] + "trainer.close()" for name in BITS_OF_NUMBERS),
-    ]
-    (tmp_path / "bits.py").write_text("\n".join(bits))
-    done = script(2, tmp_path / "bits.py")
-    assert done.returncode == 0, done.stdout
-    numbers = [
-        [float(each) for each in re.findall(r"\d+\.\d+$|\d+(?=[],])", text, re.M)]
-        for text in ("".join(told), done.stdout)
-    ]
-    assert len(numbers[0]) == 3 + 2 + 2
-    assert numbers[1] == pytest.approx(numbers[0], rel=1e-3)
 
 
 def test_sentences_are_questions_and_others_in_turns(files):

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpipe.stage.state import AVERAGE
 from hybridpipe.training.callbacks import Callback, Run
-
-NAME = "ema"  # in a parameter's state
 
 
 class EMA(Callback):
     """Keeps `average = decay * average + (1 - decay) * weights` after each update, and validates with it.
 
     The first update sets the average, as torch.optim.swa_utils.AveragedModel does. Buffers are not averaged.
-    A checkpoint has the weights and, in the optimizer's state, the averages. They take the memory of one more
-    copy of the weights, which a plan's prediction does not count.
+    A checkpoint has the weights and, in the optimizer's state, the averages: `hybridpipe export --averages`
+    writes them. They take the memory of one more copy of the weights, which a plan's prediction does not
+    count.
 
     Args:
         decay: from 0 to below 1.
@@ -45,7 +45,7 @@ class EMA(Callback):
         self._unhook()
         if run.optimizer is not None:
             for state in () if self._goes_on else run.optimizer.state.values():
-                state.pop(NAME, None)
+                state.pop(AVERAGE, None)
             self._hooks = [
                 run.optimizer.register_step_pre_hook(self._note),
                 run.optimizer.register_step_post_hook(self._average),
@@ -53,9 +53,13 @@ class EMA(Callback):
 
         self._goes_on = True
 
+    def state_dict(self) -> dict[str, Any]:
+        """Say whether the optimizer's averages are this callback's, so that an export can take them."""
+        return {"averages": self._goes_on}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Note that the checkpoint's training had averages."""
-        self._goes_on = True
+        """Note whether the checkpoint's averages go on."""
+        self._goes_on = bool(state.get("averages", True))
 
     def on_fit_end(self, run: Run) -> None:
         """Stop following, and give the model the averages if that was asked for."""
@@ -63,6 +67,7 @@ class EMA(Callback):
         if self._at_end:
             self._exchange(run)
             run.gather_weights()
+            self._goes_on = False  # what the optimizer has now are the weights before
 
     @contextmanager
     def evaluating(self, run: Run) -> Iterator[None]:
@@ -87,7 +92,7 @@ class EMA(Callback):
         if optimizer is None:
             return
         for p in _parameters(optimizer):
-            average = optimizer.state.get(p, {}).get(NAME)
+            average = optimizer.state.get(p, {}).get(AVERAGE)
             if average is not None:
                 own = p.detach().clone()
                 p.copy_(average)
@@ -101,19 +106,19 @@ class EMA(Callback):
     def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Note the parameters, as a fused step leaves some out, and weights before a late first gradient."""
         self._parameters = list(_parameters(optimizer))
-        if any(NAME in state for state in optimizer.state.values()):
+        if any(AVERAGE in state for state in optimizer.state.values()):
             for p in self._parameters:
-                if p.grad is not None and NAME not in optimizer.state.get(p, {}):
+                if p.grad is not None and AVERAGE not in optimizer.state.get(p, {}):
                     self._before[p] = p.detach().clone()
 
     @torch.no_grad()
     def _average(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for p in self._parameters:
-            average = optimizer.state.get(p, {}).get(NAME, self._before.pop(p, None))
+            average = optimizer.state.get(p, {}).get(AVERAGE, self._before.pop(p, None))
             if average is None and p.grad is not None:
                 average = p.detach().clone()
             if average is not None:  # an optimizer takes a parameter with any state for one that it has begun
-                optimizer.state[p][NAME] = average.lerp_(p, 1 - self._decay)
+                optimizer.state[p][AVERAGE] = average.lerp_(p, 1 - self._decay)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

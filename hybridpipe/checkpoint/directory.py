@@ -38,13 +38,28 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
+def make_folder(root: Path) -> None:
+    """Make a folder with its parents, which a power cut does not lose.
+
+    Raises:
+        UserError: it cannot be made, or is no folder.
+    """
+    with writing(root):
+        if root.exists() and not root.is_dir():
+            raise UserError(f"{root}: must be a directory")
+        new = [each for each in (root, *root.parents) if not each.exists()]
+        root.mkdir(parents=True, exist_ok=True)
+    for each in new:
+        sync_directory(each.parent)
+
+
 def hold(root: Path) -> int:
     """Lock `root` against other trainings until the returned descriptor is closed or the process ends.
 
     Raises:
         UserError: another training holds the lock, or `root` cannot be made.
     """
-    _make(root)
+    make_folder(root)
     with writing(root / LOCK):
         descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -63,7 +78,7 @@ def begin(root: Path, step: int) -> Path:
     Raises:
         UserError: the directory cannot be made.
     """
-    _make(root)
+    make_folder(root)
     for line in _clear(root):
         notices.tell(line)
     path = _temporary(root, step)
@@ -165,16 +180,6 @@ def last_good(root: Path) -> tuple[Path | None, list[str]]:
         else:
             return path, lines + passed
     return None, lines + passed
-
-
-def _make(root: Path) -> None:
-    with writing(root):
-        if root.exists() and not root.is_dir():
-            raise UserError(f"{root}: must be a directory")
-        new = [each for each in (root, *root.parents) if not each.exists()]
-        root.mkdir(parents=True, exist_ok=True)
-    for each in new:
-        sync_directory(each.parent)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ line. safetensors' writer would need a second pass for the hash, and torch.save 
 import errno
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -92,6 +93,31 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         with suppress(OSError):
             unfinished.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write to; it becomes `path`, a new or an empty one, at a normal end.
+
+    Raises:
+        UserError: `path` holds something, which stays, or cannot be written.
+    """
+    path = path.absolute()
+    unfinished = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise UserError(f"{path}: cannot be written: it exists; must be a new or an empty folder")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+    try:
+        yield unfinished
+        sync_directory(unfinished)
+        with writing(path):
+            os.rename(unfinished, path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync_directory(path.parent)
 

@@ -1,4 +1,4 @@
-"""Names of the entries of a folder of checkpoints. Pure.
+"""Names of the entries of a folder of checkpoints, and of the formats of an export. Pure.
 
 ROOT/step-00000120/             a checkpoint: its files, and manifest.json, written last
 ROOT/latest                     the name of the current checkpoint
@@ -10,13 +10,15 @@ ROOT/.step-00000120.deleted/    being deleted
 
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 CHECKPOINTS = "checkpoints"  # the folder in OUT
 LATEST, LOCK = "latest", ".lock"
 _NAME = re.compile(r"(\.?)step-(\d{8,18})(?:\.(tmp|replaced|deleted))?")
 
 State = Literal["tmp", "replaced", "deleted"]
+Format = Literal["safetensors", "hf", "dcp"]
+FORMATS: tuple[Format, ...] = get_args(Format)  # in which `export` writes a checkpoint's model
 
 
 class Name(NamedTuple):

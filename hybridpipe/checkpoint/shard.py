@@ -80,9 +80,13 @@ def read_shard(path: Path, entry: FileEntry | None) -> tuple[dict[str, Tensor], 
         UserError: the file is damaged, or no shard.
     """
     tensors, metadata = _read(path, entry)
+    return tensors, _json_of(metadata, path)
+
+
+def _json_of(metadata: Mapping[str, str], path: Path) -> JSON:
     if _META not in metadata:
         raise UserError(f"{path}: must be a checkpoint's file, got one without {_META!r} in its metadata")
-    return tensors, parse_json(metadata[_META], f"{path}: {_META}")
+    return parse_json(metadata[_META], f"{path}: {_META}")
 
 
 def write_plain(
@@ -111,7 +115,7 @@ def _listed(path: Path, tensors: Mapping[str, Tensor]) -> list[tuple[str, str, t
 
 
 class PlainFile:
-    """A safetensors file of tensors alone, which are read one by one.
+    """A safetensors file, whose tensors are read one by one, and its hash is not compared.
 
     Args:
         path: of any safetensors file.
@@ -124,12 +128,17 @@ class PlainFile:
 
     def __init__(self, path: Path) -> None:
         with open_regular(path) as (file, size):
-            slots, _, head = _read_header(file, size, path)
+            slots, self._metadata, head = _read_header(file, size, path)
         self._path, self._num_bytes, self._start = path, size, len(head)
         self._slots = {slot.name: slot for slot in slots}
         self.forms = {
             slot.name: torch.empty(slot.shape, dtype=_DTYPES[slot.dtype], device="meta") for slot in slots
         }
+
+    @property
+    def value(self) -> JSON:
+        """The JSON value of a checkpoint's file; UserError if it is none."""
+        return _json_of(self._metadata, self._path)
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU; UserError if the file has another length by now."""

@@ -6,14 +6,16 @@ medians over the rounds.
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hybridpipe.cli.report import REPORT, report_at_end, run_folder
 from hybridpipe.errors import UserError
-from hybridpipe.files import read_object, write_json
+from hybridpipe.files import read_object, read_plan, write_json
 from hybridpipe.launch import mpirun
+from hybridpipe.planning.plan import Plan
 from hybridpipe.report.tables import compare_table, reference_of
 
 COMPARE_FORMAT = "hybridpipe-compare/1"
@@ -60,6 +62,8 @@ def compare(
                 return done.returncode
             runs[name].append(read_object(folder / "summary.json"))
     figures = {name: _median(summaries) for name, summaries in runs.items()}
+    for name, twin in same_plans({plan: _plans_of(out, plan, rounds) for plan in plans}).items():
+        figures[name]["same_plan_as"] = twin
     write_json(
         out / "compare.json", {"format": COMPARE_FORMAT, "ranks": ranks, "rounds": rounds, "runs": figures}
     )
@@ -67,6 +71,18 @@ def compare(
     if report_at_end(out):
         print(f"and to {out / REPORT}")
     return 0
+
+
+def same_plans(plans: Mapping[str, Sequence[Plan]]) -> dict[str, str]:
+    """Return, for each run whose plans an earlier run had in every round, the first such run."""
+    first = {name: next(other for other in plans if plans[other] == plans[name]) for name in plans}
+    return {name: twin for name, twin in first.items() if twin != name}
+
+
+def _plans_of(out: Path, name: str, rounds: int) -> list[Plan]:
+    """Return the plan of each round, without its prediction, which is of measurements of its own."""
+    folders = (run_folder(out, name, number) for number in range(rounds))
+    return [replace(read_plan(folder / "plan.json"), predicted=None) for folder in folders]
 
 
 def _train_command(config: Path, plan: str, overrides: Sequence[str]) -> list[str]:

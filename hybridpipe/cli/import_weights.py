@@ -1,4 +1,4 @@
-"""Import of a plain file of weights as a checkpoint of step 0, for `train --resume auto` to start from.
+"""Import of plain weights as a checkpoint of step 0, for `train --resume auto` to start from.
 
 A job that is requeued or restarted must continue where it was: `--resume FILE` would start from FILE again.
 Invariant: under any plan, the training equals one started by `--resume FILE.safetensors`.
@@ -29,8 +29,8 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
     needs the first microbatch. One process writes a checkpoint of one rank, which any plan can resume.
 
     Raises:
-        UserError: `source` is no safetensors file or does not fit the model, `folder` holds checkpoints, or
-            the config is one that `train` refuses.
+        UserError: `source` has no weights (`plain.Weights`) or does not fit the model, `folder` holds
+            checkpoints, or the config is one that `train` refuses.
     """
     if found := checkpoints(folder):
         raise UserError(
@@ -69,4 +69,5 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, num_layers: int) -> T
         seed=config.train.seed,
         device="cpu",
         world=MPI.COMM_SELF,
+        verbose=False,  # nothing is trained
     )

@@ -406,9 +406,9 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from hybridpipe.checkpoint.plain import export
+    from hybridpipe.cli.export import export
 
-    print("\n".join(export(options.checkpoint, options.out)))
+    print("\n".join(export(options)))
     return 0
 
 
@@ -417,7 +417,7 @@ def _import(options: argparse.Namespace) -> int:
     config.check()
     from hybridpipe.cli.import_weights import import_weights
 
-    print(f"written to {import_weights(config, options.file, _out(options) / CHECKPOINTS)}")
+    print(f"written to {import_weights(config, options.weights, _out(options) / CHECKPOINTS)}")
     return 0
 
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from hybridpipe.checkpoint.names import FORMATS
 from hybridpipe.cli.values import (
     bandwidth,
     count,
@@ -155,7 +156,12 @@ def add_simulate(command: Command) -> None:
     simulate.add_argument("--trace", type=Path, help="Chrome trace to write, for Perfetto")
     simulate.add_argument("--plot", type=Path, help="SVG to write")
     simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
-    simulate.add_argument("--ranks", type=ranks, help="what if: this many ranks, with a plan chosen for them")
+    simulate.add_argument(
+        "--ranks",
+        type=ranks,
+        help="what if: this many ranks, with a plan chosen for them; more than one machine has are on others "
+        "like it, with --bandwidth between them",
+    )
     simulate.add_argument(
         "--bandwidth", type=bandwidth, help="what if: bandwidth of the outermost level, such as 100Gbit"
     )
@@ -188,7 +194,7 @@ def add_train(command: Command) -> None:
         "--resume",
         metavar="auto|PATH",
         help="auto: from the last good checkpoint in DIR/checkpoints, or anew if none; PATH: from a "
-        "checkpoint, a folder of checkpoints, or a safetensors file of weights",
+        "checkpoint, a folder of checkpoints, or weights as for `import`",
     )
     train.add_argument(
         "--resume-changed",
@@ -324,20 +330,42 @@ def add_report(command: Command) -> None:
 
 def add_export(command: Command) -> None:
     """Add `export`."""
-    export = command("export", "write the weights in a checkpoint as a plain safetensors file")
+    export = command("export", "write the weights in a checkpoint as other programs read them")
     export.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
         type=Path,
-        help="a checkpoint's directory, or a folder of checkpoints: its last good one is taken",
+        help="a checkpoint's directory; of a folder of checkpoints, or of a training, the last good one",
     )
-    export.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors")
+    export.add_argument("--out", type=Path, required=True, metavar="PATH", help="a file, or a new folder")
+    export.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="safetensors",
+        help="safetensors: one file; hf: a folder for from_pretrained; dcp: one of torch.distributed."
+        "checkpoint; default: safetensors",
+    )
+    export.add_argument(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="with hf: whose config.json to write: CONFIG.toml of the training, or the config.json or folder "
+        "that the model came from",
+    )
+    export.add_argument(
+        "--averages", action="store_true", help="the averages that the callback EMA keeps, not the weights"
+    )
 
 
 def add_import(command: Command) -> None:
     """Add `import`."""
-    into = command("import", "make a checkpoint from a plain safetensors file, for a training to start from")
-    into.add_argument("file", metavar="FILE.safetensors", type=Path, help="of model.state_dict()")
+    into = command("import", "make a checkpoint of step 0 from plain weights, for a training to start from")
+    into.add_argument(
+        "weights",
+        metavar="WEIGHTS",
+        type=Path,
+        help="a safetensors file, or a folder of save_pretrained or of torch.distributed.checkpoint",
+    )
     _add_config(into)
     into.add_argument("--out", type=Path, metavar="DIR", help="as for train; default: runs/CONFIG's name")
 

@@ -168,6 +168,7 @@ def _trainer(settings: Replay, rank: int) -> Trainer:
         optimizer=optimizer,  # a function has one name on all ranks; `update_seconds` differ
         plan=replace(plan, predicted=None),
         minibatch_size=plan.num_microbatches,
+        verbose=False,
     )
 
 

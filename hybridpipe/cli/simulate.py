@@ -18,7 +18,8 @@ from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.search.search import search_sizes
 from hybridpipe.planning.simulator.predict import predict
-from hybridpipe.planning.timeline import TRACE_FORMAT
+from hybridpipe.planning.timeline import TRACE_FORMAT, Timeline
+from hybridpipe.report.tables import forecast
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -36,19 +37,30 @@ def simulate(options: argparse.Namespace) -> int:
             plan, cluster = _changed(plan, profile, cluster, options)
             timeline, prediction = predict(plan, profile, cluster)
             plan = replace(plan, predicted=prediction)
+        lines = [] if options.json else forecast(plan, profile, cluster)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
+    _write(options, plan, profile, timeline)
+    if options.json:
+        _print_figures(plan, before)
+        return 0
+    if before is not None:
+        lines = [cluster_transform.figures({"before": before, "after": plan}), "", *lines]
+    shown = [f"timeline: {options.plot}"] if options.plot else ["", draw.text(timeline)]
+    print("\n".join([*lines, *shown]))
+    return 0
+
+
+def _write(options: argparse.Namespace, plan: Plan, profile: ModelProfile, timeline: Timeline) -> None:
+    """Write the files that `options` name."""
     if options.trace:
         events = timeline.to_chrome_trace("predicted")
         write_json(options.trace, {"format": TRACE_FORMAT, "traceEvents": events, "displayTimeUnit": "ms"})
     if options.plot:
         slices = "" if plan.traits.whole_minibatch else f", {plan.num_microbatches} microbatches"
         title = f"Plan {plan.name} under {plan.schedule}{slices}"
-        write_text(options.plot, draw.svg(timeline, plan, title, curves(profile, plan, timeline), prediction))
-    if not options.json:
-        print(draw.text(timeline), end="\n\n")
-    _print_prediction(plan, before, options.json)
-    return 0
+        memory = curves(profile, plan, timeline)
+        write_text(options.plot, draw.svg(timeline, plan, title, memory, plan.predicted))
 
 
 def _changed(
@@ -68,17 +80,10 @@ def _changed(
     return search_sizes(fixed, changed, samples, PlanRequest.of(plan), options.ranks)[0].plan, changed
 
 
-def _print_prediction(plan: Plan, before: Plan | None, as_json: bool) -> None:
-    """Print a plan's prediction, beside that of the plan before the change if there was one."""
+def _print_figures(plan: Plan, before: Plan | None) -> None:
+    """Print a plan's prediction as JSON, beside that of the plan before the change if there was one."""
     assert plan.predicted is not None
-    shown = {"after": plan} if before is None else {"before": before, "after": plan}
-    if as_json and before is None:
+    if before is None:
         print(json.dumps(asdict(plan.predicted)))
-    elif as_json:
-        print(json.dumps({name: asdict(each) for name, each in shown.items()}))
-    elif before is None:
-        seconds, rate = plan.predicted.minibatch_seconds, plan.predicted.samples_per_second
-        print(f"{seconds * 1e3:.2f} ms a minibatch, {rate:,.0f} samples/s, ", end="")
-        print(f"bubble {plan.predicted.bubble_fraction:.0%}")
     else:
-        print(cluster_transform.figures(shown))
+        print(json.dumps({name: asdict(each) for name, each in (("before", before), ("after", plan))}))

@@ -23,14 +23,11 @@ from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
 from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.checkpoint.whole import write_whole
-from hybridpipe.cli.machines import MACHINES, conditions, measured_before, remember
 from hybridpipe.cli.profile import build_model
-from hybridpipe.cli.progress_bar import Progress
 from hybridpipe.cli.report import REPORT, report_at_end
 from hybridpipe.cli.run_file import run_start
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config import Config
-from hybridpipe.data.batches import num_minibatches
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json, write_text
 from hybridpipe.health import failure
@@ -42,7 +39,8 @@ from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.report.memory import beyond_limit, memory_table
 from hybridpipe.report.notices import notices
 from hybridpipe.report.run import RunStart
-from hybridpipe.report.tables import compared, explain, parts_table, ranks_table
+from hybridpipe.report.tables import compared, parts_table, plan_details, ranks_table
+from hybridpipe.report.words import rounded
 from hybridpipe.training.metrics import MinibatchRecord
 from hybridpipe.training.planmaker import ClusterLike
 from hybridpipe.training.trainer import Trainer
@@ -53,26 +51,23 @@ RESULTS = ("summary.json", "trace.json", REPORT)  # written at the end
 SUMMARY_FORMAT = "hybridpipe-summary/1"
 
 
-class _RunLog:
-    """Progress bar and metrics.jsonl of rank 0 during training; does nothing on other ranks."""
+class _Records:
+    """Writes the lines of metrics.jsonl on rank 0."""
 
-    def __init__(self, trainer: Trainer, out: Path, total: int | None, name: str, appends: bool) -> None:
-        self._progress: Progress | None = None
+    def __init__(self, trainer: Trainer, out: Path, appends: bool) -> None:
+        self._file: TextIO | None = None
         if trainer.world.rank == 0:
-            self._metrics = _open_metrics(out / "metrics.jsonl", trainer.step if appends else 0)
-            self._progress = Progress(total, name, done=trainer.step)
+            self._file = _open_metrics(out / "metrics.jsonl", trainer.step if appends else 0)
 
     def note(self, record: MinibatchRecord) -> None:
-        """Show and write the record of a finished minibatch."""
-        if self._progress is not None:
-            self._progress.update(record)
-            print(json.dumps(asdict(record)), file=self._metrics, flush=True)
+        """Write the record of a finished minibatch."""
+        if self._file is not None:
+            print(json.dumps(asdict(record)), file=self._file, flush=True)
 
     def close(self) -> None:
-        """Close bar and file."""
-        if self._progress is not None:
-            self._progress.close()
-            self._metrics.close()
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def train(
@@ -104,12 +99,10 @@ def train(
         dataset, validation = config.data.build(), config.data.build_validation()
     except (OSError, ModuleNotFoundError) as error:  # missing data is reported in one line
         failure.refuse(error)
-    now = conditions(MPI.COMM_WORLD, config)
-    before = None if cluster is not None else measured_before(MPI.COMM_WORLD, out, now)
     try:
-        trainer = _trainer(config, model, loss, plan, cluster or before, hang_timeout, out)
+        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout, out)
         notes = _resume(trainer, resume, out, resume_changed)
-        trainer.prepare(dataset, validation)
+        trainer.prepare(dataset, validation, folder=out)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
     schedule = trainer.plan.schedule
@@ -117,17 +110,10 @@ def train(
         notes.insert(0, f"{schedule}: backward not split in {', '.join(not_split)}")
     if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
         notes.insert(0, f"{schedule}: train.microbatch is not used, as a minibatch travels whole")
-    if trainer.choice is not None and before is not None:
-        notes.insert(0, f"machines as measured before (remove {out / MACHINES} to measure them anew)")
     start = run_start(config, plan, trainer)
     if start is not None:
         _start_folder(trainer, out, resume, replace(start, notes=tuple(notes)))
-        if trainer.choice is not None and before is None and cluster is None:
-            remember(out, now, trainer.choice.cluster)
-    an_epoch = num_minibatches(dataset, config.train.minibatch)
-    totals = [None if an_epoch is None else config.train.most_epochs * an_epoch, config.train.max_steps]
-    total = min((each for each in totals if each is not None), default=None)
-    log = _RunLog(trainer, out, total, f"{plan} ({trainer.plan.name})", _continues_own(out, resume))
+    records = _Records(trainer, out, _continues_own(out, resume))
     trainer.fit(
         dataset,
         0 if trainer.recorder.has_reached_target else max(0, config.train.most_epochs - trainer.epoch),
@@ -136,12 +122,12 @@ def train(
         eval_every=config.train.eval_every,
         shuffle=config.train.shuffle,
         drop_last=config.train.drop_last,
-        on_minibatch=log.note,
+        on_minibatch=records.note,
         target_accuracy=config.train.target_accuracy,
         target_loss=config.train.target_loss,
         checkpoint=Checkpointing(out / CHECKPOINTS, config.checkpoint.every, config.checkpoint.keep),
     )
-    log.close()
+    records.close()
     _finish(trainer, out, trace)
     trainer.close()
     return 0
@@ -213,11 +199,6 @@ def _set_aside(folder: Path) -> list[str]:
     return [f"{folder} was another training's and is now {aside}: --resume auto would have resumed it"]
 
 
-def _rounded(value: float) -> str:
-    """Format with four decimals, or with four significant digits if below 0.01."""
-    return f"{value:.4g}" if 0 < abs(value) < 0.01 else f"{value:.4f}"
-
-
 def _open_metrics(path: Path, step: int) -> TextIO:
     """Open the file of records to append from `step` on; 0 starts it anew.
 
@@ -281,15 +262,15 @@ def check_launcher() -> None:
 
 
 def _report_plan(trainer: Trainer, out: Path) -> None:
-    """Print the plan and the reasons for it; write it together with the profile and cluster behind it."""
+    """Write the plan with the profile and cluster behind it; print the details of a plan that is new."""
     write_json(out / "plan.json", trainer.plan)
     choice = trainer.choice
     if choice is None:
-        print(f"plan {trainer.plan.name}, {trainer.plan.schedule}, as given", flush=True)
         return
     write_json(out / "profile.json", choice.profile)
     write_json(out / "cluster.json", choice.machines or choice.cluster)
-    print(explain(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
+    if not trainer.continues_plan:
+        print(plan_details(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
 
 
 def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
@@ -327,7 +308,7 @@ def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
     with_report = ", with report.html" if report_at_end(out) else ""
     epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
-    figures = ", ".join(f"{name} {_rounded(value)}" for name, value in summary["metrics"].items())
+    figures = ", ".join(f"{name} {rounded(value)}" for name, value in summary["metrics"].items())
     print(
         (f"{parts_table(parts)}\n" if parts else "")
         + (f"{ranks_table(traced.per_minibatch())}\n" if trace and traced else "")

@@ -86,12 +86,6 @@ def minibatches(
         yield once.minibatch(i, microbatches.sizes(i))
 
 
-def num_minibatches(dataset: Any, minibatch_size: int) -> int | None:
-    """Return the number of minibatches in an epoch; None where only its end tells it."""
-    count = source_of("dataset", dataset).num_samples(minibatch_size)
-    return None if count is None else ceil_div(count, minibatch_size)
-
-
 def microbatch_size_of(plan: Plan, minibatch_size: int, microbatch_size: int | None = None) -> int:
     """Return the microbatch size in samples that follows from the plan's number of microbatches.
 

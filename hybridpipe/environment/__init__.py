@@ -1,9 +1,10 @@
-"""Environment of a process: its cores, its rank and the number of ranks that its launcher started.
+"""Environment of a process: its cores, its rank, the number of ranks that its launcher started, its terminal.
 
 Not known here: MPI itself; only the standard library is imported. Invariant: nothing is changed.
 """
 
 import os
+import sys
 from collections.abc import Mapping
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # set by launchers
@@ -37,3 +38,10 @@ def promised_ranks(env: Mapping[str, str] = os.environ) -> int | None:
         if name in env:
             return int(env[name])
     return None
+
+
+def on_terminal(env: Mapping[str, str] = os.environ) -> bool:
+    """True if stderr is shown on a terminal. Under mpirun only the launcher knows, through a variable."""
+    if "OMPI_COMM_WORLD_RANK" in env or "PMI_RANK" in env:
+        return env.get("HYBRIDPIPE_TERMINAL") == "1"
+    return sys.stderr.isatty()

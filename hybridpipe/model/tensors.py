@@ -5,7 +5,7 @@ Invariant: a function that maps a tree keeps its containers and everything in it
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -143,3 +143,21 @@ def expanded_dimensions(tensor: Tensor) -> list[int]:
     """Return the dimensions along which a tensor is expanded: it stores each number once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return [dim for dim, (size, stride) in enumerate(sizes) if size > 1 and stride == 0]
+
+
+def tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the first name of each tensor that has several names, by each of its other names.
+
+    Tensors are the same if they are the same view of the same memory, on any device.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    names = {
+        name: first.setdefault(_memory(tensor), name) for name, tensor in tensors.items() if tensor.numel()
+    }
+    return {name: other for name, other in names.items() if name != other}
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for tensors that are the same view of the same memory."""
+    storage = tensor.untyped_storage()._cdata  # an address would not tell tensors on the meta device apart
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

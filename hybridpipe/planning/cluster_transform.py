@@ -13,6 +13,7 @@ from hybridpipe.planning.checks import MAX_RANKS, positive_int
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.plan import Plan
 
+NETWORK_LATENCY_SECONDS = 5e-5  # between machines, where none is given
 FIGURES = ("plan", "ranks used", "microbatches", "minibatch", "samples/s", "bubble", "most memory")
 T = TypeVar("T")
 
@@ -69,12 +70,21 @@ def _figures(plan: Plan) -> Iterator[str]:
 def changed(
     cluster: Cluster, bandwidth: float | None, latency_seconds: float | None, num_ranks: int | None
 ) -> Cluster:
-    """Return the cluster with all requested changes; None leaves a figure as it is."""
+    """Return the cluster with all requested changes; None leaves a figure as it is.
+
+    More ranks than one machine has are on further machines like it, which a network of this bandwidth and
+    latency (NETWORK_LATENCY_SECONDS if None) connects.
+
+    Raises:
+        ValueError: as `with_ranks`; one machine is to grow, and the bandwidth is None.
+    """
+    if num_ranks is not None:
+        latency = NETWORK_LATENCY_SECONDS if latency_seconds is None else latency_seconds
+        network = None if bandwidth is None else Level("network", 1, bandwidth, latency, bandwidth)
+        cluster = with_ranks(cluster, num_ranks, network)
     if bandwidth is not None:
         cluster = with_bandwidth(cluster, bandwidth)
-    if latency_seconds is not None:
-        cluster = with_latency(cluster, latency_seconds)
-    return cluster if num_ranks is None else with_ranks(cluster, num_ranks)
+    return cluster if latency_seconds is None else with_latency(cluster, latency_seconds)
 
 
 def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
@@ -97,29 +107,35 @@ def with_latency(cluster: Cluster, seconds: float) -> Cluster:
     return _outermost(cluster, replace(level, latency_seconds=seconds))
 
 
-def with_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
+def with_ranks(cluster: Cluster, num_ranks: int, network: Level | None = None) -> Cluster:
     """Return the cluster with as many units of its outermost level as hold `num_ranks`.
 
     New ranks repeat the measured ones in turn. The figures of the links stay, also those of an all-reduce
     over more ranks.
 
+    Args:
+        network: what connects further machines to a cluster that is one; it gets the ranks.
+
     Raises:
-        ValueError: the cluster is one machine whose ranks share its processors: no network is known.
+        ValueError: the cluster is one machine whose ranks share its processors, and no network is known.
     """
     positive_int("ranks", num_ranks)
     if num_ranks > MAX_RANKS:
         raise ValueError(f"ranks must be an integer <= {MAX_RANKS}, got {num_ranks}")
+    levels = cluster.levels
     if num_ranks > cluster.num_ranks <= (cluster.node_ranks or 0):
-        raise ValueError(
-            f"ranks must be at most {cluster.num_ranks}, got {num_ranks}: the cluster is one machine, and a "
-            "second needs a network; write a level for it into the cluster file"
-        )
-    unit = cluster.levels[-2].ranks if len(cluster.levels) > 1 else 1
+        if network is None:
+            raise ValueError(
+                f"ranks must be at most {cluster.num_ranks}, got {num_ranks}: the cluster is one machine; "
+                "a second needs a network: give its bandwidth, or write a level for it into the cluster file"
+            )
+        levels = (*levels, network)
+    unit = levels[-2].ranks if len(levels) > 1 else 1
     count = math.ceil(num_ranks / unit) * unit
     memory, speed = cluster.memory_bytes, cluster.relative_speed
     return replace(
         cluster,
-        levels=(*cluster.levels[:-1], replace(cluster.levels[-1], ranks=count)),
+        levels=(*levels[:-1], replace(levels[-1], ranks=count)),
         memory_bytes=_repeated(memory, count) if isinstance(memory, tuple) else memory,
         relative_speed=speed and _repeated(speed, count),
     )

@@ -11,7 +11,7 @@ from hybridpipe.report.curves import Point, Series, chart
 from hybridpipe.report.html import Block, Charts, Figure, Page, Section, Table
 from hybridpipe.report.run import Comparison, Run
 from hybridpipe.report.strips import Strips, stack
-from hybridpipe.report.tables import COMPARE_LEGEND, compare_rows, reference_of
+from hybridpipe.report.tables import compare_legend, compare_rows, reference_of
 from hybridpipe.report.words import counted
 
 STYLES = ("accent", "second", "third", "fourth", "fifth")
@@ -59,8 +59,8 @@ def _speed(comparison: Comparison) -> Iterator[Block]:
         strip = stack(name, [("accent", speed, f"{speed:,.0f} samples/s")], whole or 1.0, f"{speed:,.0f}")
         rows.append(strip._replace(mark=100 * expected / whole if expected else None))
     yield Strips("Samples/s", (("accent", "measured"), ("limit", "predicted")), tuple(rows))
-    told = compare_rows({name: asdict(each) for name, each in figures.items()}, reference_of(figures))
-    yield Table(told, COMPARE_LEGEND, links=comparison.links)
+    told = {name: asdict(each) for name, each in figures.items()}
+    yield Table(compare_rows(told, reference_of(figures)), compare_legend(told), links=comparison.links)
 
 
 def _learning(comparison: Comparison) -> Iterator[Block]:

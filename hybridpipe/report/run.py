@@ -73,6 +73,7 @@ class Summary:
     """The fields of summary.json that a report shows (docs/reference/files.md)."""
 
     plan: str = ""
+    same_plan_as: str = ""  # of compare.json: an earlier run that ran the same plan in each round
     schedule: str = ""
     ranks: int | None = None
     ranks_used: int | None = None

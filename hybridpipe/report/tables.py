@@ -19,7 +19,7 @@ from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Parts, Timeline
 from hybridpipe.planning.units import duration, size
 from hybridpipe.report.stage_figures import StageFigures, bottleneck, stage_figures
-from hybridpipe.report.words import few, ranges
+from hybridpipe.report.words import counted, few, ranges
 
 NUM_CANDIDATES = 6
 LEGEND = (
@@ -153,14 +153,76 @@ def explanation(
     """
     total = cluster.num_ranks if num_ranks is None else num_ranks
     return Explanation(
-        f"plan {short_name(plan)}: {plan.num_stages} stage(s) on {plan.num_ranks} of {total} ranks, "
-        f"{plan.schedule}, {_slices(plan)} of {profile.samples} samples{_particulars(plan)}",
+        headline(plan, profile.samples, total),
         (*_prediction(plan, profile, cluster), *_model(plan, profile)),
         stage_rows(plan, profile, cluster),
         tuple(_where_time_goes(plan, profile, cluster)),
         candidate_rows(candidates, plan),
-        _unused(plan, candidates, total) if candidates else "",
+        unused_ranks(plan, total, candidates),
     )
+
+
+def headline(plan: Plan, samples: int, num_ranks: int) -> str:
+    """Name a plan with its stages, ranks, schedule and microbatches.
+
+    Args:
+        samples: of a microbatch.
+        num_ranks: usable ranks.
+    """
+    ranks = counted(num_ranks, "rank")
+    used = ranks if num_ranks == 1 else f"{plan.num_ranks} of {ranks}"
+    stages, of_samples = counted(plan.num_stages, "stage"), counted(samples, "sample")
+    how = f"{plan.schedule}, {_slices(plan)} of {of_samples}{_particulars(plan)}"
+    return f"plan {short_name(plan)}: {stages} on {used}, {how}"
+
+
+def plan_lines(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_ranks: int | None = None,
+) -> list[str]:
+    """Say in at most four lines which plan runs, how fast it is by prediction, and which ranks stay unused.
+
+    Args:
+        plan, candidates, profile, cluster, num_ranks: as in `explanation`.
+    """
+    total = cluster.num_ranks if num_ranks is None else num_ranks
+    speed, *ratios = _prediction(plan, profile, cluster)
+    lines = [headline(plan, profile.samples, total), f"predicted: {speed}", "; ".join(ratios)]
+    return [line for line in (*lines, unused_ranks(plan, total, candidates)) if line]
+
+
+def forecast(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[str]:
+    """Say in two lines which plan it is, and how fast by prediction, also beside data parallelism.
+
+    Args:
+        plan, profile, cluster: as in `explanation`.
+    """
+    assert plan.predicted is not None
+    speed, *ratios = _prediction(plan, profile, cluster)
+    if plan.num_ranks > plan.num_stages == 1:
+        ratios.append("it is data parallelism")
+    told = "; ".join([speed, f"bubble {plan.predicted.bubble_fraction:.0%}", *ratios])
+    return [headline(plan, profile.samples, cluster.num_ranks), f"predicted: {told}"]
+
+
+def plan_details(plan: Plan, candidates: Sequence[Candidate], profile: ModelProfile, cluster: Cluster) -> str:
+    """Return what `plan_lines` leaves out as text: the model, the stages, the time, the other candidates.
+
+    Args:
+        plan, candidates, profile, cluster: as in `explanation`.
+    """
+    parts = [
+        "\n".join(_model(plan, profile)),
+        f"{table(stage_rows(plan, profile, cluster))}\n({LEGEND})",
+        "\n".join(_where_time_goes(plan, profile, cluster)),
+    ]
+    if candidates:
+        parts.append(f"considered, by predicted time{_sharing(cluster)}:")
+        parts.append(table(candidate_rows(candidates, plan)))
+    return "\n\n".join(filter(None, parts))
 
 
 def explain(
@@ -170,12 +232,9 @@ def explain(
     cluster: Cluster,
     num_ranks: int | None = None,
 ) -> str:
-    """Return the `explanation` of a plan as text."""
-    found = explanation(plan, candidates, profile, cluster, num_ranks)
-    lines = [found.headline, *found.facts, "", table(found.stages), f"({LEGEND})", "", *found.time]
-    if candidates:
-        lines += ["", f"considered, by predicted time{_sharing(cluster)}:", "", table(found.considered)]
-    return "\n".join([*lines, *(["", found.unused] if found.unused else [])])
+    """Return `plan_lines` and `plan_details` as one text."""
+    lines = plan_lines(plan, candidates, profile, cluster, num_ranks)
+    return "\n".join([*lines, "", plan_details(plan, candidates, profile, cluster)])
 
 
 def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
@@ -226,11 +285,15 @@ def _particulars(plan: Plan) -> str:
     if len(recomputing) == plan.num_stages:
         parts.append("activations recomputed")
     elif recomputing:
-        parts.append(f"activations recomputed in stage(s) {ranges(recomputing)}")
+        parts.append(f"activations recomputed in {_stages(recomputing)}")
     for zero in (1, 2):
         if sharing := [s for s in range(plan.num_stages) if plan.zero_of(s) == zero]:
-            parts.append(f"zero = {zero} in stage(s) {ranges(sharing)}")
+            parts.append(f"zero = {zero} in {_stages(sharing)}")
     return "".join(f", {each}" for each in parts)
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"{'stage' if len(stages) == 1 else 'stages'} {ranges(stages)}"
 
 
 def _slices(plan: Plan) -> str:
@@ -275,14 +338,16 @@ def _as_simulated(
     )
 
 
-def _unused(plan: Plan, candidates: Sequence[Candidate], num_ranks: int) -> str:
+def unused_ranks(plan: Plan, num_ranks: int, candidates: Sequence[Candidate] = ()) -> str:
+    """Say which of `num_ranks` ranks the plan leaves unused, and why if it was searched for; "" for none."""
     unused = sorted(set(range(num_ranks)).difference(plan.ranks))
     if not unused:
         return ""
-    who = f"{len(unused)} rank(s) stay unused ({ranges(unused)})"
-    larger = [candidate for candidate in candidates if candidate.plan.num_ranks > plan.num_ranks]
-    if plan != candidates[0].plan:  # the plan was asked for by name: dp or straight
+    stay = "stays" if len(unused) == 1 else "stay"
+    who = f"{counted(len(unused), 'rank')} {stay} unused ({ranges(unused)})"
+    if not candidates or plan != candidates[0].plan:  # it was given, or asked for by name: dp or straight
         return who
+    larger = [candidate for candidate in candidates if candidate.plan.num_ranks > plan.num_ranks]
     if larger:
         best = larger[0].plan
         loss = _seconds(best) / (_seconds(plan) or 1) - 1
@@ -298,7 +363,16 @@ def reference_of(runs: Iterable[str]) -> str:
 
 def compare_table(runs: Mapping[str, Mapping[str, Any]], reference: str) -> str:
     """Return the `compare_rows` as text."""
-    return f"{table(compare_rows(runs, reference))}\n({COMPARE_LEGEND})"
+    return f"{table(compare_rows(runs, reference))}\n({compare_legend(runs)})"
+
+
+def compare_legend(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Say what is in the columns, and how to read rows of the same plan if there are any."""
+    same = [
+        f"{name} ran the plan of {twin}" for name, run in runs.items() if (twin := run.get("same_plan_as"))
+    ]
+    drift = f"{', '.join(same)}: they differ by the machine's drift only" if same else ""
+    return "; ".join(filter(None, (COMPARE_LEGEND, drift)))
 
 
 def compare_rows(runs: Mapping[str, Mapping[str, Any]], reference: str) -> list[Row]:
@@ -307,9 +381,10 @@ def compare_rows(runs: Mapping[str, Mapping[str, Any]], reference: str) -> list[
     rows = []
     for name, run in runs.items():
         speed, predicted = run.get("samples_per_second"), run.get("predicted_samples_per_second")
+        twin = run.get("same_plan_as")
         row = {
             "run": name,
-            "plan": run["plan"],
+            "plan": f"{run['plan']}, as {twin}" if twin else run["plan"],
             "samples/s": _or_dash("{:,.0f}".format, speed),
             "predicted": _or_dash("{:,.0f}".format, predicted),
         }

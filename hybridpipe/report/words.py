@@ -28,3 +28,8 @@ def few(items: Sequence[str], separator: str) -> str:
 def counted(number: int, one: str, many: str = "") -> str:
     """Format a number of things, such as "2 ranks"; `many` is the plural if it does not end with a mere s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def rounded(value: float) -> str:
+    """Format a figure with four decimals, or with four significant digits if below 0.01."""
+    return f"{value:.4g}" if 0 < abs(value) < 0.01 else f"{value:.4f}"

@@ -25,6 +25,7 @@ from hybridpipe.errors import UserError, shown
 
 JSON = Any
 FORMS = ("foreach", "fused")  # options that choose an implementation and change no formula
+AVERAGE = "ema"  # in an optimizer's state of a parameter: the average that `callbacks.EMA` keeps
 SAMPLES_SEEN, BATCHES_AGREED = "statistics_samples", "statistics_batches"  # JSON keys of `stage.statistics`
 _TENSOR, _TUPLE, _PAIRS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$pairs", "$counter", "$float"
 

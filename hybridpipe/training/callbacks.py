@@ -27,12 +27,18 @@ class Run:
         trainer: the trainer whose `fit` calls.
         save: saves a checkpoint in a folder, of which it keeps so many.
         epochs: epochs that this call of `fit` trains at most.
+        steps: minibatches after which the training ends at the latest; None if its data set cannot tell.
     """
 
     def __init__(
-        self, trainer: "TrainerView", save: Callable[[str | os.PathLike[str], int], Path], epochs: int
+        self,
+        trainer: "TrainerView",
+        save: Callable[[str | os.PathLike[str], int], Path],
+        epochs: int,
+        steps: int | None,
     ) -> None:
         self._trainer, self._save, self._last_epoch = trainer, save, trainer.epoch + epochs
+        self._steps = steps
 
     @property
     def rank(self) -> int:
@@ -63,6 +69,11 @@ class Run:
     def epochs(self) -> int:
         """Epochs after which the training ends at the latest, those before a checkpoint included."""
         return self._last_epoch
+
+    @property
+    def steps(self) -> int | None:
+        """Minibatches after which the training ends at the latest; None if its data set cannot tell."""
+        return self._steps
 
     @property
     def history(self) -> Sequence[Mapping[str, Any]]:
@@ -164,9 +175,6 @@ class CallbackList:
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
         self._run, self._named = run, dict(zip(names_of(callbacks), callbacks, strict=True))
-
-    def __bool__(self) -> bool:
-        return bool(self._named)
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Call the method `event` of each."""

@@ -40,6 +40,8 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import exit_report, preemption
 from hybridpipe.model.deferred import Numbers
+from hybridpipe.model.tensors import tied
+from hybridpipe.planning.plan import Plan
 from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
@@ -139,6 +141,7 @@ class CheckpointManager:
             "data": dict(self._data),
             **state,
             "model": snapshot.described_model(worker),
+            "tied": tied(worker.model.state_dict()),
             "statistics": sorted(statistics(worker.model)),
             "callbacks": {} if self._callbacks is None else self._callbacks.state_dict(),
         }
@@ -150,10 +153,25 @@ class CheckpointManager:
             "run": pack(run, "run", {}),
         }
 
-    def give(self, callbacks: CallbackList) -> None:
-        """Hand the callbacks what the loaded checkpoint kept of them."""
+    def begin_fit(
+        self,
+        worker: Worker,
+        settings: Checkpointing | None,
+        microbatch_size: int,
+        callbacks: CallbackList,
+    ) -> Keeper | None:
+        """Hand the callbacks what the loaded checkpoint kept of them, and make `fit`'s keeper.
+
+        The first call with a keeper is collective.
+
+        Args:
+            settings: folder, interval and number of checkpoints; None to save none.
+        """
         callbacks.load_state_dict(self._callback_states)
         self._callbacks, self._callback_states = callbacks, {}
+        if settings is None:
+            return None
+        return self.keeper(worker, settings, microbatch_size, callbacks=callbacks)
 
     def find(
         self,
@@ -255,6 +273,10 @@ class CheckpointManager:
     def _tell(self, line: str) -> None:
         if self._world.rank == 0:
             notices.tell(line)
+
+    def continues(self, plan: Plan) -> bool:
+        """True if a checkpoint of this plan was found, and is not loaded yet."""
+        return self._found is not None and is_exact(self._found, plan)
 
     def load(self, worker: Worker, is_new: bool = False) -> None:
         """Load the found checkpoint, if there is one. Collective.

@@ -131,7 +131,7 @@ class FitLoop:
 
     def _is_over(self) -> bool:
         """Return True if no epoch is to begin: a callback wants the end, or `max_steps` is reached."""
-        if self._callbacks and self._worker.share(np.zeros(0)).ask_to_end():
+        if self._worker.share(np.zeros(0)).ask_to_end():
             self.stopped = True
         only_ends = self._state.only_ends_epoch(self._minibatch_size)
         return self.stopped or (self._state.step >= self._breaks.max_steps and not only_ends)

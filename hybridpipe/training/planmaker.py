@@ -45,6 +45,7 @@ from hybridpipe.planning.units import memory_bytes
 from hybridpipe.report.memory import least_left, misfit, predicted_bytes
 from hybridpipe.report.notices import notices
 from hybridpipe.training.autoplan import Choice, autoplan, measured_cluster
+from hybridpipe.training.machines import MachinesFile, conditions
 from hybridpipe.types import Loss
 
 PlanLike = Plan | str | os.PathLike[str]
@@ -97,6 +98,10 @@ def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, tells: 
     return replace(request, zero=0)
 
 
+def _say_nothing(line: str) -> None:
+    pass
+
+
 class PlanMaker:
     """Makes the plan of one training.
 
@@ -111,6 +116,7 @@ class PlanMaker:
         predicts: predict a given plan, too.
         memory: the most bytes that each rank may have; a given plan is then predicted, too. None: the limits
             that are found count.
+        say: called with lines about what is measured.
 
     Raises:
         ValueError: a given plan does not fit model, world or minibatch; the message shows the arithmetic.
@@ -131,8 +137,10 @@ class PlanMaker:
         cluster: ClusterLike | None = None,
         predicts: bool = False,
         memory: int | str | None = None,
+        say: Callable[[str], None] = _say_nothing,
     ) -> None:
-        self.numbers = numbers
+        self.numbers, self._say = numbers, say
+        self.folder: Path | None = None  # where measured machines are found, and kept
         request = _shareable(request, model, rule, world.rank == 0)
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
         self._layers: Layers | None = known_layers(model, rule.precision)  # None before a recording
@@ -287,6 +295,7 @@ class PlanMaker:
 
     def _choice(self, layers: Layers, minibatch: Minibatch) -> Choice | None:
         """Return a plan by name or the prediction of a given one; None if that cannot be predicted."""
+        self._say("measuring the model")
         profile, work = self._measured(layers, minibatch)
         if layers.why_whole and self.plan is None and self._world.rank == 0:
             notices.tell(f"the model runs as one stage: {layers.why_whole}")
@@ -348,15 +357,27 @@ class PlanMaker:
 
     def _machines(self, profile: ModelProfile, work: Callable[[], object]) -> Cluster:
         """Return the machines, measured now or before. Collective."""
+        known, file = self._world.bcast(self._cluster), None
+        is_alone = self._world.size == 1  # no machine is measured
+        if known is None and self.folder is not None and not is_alone:
+            now = conditions(self._world, self._device, profile)
+            file = MachinesFile(self.folder, now, self._shares_out)
+            known = file.read(self._world)
+            if known is not None and self._world.rank == 0:  # the report says so, too
+                notices.tell(f"machines as measured before (remove {file.path} to measure them anew)")
+        if known is None and not is_alone:
+            self._say("measuring the machines")
         cluster = measured_cluster(
             self._world,
             profile,
             work,
             progress_thread=self.progress_thread,
-            cluster=self._cluster,
+            cluster=known,
             device=self._device,
             with_sharding=self._shares_out,
         )
+        if known is None and file is not None and self._world.rank == 0:
+            file.write(cluster)
         return cluster.compressing(self._rule.compression, profile.dtype)
 
 

@@ -175,6 +175,24 @@ class TrainState:
             )
         return begun
 
+    def last_step(
+        self, epochs: int, epoch_samples: int | None, minibatch_size: int, max_steps: int | None
+    ) -> int | None:
+        """Return the step at which `fit` ends at the latest; None if nobody knows.
+
+        Args:
+            epochs: epochs of this `fit`, the current one among them.
+            epoch_samples: samples of an epoch; None where only its end can tell.
+            max_steps: as in `fit`.
+        """
+        ends = [] if max_steps is None else [max_steps]
+        if epoch_samples is not None:
+            begun = 0 if self.progress is None else self.progress.position
+            if self.only_ends_epoch(minibatch_size):
+                begun = 0
+            ends.append(self.step + epochs * ceil_div(epoch_samples, minibatch_size) - begun)
+        return min(ends, default=None)
+
     def only_ends_epoch(self, minibatch_size: int) -> bool:
         """Return True if all minibatches of an epoch are trained on, and its validation is still to come."""
         point = self.resume_point(minibatch_size)

@@ -40,6 +40,7 @@ from hybridpipe.training import validation as valid
 from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.callbacks import Callback, CallbackList, OnMinibatch, Run, check_callbacks, names_of
 from hybridpipe.training.checkpoints import CheckpointManager, Sizes
+from hybridpipe.training.console import Console
 from hybridpipe.training.evaluation import Metric, MicrobatchMetrics, evaluate, targets_wanted
 from hybridpipe.training.feed import Feed
 from hybridpipe.training.fit import FitLoop
@@ -49,8 +50,6 @@ from hybridpipe.training.prediction import predict
 from hybridpipe.training.train_state import TrainState
 from hybridpipe.training.view import TrainerView
 from hybridpipe.types import Loss, OptimizerFactory
-
-_FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
 
 
 class Trainer(TrainerView):
@@ -100,6 +99,7 @@ class Trainer(TrainerView):
             returns (sum, count), and `evaluate` returns sum over count of the data set. One called "accuracy"
             replaces the accuracy that is counted for targets that are classes.
         callbacks: called by `fit` at its events (`hybridpipe.callbacks`); the same on every rank.
+        verbose: rank 0 says on stderr who trains, what is measured, which plan runs, and how far `fit` is.
 
     Raises:
         TypeError: the model is not an `nn.Module`.
@@ -140,6 +140,7 @@ class Trainer(TrainerView):
         on_nonfinite: str = "stop",
         metrics: Mapping[str, Metric] = MappingProxyType({}),
         callbacks: Sequence[Callback] = (),
+        verbose: bool = True,
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
         failure.install()
@@ -165,7 +166,9 @@ class Trainer(TrainerView):
         options |= {"callbacks": names_of(self._callbacks)}
         consistency.check_arguments(self.world, model, loss, self.rule, given, metrics, **options)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
-        on = self.world, self.device, minibatch_size, microbatch_size, cluster, predict, memory
+        self._console = Console(self.world, verbose)
+        measured = cluster, predict, memory, self._console.say
+        on = self.world, self.device, minibatch_size, microbatch_size, *measured
         self._maker = PlanMaker(given, request, model, numbers, loss, self.rule, *on)
         self._begin_state()
         if self._maker.plan is not None and not self._maker.waits:
@@ -176,16 +179,11 @@ class Trainer(TrainerView):
         self._updates = True
         self._fitting = None
         self.choice: Choice | None = None
-        self._worker = None
+        self._worker, self._continues_plan = None, False
         self.state, self.recorder = TrainState(), Recorder()
         sizes = Sizes(self.seed, self.minibatch_size)
         settings = partial(consistency.settings, self.model, self.loss, self.rule)
         self._checkpoints = CheckpointManager(sizes, self.world, self.state, self.recorder, settings)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED and hasattr(self, name):
-            raise AttributeError(f"{name} of a Trainer cannot be changed: make a new Trainer")
-        super().__setattr__(name, value)
 
     def train_step(self, inputs: Tree, targets: Tree) -> float:
         """Train on one minibatch; every rank passes the same one.
@@ -304,19 +302,19 @@ class Trainer(TrainerView):
             epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)
         dataset = self._feed.training_set(dataset, drop_last)
         validation = None if validation is None else self._feed.held_out_set("validation", validation)
-        self.prepare(dataset, validation)
+        self.prepare(dataset, validation, folder=None if checkpoint is None else checkpoint.folder)
         valid.check_breaks(breaks, self.plan.schedule)
         if self.world.rank == 0:
             valid.warn_if_in_evaluation_mode(self.model)
         self.worker.zero_grad()
-        observers = [*self._callbacks, *([] if on_minibatch is None else [OnMinibatch(on_minibatch)])]
-        callbacks = CallbackList(observers, Run(self, self._save, epochs))
-        self._checkpoints.give(callbacks)
-        keeper = None
-        if checkpoint is not None:
-            keeper = self._checkpoints.keeper(
-                self.worker, checkpoint, self.microbatch_size, callbacks=callbacks
-            )
+        noting = [] if on_minibatch is None else [OnMinibatch(on_minibatch)]
+        steps = self.state.last_step(
+            epochs, dataset.num_samples(self.minibatch_size), self.minibatch_size, max_steps
+        )
+        callbacks = CallbackList(
+            [*self._callbacks, *noting, self._console], Run(self, self._save, epochs, steps)
+        )
+        keeper = self._checkpoints.begin_fit(self.worker, checkpoint, self.microbatch_size, callbacks)
         trained = self.worker, self.state, self.recorder, keeper, self.minibatch_size
         loaded = self.worker, dataset, self.microbatch_size, shuffle, self.state
         validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
@@ -423,8 +421,13 @@ class Trainer(TrainerView):
             batches = self._feed.evaluation(self.worker, source, self.microbatch_size)
             return evaluate(self.worker, batches, self._metrics, self.step, may_stop)
 
-    def prepare(self, dataset: Any, validation: Any = None) -> None:
+    def prepare(
+        self, dataset: Any, validation: Any = None, *, folder: str | os.PathLike[str] | None = None
+    ) -> None:
         """Check data sets and model, and make a plan by name from the first minibatch; `fit` does so, too.
+
+        Args:
+            folder: keeps what is measured of the machines for the next start; for `fit` that of `checkpoint`.
 
         Raises:
             TypeError: the data set or its samples have another type.
@@ -433,6 +436,7 @@ class Trainer(TrainerView):
             UserError: the checkpoint was trained on another data set.
         """
         self.state.check_call("prepare")
+        self._maker.folder = None if folder is None else Path(folder)
         source = self._feed.training_set(dataset)
         if validation is not None:
             self._feed.check("validation", self._feed.held_out_set("validation", validation))
@@ -478,6 +482,8 @@ class Trainer(TrainerView):
         trained = self._maker.known_layers, plan, self.loss, self.rule
         on = self.world, self.device, self.seed, self._maker.progress_thread
         worker = Worker(*trained, *on, self._maker.numbers)
+        self._continues_plan = self._checkpoints.continues(plan)
+        self._console.say_plan(plan, self.choice, self.microbatch_size, self._continues_plan)
         self._checkpoints.load(worker, is_new=True)
         self.recorder.end_start(self.device)
         self._worker, self._maker.numbers = worker, None

@@ -19,6 +19,8 @@ from hybridpipe.training.metrics import Recorder, Traced
 from hybridpipe.training.planmaker import PlanMaker
 from hybridpipe.training.train_state import TrainState
 
+_FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
+
 
 class TrainerView:
     """The readable half of a `Trainer`, which sets these attributes."""
@@ -31,7 +33,13 @@ class TrainerView:
     rule: UpdateRule
     _maker: PlanMaker
     _worker: Worker | None
+    _continues_plan: bool
     _fitting: FitLoop | None  # the last call of `fit`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and hasattr(self, name):
+            raise AttributeError(f"{name} of a Trainer cannot be changed: make a new Trainer")
+        super().__setattr__(name, value)
 
     @property
     def microbatch_size(self) -> int:
@@ -57,6 +65,11 @@ class TrainerView:
     def history(self) -> list[dict[str, Any]]:
         """Entries that `fit` returned for each epoch, those before a checkpoint included."""
         return self.state.history
+
+    @property
+    def continues_plan(self) -> bool:
+        """True if the plan was made for a checkpoint's training, and is its plan."""
+        return self._continues_plan
 
     @property
     def plan(self) -> Plan:

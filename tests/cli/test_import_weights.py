@@ -1,4 +1,4 @@
-"""From a plain file of weights to a training, and back."""
+"""From plain weights to a training, and back."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec, Trainer
-from hybridpipe.checkpoint import directory
+from hybridpipe.checkpoint import directory, exchange
+from hybridpipe.checkpoint.names import FORMATS
 from hybridpipe.cli import main
 from hybridpipe.cli.profile import build_model
 from hybridpipe.config import load_config
@@ -109,6 +110,22 @@ def test_there_and_back(config, weights, tmp_path, capsys):
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_there_and_back_in_any_format(config, weights, tmp_path, monkeypatch, form):
+    monkeypatch.setattr(exchange, "SHARD_BYTES", 40)
+    of_form, back = str(tmp_path / f"of.{form}"), tmp_path / "back.safetensors"
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    for words in (
+        ["import", str(weights), str(config), "--out", one],
+        ["export", one, "--out", of_form, "--format", form],
+        ["import", of_form, str(config), "--out", other],
+        ["export", other, "--out", str(back)],
+    ):
+        assert main.main(words) == 0
+    before, after = load_file(weights), load_file(back)
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
 def test_there_and_back_with_a_model_that_is_recorded(config, tmp_path, capsys):
     config.write_text(CONFIG.replace(":net", ":Residual"))
     weights, run = tmp_path / "w.safetensors", tmp_path / "run"
@@ -118,6 +135,17 @@ def test_there_and_back_with_a_model_that_is_recorded(config, tmp_path, capsys):
     assert main.main(["export", str(run / "checkpoints"), "--out", str(tmp_path / "out.safetensors")]) == 0
     after = load_file(tmp_path / "out.safetensors")
     assert after.keys() == before.keys() and all(torch.equal(after[key], before[key] + 1) for key in before)
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_a_training_starts_from_a_folder_as_from_a_file(config, weights, tmp_path, form):
+    assert main.main(["import", str(weights), str(config), "--out", str(tmp_path / "run")]) == 0
+    folder = tmp_path / form
+    assert main.main(["export", str(tmp_path / "run"), "--out", str(folder), "--format", form]) == 0
+    of_file, of_folder = (
+        trained(config, source, Plan((StageSpec(0, 4),), num_microbatches=2)) for source in (weights, folder)
+    )
+    assert all(torch.equal(of_file[key], of_folder[key]) for key in of_file)
 
 
 @pytest.mark.parametrize("key", ["3.weight", "1.running_var"])
@@ -152,6 +180,11 @@ def test_mistakes_are_told_in_one_line_and_nothing_is_made(config, weights, tmp_
 
     assert told(tmp_path / "none") == f"hybridpipe: {tmp_path}/none: is missing"
     assert "config.toml: must be a safetensors file: its header should have" in told(config)
+    (tmp_path / "empty").mkdir()
+    of_none = (
+        f"{tmp_path}/empty: must hold model.safetensors or model.safetensors.index.json (save_pretrained)"
+    )
+    assert told(tmp_path / "empty") == f"hybridpipe: {of_none}, or .metadata (torch.distributed.checkpoint)"
     other = tmp_path / "other.safetensors"
     changes = [
         (lambda state: state.pop("0.bias"), "0.bias: the model has float32[8], the file none"),

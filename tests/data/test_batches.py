@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hybridpipe.data import batches
-from hybridpipe.data.batches import Microbatches, num_minibatches, parts_of
+from hybridpipe.data.batches import Microbatches, parts_of
 from hybridpipe.data.stream import microbatch_sizes, slice_minibatch
 
 
@@ -46,7 +46,6 @@ def test_in_order_the_last_minibatch_is_short(make):
     assert order(make(7), 3, 2) == [[0, 1, 2], [3, 4, 5], [6]]
     assert [batch.sizes for batch in minibatches(make(7), 4, 3)] == [[3, 1], [3]]
     assert [batch.num_samples for batch in minibatches(make(7), 4, 3)] == [4, 3]
-    assert num_minibatches(make(7), 4) == 2 and num_minibatches(make(8), 4) == 2
 
 
 @pytest.mark.parametrize("make", [numbers, Counted])

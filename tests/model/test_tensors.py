@@ -1,7 +1,8 @@
 import pytest
 import torch
+from torch import nn
 
-from hybridpipe.model.tensors import map_tensors, named_leaves, not_finite, tensors_in, tensors_of
+from hybridpipe.model.tensors import map_tensors, named_leaves, not_finite, tensors_in, tensors_of, tied
 
 A, B = torch.ones(2), torch.arange(3)
 
@@ -69,3 +70,13 @@ def test_types_without_infinity_or_order_are_looked_at_too():
 def test_what_is_no_number_or_merely_large_passes(tensor):
     """A sum of the largest numbers overflows; sparse tensors are refused elsewhere."""
     assert not_finite(tensor) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_one_tensor_with_several_names_is_found_on_any_device(device):
+    first, second = nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device)
+    second.weight = first.weight
+    model = nn.ModuleDict({"a": first, "b": second, "c": nn.Linear(3, 3, device=device), "d": first})
+    assert tied(model.state_dict()) == {"b.weight": "a.weight", "d.weight": "a.weight", "d.bias": "a.bias"}
+    rows = torch.zeros(4, 3, device=device)
+    assert tied({"whole": rows, "first": rows[:1], "last": rows[1:], "none": rows[:0], "no": rows[:0]}) == {}

@@ -1,8 +1,10 @@
 """The commands as a user types them, on a small model; what they write is what the next one reads."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def for_the_group() -> Iterator[None]:
+    """A umask that lets the user's group read, and nobody else."""
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
 def hybridpipe(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "hybridpipe", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110)
@@ -151,13 +161,14 @@ def test_from_measurement_to_trained_model(job, folder):
     assert "minibatch 12/12" in done.stdout
 
 
-def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
+def test_auto_explains_itself_and_both_timelines_are_kept(job, folder, for_the_group):
     out = folder / "out"
-    done = job(
-        3, "hybridpipe", "train", str(folder / "small.toml"), "--set", "train.epochs=1", "--out", str(out)
-    )
+    train = ["hybridpipe", "train", str(folder / "small.toml"), "--set", "train.epochs=1", "--out", str(out)]
+    done = job(3, *train)
     for said in ("plan ", "all-reduce", "considered, by predicted time", "dp", "straight"):
         assert said in done.stdout
+    for said in ("3 ranks on ", "measuring the model\n", "measuring the machines\n", "minibatch 4/4: loss "):
+        assert done.stdout.count(said) == 1, done.stdout
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         "measured",
@@ -174,6 +185,15 @@ def test_auto_explains_itself_and_both_timelines_are_kept(job, folder):
     for told in ("Plan, and why", "Loss", "Predicted", "Measured", "A minibatch of each rank", "rank 2"):
         assert told.lower() in text.lower(), told
     assert "Not in this report" not in text
+    made = {out, *out.rglob("*")}
+    assert len(made) > 15 and {each.stat().st_mode & 0o777 for each in made if each.is_file()} == {0o640}
+    assert {each.stat().st_mode & 0o777 for each in made if each.is_dir()} == {0o750}
+
+    again = job(3, *train, "--resume", "auto").stdout
+    told = f"machines as measured before (remove {out / 'machines.json'} to measure them anew)\n"
+    assert again.count(told) == again.count(", as before\n") == 1 and "considered" not in again, again
+    measured, used = (json.loads((out / f"{name}.json").read_text()) for name in ("machines", "cluster"))
+    assert measured["cluster"].items() <= used.items(), "the plan was predicted with it"
 
 
 def test_machines_measured_before_are_not_measured_again(job, folder):

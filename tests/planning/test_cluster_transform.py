@@ -6,6 +6,7 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.cluster_transform import (
+    NETWORK_LATENCY_SECONDS,
     changed,
     figures,
     parse_bandwidth,
@@ -112,11 +113,27 @@ def test_figures_stand_side_by_side():
     ]
 
 
-def test_one_machine_grows_no_second_one():
-    machine = replace(Cluster.flat(4, 1.0, 0.0), node_ranks=4, compute_speeds=(1.0, 0.9))
-    assert with_ranks(machine, 4) == machine and with_ranks(machine, 3).num_ranks == 3
-    with pytest.raises(ValueError, match="ranks must be at most 4, got 5: the cluster is one machine"):
-        with_ranks(machine, 5)
-    two = replace(machine, node_ranks=2)
+MACHINE = replace(Cluster.flat(4, 1.0, 0.0), node_ranks=4, compute_speeds=(1.0, 0.9), memory_bytes=7)
+
+
+def test_one_machine_is_joined_by_others_over_the_network_that_is_given():
+    grown = changed(MACHINE, 1e9, None, 14)
+    network = Level("network", 16, 1e9, NETWORK_LATENCY_SECONDS, shared_bandwidth=1e9)
+    assert grown == replace(MACHINE, levels=(*MACHINE.levels, network))
+    assert changed(MACHINE, 1e9, 1e-6, 14).levels[-1].latency_seconds == 1e-6
+    assert changed(MACHINE, 1e9, None, 3) == with_bandwidth(with_ranks(MACHINE, 3), 1e9)
+    assert changed(grown, 2e9, None, 32).levels == (
+        *MACHINE.levels,
+        replace(network, ranks=32, bandwidth=2e9, shared_bandwidth=2e9),
+    )
+
+
+def test_one_machine_grows_no_second_one_without_a_network():
+    assert with_ranks(MACHINE, 4) == MACHINE and with_ranks(MACHINE, 3).num_ranks == 3
+    with pytest.raises(
+        ValueError, match=r"at most 4, got 5: the cluster is one machine; .* give its bandwidth"
+    ):
+        changed(MACHINE, None, 1e-6, 5)
+    two = replace(MACHINE, node_ranks=2)
     assert with_ranks(two, 6).num_ranks == 6
     assert with_ranks(Cluster.flat(1, 1.0, 0.0), 2).num_ranks == 2  # on no one knows what machine

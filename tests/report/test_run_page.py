@@ -23,7 +23,7 @@ def test_a_report_tells_the_whole_run(run):
     seen = shown(run)
     for told in (
         "Plan, and why",
-        "4 stage(s) on 4 of 4 ranks, 1f1b",
+        "4 stages on 4 of 4 ranks, 1f1b",
         "bottleneck",
         f"resuming from {EVIL}",
         "considered, by predicted time; the chosen plan stands out",

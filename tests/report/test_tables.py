@@ -13,6 +13,7 @@ from hybridpipe.planning.search.search import with_prediction
 from hybridpipe.planning.timeline import Parts
 from hybridpipe.report.tables import (
     candidate_rows,
+    compare_table,
     compared,
     explain,
     parts_table,
@@ -40,16 +41,16 @@ def told(plan, profile, cluster, **asked):
 def test_a_plan_is_explained():
     text = told(Plan((StageSpec(0, 1), StageSpec(1, 3, 2)), num_microbatches=8), CHAIN, FREE)
     lines = text.splitlines()
-    assert lines[:4] == [
-        "plan 1-2: 2 stage(s) on 3 of 4 ranks, 1f1b, 8 microbatches of 2 samples",
-        "30 s a minibatch of 16 samples, 1 samples/s",
-        "2.40 times as fast as one rank",
-        "0.90 times as fast as data parallelism on the same ranks",
+    assert lines[:5] == [
+        "plan 1-2: 2 stages on 3 of 4 ranks, 1f1b, 8 microbatches of 2 samples",
+        "predicted: 30 s a minibatch of 16 samples, 1 samples/s",
+        "2.40 times as fast as one rank; 0.90 times as fast as data parallelism on the same ranks",
+        "1 rank stays unused (3)",
+        "",
     ]
     assert "bottleneck: computing in stage 0, 24 s of 30 s" in lines
     assert any(line.startswith("the ranks' time, on average: forward 27%, ") for line in lines)
     assert "considered, by predicted time:" in lines
-    assert lines[-1] == "1 rank(s) stay unused (3)"
     assert "cannot be trained" not in text
 
 
@@ -89,7 +90,7 @@ def test_many_ranks_and_stages_stay_on_the_line():
     profile = ModelProfile(tuple(layer(str(i)) for i in range(30)), 1)
     plan = Plan(tuple(StageSpec(i, i + 1) for i in range(30)), num_microbatches=30)
     text = told(plan, profile, Cluster.flat(30, 1e300, 0.0))
-    assert "plan 30 stages: 30 stage(s)" in text and "0, 1, 2, 3, 4, 5, 6, .., 28" in text
+    assert "plan 30 stages: 30 stages on 30 of 30 ranks" in text and "0, 1, 2, 3, 4, 5, 6, .., 28" in text
     odd = Plan((StageSpec(0, 30, 10, tuple(range(0, 20, 2))),))
     assert "0,2,4,6,8,10,12,..,18" in table(stage_rows(odd, profile, Cluster.flat(30, 1e300, 0.0)))
     assert "0-9 " in table(stage_rows(Plan.data_parallel(30, 10, 1), profile, Cluster.flat(30, 1e300, 0.0)))
@@ -99,7 +100,7 @@ def test_what_does_not_fit_is_said_of_the_others():
     profile = ModelProfile((layer(parameters=100), layer(parameters=100)), 1)
     text = told(Plan((StageSpec(0, 1), StageSpec(1, 2))), profile, replace(FREE, memory_bytes=250))
     assert "as fast as one rank, which does not fit into memory" in text
-    assert "2 rank(s) stay unused (2-3): no plan with more that fits into memory is among the best" in text
+    assert "2 ranks stay unused (2-3): no plan with more that fits into memory is among the best" in text
 
 
 def test_a_given_plan_is_explained_without_candidates():
@@ -114,7 +115,7 @@ def test_candidates_that_recompute_are_marked():
     text = table(candidate_rows(candidates, candidates[0].plan))
     assert "straight, recomputing" in text and text.count("->") == 1
     text = explain(candidates[0].plan, candidates, profile, limited)
-    assert "activations recomputed in stage(s) 0" in text and "recomputing" in text
+    assert "activations recomputed in stage 0" in text and "recomputing" in text
 
 
 def test_an_asynchronous_plan_is_explained():
@@ -141,7 +142,7 @@ def test_ranks_that_hold_several_stages_are_explained():
     profile = ModelProfile(tuple(layer(str(i)) for i in range(4)), 1)
     plan = Plan(tuple(StageSpec(i, i + 1) for i in range(4)), "interleaved-1f1b", 4, chunks=2)
     text = told(plan, profile, FREE)
-    assert "plan 1-1x2: 4 stage(s) on 2 of 4 ranks, interleaved-1f1b" in text
+    assert "plan 1-1x2: 4 stages on 2 of 4 ranks, interleaved-1f1b" in text
     assert "bottleneck: computing in the stages of group 0, 24 s of 27 s" in text
 
 
@@ -274,3 +275,12 @@ def test_what_stages_share_is_told_where_a_plan_separates_it():
 def test_a_model_of_one_layer_says_why():
     profile = ModelProfile((layer("Net"),), samples=2, why_whole="m.py:8: item reads data")
     assert "one stage: m.py:8: item reads data" in told(Plan((StageSpec(0, 1),)), profile, FREE).splitlines()
+
+
+def test_runs_of_the_same_plan_are_told_in_the_comparison():
+    runs = {name: {"plan": "1-1", "metrics": {}} for name in ("auto", "dp", "straight")}
+    assert compare_table(runs, "dp").splitlines()[-1] == "(p2p and all-reduced: of all ranks, per minibatch)"
+    runs["straight"] |= {"same_plan_as": "auto"}
+    *rows, legend = compare_table(runs, "dp").splitlines()
+    assert [row.split()[:2] for row in rows[2:]] == [["auto", "1-1"], ["dp", "1-1"], ["straight", "1-1,"]]
+    assert legend.endswith("; straight ran the plan of auto: they differ by the machine's drift only)")

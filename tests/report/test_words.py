@@ -1,6 +1,6 @@
 import pytest
 
-from hybridpipe.report.words import counted, few, ranges
+from hybridpipe.report.words import counted, few, ranges, rounded
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,17 @@ def test_long_lists_are_cut():
 def test_things_are_counted(number, text):
     assert counted(number, "rank") == text
     assert counted(2, "minibatch", "minibatches") == "2 minibatches"
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0.97221, "0.9722"),
+        (12.5, "12.5000"),
+        (0.0000123456, "1.235e-05"),
+        (-0.004, "-0.004"),
+        (0.0, "0.0000"),
+    ],
+)
+def test_figures_have_four_decimals_or_digits(value, text):
+    assert rounded(value) == text

@@ -101,6 +101,15 @@ def test_a_request_to_stop_does_not_put_off_another():
     assert fresh.stop_from == 9
 
 
+def test_the_last_step_is_known_where_an_epochs_length_or_max_steps_is():
+    state = TrainState(step=25, progress=begun(position=5, recorded=5))
+    assert state.last_step(2, 44, 8, None) == 25 - 5 + 2 * 6
+    assert state.last_step(2, 44, 8, 30) == 30
+    assert state.last_step(2, None, 8, 30) == 30 and state.last_step(2, None, 8, None) is None
+    state.progress = begun(position=6, recorded=6)  # only its validation is left
+    assert state.last_step(2, 44, 8, None) == 25 + 2 * 6
+
+
 def test_a_checkpoint_says_no_more_than_the_losses_that_are_in():
     state = TrainState(progress=begun(position=6))
     assert state.state_dict()["so_far"] == asdict(begun())

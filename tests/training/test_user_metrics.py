@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridpipe import Plan, StageSpec
-from hybridpipe.cli.train import _rounded
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -95,17 +94,3 @@ def test_what_else_a_metric_returns_is_told_in_one_line(make):
     with pytest.raises(ValueError, match=r"metric mean must return \(sum, count\), two numbers") as told:
         trainer.evaluate(echo())
     assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        (0.97221, "0.9722"),
-        (12.5, "12.5000"),
-        (0.0000123456, "1.235e-05"),
-        (-0.004, "-0.004"),
-        (0.0, "0.0000"),
-    ],
-)
-def test_a_summary_shows_four_decimals_or_digits(value, text):
-    assert _rounded(value) == text

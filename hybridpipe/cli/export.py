@@ -1,0 +1,89 @@
+"""Export: the command that writes a checkpoint's model in a format of other programs.
+
+Not known here: how files are written. Invariant: config.json is that of a model which was built and whose
+tensors are the checkpoint's in name, type and shape; it is never guessed.
+"""
+
+import argparse
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hybridpipe.checkpoint.exchange import write
+from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
+from hybridpipe.cli.profile import build_model
+from hybridpipe.config import load_config
+from hybridpipe.errors import UserError, shown
+from hybridpipe.model.deferred import Factory, build
+from hybridpipe.stage.state import check_fits, described
+
+
+def export(options: argparse.Namespace) -> list[str]:
+    """Write the model in `options.checkpoint` to `options.out`; return lines for the user.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or `out` cannot be written; an earlier `out` stays.
+    """
+    if options.config is not None and options.format != "hf":
+        raise UserError(f"export: --config goes with --format hf, got --format {options.format}")
+    checkpoint, lines = find_checkpoint(options.checkpoint)
+    saved = SavedModel(checkpoint, options.averages)
+    model = None if options.config is None else _model(options.config)
+    if model is not None:
+        check_fits(described(saved.forms), model.state_dict(), str(checkpoint))
+    write(saved, options.out, options.format, None if model is None else partial(_describe, model))
+    what = f"{len(saved.forms)} tensors, {saved.num_bytes / 1e6:,.1f} MB, of {checkpoint}"
+    if options.averages:
+        what = f"{what}, {saved.num_averages} of them averages,"
+    lines.append(f"{what} written to {options.out}")
+    if options.format == "hf" and model is None:
+        lines.append("without config.json, which from_pretrained needs: --config says where it comes from")
+    return lines
+
+
+def _model(source: Path) -> nn.Module:
+    """Return the transformers model that a TOML file or a config.json describes, without its numbers.
+
+    Raises:
+        UserError: it describes none.
+    """
+    of_toml = source.suffix == ".toml"
+    factory: Factory = partial(build_model, load_config(source)) if of_toml else _factory_of_json(source)
+    model = build(factory).model
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        what = f"its model must be one of transformers, got {type(model).__name__}"
+        raise UserError(f"{source}: --config: {what}; without --config no config.json is written")
+    return model
+
+
+def _factory_of_json(source: Path) -> Factory:
+    """Return the function that makes the model of a config.json, or of a folder that has one."""
+    folder = source if source.is_dir() else source.parent
+    path = folder / "config.json"
+    if source not in (folder, path) or not path.is_file():
+        what = "must be a TOML file, a config.json, or a folder with one"
+        raise UserError(f"{source}: --config: {what}")
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        names = config.architectures
+        kind = getattr(transformers, names[0], None) if names else None
+    except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: transformers cannot read it: {' '.join(str(error).split())}") from None
+    if kind is None:
+        what = f"must be the name of a class of transformers, got {shown(names)}"
+        raise UserError(f"{path}: architectures: {what}; a folder of save_pretrained has it")
+    return partial(kind, config)
+
+
+def _describe(model: Any, folder: Path) -> None:
+    """Write what `save_pretrained` writes beside the weights."""
+    config = deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

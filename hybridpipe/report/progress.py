@@ -1,0 +1,105 @@
+"""Progress: what a training says of itself while it runs, as lines for people.
+
+Pure: clock and terminal are read elsewhere. Invariant: a speed is that of the last seconds, so that what was
+slow long ago is not in it.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from hybridpipe.report.words import counted, few, rounded
+
+WINDOW_SECONDS = 10.0
+
+
+class Speed:
+    """Speed of a training over its last WINDOW_SECONDS, and the time that the rest of it takes."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque()
+        self._seconds = 0.0  # of `_last`
+        self._begun: float | None = None
+        self._done = 0  # minibatches since then
+
+    def note(self, num_samples: int, seconds: float, now: float) -> None:
+        """Add a minibatch.
+
+        Args:
+            seconds: of training.
+            now: seconds by a clock that also runs during validations.
+        """
+        self._last.append((num_samples, seconds))
+        self._seconds += seconds
+        while self._seconds - self._last[0][1] >= WINDOW_SECONDS:
+            self._seconds -= self._last.popleft()[1]
+        if self._begun is None:  # what came before the first minibatch is no measure for the others
+            self._begun = now
+        else:
+            self._done += 1
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second of training over the last seconds; None before the first minibatch."""
+        return sum(samples for samples, _ in self._last) / self._seconds if self._seconds > 0 else None
+
+    def seconds_left(self, minibatches: int, now: float) -> float | None:
+        """Return the time of so many minibatches and their validations; None for none, or if unknown."""
+        if self._begun is None or not self._done or not minibatches:
+            return None
+        return (now - self._begun) / self._done * minibatches
+
+
+class Place(NamedTuple):
+    """Place in a training; all counts begin with 1, those before a checkpoint included.
+
+    Args:
+        epochs, minibatches: of the whole training; None: not known.
+    """
+
+    epoch: int
+    epochs: int | None
+    minibatch: int
+    minibatches: int | None
+
+    def __str__(self) -> str:
+        epoch = _of("epoch", self.epoch, self.epochs)
+        return f"{epoch}, {_of('minibatch', self.minibatch, self.minibatches)}"
+
+
+def progress_line(
+    place: Place,
+    loss: float,
+    samples_per_second: float | None,
+    seconds_left: float | None,
+    *,
+    validation: Mapping[str, float] | None = None,
+    learning_rate: float | None = None,
+) -> str:
+    """Return a line about a minibatch or, with validation and learning rate, about an epoch."""
+    figures = [f"loss {rounded(loss)}"]
+    if validation:
+        figures.append("validation " + ", ".join(f"{name} {rounded(v)}" for name, v in validation.items()))
+    if learning_rate is not None:
+        figures.append(f"learning rate {learning_rate:.3g}")
+    if samples_per_second is not None:
+        figures.append(f"{samples_per_second:,.0f} samples/s")
+    if seconds_left is not None:
+        figures.append(f"{timedelta(seconds=round(seconds_left))} left")
+    return f"{place}: {'; '.join(figures)}"
+
+
+def hosts_line(hosts: Sequence[str]) -> str:
+    """Return a line about the ranks of a training.
+
+    Args:
+        hosts: by rank, the name of its host.
+    """
+    names = list(dict.fromkeys(hosts))
+    where = names[0] if len(names) == 1 else f"{counted(len(names), 'host')}: {few(names, ', ')}"
+    return f"{counted(len(hosts), 'rank')} on {where}"
+
+
+def _of(what: str, number: int, total: int | None) -> str:
+    return f"{what} {number}" if total is None else f"{what} {number}/{total}"

@@ -1,0 +1,114 @@
+"""Machines as an earlier start in the same folder has measured them, for one under the same conditions.
+
+Not known here: how they are measured. Invariant: all ranks use the same measurement, or none.
+"""
+
+import hashlib
+import os
+import platform
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hybridpipe.checkpoint.directory import make_folder
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.environment import num_cores
+from hybridpipe.errors import UserError
+from hybridpipe.files import parse, read_object, write_json
+from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.report.notices import notices
+from hybridpipe.report.words import counted
+from hybridpipe.version import __version__
+
+MACHINES = "machines.json"
+FORMAT = "hybridpipe-machines/1"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """A measurement, and what it depends on.
+
+    Args:
+        conditions: text by name (`conditions`).
+        cluster: the machines, without limits of memory.
+        with_sharding: True if what only plans with `zero` need was measured, too.
+    """
+
+    conditions: dict[str, str]
+    cluster: Cluster
+    with_sharding: bool = False
+    format: str = FORMAT
+
+
+def conditions(world: MPI.Comm, device: torch.device, profile: ModelProfile) -> dict[str, str]:
+    """Describe what a measurement of the machines depends on, the same on every rank. Collective.
+
+    Besides hosts, launcher and versions it is the work that ranks do meanwhile, which slows others down.
+
+    Args:
+        device: of this rank.
+        profile: of the model whose layers are that work; rank 0's is described.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    threads = os.environ.get("OMP_NUM_THREADS", "default")
+    mine = f"{socket.gethostname()}: {name}, {num_cores()} cores, {threads} threads"
+    by_srun = "SLURM_STEP_ID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    software = {"hybridpipe": __version__, "Python": platform.python_version(), "torch": torch.__version__}
+    mpi = MPI.Get_library_version().rstrip("\0").splitlines()[0]
+    return {
+        "ranks": "; ".join(world.allgather(mine)),
+        "launcher": "srun" if by_srun else "mpirun",
+        "versions": ", ".join([*(f"{name} {version}" for name, version in software.items()), mpi]),
+        "work": world.bcast(_work(profile)),
+    }
+
+
+def _work(profile: ModelProfile) -> str:
+    """Describe the layers of a model by what does not change from measurement to measurement."""
+    sizes = [(each.name, each.parameter_bytes, each.output_bytes) for each in profile.layers]
+    num_bytes = sum(layer.parameter_bytes for layer in profile.layers)
+    what = f"{counted(profile.num_layers, 'layer')}, {num_bytes:,} bytes of parameters, {profile.dtype}"
+    digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
+    return f"{what}, {counted(profile.samples, 'sample')}, {digest}"
+
+
+class MachinesFile:
+    """The machines.json of a folder, for trainings under some conditions.
+
+    Args:
+        folder: of the file.
+        now: the conditions (`conditions`).
+        with_sharding: a measurement holds what only plans with `zero` need, too.
+    """
+
+    def __init__(self, folder: Path, now: dict[str, str], with_sharding: bool) -> None:
+        self.path = folder / MACHINES
+        self._now, self._with_sharding = now, with_sharding
+
+    def read(self, world: MPI.Comm) -> Cluster | None:
+        """Return what was measured under the same conditions, the same on every rank, else None. Collective.
+
+        A file that cannot be read, or is another version's, is no measurement: it will be written anew.
+        """
+        found: Cluster | None = None
+        if world.rank == 0 and self.path.exists():
+            try:
+                earlier = parse(Machines, read_object(self.path), str(self.path))
+            except UserError:
+                earlier = None
+            if earlier is not None and earlier.conditions == self._now:
+                found = earlier.cluster if earlier.with_sharding or not self._with_sharding else None
+        found = world.bcast(found)
+        return found
+
+    def write(self, cluster: Cluster) -> None:
+        """Write a measurement; a line says so if that fails, as only the next start loses by it."""
+        try:
+            make_folder(self.path.parent)
+            machines = replace(cluster, memory_bytes=None)
+            write_json(self.path, Machines(self._now, machines, self._with_sharding))
+        except UserError as error:
+            notices.tell(str(error))
