@@ -24,8 +24,6 @@ JOBS = {"docs/guide/first-run.md": ("launch/mpirun.sh 2",)}
 # What needs more than the small project has, and where it is tested.
 ELSEWHERE = {"hybridpipe export runs/gpt2": "tests/cli/test_export.py"}
 REMEDY = "mend the page, or name what needs more than the small project in ELSEWHERE of test_shell.py"
-    "mend the page, or name a command that needs more than the small project in ELSEWHERE of test_shell.py"
-)
 
 pytestmark = pytest.mark.timeout(300)
 
