@@ -23,7 +23,7 @@ from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine import allocator, consistency
 from hybridpipe.environment.memory_limits import RankMemory, bytes_for_stages
-from hybridpipe.errors import UserError, suggest
+from hybridpipe.errors import UserError, suggest, told
 from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.health import failure, out_of_memory
 from hybridpipe.measure.layers import Rehearsal
@@ -345,8 +345,10 @@ class PlanMaker:
                     raise
                 what = f"each rank measures the whole model on a microbatch of {minibatch.sizes[0]} samples"
                 raise MemoryError(f"{what}: give a smaller one (train.microbatch)") from error
+            except UserError:
+                raise
             except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
-                raise RuntimeError("the first microbatch failed while the model was measured") from error
+                raise RuntimeError(f"the model fails on the first microbatch: {told(error)}") from error
 
     @property
     def _shares_out(self) -> bool:
@@ -357,11 +359,11 @@ class PlanMaker:
 
     def _machines(self, profile: ModelProfile, work: Callable[[], object]) -> Cluster:
         """Return the machines, measured now or before. Collective."""
-        known, file = self._world.bcast(self._cluster), None
+        (known, folder), file = self._world.bcast((self._cluster, self.folder)), None
         is_alone = self._world.size == 1  # no machine is measured
-        if known is None and self.folder is not None and not is_alone:
+        if known is None and folder is not None and not is_alone:
             now = conditions(self._world, self._device, profile)
-            file = MachinesFile(self.folder, now, self._shares_out)
+            file = MachinesFile(folder, now, self._shares_out)
             known = file.read(self._world)
             if known is not None and self._world.rank == 0:  # the report says so, too
                 notices.tell(f"machines as measured before (remove {file.path} to measure them anew)")

@@ -296,7 +296,7 @@ class Trainer(TrainerView):
         valid.check_resume(resume, checkpoint)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted, "resume": resume}
-        of_fit |= {"breaks": breaks[:2], "drop_last": drop_last}
+        of_fit |= {"breaks": breaks[:2], "drop_last": drop_last, "checkpoint": checkpoint}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
         if resume is not None and checkpoint is not None:
             epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)

@@ -144,7 +144,7 @@ if trainer.world.rank == 0:
 
 
 def requeued(slurm, tmp_path, *words):
-    """What the job of a generated script prints that is requeued after a first checkpoint in tmp_path."""
+    """What the job of a generated script prints, requeued once it has saved in tmp_path/checkpoints."""
     log, checkpoints = tmp_path / "log.txt", tmp_path / "checkpoints"
     options = ["--nodes", "2", "--ntasks-per-node", "1", "--time", "5", "--output", str(log), "--submit"]
     said = command_in(slurm, sys.executable, "-m", "hybridpipe", "slurm", *options, *words)
