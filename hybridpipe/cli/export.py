@@ -5,6 +5,7 @@ tensors are the checkpoint's in name, type and shape; it is never guessed.
 """
 
 import argparse
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from hybridpipe.checkpoint.disk import writing
 from hybridpipe.checkpoint.exchange import write
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
+from hybridpipe.cli.data import in_one_line
 from hybridpipe.cli.profile import build_model
 from hybridpipe.config import load_config
 from hybridpipe.errors import UserError, shown
-from hybridpipe.model.deferred import Factory, build
+from hybridpipe.model.deferred import build
 from hybridpipe.stage.state import check_fits, described
 
 
@@ -29,9 +32,11 @@ def export(options: argparse.Namespace) -> list[str]:
     """
     if options.config is not None and options.format != "hf":
         raise UserError(f"export: --config goes with --format hf, got --format {options.format}")
+    if options.set and (options.config is None or options.config.suffix != ".toml"):
+        raise UserError(f"export: --set goes with --config CONFIG.toml, got --config {options.config}")
     checkpoint, lines = find_checkpoint(options.checkpoint)
     saved = SavedModel(checkpoint, options.averages)
-    model = None if options.config is None else _model(options.config)
+    model = None if options.config is None else _model(options.config, options.set)
     if model is not None:
         check_fits(described(saved.forms), model.state_dict(), str(checkpoint))
     write(saved, options.out, options.format, None if model is None else partial(_describe, model))
@@ -44,23 +49,33 @@ def export(options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _model(source: Path) -> nn.Module:
+def _model(source: Path, overrides: Sequence[str]) -> nn.Module:
     """Return the transformers model that a TOML file or a config.json describes, without its numbers.
+
+    Args:
+        overrides: of the TOML file's fields, as `a.b=value`.
 
     Raises:
         UserError: it describes none.
     """
-    of_toml = source.suffix == ".toml"
-    factory: Factory = partial(build_model, load_config(source)) if of_toml else _factory_of_json(source)
-    model = build(factory).model
-    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+    if source.suffix != ".toml":
+        return _model_of_json(source)
+    with in_one_line(TypeError, ValueError):
+        model = build(partial(build_model, load_config(source, overrides))).model
+    if not _is_of_transformers(model):
         what = f"its model must be one of transformers, got {type(model).__name__}"
         raise UserError(f"{source}: --config: {what}; without --config no config.json is written")
     return model
 
 
-def _factory_of_json(source: Path) -> Factory:
-    """Return the function that makes the model of a config.json, or of a folder that has one."""
+def _is_of_transformers(model: nn.Module) -> bool:
+    """True if the model can be saved and loaded by transformers, which is not imported for the answer."""
+    bases = [(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__]
+    return ("transformers", "PreTrainedModel") in bases
+
+
+def _model_of_json(source: Path) -> nn.Module:
+    """Return the model of a config.json, or of a folder that has one."""
     folder = source if source.is_dir() else source.parent
     path = folder / "config.json"
     if source not in (folder, path) or not path.is_file():
@@ -69,21 +84,25 @@ def _factory_of_json(source: Path) -> Factory:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         names = config.architectures
         kind = getattr(transformers, names[0], None) if names else None
-    except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: transformers cannot read it: {' '.join(str(error).split())}") from None
-    if kind is None:
-        what = f"must be the name of a class of transformers, got {shown(names)}"
-        raise UserError(f"{path}: architectures: {what}; a folder of save_pretrained has it")
-    return partial(kind, config)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            return build(partial(kind, config)).model
+    except Exception as error:  # transformers and its models check a config in many ways
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"{path}: transformers cannot read it: {what}") from None
+    what = f"must be the name of a model's class of transformers, got {shown(names)}"
+    raise UserError(f"{path}: architectures: {what}; a folder of save_pretrained has it")
 
 
 def _describe(model: Any, folder: Path) -> None:
     """Write what `save_pretrained` writes beside the weights."""
     config = deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    with writing(folder), in_one_line(ValueError):  # settings that transformers does not write
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)

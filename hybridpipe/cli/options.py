@@ -352,6 +352,7 @@ def add_export(command: Command) -> None:
         help="with hf: whose config.json to write: CONFIG.toml of the training, or the config.json or folder "
         "that the model came from",
     )
+    _add_set(export)
     export.add_argument(
         "--averages", action="store_true", help="the averages that the callback EMA keeps, not the weights"
     )

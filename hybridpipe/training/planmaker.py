@@ -359,11 +359,11 @@ class PlanMaker:
 
     def _machines(self, profile: ModelProfile, work: Callable[[], object]) -> Cluster:
         """Return the machines, measured now or before. Collective."""
-        known, file = self._world.bcast(self._cluster), None
+        (known, folder), file = self._world.bcast((self._cluster, self.folder)), None
         is_alone = self._world.size == 1  # no machine is measured
-        if known is None and self.folder is not None and not is_alone:
+        if known is None and folder is not None and not is_alone:
             now = conditions(self._world, self._device, profile)
-            file = MachinesFile(self.folder, now, self._shares_out)
+            file = MachinesFile(folder, now, self._shares_out)
             known = file.read(self._world)
             if known is not None and self._world.rank == 0:  # the report says so, too
                 notices.tell(f"machines as measured before (remove {file.path} to measure them anew)")

@@ -297,32 +297,32 @@ class Trainer(TrainerView):
         valid.check_validated(self._callbacks, validation)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted, "resume": resume}
-        of_fit |= {"breaks": breaks[:2], "drop_last": drop_last}
+        of_fit |= {"breaks": breaks[:2], "drop_last": drop_last, "checkpoint": checkpoint}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
-        if resume is not None and checkpoint is not None:
-            epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)
-        dataset = self._feed.training_set(dataset, drop_last)
-        validation = None if validation is None else self._feed.held_out_set("validation", validation)
-        self.prepare(dataset, validation, folder=None if checkpoint is None else checkpoint.folder)
-        valid.check_breaks(breaks, self.plan.schedule)
-        if self.world.rank == 0:
-            valid.warn_if_in_evaluation_mode(self.model)
-        self.worker.zero_grad()
-        noting = [] if on_minibatch is None else [OnMinibatch(on_minibatch)]
-        steps = self.state.last_step(
-            epochs, dataset.num_samples(self.minibatch_size), self.minibatch_size, max_steps
-        )
-        callbacks = CallbackList(
-            [*self._callbacks, *noting, self._console], Run(self, self._save, epochs, steps)
-        )
-        keeper = self._checkpoints.begin_fit(self.worker, checkpoint, self.microbatch_size, callbacks)
-        trained = self.worker, self.state, self.recorder, keeper, self.minibatch_size
-        loaded = self.worker, dataset, self.microbatch_size, shuffle, self.state
-        validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-        batches = partial(self._feed.epoch, *loaded)
-        self._fitting = FitLoop(*trained, batches, validate, wanted, callbacks, breaks)
-        first = len(self.history)
-        with preemption.listening(keeper is not None):
+        with preemption.listening(checkpoint is not None):  # measuring may take a minute
+            if resume is not None and checkpoint is not None:
+                epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)
+            dataset = self._feed.training_set(dataset, drop_last)
+            validation = None if validation is None else self._feed.held_out_set("validation", validation)
+            self.prepare(dataset, validation, folder=None if checkpoint is None else checkpoint.folder)
+            valid.check_breaks(breaks, self.plan.schedule)
+            if self.world.rank == 0:
+                valid.warn_if_in_evaluation_mode(self.model)
+            self.worker.zero_grad()
+            noting = [] if on_minibatch is None else [OnMinibatch(on_minibatch)]
+            steps = self.state.last_step(
+                epochs, dataset.num_samples(self.minibatch_size), self.minibatch_size, max_steps
+            )
+            callbacks = CallbackList(
+                [*self._callbacks, *noting, self._console], Run(self, self._save, epochs, steps)
+            )
+            keeper = self._checkpoints.begin_fit(self.worker, checkpoint, self.microbatch_size, callbacks)
+            trained = self.worker, self.state, self.recorder, keeper, self.minibatch_size
+            loaded = self.worker, dataset, self.microbatch_size, shuffle, self.state
+            validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
+            batches = partial(self._feed.epoch, *loaded)
+            self._fitting = FitLoop(*trained, batches, validate, wanted, callbacks, breaks)
+            first = len(self.history)
             self._fitting.run(epochs)
             self._checkpoints.leave_if_preempted(checkpoint)
         return self.history[first:]

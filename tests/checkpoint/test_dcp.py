@@ -67,12 +67,13 @@ def sharded(tmp_path_factory) -> Path:
     words = [[sys.executable, str(PROGRAM), str(made), str(rank), "2"] for rank in range(2)]
     jobs = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True) for each in words]
     for job in jobs:
-        _, told = job.communicate(timeout=100)
+        _, told = job.communicate(timeout=250)
         assert job.returncode == 0, told
     assert len([*made.glob("*.distcp")]) == 2
     return made
 
 
+@pytest.mark.timeout(300)
 def test_a_model_of_several_ranks_is_joined_and_the_rest_is_left(sharded):
     """Its keys have a prefix there, beside the optimizer's state."""
     model = nn.Linear(4, 5)
@@ -159,6 +160,17 @@ def test_a_part_that_no_rank_has_written_is_told(folder):
     with open(folder / METADATA, "wb") as file:
         pickle.dump(metadata, file)
     with pytest.raises(UserError, match=r"'a.weight': its parts must have 12 elements together, got 8"):
+        DcpFolder(folder)
+
+
+def test_a_file_outside_of_the_folder_is_not_read(folder):
+    description = pickle.loads((folder / METADATA).read_bytes())
+    [data] = folder.glob("*.distcp")
+    data.rename(folder.parent / data.name)
+    for info in description.storage_data.values():
+        object.__setattr__(info, "relative_path", f"../{data.name}")
+    (folder / METADATA).write_bytes(pickle.dumps(description))
+    with pytest.raises(UserError, match=r"files must be in the folder itself, got '\.\./__0_0\.distcp'$"):
         DcpFolder(folder)
 
 

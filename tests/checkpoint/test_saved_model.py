@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -12,6 +13,7 @@ from hybridpipe import Checkpointing, Plan, StageSpec
 from hybridpipe.callbacks import EMA
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
 from hybridpipe.checkpoint.shard import PlainFile
+from hybridpipe.cli import main
 from hybridpipe.errors import UserError
 from tests.training.helpers import cross_entropy, seeded
 
@@ -37,7 +39,7 @@ def trained(make_trainer, model, folder, callbacks, epochs=1):
     return trainer
 
 
-def test_the_averages_of_a_training_are_torchs(make_trainer, tmp_path):
+def test_the_averages_of_a_training_are_torchs(make_trainer, tmp_path, capsys):
     model, reference = tied(), tied()
     average = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     update, samples = SGD([p for p in reference.parameters() if p.requires_grad]), seeded(24)
@@ -59,6 +61,14 @@ def test_the_averages_of_a_training_are_torchs(make_trainer, tmp_path):
         torch.testing.assert_close(averages.read(key), expected[key], rtol=0, atol=1e-12)
     assert not torch.equal(averages.read("3.weight"), weights.read("3.weight"))
     assert torch.equal(averages.read("3.weight"), averages.read("0.weight"))
+
+    out = tmp_path / "averages.safetensors"
+    assert main.main(["export", str(tmp_path), "--averages", "--out", str(out)]) == 0
+    assert (
+        f"{len(expected)} tensors, 0.0 MB, of {path}, 5 of them averages, written" in capsys.readouterr().out
+    )
+    loaded = load_file(out)
+    assert all(torch.equal(loaded[key], averages.read(key)) for key in averages.forms)
 
 
 @pytest.mark.parametrize("later", [[], [EMA(0.9, at_end=True)]])

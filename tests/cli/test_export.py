@@ -198,6 +198,7 @@ SIZES = {
 KINDS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM", "T5": "T5ForConditionalGeneration"}
 
 
+@pytest.mark.timeout(300)  # transformers takes a while to load
 @pytest.mark.parametrize(
     "name, of",
     [("GPT2", "folder"), ("Bert", "folder"), ("T5", "folder"), ("GPT2", "config.json"), ("GPT2", "toml")],
@@ -220,11 +221,15 @@ def test_from_pretrained_loads_a_folder(tmp_path, monkeypatch, name, of):
         monkeypatch.syspath_prepend(tmp_path)
         (tmp_path / f"made_by_{name}.py").write_text(
             f"from transformers import {kind}, {name}Config\n"
-            f"def net(): return {kind}({name}Config(vocab_size=40, **{options}))\n"
+            f"def net(n_layer=1):\n"
+            f"    options = {options} | {{'n_layer': n_layer}}\n"
+            f"    return {kind}({name}Config(vocab_size=40, **options))\n"
         )
         given = tmp_path / "config.toml"
         given.write_text(TOML.format(factory=f"made_by_{name}:net"))
     words = ["--out", str(tmp_path / "hf"), "--format", "hf", "--config", str(given)]
+    if of == "toml":
+        words += ["--set", "model.args.n_layer=2"]
     assert main.main(["export", str(tmp_path), *words]) == 0
     ours, theirs = (read_index(tmp_path / each)["weight_map"] for each in ("hf", "origin"))
     assert ours.keys() == theirs.keys() and len({*ours.values()}) > 1
@@ -250,6 +255,7 @@ train = {{ minibatch = 8, microbatch = 4 }}
 @pytest.mark.parametrize(
     "options, told",
     [
+        (["--set", "a=1"], "export: --set goes with --config CONFIG.toml, got --config None"),
         (["--config", "x.toml"], "export: --config goes with --format hf, got --format safetensors"),
         (
             ["--format", "hf", "--config", "absent"],
@@ -285,13 +291,20 @@ def test_a_config_that_is_not_the_models_is_told_in_one_line(tmp_path, capsys):
     def told() -> str:
         words = ["--out", str(tmp_path / "out"), "--format", "hf", "--config", str(tmp_path / "origin")]
         assert main.main(["export", str(tmp_path / "checkpoints"), *words]) == 2
-        return capsys.readouterr().err.splitlines()[-1]
+        printed = capsys.readouterr()
+        assert "run the custom code" not in printed.out, "nobody is asked"
+        return printed.err.splitlines()[-1]
 
     assert "transformer.wte.weight: the model has float32[9, 8], the file none" in told()
     path = tmp_path / "origin" / "config.json"
     document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"architectures": ["MyModel"]}))
-    assert "architectures: must be the name of a class of transformers, got ['MyModel']" in told()
+    for name in ("MyModel", "GPT2Config"):
+        path.write_text(json.dumps(document | {"architectures": [name]}))
+        assert f"architectures: must be the name of a model's class of transformers, got ['{name}']" in told()
+    own_code = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Config"}}
+    for change in ({"vocab_size": "x"}, {"n_head": 3}, {"activation_function": "none"}, own_code):
+        path.write_text(json.dumps(document | change))
+        assert f"{path}: transformers cannot read it: " in told()
     path.write_text("{")
     assert f"{path}: transformers cannot read it: " in told()
 

@@ -3,8 +3,11 @@
 Knows the project's examples. Invariant: what a page shows runs as it is printed; only sizes are smaller.
 """
 
+import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.guide.blocks import ROOT
@@ -54,10 +57,7 @@ AFTER = {
     ("docs/guide/your-own-data.md", "data = [{"): "trainer.fit(data)",
     ("docs/guide/your-own-data.md", "def collate"): "trainer.fit(train_set)",
     ("docs/guide/your-own-data.md", "length = "): "assert length == 16",
-    (
-        "docs/guide/your-own-data.md",
-        "trainer = hybridpipe.Trainer(..., num_workers",
-    ): "trainer.fit(train_set)",
+    ("docs/guide/your-own-data.md", "trainer = hybridpipe.Trainer(..., num"): "trainer.fit(train_set)",
     ("docs/guide/your-own-data.md", "def loss"): (
         "from types import SimpleNamespace as Outputs\n"
         "assert loss(Outputs(logits=torch.zeros(2, 3, 4)), torch.full((2, 3), -100)) == (0, 0)"
@@ -88,3 +88,19 @@ def write_project(folder: Path) -> None:
     (folder / "graph.txt").write_text(PIPEDREAM)
     for name, there in {"CONFIG": config, "launch": ROOT / "launch", ".venv": Path(sys.prefix)}.items():
         (folder / name).symlink_to(there)
+
+
+def shell(
+    script: str, folder: Path, env: Mapping[str, str] = os.environ
+) -> "subprocess.CompletedProcess[str]":
+    """Run a script in a folder as its reader would, with this hybridpipe; stdout has all that it prints."""
+    env = {
+        **env,
+        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{env.get('PYTHONPATH', '')}",
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["bash", "-c", script]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 280}
+    return subprocess.run(command, cwd=folder, env=env, **how)

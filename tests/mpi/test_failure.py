@@ -126,5 +126,6 @@ def test_ranks_that_differ_do_not_start(job):
             ("plan", refused[2].partition("ranks: ")[2]),
             ("minibatch_size", "rank 0 has 8, rank 2 has 16"),
             ("seed", "rank 0 has 0, ranks 1, 2 have 7"),
+            ("checkpoint", "rank 0 has None, rank 2 has Checkpointing(folder='unused', every=None, keep=3)"),
         ], told
     assert told.count("trains") == 3

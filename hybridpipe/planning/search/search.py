@@ -247,9 +247,11 @@ def straight(
     It may leave ranks unused. With `recompute`, stages recompute that must to fit.
     """
     found: list[Candidate] = []
-    for name in PlanRequest(schedule).schedules:
+    names = PlanRequest(schedule).schedules
+    for name in names:
         request = PlanRequest(name, recompute=recompute)
-        problem = Problem(profile, cluster, num_microbatches, num_ranks, request)
+        is_alternative = name != names[0]  # one that has no plan for so few ranks or layers is left out
+        problem = Problem(profile, cluster, num_microbatches, num_ranks, request, is_alternative)
         for plan in straight_plans(problem):
             found.append(Candidate("straight", with_prediction(plan, profile, cluster), profile.samples))
         for least, plan in every_straight(problem):

@@ -369,6 +369,11 @@ def test_the_baselines_of_schedules_that_have_none():
     names = ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")
     seconds = [straight(EQUAL, free(4), 4, 8, name).predicted.minibatch_seconds for name in names]
     assert straight(EQUAL, free(4), 4, 8, "auto").predicted.minibatch_seconds == approx(min(seconds))
+    for ranks, layers in (
+        (1, EQUAL),
+        (4, model(layer(), layer(), layer())),
+    ):  # no schedule needs to interleave
+        assert straight(layers, free(ranks), ranks, 8, "auto").schedule != "interleaved-1f1b"
 
 
 def test_a_stage_that_just_fits_does_not_recompute():
