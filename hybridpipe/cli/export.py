@@ -95,7 +95,8 @@ def _model_of_json(source: Path) -> nn.Module:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{path}: transformers cannot read it: {what}") from None
     what = f"must be the name of a model's class of transformers, got {shown(names)}"
-    raise UserError(f"{path}: architectures: {what}; a folder of save_pretrained has it")
+    remedy = "save_pretrained of the model writes it, that of its config does not"
+    raise UserError(f"{path}: architectures: {what}; {remedy}")
 
 
 def _describe(model: Any, folder: Path) -> None:
