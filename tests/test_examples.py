@@ -223,6 +223,7 @@ def test_the_recommender_is_better_than_a_guess():
     assert accuracy > guess + 0.05 and auc > 0.78
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad
 @pytest.mark.timeout(200)
 def test_sparse_gradients_of_two_replicas_are_those_of_one_process(tmp_path):
     """The recommender's config under data parallelism, and its first minibatches by hand."""
