@@ -44,6 +44,11 @@ def loss():
     return lambda outputs, is_question: F.cross_entropy(outputs.logits, is_question)
 
 
+def right(outputs, is_question):
+    """Return the number of right answers, and of answers: hybridpipe adds up both, over all microbatches."""
+    return (outputs.logits.argmax(1) == is_question).sum(), len(is_question)
+
+
 def sentences(train: bool = True, limit: int = 2048, **texts) -> list[tuple[torch.Tensor, int]]:
     """Return as many questions (1) as other sentences (0), without their marks, in turns; at most `limit`."""
     text = decode(characters(train=train, **texts).codes.tolist())
@@ -74,9 +79,13 @@ if __name__ == "__main__":
     texts = {"root": Path(sys.argv[1]).resolve()} if len(sys.argv) > 1 else {}
     train, held_out = loader(**texts), loader(train=False, limit=512, **texts)
     torch.manual_seed(0)
-    adam = partial(torch.optim.AdamW, lr=0.001)
-    trainer = hybridpipe.Trainer(model(), loss=loss(), optimizer=adam, plan="auto", minibatch_size=32)
-    *_, last = trainer.fit(train, epochs=4, validation=held_out)
-    if trainer.world.rank == 0:
-        print(f"loss {last['loss']:.3f}, held out {last['validation']}")
+    trainer = hybridpipe.Trainer(
+        model(),
+        loss=loss(),
+        optimizer=partial(torch.optim.AdamW, lr=0.001),
+        plan="auto",
+        minibatch_size=32,
+        metrics={"accuracy": right},
+    )
+    trainer.fit(train, epochs=4, validation=held_out)
     trainer.close()

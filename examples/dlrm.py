@@ -81,9 +81,7 @@ if __name__ == "__main__":
     trainer = hybridpipe.Trainer(
         DLRM(),
         loss=F.binary_cross_entropy_with_logits,
-        optimizer=partial(
-            torch.optim.Adagrad, lr=0.03
-        ),  # takes sparse gradients, as SGD does, and dense ones
+        optimizer=partial(torch.optim.Adagrad, lr=0.03),  # as SGD, it takes sparse gradients and dense ones
         plan="auto",
         minibatch_size=128,
         metrics={"accuracy": right},

@@ -62,7 +62,5 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     adam = partial(torch.optim.Adam, lr=0.002)
     trainer = hybridpipe.Trainer(UNet(), loss=F.mse_loss, optimizer=adam, plan="auto", minibatch_size=64)
-    *_, last = trainer.fit(NoisyDigits(), epochs=3, validation=NoisyDigits(train=False))
-    if trainer.world.rank == 0:
-        print(f"loss {last['loss']:.3f}, held out {last['validation']}")
+    trainer.fit(NoisyDigits(), epochs=3, validation=NoisyDigits(train=False))
     trainer.close()

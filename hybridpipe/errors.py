@@ -1,6 +1,8 @@
 """Errors of the user, each told in one line: where it is, the value that was found and what is allowed."""
 
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 TRAINING = "pip install hybridpipe && hybridpipe setup"
@@ -28,6 +30,23 @@ class NotSaved(UserError):
     def __init__(self, what: str, step: int | None = None) -> None:
         super().__init__(what)
         self.step = step
+
+
+@contextmanager
+def noting(where: Callable[[], str]) -> Iterator[None]:
+    """Add a note to any error of the user's code that is called inside: which call it was, and with what."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where())  # Python prints it below the error
+        raise
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one line: its type, what it says, and its notes."""
+    found = traceback.TracebackException.from_exception(error, limit=0)
+    notes, found.__notes__ = found.__notes__ or [], None
+    return "; ".join(line.strip() for line in [list(found.format_exception_only())[-1], *notes])
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str:

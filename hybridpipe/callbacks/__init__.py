@@ -7,6 +7,7 @@ from hybridpipe.callbacks.best import BestCheckpoint
 from hybridpipe.callbacks.early_stopping import EarlyStopping
 from hybridpipe.callbacks.ema import EMA
 from hybridpipe.callbacks.loggers import CSVLogger, MLflowLogger, TensorBoardLogger
+from hybridpipe.callbacks.run_folder import RunFolder
 from hybridpipe.training.callbacks import Callback, Run
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "EarlyStopping",
     "MLflowLogger",
     "Run",
+    "RunFolder",
     "TensorBoardLogger",
 ]

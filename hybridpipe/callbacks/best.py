@@ -22,9 +22,11 @@ class BestCheckpoint(Callback):
         keep: number of the best checkpoints that stay.
 
     Raises:
-        ValueError: an argument is out of range; in `fit`: the validation has no such metric.
+        ValueError: an argument is out of range; in `fit`: there is no validation, or it has no such metric.
         RuntimeError: in `fit`, minibatches of an asynchronous schedule are under way.
     """
+
+    needs_validation = True
 
     def __init__(
         self,

@@ -21,8 +21,10 @@ class EarlyStopping(Callback):
         patience: validations.
 
     Raises:
-        ValueError: an argument is out of range; in `fit`: the validation has no such metric.
+        ValueError: an argument is out of range; in `fit`: there is no validation, or it has no such metric.
     """
+
+    needs_validation = True
 
     def __init__(
         self, metric: str = "loss", patience: int = 3, mode: str | None = None, min_delta: float = 0.0

@@ -95,6 +95,8 @@ class DcpFolder:
             }
             files = {str(each.relative_path) for each in found.storage_data.values()}
         for name in sorted(files):
+            if name != Path(name).name:
+                raise UserError(f"{path}: files must be in the folder itself, got {shown(name)}")
             with open_regular(folder / name):  # a pipe in its place would be waited for
                 pass
 

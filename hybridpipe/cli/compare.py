@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridpipe.cli.report import REPORT, report_at_end, run_folder
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_object, read_plan, write_json
 from hybridpipe.launch import mpirun
 from hybridpipe.planning.plan import Plan
+from hybridpipe.report.folder import REPORT, report_at_end, run_folder
 from hybridpipe.report.tables import compare_table, reference_of
 
 COMPARE_FORMAT = "hybridpipe-compare/1"

@@ -7,14 +7,12 @@ DIR/metrics.jsonl  summary.json  trace.json  model.safetensors  report.html
 DIR/checkpoints/step-00000120/ ...
 """
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
-from typing import TextIO
 
 from torch import nn
 
@@ -25,50 +23,26 @@ from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.checkpoint.whole import write_whole
 from hybridpipe.cli.profile import build_model
-from hybridpipe.cli.report import REPORT, report_at_end
-from hybridpipe.cli.run_file import run_start
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config import Config
 from hybridpipe.errors import UserError
-from hybridpipe.files import write_json, write_text
+from hybridpipe.files import write_json
 from hybridpipe.health import failure
 from hybridpipe.health.watchdog import DEFAULT_SECONDS
 from hybridpipe.model.deferred import Factory
 from hybridpipe.planning.request import AUTO
-from hybridpipe.planning.simulator.predict import predict
-from hybridpipe.planning.timeline import TRACE_FORMAT
+from hybridpipe.report.folder import report_at_end
 from hybridpipe.report.memory import beyond_limit, memory_table
-from hybridpipe.report.notices import notices
 from hybridpipe.report.run import RunStart
-from hybridpipe.report.tables import compared, parts_table, plan_details, ranks_table
+from hybridpipe.report.tables import parts_table, plan_details, ranks_table
 from hybridpipe.report.words import rounded
-from hybridpipe.training.metrics import MinibatchRecord
+from hybridpipe.training import run_folder
 from hybridpipe.training.planmaker import ClusterLike
+from hybridpipe.training.run_file import run_start
 from hybridpipe.training.trainer import Trainer
 from hybridpipe.types import Loss
 
 MEMORY = ("peak_memory_bytes", "memory_before_bytes", "memory_limit_bytes", "memory_limit_origin")
-RESULTS = ("summary.json", "trace.json", REPORT)  # written at the end
-SUMMARY_FORMAT = "hybridpipe-summary/1"
-
-
-class _Records:
-    """Writes the lines of metrics.jsonl on rank 0."""
-
-    def __init__(self, trainer: Trainer, out: Path, appends: bool) -> None:
-        self._file: TextIO | None = None
-        if trainer.world.rank == 0:
-            self._file = _open_metrics(out / "metrics.jsonl", trainer.step if appends else 0)
-
-    def note(self, record: MinibatchRecord) -> None:
-        """Write the record of a finished minibatch."""
-        if self._file is not None:
-            print(json.dumps(asdict(record)), file=self._file, flush=True)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
 
 
 def train(
@@ -114,10 +88,10 @@ def train(
         notes.append(f"{schedule}: backward not split in {', '.join(not_split)}")
     if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
         notes.insert(0, f"{schedule}: train.microbatch is not used, as a minibatch travels whole")
-    start = run_start(config, plan, trainer)
+    start = run_start(trainer, config.where, config.settings(), plan)
     if start is not None:
         _start_folder(trainer, out, resume, replace(start, notes=tuple(resumed)), notes)
-    records = _Records(trainer, out, _continues_own(out, resume))
+    records = run_folder.Records(trainer, out, _continues_own(out, resume))
     trainer.fit(
         dataset,
         0 if trainer.recorder.has_reached_target else max(0, config.train.most_epochs - trainer.epoch),
@@ -145,21 +119,12 @@ def _start_folder(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
-    _remove_results(out)
+    run_folder.remove_results(out)
     _report_plan(trainer, out)
     told = (*notes, *_claim_checkpoints(out, resume))
     write_json(out / "run.json", replace(start, notes=(*start.notes, *told)))
     for line in told:
         print(line, flush=True)
-
-
-def _remove_results(out: Path) -> None:
-    """Remove the results of an earlier training, which would be taken for those of this one."""
-    for path in map(out.joinpath, RESULTS):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            failure.refuse(UserError(f"{path}: cannot be removed: {error.strerror}"))
 
 
 def _resume(trainer: Trainer, source: str | None, out: Path, allow_changed: bool = False) -> list[str]:
@@ -203,25 +168,6 @@ def _set_aside(folder: Path) -> list[str]:
     except OSError as error:
         failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
     return [f"{folder} was another training's and is now {aside}: --resume auto would have resumed it"]
-
-
-def _open_metrics(path: Path, step: int) -> TextIO:
-    """Open the file of records to append from `step` on; 0 starts it anew.
-
-    Records from `step` on, written by a run that was lost, are dropped.
-    """
-    kept = []
-    if step and path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a line cut short when the run was killed
-                break
-            if not isinstance(record, dict) or record.get("step", step) >= step:
-                break
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
-    return path.open("a", encoding="utf-8")
 
 
 def _trainer(
@@ -269,49 +215,24 @@ def check_launcher() -> None:
 
 def _report_plan(trainer: Trainer, out: Path) -> None:
     """Write the plan with the profile and cluster behind it; print the details of a plan that is new."""
-    write_json(out / "plan.json", trainer.plan)
+    run_folder.write_plan(trainer, out)
     choice = trainer.choice
-    if choice is None:
-        return
-    write_json(out / "profile.json", choice.profile)
-    write_json(out / "cluster.json", choice.machines or choice.cluster)
-    if not trainer.continues_plan:
+    if choice is not None and not trainer.continues_plan:
         print(plan_details(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
 
 
 def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     """Gather, print and write the results of the run."""
-    summary, timeline = trainer.summary(), trainer.timeline()
-    traced, told = trainer.traced(), trainer.world.gather(notices.lines())
+    results = run_folder.gather_results(trainer, trace)
     try:
         write_whole(trainer.worker, out / "model.safetensors")
     except UserError as error:
         failure.refuse(error)
-    if summary is None:
+    if results is None:
         return
-    shown = traced.timeline if trace and traced else timeline
-    traces, parts = [] if shown is None else shown.to_chrome_trace("measured", process=0), None
-    if trainer.choice is not None:
-        simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
-        traces += simulated.to_chrome_trace("predicted", process=1)
-        if timeline is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
-            parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
-    memory = [summary[name] for name in MEMORY]
-    predicted = summary["predicted_minibatch_seconds"]
-    rate = trainer.minibatch_size / predicted if predicted else None
-    write_json(
-        out / "summary.json",
-        {
-            "format": SUMMARY_FORMAT,
-            **summary,
-            "predicted_samples_per_second": rate,
-            "parts": parts,
-            "rank_seconds": traced.per_minibatch() if traced else {},
-            "warnings": list(dict.fromkeys(chain(*(told or [])))),
-            "epochs": trainer.history,
-        },
-    )
-    write_json(out / "trace.json", {"format": TRACE_FORMAT, "traceEvents": traces, "displayTimeUnit": "ms"})
+    results.write(out)
+    summary, parts, traced, _ = results
+    memory, rate = [summary[name] for name in MEMORY], summary["predicted_samples_per_second"]
     with_report = ", with report.html" if report_at_end(out) else ""
     epochs, seconds = summary["epochs_to_target"], summary["seconds_to_target"]
     figures = ", ".join(f"{name} {rounded(value)}" for name, value in summary["metrics"].items())

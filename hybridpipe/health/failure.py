@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Doing, rank_status
-from hybridpipe.errors import UserError
+from hybridpipe.errors import UserError, told
 from hybridpipe.health import exit_report, out_of_memory
 
 # MPI_Abort hung in 1 of 10 runs with Horovod. A rank that a signal kills makes mpirun end the job, too.
@@ -132,9 +132,8 @@ def _at_exit() -> None:
 
 def _tell(error: BaseException) -> tuple[int, str]:
     """Write the exit report. Return the exit code and the report's line."""
-    what = "; ".join(
-        filter(None, [traceback.format_exception_only(error)[-1].strip(), out_of_memory.explanation(error)])
-    )
+    explanation = out_of_memory.explanation(error)
+    what = told(error) if explanation in told(error) else f"{told(error)}; {explanation}"
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {rank_status}"
     code = getattr(error, "exit_code", 1)  # of a UserError
     if isinstance(error, SystemExit) and isinstance(error.code, int):

@@ -59,7 +59,8 @@ def attempt(
         return Attempt(ranks, code, f"{who}: {LOST[code]}", has_begun=has_begun)
     if code == 0 and not has_started:  # srun that could launch no task (Slurm 22.05)
         return Attempt(ranks, 1, "the launcher ended with exit code 0, but started no rank", has_begun=False)
-    cause = "" if code == 0 else f"the launcher ended with exit code {code}, and no rank reported why"
+    why = "no rank reported why: see its output above"
+    cause = "" if code == 0 else f"the launcher ended with exit code {code}; {why}"
     return Attempt(ranks, code, cause, has_begun=has_begun)
 
 

@@ -30,6 +30,17 @@ def named_leaves(**trees: Tree) -> Iterator[tuple[str, Any]]:
             yield f"{name}{pytree.keystr(path)}", leaf
 
 
+def described(tree: Tree) -> str:
+    """Return what is in a tree for messages: "{'ids': int64 (16, 8), 'labels': int64 (16,)}"."""
+    if isinstance(tree, Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')} {tuple(tree.shape)}"
+    if isinstance(tree, Mapping):
+        return f"{{{', '.join(f'{key!r}: {described(value)}' for key, value in tree.items())}}}"
+    if isinstance(tree, tuple | list):
+        return f"({', '.join(map(described, tree))})"
+    return "None" if tree is None else type(tree).__name__
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
     """Return the tree with `function` applied to each of its tensors."""
     if isinstance(tree, Tensor):  # the usual trees, in a tenth of the time

@@ -1,7 +1,7 @@
 """Progress: what a training says of itself while it runs, as lines for people.
 
-Pure: clock and terminal are read elsewhere. Invariant: a speed is that of the last seconds, so that what was
-slow long ago is not in it.
+Pure: clock and terminal are read elsewhere. Invariant: samples a second are those of the last seconds, and
+the time left is by all minibatches since the first, validations included.
 """
 
 from collections import deque

@@ -244,7 +244,10 @@ def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator
     total = plan.predicted.minibatch_seconds
     yield f"{duration(total)} a minibatch of {samples} samples, {rate:,.0f} samples/s"
     alone = min(plan.ranks, key=lambda rank: (-cluster.speed(rank), rank))
-    for others, ranks in (("one rank", (alone,)), ("data parallelism on the same ranks", plan.ranks)):
+    beside = {"one rank": (alone,), "data parallelism on the same ranks": plan.ranks}
+    if plan.num_ranks < cluster.num_ranks <= max(plan.num_microbatches, plan.num_ranks):
+        beside[f"data parallelism on all {cluster.num_ranks} ranks"] = tuple(range(cluster.num_ranks))
+    for others, ranks in beside.items():
         other = _one_stage(plan, dealt(cluster, ranks))
         if total and other.stages != plan.stages:
             seconds = _seconds(with_prediction(other, profile, cluster))

@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hybridpipe.errors import UserError, noting
+from hybridpipe.model.tensors import Tree, described
+from hybridpipe.types import Loss
+
 
 class LossSum(NamedTuple):
     """A loss as a sum and its weight; those of several microbatches add up."""
@@ -85,6 +89,22 @@ class SameKind:
         self._is_weighted = is_weighted
 
 
+def computed(loss: Loss, outputs: Tree, targets: Tree) -> MicrobatchLoss:
+    """Call a user's loss. An error inside gets a note of what it was called with.
+
+    Raises:
+        UserError: it returns neither a mean nor a pair (sum, weight).
+    """
+    with noting(lambda: called_with("loss", outputs, targets)):
+        result = loss(outputs, targets)
+    return checked(result)
+
+
+def called_with(name: str, outputs: Tree, targets: Tree) -> str:
+    """Return a note for an error inside a loss or a metric."""
+    return f"in {name}(outputs, targets) with outputs = {described(outputs)}, targets = {described(targets)}"
+
+
 def both_kinds() -> ValueError:
     """Return the error of a loss that returns now a mean and now a pair."""
     return ValueError(
@@ -97,7 +117,7 @@ def checked(result: Any) -> MicrobatchLoss:
     """Return what a loss returned as a `MicrobatchLoss`.
 
     Raises:
-        ValueError: it is neither a mean nor a pair (sum, weight).
+        UserError: it is neither a mean nor a pair (sum, weight).
     """
     is_pair = isinstance(result, tuple) and len(result) == 2
     value, weight = result if is_pair else (result, None)
@@ -105,7 +125,7 @@ def checked(result: Any) -> MicrobatchLoss:
     if is_pair:
         wrong = _wrong_weight(weight) if wrong is None else f"a pair with {wrong}"
     if wrong is not None:
-        raise ValueError(
+        raise UserError(
             "loss must return a tensor of one number, the mean over the samples, or a pair (sum, weight) of "
             f"such a tensor and a number >= 0 without gradient, got {wrong}"
         )

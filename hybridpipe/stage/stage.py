@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.errors import noting
 from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
-from hybridpipe.model.stage_module import StageModule
-from hybridpipe.model.tensors import TensorTree, Tree, map_tensors, tensors_in, tensors_of
+from hybridpipe.model.stage_module import Seed, StageModule
+from hybridpipe.model.tensors import TensorTree, Tree, described, map_tensors, tensors_in, tensors_of
 from hybridpipe.stage.deferred import Deferring
-from hybridpipe.stage.losses import MicrobatchLoss, checked
+from hybridpipe.stage.losses import MicrobatchLoss, computed
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
 from hybridpipe.stage.weights import (
@@ -230,7 +231,7 @@ class Stage:
         precision, seed = self.layers.precision, partial(self._seed, step, microbatch)
         weights = None if self._copies is None else self._copies.current()
         with torch.no_grad(), precision.context(self.device):
-            run = partial(self.layers.run, received, inputs, seed, training=False, form=form)
+            run = partial(self._run_layers, received, inputs, seed, training=False, form=form)
             value: Tree = self._substitution.run(run, weights)
         return value if self.loss is None else map_tensors(precision.raised, value)
 
@@ -366,18 +367,22 @@ class Stage:
         before = self._shared_buffers()
         received = map_tensors(_enter, call.received)
         with self.layers.precision.context(self.device):
-            value = self.layers.run(received, call.inputs, seed, training=True, form=call.form)
+            value = self._run_layers(received, call.inputs, seed, training=True, form=call.form)
         self._check_unchanged(before)
         if call.share is None:
             return _passed_on(value), None
         assert self.loss is not None
         value = map_tensors(self.layers.precision.raised, value)
         seed(self.layers.loss_key, self._loss_draws_from_python)
-        loss = checked(self.loss(value, call.targets))
+        loss = computed(self.loss, value, call.targets)
         if not self._loss_checked:
             check_no_foreign_weights(loss.value, value, self.layers)
             self._loss_checked = True
         return loss.value * (loss.factor(call.share, call.num_samples) * call.scale), loss.detached()
+
+    def _run_layers(self, received: Tree, inputs: Tree, seed: Seed, training: bool, form: int) -> Tree:
+        with noting(lambda: f"in the forward with {_given(received, inputs)}"):
+            return self.layers.run(received, inputs, seed, training=training, form=form)
 
     def _seed(self, step: int, microbatch: int, place: int, python_too: bool) -> None:
         seed_generators(random_key(self.seed, step, microbatch, place), self.device, python_too)
@@ -424,3 +429,9 @@ class _Enter(torch.autograd.Function):
 
 def _enter(tensor: Tensor) -> Tensor:
     return _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+
+
+def _given(received: Tree, inputs: Tree) -> str:
+    """Return what a stage's layers were called with, for a note below an error."""
+    given = {"inputs": inputs} if received is None else {"received": received, "inputs": inputs}
+    return ", ".join(f"{name} = {described(tree)}" for name, tree in given.items() if tree is not None)

@@ -41,6 +41,11 @@ class Run:
         self._steps = steps
 
     @property
+    def trainer(self) -> "TrainerView":
+        """The trainer, to be read: its plan and how that was chosen, and its figures."""
+        return self._trainer
+
+    @property
     def rank(self) -> int:
         """Rank of this process; files and prints are rank 0's."""
         return self._trainer.world.rank
@@ -123,7 +128,13 @@ class Run:
 
 
 class Callback:
-    """Base class of callbacks: every method may be left out. Each is called on every rank."""
+    """Base class of callbacks: every method may be left out. Each is called on every rank.
+
+    Attributes:
+        needs_validation: True refuses a `fit` without validations.
+    """
+
+    needs_validation = False
 
     def on_fit_start(self, run: Run) -> None:
         """Begin: the plan is made, and no minibatch is trained on yet."""

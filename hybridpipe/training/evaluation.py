@@ -17,10 +17,10 @@ from torch.nn import functional
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine.pending import PendingLosses
 from hybridpipe.engine.worker import Worker
-from hybridpipe.errors import shown
+from hybridpipe.errors import noting, shown
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import Tree
-from hybridpipe.stage.losses import LossSum, SameKind, checked
+from hybridpipe.stage.losses import LossSum, SameKind, called_with, computed
 from hybridpipe.types import Loss
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (outputs, targets) of a microbatch → (sum, count)
@@ -112,11 +112,13 @@ class MicrobatchMetrics:
     @torch.no_grad()
     def __call__(self, outputs: Tree, targets: Tree, num_samples: int) -> list[float]:
         """Return the numbers of one microbatch."""
-        loss = checked(self._loss(outputs, targets))
+        loss = computed(self._loss, outputs, targets)
         self._kind.see(loss.is_weighted)
         numbers = [*loss.summed(num_samples)]
         for name, metric in self._metrics.items():
-            numbers += _sum_and_count(name, metric(outputs, targets))
+            with noting(partial(called_with, f"metric {name}", outputs, targets)):
+                result = metric(outputs, targets)
+            numbers += _sum_and_count(name, result)
         return numbers if self._accuracy is None else [*numbers, *self._accuracy(outputs, targets)]
 
     def metrics(self, totals: np.ndarray) -> dict[str, float]:

@@ -23,7 +23,7 @@ from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine import allocator, consistency
 from hybridpipe.environment.memory_limits import RankMemory, bytes_for_stages
-from hybridpipe.errors import UserError, suggest
+from hybridpipe.errors import UserError, suggest, told
 from hybridpipe.files import read_cluster, read_plan
 from hybridpipe.health import failure, out_of_memory
 from hybridpipe.measure.layers import Rehearsal
@@ -345,8 +345,10 @@ class PlanMaker:
                     raise
                 what = f"each rank measures the whole model on a microbatch of {minibatch.sizes[0]} samples"
                 raise MemoryError(f"{what}: give a smaller one (train.microbatch)") from error
+            except UserError:
+                raise
             except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
-                raise RuntimeError("the first microbatch failed while the model was measured") from error
+                raise RuntimeError(f"the model fails on the first microbatch: {told(error)}") from error
 
     @property
     def _shares_out(self) -> bool:

@@ -295,6 +295,7 @@ class Trainer(TrainerView):
         most = 1 if max_steps is None else breaks.max_steps  # an epoch has a minibatch at least
         epochs = valid.integer("epochs", most if epochs is None else epochs, least=0)
         valid.check_resume(resume, checkpoint)
+        valid.check_validated(self._callbacks, validation)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
         of_fit = {"epochs": epochs, "shuffle": shuffle, "targets": wanted, "resume": resume}
         of_fit |= {"breaks": breaks[:2], "drop_last": drop_last, "checkpoint": checkpoint}

@@ -4,7 +4,7 @@ Invariant: every function raises TypeError or ValueError in one line that says w
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CellType
 from typing import Any
@@ -16,13 +16,14 @@ from torch.nn.parameter import is_lazy
 from hybridpipe import environment
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.data.source import Source
-from hybridpipe.errors import shown
+from hybridpipe.errors import UserError, shown
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.planning.checks import plain
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 from hybridpipe.report.notices import notices
+from hybridpipe.training.callbacks import Callback
 from hybridpipe.training.loop import Breaks
 
 
@@ -107,11 +108,26 @@ def check_precision(precision: str, model: nn.Module) -> None:
 
 
 def check_resume(resume: str | None, checkpoint: Checkpointing | None) -> None:
-    """Check that `fit` knows the folder to resume from. Raises ValueError if not."""
+    """Check that `fit` knows where to save, and the folder to resume from.
+
+    Raises:
+        TypeError: `checkpoint` is something else, such as a folder's name.
+        ValueError: `resume` is no word that is known, or has no folder.
+    """
+    if not isinstance(checkpoint, Checkpointing | None):
+        raise TypeError(f"checkpoint must be a hybridpipe.Checkpointing(folder), got {shown(checkpoint)}")
     if resume not in (None, "auto"):
         raise ValueError(f'resume must be None or "auto", got {shown(resume)}; Trainer.resume takes a path')
     if resume is not None and checkpoint is None:
         raise ValueError('resume="auto" needs a folder: fit(..., checkpoint=Checkpointing(folder))')
+
+
+def check_validated(callbacks: Iterable[Callback], validation: Any) -> None:
+    """Raise UserError for a callback that would never act, as there are no validations."""
+    for callback in callbacks:
+        if callback.needs_validation and validation is None:
+            given = "fit(..., validation=a data set), or validation_args in [data] of a config"
+            raise UserError(f"{type(callback).__name__} decides by validations: it needs {given}")
 
 
 def check_loss(loss: Any, model: nn.Module) -> None:

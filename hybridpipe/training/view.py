@@ -5,6 +5,7 @@ Not known here: how a training is made. Invariant: nothing here changes a traini
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridpipe.comm.mpi import MPI
@@ -14,6 +15,7 @@ from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.report.model import model_text
+from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.metrics import Recorder, Traced
 from hybridpipe.training.planmaker import PlanMaker
@@ -28,6 +30,8 @@ class TrainerView:
     world: MPI.Comm
     minibatch_size: int
     seed: int
+    device: torch.device
+    choice: Choice | None  # how the plan was chosen; None for one that was given
     state: TrainState
     recorder: Recorder
     rule: UpdateRule

@@ -3,8 +3,9 @@
 import pytest
 
 from hybridpipe import Checkpointing
-from hybridpipe.callbacks import EarlyStopping
+from hybridpipe.callbacks import BestCheckpoint, EarlyStopping
 from hybridpipe.callbacks.metric import Best
+from hybridpipe.errors import UserError
 from tests.training.helpers import seeded, seeded_mlp
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -43,6 +44,15 @@ def test_a_training_ends_after_its_patience(make):
     trainer = make(callbacks=[EarlyStopping(patience=2, min_delta=FAR)])
     history = trainer.fit(seeded(16), epochs=50, validation=seeded(8, seed=3))
     assert (len(history), trainer.step, trainer.stopped) == (3, 6, True)  # the first value is always better
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping(), BestCheckpoint("best")])
+def test_a_training_without_validations_is_refused(make, callback):
+    trainer = make(callbacks=[callback])
+    name = type(callback).__name__
+    with pytest.raises(UserError, match=rf"^{name} decides by validations: it needs fit\(..., validation="):
+        trainer.fit(seeded(16), epochs=50)
+    assert trainer.step == 0
 
 
 def test_a_metric_that_is_not_there_is_named(make):

@@ -163,6 +163,17 @@ def test_a_part_that_no_rank_has_written_is_told(folder):
         DcpFolder(folder)
 
 
+def test_a_file_outside_of_the_folder_is_not_read(folder):
+    description = pickle.loads((folder / METADATA).read_bytes())
+    [data] = folder.glob("*.distcp")
+    data.rename(folder.parent / data.name)
+    for info in description.storage_data.values():
+        object.__setattr__(info, "relative_path", f"../{data.name}")
+    (folder / METADATA).write_bytes(pickle.dumps(description))
+    with pytest.raises(UserError, match=r"files must be in the folder itself, got '\.\./__0_0\.distcp'$"):
+        DcpFolder(folder)
+
+
 def test_damaged_and_missing_files_are_told_in_one_line(folder):
     (file,) = folder.glob("*.distcp")
     whole = file.read_bytes()

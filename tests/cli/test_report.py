@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridpipe.cli.main import main
-from hybridpipe.cli.report import REPORT, read_run, report_at_end, write_report
+from hybridpipe.report.folder import REPORT, read_run, report_at_end, write_report
 from hybridpipe.report.notices import notices
 from tests.report.made import NUM_MINIBATCHES, make_run
 from tests.report.pages import Tree

@@ -102,5 +102,5 @@ def shell(
         "OMP_NUM_THREADS": "1",
     }
     command = ["bash", "-c", script]
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 110}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 280}
     return subprocess.run(command, cwd=folder, env=env, **how)

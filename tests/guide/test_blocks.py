@@ -4,10 +4,12 @@ Of Python `test_python.py` runs each page, from TOML `test_toml.py` makes config
 here, and `test_shell.py` runs those that are cheap. What none of them can run stands in `exceptions.py`.
 """
 
+import re
+
 import pytest
 
 from tests.guide import exceptions
-from tests.guide.blocks import BLOCKS, SHELL, blocks_of, words
+from tests.guide.blocks import BLOCKS, ROOT, SHELL, blocks_of, words
 from tests.guide.commands import Wrong, check
 from tests.guide.exceptions import is_excused, is_foreign
 
@@ -33,6 +35,13 @@ def test_a_command_names_what_there_is(block, command):
     except Wrong as wrong:
         remedy = "mend it, teach tests/guide/commands.py, or say why not in tests/guide/exceptions.py"
         pytest.fail(f"{block.place}: {command}: {wrong}; {remedy}", pytrace=False)
+
+
+def test_the_quick_start_names_what_there_is():
+    script = (ROOT / "launch/quickstart").read_text().replace("\\\n", "")
+    compares, predicts = re.findall(r'^ *"\$python" -m (hybridpipe .*?)(?: \||$)', script, re.MULTILINE)
+    check(words(compares.removesuffix('"$@"')))
+    check(words(predicts.replace("$rate", "1Gbit")))
 
 
 @pytest.mark.parametrize("page, text", exceptions.BLOCKS)

@@ -26,7 +26,7 @@ RAISED = Attempt(4, 1, "rank 1 on host a, step 7: E", "E", 7)
         (142, [told(1, "E")], 1, "E"),  # its MPI_Abort hung, and the alarm ended it
         (-9, [], 137, "the launcher was ended: SIGKILL"),
         (-9, [told(1, "rank 2 gives no answer")], 1, "rank 2 gives no answer"),  # the watchdog ended mpirun
-        (213, [], 213, "the launcher ended with exit code 213, and no rank reported why"),
+        (213, [], 213, "the launcher ended with exit code 213; no rank reported why: see its output above"),
     ],
 )
 def test_what_an_attempt_came_to(returncode, words, code, cause):

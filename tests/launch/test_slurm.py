@@ -143,16 +143,11 @@ if trainer.world.rank == 0:
 """
 
 
-@pytest.mark.netcluster
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_a_generated_script_checks_the_hosts_trains_and_goes_on_after_a_requeue(slurm, tmp_path, launcher):
-    (tmp_path / "slurm_parts.py").write_text(PARTS)
-    (tmp_path / "train.py").write_text(SCRIPT)
+def requeued(slurm, tmp_path, *words):
+    """What the job of a generated script prints, requeued once it has saved in tmp_path/checkpoints."""
     log, checkpoints = tmp_path / "log.txt", tmp_path / "checkpoints"
-    options = ["--nodes", "2", "--ntasks-per-node", "1", "--time", "5", "--launcher", launcher]
-    command = ["--output", str(log), "--submit", "--", "python", str(tmp_path / "train.py"), str(checkpoints)]
-    said = command_in(slurm, sys.executable, "-m", "hybridpipe", "slurm", *options, *command)
+    options = ["--nodes", "2", "--ntasks-per-node", "1", "--time", "5", "--output", str(log), "--submit"]
+    said = command_in(slurm, sys.executable, "-m", "hybridpipe", "slurm", *options, *words)
     job = said.split()[-1]  # Submitted batch job 2
 
     wait_for("training", 60, lambda: list(checkpoints.glob("step-*")), log)
@@ -165,10 +160,30 @@ def test_a_generated_script_checks_the_hosts_trains_and_goes_on_after_a_requeue(
         return command_in(slurm, "squeue", "-h", "-j", job, "-o", "%T") in ("", "COMPLETED")
 
     wait_for("the end", 120, ended, log)
-    text = log.read_text()
+    return log.read_text()
+
+
+@pytest.mark.netcluster
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_a_generated_script_checks_the_hosts_trains_and_goes_on_after_a_requeue(slurm, tmp_path, launcher):
+    (tmp_path / "slurm_parts.py").write_text(PARTS)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    script = ["--", "python", str(tmp_path / "train.py"), str(tmp_path / "checkpoints")]
+    text = requeued(slurm, tmp_path, "--launcher", launcher, *script)
     assert text.count("launcher      a world of 2 as started") == 1, text  # doctor, not after the requeue
     (step,) = map(int, STARTED.findall(text))
     assert 0 < step < 100 and text.count("trained 100\n") == 1, text
+
+
+@pytest.mark.netcluster
+@pytest.mark.timeout(300)
+def test_the_example_of_a_slurm_job_goes_on_after_a_requeue(slurm, tmp_path):
+    script = ["--", "python", "examples/slurm_job.py", "--out", str(tmp_path), "--epochs", "40"]
+    text = requeued(slurm, tmp_path, *script)
+    (step,) = map(int, STARTED.findall(text))
+    assert 0 < step < 40 * 23 and f"trained {40 * 23} minibatches" in text, text
+    assert (tmp_path / "model.pt").exists()
 
 
 BLOCKED = """#!/bin/bash

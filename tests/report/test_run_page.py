@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridpipe.cli.report import read_run
+from hybridpipe.report.folder import read_run
 from hybridpipe.report.html import render
 from hybridpipe.report.run import Run
 from hybridpipe.report.run_page import run_page

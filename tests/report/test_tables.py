@@ -44,7 +44,8 @@ def test_a_plan_is_explained():
     assert lines[:5] == [
         "plan 1-2: 2 stages on 3 of 4 ranks, 1f1b, 8 microbatches of 2 samples",
         "predicted: 30 s a minibatch of 16 samples, 1 samples/s",
-        "2.40 times as fast as one rank; 0.90 times as fast as data parallelism on the same ranks",
+        "2.40 times as fast as one rank; 0.90 times as fast as data parallelism on the same ranks; "
+        "0.60 times as fast as data parallelism on all 4 ranks",
         "1 rank stays unused (3)",
         "",
     ]

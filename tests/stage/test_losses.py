@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridpipe.model.stage_module import StageModule
-from hybridpipe.stage.losses import LossSum, MicrobatchLoss, SameKind, checked
+from hybridpipe.stage.losses import LossSum, MicrobatchLoss, SameKind, checked, computed
 from hybridpipe.stage.stage import Stage
 from tests.stage.helpers import batch, double
 
@@ -49,6 +49,15 @@ def test_a_mean_counts_by_its_samples():
 def test_anything_else_is_refused_in_one_line(result, got):
     with pytest.raises(ValueError, match=f"^loss must return a tensor of one number.*, got {got}$"):
         checked(result)
+
+
+def test_an_error_inside_a_loss_says_what_it_was_called_with():
+    with pytest.raises(KeyError) as caught:
+        computed(
+            lambda outputs, targets: targets["labels"], ONE, {"ids": torch.ones(2, 3), "rest": [None, 1]}
+        )
+    with_what = "outputs = float64 (), targets = {'ids': float32 (2, 3), 'rest': (None, int)}"
+    assert caught.value.__notes__ == [f"in loss(outputs, targets) with {with_what}"]
 
 
 def test_losses_of_both_kinds_are_refused():

@@ -70,3 +70,10 @@ def test_another_training_in_the_folder_is_refused(make, tmp_path):
 def test_what_cannot_be_resumed_is_refused(make, resume, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make().fit(seeded(24), resume=resume)
+
+
+def test_a_folder_is_no_checkpointing(make):
+    with pytest.raises(
+        TypeError, match=r"^checkpoint must be a hybridpipe.Checkpointing\(folder\), got 'runs/x'$"
+    ):
+        make().fit(seeded(24), checkpoint="runs/x")

@@ -132,6 +132,8 @@ def test_an_error_of_the_model_is_no_mistake_about_the_plan():
         optimizer=partial(torch.optim.SGD, lr=0.1),
         minibatch_size=4,
     )
-    with pytest.raises(RuntimeError, match="while the model was measured") as caught:
+    where = r"in the forward with inputs = float32 \(4, 2\)"
+    line = rf"^the model fails on the first microbatch: ValueError: in the model; {where}$"
+    with pytest.raises(RuntimeError, match=line) as caught:
         trainer.train_step(torch.ones(4, 2), torch.ones(4, 2))
     assert str(caught.value.__cause__) == "in the model"

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from hybridpipe.cli.run_file import run_start
 from hybridpipe.config import load_config
 from hybridpipe.environment import num_cores
 from hybridpipe.files import read_json, write_json
 from hybridpipe.report.run import RUN_FORMAT, RunStart
+from hybridpipe.training.run_file import run_start
 
 CONFIG = """
 [model]
@@ -31,7 +31,7 @@ def test_a_run_is_described_and_read_back(make_trainer, quick, tmp_path):
     model, optimizer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), partial(torch.optim.SGD, lr=0.1)
     trainer = make_trainer(model, loss=nn.MSELoss(), optimizer=optimizer, plan="dp", minibatch_size=4)
     trainer.train_step(torch.ones(4, 2), torch.ones(4, 1))
-    start = run_start(config, "dp", trainer)
+    start = run_start(trainer, config.where, config.settings(), "dp")
     assert (start.title, start.plan_source, start.device) == ("mine", "dp", "cpu")
     assert start.hosts == (platform.node(),) and start.num_cores == (num_cores(),)
     assert start.settings == config.settings() and start.measured
@@ -41,12 +41,11 @@ def test_a_run_is_described_and_read_back(make_trainer, quick, tmp_path):
     assert read_json(tmp_path / "run.json", RunStart, RUN_FORMAT) == start
 
 
-def test_a_plan_that_was_not_measured_has_no_candidates(make_trainer, quick, tmp_path):
+def test_a_plan_that_was_not_measured_has_no_candidates(make_trainer, quick):
     from hybridpipe import Plan
 
-    (tmp_path / "mine.toml").write_text(CONFIG)
     model, optimizer = nn.Sequential(nn.Linear(2, 1)), partial(torch.optim.SGD, lr=0.1)
     given = Plan.data_parallel(1, 1, 1)
     trainer = make_trainer(model, loss=nn.MSELoss(), optimizer=optimizer, plan=given, minibatch_size=4)
-    start = run_start(load_config(tmp_path / "mine.toml"), "plan.json", trainer)
+    start = run_start(trainer, "mine.toml", {}, "plan.json")
     assert not start.measured and start.candidates == ()

@@ -1,0 +1,50 @@
+"""RunFolder: a script's training leaves the files and the report that one of a config does.
+
+Not known here: what the files hold. Invariant: rank 0 writes; results of an earlier training are removed, and
+the records of one that continues are kept.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from hybridpipe.files import write_json
+from hybridpipe.report.folder import report_at_end
+from hybridpipe.training import run_folder
+from hybridpipe.training.callbacks import Callback, Run
+from hybridpipe.training.metrics import MinibatchRecord
+from hybridpipe.training.run_file import run_start
+
+
+class RunFolder(Callback):
+    """Writes run.json, plan.json, metrics.jsonl, summary.json, trace.json and report.html into a folder.
+
+    Args:
+        folder: is made where it is missing; the folder above that of `Checkpointing` will do.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+
+    def on_fit_start(self, run: Run) -> None:
+        """Write what is known before training."""
+        settings = {"trainer": dict(run.settings)}
+        start = run_start(run.trainer, Path(sys.argv[0]).name, settings, run.plan.name)
+        if start is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            run_folder.remove_results(self._folder)
+            run_folder.write_plan(run.trainer, self._folder)
+            write_json(self._folder / "run.json", start)
+        self._records = run_folder.Records(run.trainer, self._folder, appends=True)
+
+    def on_minibatch(self, run: Run, record: MinibatchRecord) -> None:
+        """Write the record."""
+        self._records.note(record)
+
+    def on_fit_end(self, run: Run) -> None:
+        """Write the results and the report."""
+        self._records.close()
+        results = run_folder.gather_results(run.trainer)
+        if results is not None:
+            results.write(self._folder)
+            report_at_end(self._folder)
