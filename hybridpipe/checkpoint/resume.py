@@ -70,7 +70,7 @@ class Found(NamedTuple):
     def place(self) -> str:
         """Position of its training, as text."""
         manifest = self.manifest
-        return f"step {manifest.step}, epoch {manifest.epoch}, {manifest.position} minibatches into it"
+        return f"step {manifest.step}, {manifest.position} minibatches into epoch {manifest.epoch + 1}"
 
 
 class Nothing(NamedTuple):

@@ -10,19 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridpipe.errors import UserError
-from hybridpipe.launch.batch import Batch, script
+from hybridpipe.launch.batch import Batch, limit_seconds, script
 
 
 def slurm(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Print the script, or submit it; return 0, or sbatch's exit code.
 
     Raises:
-        UserError: the ranks of a node are not given, the command resumes from elsewhere, there is no such
-            environment, or there is no sbatch.
+        UserError: the ranks of a node are not given, the command resumes from elsewhere, the time limit
+            leaves no time to train, there is no folder for the output, no such environment, or no sbatch.
     """
     if command[0] == "train" and any(word.partition("=")[0] == "--resume" for word in command):
         why = "the job resumes with --resume auto, also when it is requeued"
         raise UserError(f"slurm: {why}: leave --resume out, or begin with hybridpipe import")
+    _check_limit(options)
+    _check_output(options.output)
     text = script(batch_of(options, command), ["hybridpipe", *sys.argv[1:]])
     if not options.submit:
         print(text, end="")
@@ -64,6 +66,20 @@ def ntasks_per_node(options: argparse.Namespace) -> int:
     if found is None:
         raise UserError("slurm: needs --ntasks-per-node or --gpus-per-node, got neither")
     return found
+
+
+def _check_limit(options: argparse.Namespace) -> None:
+    """Refuse a job that would be asked to stop when it begins, and requeue itself for ever."""
+    if options.time is not None and limit_seconds(options.time) <= options.notice:
+        why = f"must be longer than --notice, {options.notice} s, at which the job is asked to save"
+        raise UserError(f"slurm: --time: {why}, got {options.time}")
+
+
+def _check_output(output: str | None) -> None:
+    """Refuse a folder that is not there: Slurm ends the job without a word. Patterns (%j) are Slurm's."""
+    folder = Path(output or "").parent
+    if "%" not in str(folder) and not folder.is_dir():
+        raise UserError(f"slurm: --output: {folder}: no such folder, and Slurm makes none: mkdir -p {folder}")
 
 
 def _venv(given: Path | None) -> str | None:

@@ -8,6 +8,7 @@ DIR/checkpoints/step-00000120/ ...
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -75,18 +76,21 @@ def train(
         failure.refuse(error)
     try:
         trainer = _trainer(config, model, loss, plan, cluster, hang_timeout, out)
-        notes = _resume(trainer, resume, out, resume_changed)
+        resumed = _resume(trainer, resume, out, resume_changed)
+        if trainer.world.rank == 0:  # at once: measuring, and a search for another plan, take their time
+            print("".join(f"{line}\n" for line in resumed), end="", flush=True)
         trainer.prepare(dataset, validation, folder=out)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
     schedule = trainer.plan.schedule
+    notes = []
     if not_split := trainer.not_split():
-        notes.insert(0, f"{schedule}: backward not split in {', '.join(not_split)}")
+        notes.append(f"{schedule}: backward not split in {', '.join(not_split)}")
     if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
         notes.insert(0, f"{schedule}: train.microbatch is not used, as a minibatch travels whole")
     start = run_start(trainer, config.where, config.settings(), plan)
     if start is not None:
-        _start_folder(trainer, out, resume, replace(start, notes=tuple(notes)))
+        _start_folder(trainer, out, resume, replace(start, notes=tuple(resumed)), notes)
     records = run_folder.Records(trainer, out, _continues_own(out, resume))
     trainer.fit(
         dataset,
@@ -107,7 +111,9 @@ def train(
     return 0
 
 
-def _start_folder(trainer: Trainer, out: Path, resume: str | None, start: RunStart) -> None:
+def _start_folder(
+    trainer: Trainer, out: Path, resume: str | None, start: RunStart, notes: Sequence[str]
+) -> None:
     """Make the run's folder, claim its checkpoints, print plan and notes, write run.json. Rank 0 only."""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -115,9 +121,9 @@ def _start_folder(trainer: Trainer, out: Path, resume: str | None, start: RunSta
         failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
     run_folder.remove_results(out)
     _report_plan(trainer, out)
-    notes = (*start.notes, *_claim_checkpoints(out, resume))
-    write_json(out / "run.json", replace(start, notes=notes))
-    for line in notes:
+    told = (*notes, *_claim_checkpoints(out, resume))
+    write_json(out / "run.json", replace(start, notes=(*start.notes, *told)))
+    for line in told:
         print(line, flush=True)
 
 

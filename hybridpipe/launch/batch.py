@@ -3,6 +3,7 @@
 Invariant: the text is a whole script for bash; words of the user reach their programs as they were given.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,13 @@ while kill -0 $launch 2>/dev/null; do code=0; wait $launch || code=$?; done   # 
 
 # A job that was cancelled, or is being requeued already, stays so.
 if [ $code = 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+  echo "$(date '+%F %T') job $SLURM_JOB_ID returns to the queue, and starts again by itself"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code"""
+# The log goes on for days, and the clock in its lines has no date.
+START = "start $((${SLURM_RESTART_COUNT:-0} + 1)), on ${SLURM_JOB_NODELIST:-}"
+BEGIN = f"""echo "$(date '+%F %T') job ${{SLURM_JOB_ID:-}}, {START}\""""
 EXAMPLE_ABOUT = """\
 # Trains as a Slurm job. Submit it from the repository; options of sbatch override the lines above:
 #   sbatch launch/slurm.sbatch examples/digits.toml --plan auto --out runs/digits
@@ -92,6 +97,17 @@ class Batch:
         return re.sub(r"[^\w.-]", "_", name)
 
 
+def limit_seconds(time: str) -> float:
+    """Seconds of a time limit as Slurm takes it, such as "30", "1:30" or "1-12"; infinity for "0"."""
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
+
+
 def script(batch: Batch, made_by: Sequence[str] = ()) -> str:
     """Text of a job's script.
 
@@ -115,7 +131,7 @@ def example() -> str:
 def _assembled(batch: Batch, about: Sequence[str], setup: Sequence[str], launch: Sequence[str]) -> str:
     shell = "#!/bin/bash -l" if batch.modules else "#!/usr/bin/env bash"  # a login shell knows `module`
     options = [f"#SBATCH {option}" for option in _options(batch)]
-    return "\n".join([shell, *options, *about, *setup, "", *launch, ALIVE, ""])
+    return "\n".join([shell, *options, *about, *setup, BEGIN, "", *launch, ALIVE, ""])
 
 
 def _options(batch: Batch) -> Iterator[str]:

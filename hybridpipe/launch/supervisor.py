@@ -324,7 +324,7 @@ def _on_remaining_hosts(options: LaunchOptions) -> LaunchOptions | None:
     if ranks is None:
         _say(f"no answer from {gone}: the remaining hosts take {sum(there.values())} ranks")
         return None
-    _say(f"no answer from {gone}: continuing with {ranks} ranks of {options.ranks}")
+    _say(f"no answer from {gone}: continuing with {ranks} of {options.ranks} ranks")
     if ranks == options.ranks or not options.fixed_plan:
         return replace(options, ranks=ranks, slots=there)
     _say(f"the given plan is for {options.ranks} ranks: using --plan auto")

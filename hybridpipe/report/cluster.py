@@ -5,6 +5,8 @@ from hybridpipe.planning.cost.fit import doubling
 from hybridpipe.planning.units import duration, size
 from hybridpipe.report.tables import table
 
+BUSY_ERROR = 1.0  # relative: by such a line a message may take twice as long as was measured, or half
+
 
 def describe(cluster: Cluster, num_cores: int | None = None) -> str:
     """Describe links, all-reduces and the processors that the ranks of a machine share.
@@ -42,7 +44,17 @@ def facts(cluster: Cluster, num_cores: int | None = None) -> list[str]:
         f"a rank of a replicated stage has {cluster.replicated_speed:.0%} of the speed of another, and "
         f"{cluster.overlap:.0%} of an all-reduce overlaps with computing at no cost"
     )
+    worst = max((error or 0.0 for level in cluster.levels for error in _errors(level)), default=0.0)
+    if worst > BUSY_ERROR:
+        lines.append(
+            f"a measured time is {_error(worst)} off its line: other programs were busy, or the network "
+            "was; measure again when they are not"
+        )
     return lines
+
+
+def _errors(level: Level) -> list[float | None]:
+    return [level.fit_error, level.allreduce.fit_error if level.allreduce else None]
 
 
 def _row(level: Level) -> dict[str, str]:

@@ -143,6 +143,7 @@ class Trainer(TrainerView):
         verbose: bool = True,
     ) -> None:
         self.world = MPI.COMM_WORLD if world is None else world
+        valid.warn_if_apart(MPI.COMM_WORLD.size)
         failure.install()
         model, numbers, *_ = planmaker.build_model(model, self.world)
         valid.check_trainable(model, loss, optimizer, lr_scheduler, precision, numbers is not None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridpipe import environment
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.data.source import Source
 from hybridpipe.errors import UserError, shown
@@ -285,6 +286,14 @@ def check_length_known(source: Source, plan: Plan) -> None:
             f"{plan.schedule} needs the number of minibatches of an epoch, which an IterableDataset tells at "
             "its end only: use a synchronous schedule, such as 1f1b, or a data set with len() and an index"
         )
+
+
+def warn_if_apart(num_ranks: int) -> None:
+    """Print a warning if the launcher has started more ranks than the world has: each trains for itself."""
+    promised = environment.promised_ranks() or 1
+    if num_ranks < promised:
+        what = f"the launcher started {promised} ranks, and this one sees a world of {num_ranks}"
+        notices.tell(f"{what}: each trains alone; srun --mpi=pmix, or the mpirun of this MPI, makes them one")
 
 
 def warn_if_in_evaluation_mode(model: nn.Module) -> None:

@@ -74,7 +74,7 @@ def test_single_steps_go_on(make, data, tmp_path):
     assert path == tmp_path / "step-00000002" and verify(path).step == 2
     again = make(lr_scheduler=step_lr)
     told = again.resume(tmp_path)
-    assert told == [f"resuming from {path}: step 2, epoch 0, 0 minibatches into it"]
+    assert told == [f"resuming from {path}: step 2, 0 minibatches into epoch 1"]
     assert [again.train_step(*batch) for batch in batches[2:]] == losses[2:]
     assert_equal(weights(again), weights(trainer))
     assert again.summary()["minibatches"] == 4 and again.summary()["loss_first"] == losses[0]

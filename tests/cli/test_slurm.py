@@ -40,6 +40,8 @@ def test_ranks_are_gpus_where_nothing_else_is_said_and_the_script_names_its_comm
         (["--ntasks-per-node", "2", *CONFIG, "--resume", "auto"], "leave --resume out"),
         (["--ntasks-per-node", "2", *CONFIG, "--plan", "examples/digits_2-1.json"], "digits_2-1.json: "),
         (["--time", "2 days", *CONFIG], "--time: must be minutes, MINUTES:SECONDS"),
+        (["--ntasks-per-node", "2", "--time", "2", *CONFIG], "--time: must be longer than --notice, 120 s"),
+        (["--ntasks-per-node", "2", "--output", "gone/%j.log", *CONFIG], "--output: gone: no such folder"),
         (["--mem", "64GB", *CONFIG], "--mem: must be a number with K, M, G or T, such as 64G, got '64GB'"),
         (["--account", "a\nrm -r x", *CONFIG], "--account: must be one line of text"),
         (["--sbatch", "qos=high", *CONFIG], "--sbatch: must be an option of sbatch"),

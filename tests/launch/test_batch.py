@@ -1,5 +1,6 @@
 """Batch scripts: what is asked for stands in the text, bash reads it, and words reach programs whole."""
 
+import math
 import re
 import shlex
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe.launch.batch import Batch, example, script
+from hybridpipe.launch.batch import Batch, example, limit_seconds, script
 
 ROOT = Path(__file__).parents[2]
 TRAIN = Batch(("train", "runs/my net.toml", "--out", "it's"), nodes=4, ntasks_per_node=2)
@@ -101,3 +102,12 @@ def test_bash_and_shellcheck_read_it(tmp_path, batch, change):
     for check in checks:
         done = subprocess.run([*check, str(tmp_path / "job.sh")], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_time_limits_are_read_as_slurm_reads_them():
+    minute, hour, day = 60, 3600, 86400
+    read = {
+        "30": 30 * minute, "1:30": 90, "12:00:00": 12 * hour, "1-12": day + 12 * hour,
+        "2-0:30": 2 * day + 30 * minute, "1-00:00:05": day + 5, "0": math.inf,
+    }  # fmt: skip
+    assert {each: limit_seconds(each) for each in read} == read

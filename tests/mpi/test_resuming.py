@@ -96,7 +96,7 @@ def test_the_command_goes_on_where_the_last_one_ended(train):
     before = metrics.read_text()
     metrics.write_text(before + '{"step": 8, "epoch": 2, "loss"')
     printed, _ = train("--plan", "auto", "--resume", "auto")
-    assert f"resuming from {out}/checkpoints/step-00000008: step 8, epoch 2, 0 minibatches into it" in printed
+    assert f"resuming from {out}/checkpoints/step-00000008: step 8, 0 minibatches into epoch 3" in printed
     assert "with its plan 1-1, 1f1b" in printed
     lines = metrics.read_text().splitlines()
     assert metrics.read_text().startswith(before)

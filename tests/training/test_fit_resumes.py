@@ -26,7 +26,9 @@ def test_each_start_trains_what_is_left_of_all_epochs(make, tmp_path, capsys):
     assert steps == [3, 9, 9, 9] and come_to == weights(undisturbed)
     told = capsys.readouterr().err.splitlines()
     assert told[0] == f"hybridpipe: no checkpoint in {tmp_path}: training starts anew"
-    assert told[1].startswith(f"hybridpipe: resuming from {tmp_path}/step-00000003: step 3, epoch 0, ")
+    assert told[1].startswith(
+        f"hybridpipe: resuming from {tmp_path}/step-00000003: step 3, 3 minibatches into epoch 1"
+    )
 
 
 def test_a_trainer_that_has_trained_goes_on_with_what_it_has(make, tmp_path):

@@ -36,7 +36,7 @@ def test_going_back_to_a_checkpoint_lasts_though_nothing_is_saved(tmp_path):
     assert last_good(folder)[0] == folder / "step-00000004"
     second = trainer()
     assert _resume(second, str(folder / "step-00000002"), tmp_path) == [
-        f"resuming from {folder}/step-00000002: step 2, epoch 0, 2 minibatches into it"
+        f"resuming from {folder}/step-00000002: step 2, 2 minibatches into epoch 1"
     ]
     assert _claim_checkpoints(tmp_path, str(folder / "step-00000002")) == []
     second.close()  # lost, before anything was saved; then --resume auto

@@ -220,3 +220,14 @@ def test_a_synchronised_norm_in_a_replicated_stage_is_refused(stages, is_refused
             check_plan(model, Plan(stages))
     else:
         check_plan(model, Plan(stages))
+
+
+def test_a_script_that_srun_starts_without_pmix_says_that_each_rank_trains_alone(make, monkeypatch, capsys):
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    for started, lines in (("1", 0), ("2", 1)):
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", started)
+        make(mlp(), verbose=False).close()
+        told = capsys.readouterr().err
+        assert told.count("\n") == lines, told
+    assert "the launcher started 2 ranks, and this one sees a world of 1: each trains alone" in told
