@@ -8,7 +8,7 @@ ASKED = """
 import os, signal, sys
 import torch
 from functools import partial
-from hybridpipe import Checkpointing, Trainer
+from hybridpipe import Checkpointing, Plan, StageSpec, Trainer
 
 class Asks(torch.utils.data.TensorDataset):  # as Slurm does, to every rank, whatever it is doing
     def __getitem__(self, i):
@@ -18,8 +18,8 @@ class Asks(torch.utils.data.TensorDataset):  # as Slurm does, to every rank, wha
 data = Asks(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
 trainer = Trainer(
     torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)),
-    loss=torch.nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1), plan="dp",
-    minibatch_size=4,
+    loss=torch.nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1),
+    plan=Plan((StageSpec(0, 2),)), minibatch_size=4,
 )
 trainer.fit(data, checkpoint=Checkpointing(sys.argv[1]))
 print("trained")
