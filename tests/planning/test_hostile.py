@@ -364,7 +364,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     recompute=st.booleans(),
     zero=st.sampled_from([0, AUTO]),
 )
-@FUZZ
+@settings(FUZZ, max_examples=40)  # each searches and anneals twice
 def test_extremes_give_finite_plans(profile, cluster, num_microbatches, schedule, recompute, zero):
     count = 1 if schedule == "pipedream" else num_microbatches
     with watched():
