@@ -63,6 +63,7 @@ def train(plan: Plan, seconds: float, num_minibatches: int) -> Trainer:
         optimizer=partial(torch.optim.SGD, lr=0.01),
         plan=plan,
         minibatch_size=size,
+        verbose=False,
     )
     samples = torch.ones(num_minibatches * size, 1)
     trainer.fit(torch.utils.data.TensorDataset(samples, samples))
