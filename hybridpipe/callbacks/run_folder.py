@@ -31,8 +31,7 @@ class RunFolder(Callback):
         settings = {"trainer": dict(run.settings)}
         start = run_start(run.trainer, Path(sys.argv[0]).name, settings, run.plan.name)
         if start is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            run_folder.remove_results(self._folder)
+            run_folder.begin(self._folder)
             run_folder.write_plan(run.trainer, self._folder)
             write_json(self._folder / "run.json", start)
         self._records = run_folder.Records(run.trainer, self._folder, appends=True)

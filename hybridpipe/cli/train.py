@@ -8,7 +8,7 @@ DIR/checkpoints/step-00000120/ ...
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -82,12 +82,7 @@ def train(
         trainer.prepare(dataset, validation, folder=out)
     except (TypeError, ValueError) as error:
         failure.refuse(error)
-    schedule = trainer.plan.schedule
-    notes = []
-    if not_split := trainer.not_split():
-        notes.append(f"{schedule}: backward not split in {', '.join(not_split)}")
-    if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
-        notes.insert(0, f"{schedule}: train.microbatch is not used, as a minibatch travels whole")
+    notes = list(_remarks(trainer, config))
     start = run_start(trainer, config.where, config.settings(), plan)
     if start is not None:
         _start_folder(trainer, out, resume, replace(start, notes=tuple(resumed)), notes)
@@ -111,15 +106,20 @@ def train(
     return 0
 
 
+def _remarks(trainer: Trainer, config: Config) -> Iterator[str]:
+    """Say what of the config the plan's schedule does not use, or cannot. Collective."""
+    schedule, not_split = trainer.plan.schedule, trainer.not_split()
+    if trainer.plan.traits.whole_minibatch and config.train.microbatch is not None:
+        yield f"{schedule}: train.microbatch is not used, as a minibatch travels whole"
+    if not_split:
+        yield f"{schedule}: backward not split in {', '.join(not_split)}"
+
+
 def _start_folder(
     trainer: Trainer, out: Path, resume: str | None, start: RunStart, notes: Sequence[str]
 ) -> None:
     """Make the run's folder, claim its checkpoints, print plan and notes, write run.json. Rank 0 only."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
-    run_folder.remove_results(out)
+    run_folder.begin(out)
     _report_plan(trainer, out)
     told = (*notes, *_claim_checkpoints(out, resume))
     write_json(out / "run.json", replace(start, notes=(*start.notes, *told)))
@@ -207,10 +207,8 @@ def _trainer(
 
 def check_launcher() -> None:
     """Refuse to train if the launcher's processes each see a world of one rank."""
-    promised, size = environment.promised_ranks() or 1, MPI.COMM_WORLD.size
-    if size < promised:
-        what = f"the launcher started {promised} ranks, and this one sees a world of {size}"
-        failure.refuse(UserError(f"{what}: start it with srun --mpi=pmix; hybridpipe doctor gives details"))
+    if line := environment.apart(MPI.COMM_WORLD.size):
+        failure.refuse(UserError(f"{line}: start it with srun --mpi=pmix; hybridpipe doctor gives details"))
 
 
 def _report_plan(trainer: Trainer, out: Path) -> None:

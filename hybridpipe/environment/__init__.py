@@ -40,6 +40,17 @@ def promised_ranks(env: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
+def apart(num_ranks: int) -> str | None:
+    """Say that the launcher has started more ranks than a world has; None if it has not.
+
+    Each then sees a world of its own: the launcher and MPI do not fit each other.
+    """
+    promised = promised_ranks() or 1
+    if num_ranks >= promised:
+        return None
+    return f"the launcher started {promised} ranks, and this one sees a world of {num_ranks}"
+
+
 def on_terminal(env: Mapping[str, str] = os.environ) -> bool:
     """True if stderr is shown on a terminal. Under mpirun only the launcher knows, through a variable."""
     if "OMPI_COMM_WORLD_RANK" in env or "PMI_RANK" in env:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridpipe.comm.idle import machine_leaders
-from hybridpipe.device import GpuLanes, lanes_of
+from hybridpipe.device import GpuLanes, Lanes, lanes_of
 from hybridpipe.environment.memory_limits import bytes_for_stages
 from hybridpipe.measure.allreduce import LARGE_BYTES, measure_allreduce
-from hybridpipe.measure.computing import measure_computing
+from hybridpipe.measure.computing import Computing, measure_computing
 from hybridpipe.measure.links import Link, measure_link, measure_wakeups
 from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.measure.repetitions import OpenTransport, Unit, Work, default_work
@@ -65,32 +65,22 @@ def probe(
     per_host, lanes = _ranks_per_host(world), lanes_of(device)
     per_machine = _equal_units(machine_leaders(world)) or per_host
     per_processor = _equal_units(processor_leaders(world, device)) or per_machine
-    units = [("host", 1, per_host), ("network", per_host, world.size)]
-    levels = [Unit(*unit) for unit in units if unit[1] < unit[2]]
+    names = [("host", 1, per_host), ("network", per_host, world.size)]
+    units = [Unit(*unit) for unit in names if unit[1] < unit[2]]
     open_transport: OpenTransport = partial(MpiTransport, progress_thread=progress_thread)
     ranks = world, per_processor, work or default_work(lanes), open_transport, lanes.on_host
     measure_now = partial(measure_computing, *ranks)
     computing = measure_now()
     if isinstance(lanes, GpuLanes):
         open_transport = partial(StagedTransport, progress_thread=progress_thread, lanes=lanes)
-    links = [measure_link(world, unit, per_machine, open_transport, lanes.on_host) for unit in levels]
-    all_reduces = [
-        measure_allreduce(world, unit, link, gradient_bytes, computing, lanes)
-        for unit, link in zip(levels, links, strict=True)
-    ]
-    reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
-    sharing: list[tuple[Collective | None, Collective | None]] = [(None, None) for _ in levels]
-    if with_sharding:
-        sharing = [
-            measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes)
-            for unit, link, allreduce in zip(levels, links, reduced, strict=True)
-        ]
+    on_levels = per_machine, gradient_bytes, computing, open_transport, lanes, with_sharding
+    links, levels, overlap, replicated_speed = _measure_levels(world, units, *on_levels)
     computing = computing.or_more(measure_now())
     wakeups: tuple[float, ...] = ()  # a GPU goes on computing while its host wakes up
     if lanes.on_host:
         wakeups = measure_wakeups(world, computing.sharing, computing.speeds, open_transport)
     return Cluster(
-        levels=tuple(map(_level, levels, links, reduced, sharing)),
+        levels=levels,
         memory_bytes=bytes_for_stages(memory_of_ranks(world, device)),
         relative_speed=computing.relative_speed,
         node_ranks=per_processor,
@@ -98,9 +88,36 @@ def probe(
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
         wakeup_seconds=wakeups,
-        replicated_speed=replicated_speed[-1],
-        overlap=overlap[-1],
+        replicated_speed=replicated_speed,
+        overlap=overlap,
     )
+
+
+def _measure_levels(
+    world: "MPI.Comm",
+    units: Sequence[Unit],
+    per_machine: int,
+    gradient_bytes: int,
+    computing: Computing,
+    open_transport: OpenTransport,
+    lanes: Lanes,
+    with_sharding: bool,
+) -> tuple[list[Link], tuple[Level, ...], float, float]:
+    """Return links and levels, and overlap and speed beside an all-reduce over all ranks. Collective."""
+    links = [measure_link(world, unit, per_machine, open_transport, lanes.on_host) for unit in units]
+    all_reduces = [
+        measure_allreduce(world, unit, link, gradient_bytes, computing, lanes)
+        for unit, link in zip(units, links, strict=True)
+    ]
+    reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
+    sharing: list[tuple[Collective | None, Collective | None]] = [(None, None) for _ in units]
+    if with_sharding:
+        sharing = [
+            measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes)
+            for unit, link, allreduce in zip(units, links, reduced, strict=True)
+        ]
+    levels = tuple(map(_level, units, links, reduced, sharing))
+    return links, levels, overlap[-1], replicated_speed[-1]
 
 
 def _level(

@@ -66,8 +66,12 @@ class Records:
             self._file.close()
 
 
-def remove_results(out: Path) -> None:
-    """Remove the results of an earlier training, which would be taken for those of this one."""
+def begin(out: Path) -> None:
+    """Make the folder, and remove an earlier training's results, which would be taken for this one's."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
     for path in map(out.joinpath, RESULTS):
         try:
             path.unlink(missing_ok=True)

@@ -290,10 +290,8 @@ def check_length_known(source: Source, plan: Plan) -> None:
 
 def warn_if_apart(num_ranks: int) -> None:
     """Print a warning if the launcher has started more ranks than the world has: each trains for itself."""
-    promised = environment.promised_ranks() or 1
-    if num_ranks < promised:
-        what = f"the launcher started {promised} ranks, and this one sees a world of {num_ranks}"
-        notices.tell(f"{what}: each trains alone; srun --mpi=pmix, or the mpirun of this MPI, makes them one")
+    if line := environment.apart(num_ranks):
+        notices.tell(f"{line}: each trains alone; srun --mpi=pmix, or the mpirun of this MPI, makes them one")
 
 
 def warn_if_in_evaluation_mode(model: nn.Module) -> None:

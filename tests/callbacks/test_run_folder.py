@@ -37,3 +37,14 @@ def test_a_training_that_continues_keeps_its_records(make, tmp_path):
     trained(make, tmp_path, epochs=2)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(make, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        trainer = make(seeded_mlp(), plan="dp", callbacks=[RunFolder(tmp_path / "file" / "run")])
+        trainer.fit(seeded(16))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"hybridpipe: {tmp_path / 'file' / 'run'}: cannot be made: Not a directory"
+    )
