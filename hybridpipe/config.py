@@ -18,6 +18,8 @@ from typing import Any, cast
 from hybridpipe.errors import REMEDIES, UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import (
+    AUTO_SYNC,
+    BACKENDS,
     ON_NONFINITE,
     PRECISIONS,
     non_negative_int,
@@ -239,6 +241,20 @@ class PlanConfig(PlanRequest):
 
 
 @dataclass(frozen=True)
+class SyncConfig:
+    """The sums of gradients over a stage's replicas.
+
+    Args:
+        backend: as `sync` of `Trainer`.
+    """
+
+    backend: str = AUTO_SYNC
+
+    def __post_init__(self) -> None:
+        one_of("backend", self.backend, (AUTO_SYNC, *BACKENDS))
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """The checkpoints in OUT/checkpoints.
 
@@ -296,6 +312,7 @@ class Config:
     loss: Factory = field(default_factory=lambda: Factory("torch.nn:CrossEntropyLoss"))
     lr_scheduler: Factory | None = None
     plan: PlanConfig = PlanConfig()
+    sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     callbacks: tuple[Factory, ...] = ()
     log: LogConfig = LogConfig()

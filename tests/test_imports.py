@@ -18,6 +18,7 @@ ORDER = [
     "measure",
     "engine",
     "optim",
+    "collectives",
     "data",
     "health",
     "comm",

@@ -26,6 +26,7 @@ from hybridpipe.cli.values import (
     zero,
 )
 from hybridpipe.launch.batch import NOTICE_SECONDS
+from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES
 
@@ -89,6 +90,12 @@ def add_probe(command: Command) -> None:
         "--bandwidth", type=bandwidth, default=1.25e9, help="with --flat: bytes per second, or 10Gbit"
     )
     probe.add_argument("--latency", type=seconds, default=5e-5, help="with --flat: seconds, or 50us")
+    probe.add_argument(
+        "--sync",
+        choices=[AUTO_SYNC, *BACKENDS],
+        default=AUTO_SYNC,
+        help="what sums gradients over replicas; default: the fastest of those that are there",
+    )
 
 
 def add_plan(command: Command) -> None:

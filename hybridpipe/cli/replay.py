@@ -20,7 +20,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
 from hybridpipe.health import failure
-from hybridpipe.optim.gradient_sync import HorovodSync
+from hybridpipe.optim.gradient_sync import BucketSync
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import StageCost, stage_costs
 from hybridpipe.planning.plan import Plan
@@ -99,7 +99,7 @@ def replay(settings: Replay, out: Path) -> int:
     except OSError as error:
         failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
     sync = trainer.worker.executor.sync
-    if isinstance(sync, HorovodSync):
+    if isinstance(sync, BucketSync):
         sync.overlaps = settings.overlap
     size = settings.plan.num_microbatches
     samples = torch.zeros((settings.num_minibatches or enough_minibatches(settings.plan)) * size, 1)

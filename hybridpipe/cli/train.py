@@ -195,6 +195,7 @@ def _trainer(
         delay_warm_up=config.train.delay_warm_up,
         precision=config.train.precision,
         compression=config.train.compression,
+        sync=config.sync.backend,
         predict=config.plan.predict,
         memory=config.plan.memory,
         seed=config.train.seed,

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.collectives.horovod import CYCLE_TIME
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
 from hybridpipe.data.samples import comparable, drawn_anew, fingerprint
 from hybridpipe.data.source import Source
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.tensors import Tree, expanded_dimensions, named_leaves, raw_bytes
-from hybridpipe.optim.gradient_sync import CYCLE_TIME
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.state import shared_tensors

@@ -6,15 +6,16 @@ Invariant: all replicas of a stage make the same, in the same order.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from hybridpipe.comm.all_gather import all_gather
+from hybridpipe.collectives.backends import open_collectives
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi_transport import MpiTransport
-from hybridpipe.optim.gradient_sync import GradientSync, HorovodSync
+from hybridpipe.comm.status import rank_status
+from hybridpipe.optim.gradient_sync import BucketSync, GradientSync
 from hybridpipe.optim.sharded_sync import ShardedSync
 from hybridpipe.optim.shards import Shards
 from hybridpipe.planning.plan import Place, Plan
@@ -58,25 +59,32 @@ def replication(
     stages: Sequence[Stage],
     replicas: WatchedComm,
     transport: MpiTransport,
+    device: torch.device,
     compression: str,
     shared: Collection[Tensor],
 ) -> Replication:
     """Tie the rank at `place` to the other replicas of its stage. Collective over them.
 
     Args:
+        plan: its `sync` is a backend that all replicas can use.
         stages: those that the rank holds.
+        device: of the rank.
         shared: parameters that ranks of other stages hold, too.
     """
     uses = Counter(p for stage in stages for p in stage.module.parameters())
     parameters, is_first = list(uses), replicas.rank == 0
     if replicas.size == 1:
         return Replication(parameters, None, None, is_first)
+    assert plan.sync is not None
+    with rank_status.waiting(f"start of {plan.sync}", replicas.ranks):
+        collectives = open_collectives(plan.sync, replicas, transport, device)
+    reduced = parameters, replicas, collectives
     sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
     options = compression, sparse, [p for p, count in uses.items() if count > 1]
     zero, scatters = plan.zero_of(place.stage), plan.scatters(place.stage)
     if not zero:
-        return Replication(parameters, HorovodSync(parameters, replicas, *options), None, is_first)
-    gather, frees = partial(all_gather, transport, replicas), zero == 2
-    shards = Shards(parameters, replicas.rank, replicas.size, gather, sparse, frees)
-    sync = ShardedSync(parameters, replicas, shards, scatters, frees, shared, *options)
+        return Replication(parameters, BucketSync(*reduced, *options), None, is_first)
+    frees = zero == 2
+    shards = Shards(parameters, replicas.rank, replicas.size, collectives.all_gather, sparse, frees)
+    sync = ShardedSync(*reduced, shards, scatters, frees, shared, *options)
     return Replication(parameters, sync, shards, is_first)

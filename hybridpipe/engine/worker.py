@@ -56,6 +56,7 @@ class Worker:
     Making one is collective over `world` and gives the model rank 0's weights.
 
     Args:
+        plan: with replicas it names a backend in `sync`.
         rule: optimizer, learning-rate scheduler and clipping.
         seed: seed of the run's random numbers.
         progress_thread: True if the transport needs a thread that moves messages while the rank computes.
@@ -104,7 +105,7 @@ class Worker:
         held = plan.held_stages(place)
         stages = [self._build_stage(s, loss, seed) for s in held]
         groups = self._groups_that_share(stages)
-        with_others = replicas, self.transport, rule.compression, groups
+        with_others = replicas, self.transport, self.device, rule.compression, groups
         made = replication(plan, place, stages, *with_others)
         self._refuse(rule.why_not_sharded(made.parameters, made.shards))
         elsewhere = [p for p, others in groups.items() if others[0] != place.stage]

@@ -1,4 +1,4 @@
-"""Horovod's all-reduce: seconds by size, overlap with computing, and the cost of Horovod's idle thread.
+"""All-reduce: a backend's seconds by size, overlap with computing, and the cost of its idle thread.
 
 Not known here: stages and plans. Invariant: as in `repetitions`.
 """
@@ -10,10 +10,15 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count, islice
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from hybridpipe.collectives.backends import open_collectives
+from hybridpipe.collectives.horovod import CYCLE_TIME
+from hybridpipe.collectives.protocol import Collectives
+from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.device import Lanes
 from hybridpipe.measure.computing import Computing
 from hybridpipe.measure.links import HOST, Link
@@ -30,15 +35,15 @@ from hybridpipe.measure.repetitions import (
     repeated,
     timed_call,
 )
-from hybridpipe.optim.gradient_sync import CYCLE_TIME, horovod, wait_for
 from hybridpipe.planning.cluster import Collective
 from hybridpipe.planning.cost import fit
+from hybridpipe.planning.cost.formula import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 QUICK_CYCLE_MILLISECONDS = 1.0  # Horovod 0.28's default
-NUM_TENSORS = 4  # of a bucket: Horovod fuses small ones
+NUM_TENSORS = 4  # of a bucket: backends join small ones
 BESIDE_SECONDS = 0.1  # for the all-reduces beside computing
 BESIDE_ROUNDS = 7  # of these at least: three rounds of 60 ms gave an overlap anywhere from 0 to 1
 BEFORE_SECONDS, BEFORE_ROUNDS = 0.05, 10  # computing before an all-reduce: many time slices of the kernel
@@ -50,10 +55,36 @@ LEAST_BYTES = 2**19  # of a bucket; smaller ones show the latency only, and thei
 LARGE_BYTES = (2**24, 2**25, 2**26)
 
 
+class AllReduce(NamedTuple):
+    """Measured figures of a backend's all-reduce over a level.
+
+    Args:
+        figures: of the all-reduce by itself.
+        overlap: the share of it that costs a computing rank nothing, in [0, 1].
+        speed: of ranks beside the backend's idle thread, relative to that without it.
+    """
+
+    figures: Collective
+    overlap: float
+    speed: float
+
+    def seconds(self, num_bytes: int, num_ranks: int) -> float:
+        """Return the seconds that buckets of gradients take together."""
+        sent = 2 * (num_ranks - 1) / num_ranks * num_bytes
+        starts = max(1, num_bytes // BUCKET_BYTES) * self.figures.latency_seconds
+        return self.figures.wait_seconds + starts + sent / self.figures.bandwidth
+
+
 def measure_allreduce(
-    world: "MPI.Comm", unit: Unit, link: Link, gradient_bytes: int, computing: Computing, lanes: Lanes
-) -> tuple[Collective, float, float]:
-    """Measure Horovod's all-reduce over the first unit of a level. Collective over `world`.
+    world: "MPI.Comm",
+    unit: Unit,
+    link: Link,
+    gradient_bytes: int,
+    computing: Computing,
+    lanes: Lanes,
+    backend: str,
+) -> AllReduce:
+    """Measure a backend's all-reduce over the first unit of a level. Collective over `world`.
 
     Args:
         link: the level's link, already measured.
@@ -63,10 +94,7 @@ def measure_allreduce(
             100 Mbit/s 4 MiB took 1.6 times as long as 512 KiB promised.
         computing: the speed of a machine's ranks.
         lanes: of the device that holds gradients and computes.
-
-    Returns:
-        The all-reduce's figures; its overlap with computing, in [0, 1]; and the speed of ranks beside
-        Horovod's idle thread, relative to that without it.
+        backend: one of BACKENDS.
     """
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     burst = link.burst_bytes or 0.0
@@ -75,7 +103,15 @@ def measure_allreduce(
     most = max(min(gradient_bytes, SIZES_BYTES[-1]), LEAST_BYTES, 2 * burst_size)
     larger = [num_bytes for num_bytes in LARGE_BYTES if most < num_bytes < 2 * gradient_bytes]
     sharing = computing.sharing
-    reduce = partial(_reduce, rest_seconds=rest, most_bytes=most, larger=larger, sharing=sharing, lanes=lanes)
+    reduce = partial(
+        _reduce,
+        rest_seconds=rest,
+        most_bytes=most,
+        larger=larger,
+        sharing=sharing,
+        lanes=lanes,
+        backend=backend,
+    )
     timed, beside, waited, speed = in_group(world, range(unit.ranks), reduce)
     limited = fit.beyond(timed, burst_size)
     (_, least), (num_bytes, seconds) = limited[0], limited[-1]
@@ -83,7 +119,7 @@ def measure_allreduce(
     line = fit.fit_line(limited, max(slope, sent * link.message.seconds_per_byte))
 
     steps = 2 * (unit.ranks - 1) * link.message.start_seconds  # a ring has this latency at least
-    cycle = world.bcast(cycle_milliseconds())
+    cycle = world.bcast(cycle_milliseconds(backend))
     quick = min(1e-3 * min(cycle, QUICK_CYCLE_MILLISECONDS) / 2, max(0.0, line.start_seconds - steps))
     latency = line.start_seconds - quick
     if waited:
@@ -95,7 +131,7 @@ def measure_allreduce(
     figures = Collective(sent / line.seconds_per_byte, latency, line.error, wait)
     alone, reducing, both = beside
     busy = reducing - quick  # waiting for Horovod's cycle takes no processor time
-    return figures, fit.overlap(alone, busy, both) if busy > 0 else 1.0, speed
+    return AllReduce(figures, fit.overlap(alone, busy, both) if busy > 0 else 1.0, speed)
 
 
 def _reduce(
@@ -105,11 +141,12 @@ def _reduce(
     larger: Sequence[int],
     sharing: int,
     lanes: Lanes,
+    backend: str,
 ) -> tuple[list[Timed], list[float], list[list[float]], float]:
     pauses = _pauses(rest_seconds)
     pause = pausing(rest_seconds)
-    with quick_horovod(group) as hvd:
-        prepare = partial(_prepared, hvd, lanes)
+    with quick_collectives(group, lanes, backend) as collectives:
+        prepare = partial(_prepared, collectives, lanes)
         timed = by_size(group, [n for n in SIZES_BYTES if n < most_bytes], prepare, pause)
         for num_bytes in (most_bytes, *larger):
             timed.append(repeated(group, num_bytes, prepare(num_bytes), pause))
@@ -119,12 +156,13 @@ def _reduce(
             (each for each in timed if each.seconds < BESIDE_SECONDS and each.num_bytes <= most_bytes),
             default=timed[0],
         )
-        start = _starter(hvd, lanes, chosen.num_bytes)
+        start = _starter(collectives, lanes, chosen.num_bytes)
         beside = _beside_computing(group, start, chosen.seconds, pauses, lanes)
-    without = _processor_share(group) if lanes.on_host else 1.0
-    with _horovod(group) as hvd:
-        speed = min(1.0, _processor_share(group) / without) if lanes.on_host else 1.0
-        smallest = _prepared(hvd, lanes, SIZES_BYTES[0])
+    polls = lanes.on_host and backend == "horovod"  # the other backends' threads sleep
+    without = _processor_share(group) if polls else 1.0
+    with _collectives(group, lanes, backend) as collectives:
+        speed = min(1.0, _processor_share(group) / without) if polls else 1.0
+        smallest = _prepared(collectives, lanes, SIZES_BYTES[0])
         waited = _waits_after_computing(group, smallest, lanes) if sharing > 1 else []
     return timed, beside, waited, speed
 
@@ -144,46 +182,60 @@ def pausing(rest_seconds: float) -> Callable[[], None]:
     return lambda: time.sleep(next(pauses))
 
 
-def cycle_milliseconds() -> float:
-    """Return the cycle of Horovod's thread: the time between two looks for work."""
-    return float(os.environ.get(CYCLE_TIME) or QUICK_CYCLE_MILLISECONDS)
+def cycle_milliseconds(backend: str) -> float:
+    """Return the cycle of Horovod's thread: the time between two looks for work. Other backends have none."""
+    return float(os.environ.get(CYCLE_TIME) or QUICK_CYCLE_MILLISECONDS) if backend == "horovod" else 0.0
 
 
 @contextmanager
-def _horovod(group: "MPI.Comm", quick: bool = False) -> Iterator[Any]:
-    """Run Horovod among the ranks of `group`.
+def _collectives(
+    group: "MPI.Comm",
+    lanes: Lanes,
+    backend: str,
+    transport: MpiTransport | None = None,
+    quick: bool = False,
+) -> Iterator[Collectives]:
+    """Open a backend among the ranks of `group`.
 
     Args:
         quick: shorten a longer cycle to QUICK_CYCLE_MILLISECONDS. An all-reduce takes 1 to 10 ms within a
             machine. The ranks' cycles begin at different times, and waits of up to two would hide that.
     """
     told = os.environ.get(CYCLE_TIME)
-    if quick and cycle_milliseconds() > QUICK_CYCLE_MILLISECONDS:
+    if quick and cycle_milliseconds(backend) > QUICK_CYCLE_MILLISECONDS:
         os.environ[CYCLE_TIME] = str(QUICK_CYCLE_MILLISECONDS)
     try:
-        hvd = horovod(group)
+        collectives = open_collectives(backend, WatchedComm(group, group), transport, lanes.device)
     finally:
         if told is not None:
             os.environ[CYCLE_TIME] = told
-    yield hvd
-    hvd.shutdown()
+    yield collectives
+    collectives.close()
 
 
-def quick_horovod(group: "MPI.Comm") -> AbstractContextManager[Any]:
-    """Run Horovod among the ranks of `group`, with a short cycle."""
-    return _horovod(group, quick=True)
+def quick_collectives(
+    group: "MPI.Comm", lanes: Lanes, backend: str, transport: MpiTransport | None = None
+) -> AbstractContextManager[Collectives]:
+    """Open a backend among the ranks of `group`, Horovod with a short cycle.
+
+    Args:
+        transport: as for `open_collectives`.
+    """
+    return _collectives(group, lanes, backend, transport, quick=True)
 
 
-def _starter(hvd: Any, lanes: Lanes, num_bytes: int) -> Callable[[], Callable[[], object]]:
+def _starter(
+    collectives: Collectives, lanes: Lanes, num_bytes: int
+) -> Callable[[], Callable[[], object]]:
     """Return a function that begins an all-reduce and returns a function that waits for its end."""
     length = num_bytes // 4 // NUM_TENSORS
     tensors = [torch.zeros(length, device=lanes.device) for _ in range(NUM_TENSORS)]
 
     def begin() -> Callable[[], object]:
-        handle = hvd.grouped_allreduce_async_(tensors, name=f"probe{num_bytes}", op=hvd.Sum)
+        work = collectives.all_reduce(tensors, f"probe{num_bytes}")
 
         def finish() -> None:
-            wait_for(hvd, handle)
+            work.wait()
             lanes.synchronize()
 
         return finish
@@ -191,9 +243,9 @@ def _starter(hvd: Any, lanes: Lanes, num_bytes: int) -> Callable[[], Callable[[]
     return begin
 
 
-def _prepared(hvd: Any, lanes: Lanes, num_bytes: int) -> Callable[[], object]:
+def _prepared(collectives: Collectives, lanes: Lanes, num_bytes: int) -> Callable[[], object]:
     """Return a whole all-reduce as one function."""
-    begin = _starter(hvd, lanes, num_bytes)
+    begin = _starter(collectives, lanes, num_bytes)
     return lambda: begin()()
 
 

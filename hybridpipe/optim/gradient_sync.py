@@ -1,35 +1,25 @@
 """GradientSync: sums gradients over a stage's replicas while the last backward is still running.
 
-Knows parameters and Horovod; no schedule. A stage with one replica does not load Horovod.
+Knows parameters and collectives over the replicas; no schedule.
 Invariant: a loss counts by its samples, so the sum is the minibatch's mean, or its sums over its samples.
 """
 
-import os
-import time
-from collections.abc import Collection, Iterable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hybridpipe.collectives.protocol import Collectives, Work
+from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.status import rank_status
-from hybridpipe.errors import UserError
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost.formula import BUCKET_BYTES
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-# Pause between two polls of an all-reduce. Horovod's own wait polls without a pause: with four ranks on two
-# cores it took up to 15 % of a core a rank from ranks that still computed and from Horovod's threads.
-POLL_SECONDS = 200e-6
 # Larger gradients are reduced in pieces of so many elements: Horovod 0.28.1 counts elements in 32 bits, and
-# would reduce the first few of 2^32.
+# would reduce the first few of 2^32. So does MPI before its fourth version.
 MOST_ELEMENTS = 2**30
 
-CYCLE_TIME = "HOROVOD_CYCLE_TIME"  # milliseconds between two cycles of Horovod's background thread
-FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # bytes
 
 
 class GradientSync(Protocol):
@@ -67,7 +57,7 @@ class Bucket:
 
     Attributes:
         missing: parameters whose last gradient has not arrived.
-        handle: of the reduction under way.
+        work: the reduction under way.
         num_bytes: of gradients in the last reduction.
         is_reduced: the sum is there.
         waits: only the reduction that completes the gradients covers the bucket.
@@ -81,7 +71,7 @@ class Bucket:
         self.name, self.parameters = name, parameters
         self._sparse, self._halves = frozenset(sparse).intersection(parameters), halves
         self.tensors: list[Tensor] = []
-        self.handle: Any = None
+        self.work: Work | None = None
         self.num_bytes = 0
         self.is_reduced = self.waits = False
         self.missing = set(parameters)
@@ -89,26 +79,27 @@ class Bucket:
     @property
     def has_started(self) -> bool:
         """True from `start` to `reset`."""
-        return self.handle is not None or self.is_reduced
+        return self.work is not None or self.is_reduced
 
     def reset(self) -> None:
         """Begin anew, for the next reduction."""
         self.missing, self.is_reduced = set(self.parameters), False
 
-    def start(self, hvd: Any) -> None:
+    def start(self, collectives: Collectives) -> None:
         """Start the reduction of the present gradients. Collective over the replicas."""
-        device = self.parameters[0].device  # Horovod refuses a group of tensors on several devices
+        device = self.parameters[0].device  # a group of tensors is on one device
         present = torch.tensor([float(p.grad is not None) for p in self.parameters], device=device)
         rows = [_rows(p) for p in self.parameters if p in self._sparse]
         self.tensors = [*(_reducible(p, self._halves) for p in self.parameters), *rows]
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors)
         self.tensors.append(present)
         pieces = [piece for tensor in self.tensors for piece in _pieces(tensor)]
-        self.handle = hvd.grouped_allreduce_async_(pieces, name=self.name, op=hvd.Sum)
+        self.work = collectives.all_reduce(pieces, self.name)
 
-    def finish(self, hvd: Any) -> None:
+    def finish(self) -> None:
         """Wait for the sums, and put them where they belong."""
-        wait_for(hvd, self.handle)
+        assert self.work is not None
+        self.work.wait()
         *tensors, present = self.tensors
         rows = iter(tensors[len(self.parameters) :])
         for parameter, tensor, count in zip(self.parameters, tensors, present.tolist()):
@@ -119,20 +110,21 @@ class Bucket:
                 parameter.grad = _sparse(tensor.to(parameter.dtype), rows_of[:-1])
             else:
                 _put(parameter, tensor)
-        self.tensors, self.handle, self.is_reduced = [], None, True
+        self.tensors, self.work, self.is_reduced = [], None, True
 
 
-class HorovodSync:
-    """Horovod's ring all-reduce over the stage's communicator.
+class BucketSync:
+    """All-reduces of buckets of gradients over the stage's replicas.
 
     Parameters fill fixed named buckets in backward order. A bucket's all-reduce starts when its last gradient
-    has arrived, and Horovod's tensor fusion joins the bucket's tensors. A replica without a gradient for a
-    parameter adds zeros. Where no replica had one, `.grad` is None afterwards, so the optimizer skips the
-    parameter as it does in one process. Horovod starts when the first parameter requires grad.
+    has arrived, and those of the buckets before it have started where collectives are ordered. A replica
+    without a gradient for a parameter adds zeros. Where no replica had one, `.grad` is None afterwards, so
+    the optimizer skips the parameter as it does in one process.
 
     Args:
         parameters: all parameters of the stage, frozen ones included.
         replicas: communicator of the stage's replicas.
+        collectives: over the same ranks; closed by `close`.
         compression: "fp16" sends and adds float32 gradients as float16, as Horovod's `Compression.fp16`.
         sparse: parameters whose gradients may be sparse. They travel as dense tensors with a count for each
             row and become sparse again, so the optimizer skips the same rows as in one process.
@@ -142,19 +134,18 @@ class HorovodSync:
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        replicas: "MPI.Comm",
+        replicas: WatchedComm,
+        collectives: Collectives,
         compression: str = NO_COMPRESSION,
         sparse: Collection[Tensor] = (),
         late: Collection[Tensor] = (),
     ) -> None:
         self._parameters, self._replicas, self._sparse = list(parameters), replicas, frozenset(sparse)
-        self._late = frozenset(late)
-        self._ranks = getattr(replicas, "ranks", ())  # ranks in the world, for reports
+        self.collectives, self._late = collectives, frozenset(late)
         self._halves = COMPRESSIONS[compression] == 0.5
         self._armed = False
         self.overlaps = True  # False reduces nothing before `finish`, to measure the gain of overlapping
         self.bytes_reduced = 0
-        self._hvd: Any = None
         self._hooks: list[Any] = []
         self.renew()
 
@@ -163,9 +154,7 @@ class HorovodSync:
         self._unhook()
         trained = [p for p in self._parameters if p.requires_grad]
         self._buckets = self._make_buckets(trained)
-        if self._buckets and self._hvd is None:
-            with rank_status.waiting("start of Horovod", self._ranks):
-                self._hvd = horovod(self._replicas)
+        self._filled_in_turn: list[Bucket] | None = [] if self.collectives.is_ordered else None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -196,15 +185,26 @@ class HorovodSync:
             if not bucket.has_started:
                 self._start(bucket)
         for bucket in due:
-            if bucket.handle is not None:
+            if bucket.work is not None:
                 self._finish(bucket)
             bucket.reset()
+        if completes and self._filled_in_turn is not None:
+            self._order_buckets(self._filled_in_turn)
+            self._filled_in_turn = None
+
+    def _order_buckets(self, filled_in_turn: Sequence[Bucket]) -> None:
+        """Put the buckets in the order in which the first replica's backward has filled them. Collective.
+
+        Else one whose parameters get their gradients last, or none, would hold up all behind it.
+        """
+        names = self._replicas.bcast([bucket.name for bucket in filled_in_turn])
+        turns = {name: turn for turn, name in enumerate(names)}
+        self._buckets.sort(key=lambda bucket: turns.get(bucket.name, len(turns)))
 
     def close(self) -> None:
-        """Remove the parameters' hooks and shut down the stage's Horovod world. Collective over its ranks."""
+        """Remove the parameters' hooks and close the collectives. Collective over the replicas."""
         self._unhook()
-        if self._hvd is not None:
-            self._hvd.shutdown()
+        self.collectives.close()
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -227,23 +227,34 @@ class HorovodSync:
         return arrived
 
     def _full(self, bucket: Bucket) -> None:
-        """Start a bucket that a backward has filled."""
-        self._start(bucket)
+        """Start a bucket that a backward has filled, or where order matters those whose turn it is."""
+        if self._filled_in_turn is not None:
+            self._filled_in_turn.append(bucket)
+        for each in self._in_turn() if self.collectives.is_ordered else [bucket]:
+            self._start(each)
+
+    def _in_turn(self) -> Iterator[Bucket]:
+        """Yield the full buckets that have not started, up to the first that is not full."""
+        for each in self._buckets:
+            if each.missing and not each.has_started:
+                break
+            if not each.has_started:
+                yield each
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.start(self._hvd)
+        bucket.start(self.collectives)
         self.bytes_reduced += bucket.num_bytes
 
     def _finish(self, bucket: Bucket) -> None:
         at = f"{self._buckets.index(bucket) + 1} of {len(self._buckets)}"
         with rank_status.waiting(
-            f"{bucket.what} of {bucket.name} ({at}), {bucket.num_bytes} bytes", self._ranks
+            f"{bucket.what} of {bucket.name} ({at}), {bucket.num_bytes} bytes", self._replicas.ranks
         ):
-            bucket.finish(self._hvd)
+            bucket.finish()
 
 
 def _reducible(parameter: Tensor, halve: bool) -> Tensor:
-    """Return a parameter's gradient in the form that Horovod reduces in place.
+    """Return a parameter's gradient in the form that is reduced in place.
 
     It is dense and shares no memory with other tensors. Complex numbers become pairs, bf16 becomes fp32, and
     a missing gradient becomes zeros.
@@ -263,7 +274,7 @@ def _reducible(parameter: Tensor, halve: bool) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Return what Horovod reduces in place: the tensor, or views of it of at most MOST_ELEMENTS elements."""
+    """Return what is reduced in place: the tensor, or views of it of at most MOST_ELEMENTS elements."""
     return [tensor] if tensor.numel() <= MOST_ELEMENTS else torch.split(tensor.view(-1), MOST_ELEMENTS)
 
 
@@ -316,55 +327,3 @@ def filled(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
             buckets.append(filling)
             filling, size = [], 0
     return [*buckets, filling] if filling else buckets
-
-
-def wait_for(hvd: Any, handle: int) -> Any:
-    """Wait for a reduction, return its outputs; sleep between polls, as Horovod's wait takes a core."""
-    while not hvd.poll(handle):
-        time.sleep(POLL_SECONDS)
-    return hvd.synchronize(handle)
-
-
-def horovod(communicator: "MPI.Comm") -> Any:
-    """Return `horovod.torch`, initialised on `communicator`. Collective over it.
-
-    Every stage has a Horovod world of its own: with Horovod's process sets all stages would share one
-    negotiation loop, and a stall in one would stall all (measured: 2.5 s against 0.1 s).
-
-    Raises:
-        UserError: Horovod is not installed.
-    """
-    from hybridpipe.health import failure
-
-    try:
-        import horovod.torch as hvd
-    except ImportError as error:
-        why = f"Horovod, which is missing ({str(error).splitlines()[0]})"
-        raise UserError(f"replicated stages need {why}: hybridpipe setup") from error
-    if hvd.is_initialized():
-        hvd.shutdown()
-    # A tensor larger than the threshold is reduced in place. By default Horovod fuses up to 128 MiB and
-    # copies all of it in and out: two ranks took 64 ms for three weights of 16 MiB, and 22 ms without fusion.
-    # Horovod 0.28.1 crashes at its second start if both this and a cycle time are set.
-    if CYCLE_TIME not in os.environ:
-        os.environ.setdefault(FUSION_THRESHOLD, str(BUCKET_BYTES))
-    elif FUSION_THRESHOLD not in os.environ:
-        _start_once(hvd)
-    hvd.init(comm=communicator)
-    failure.look_first_at_exit()
-    return hvd
-
-
-@cache
-def _start_once(hvd: Any) -> None:
-    """Start and stop Horovod once in this process, so that all ranks fuse tensors by the same threshold.
-
-    With a cycle time set, Horovod 0.28.1 fuses up to 128 MiB after its first start and 1 MiB after any later
-    one: its `ParameterManager` outlives `shutdown` and writes the default of 1 ms into the wrong field. Each
-    rank fuses cached tensors by its own threshold. Ranks that differed in their number of starts reduced
-    different numbers of bytes, and waited for ever or wrote past the end of a buffer.
-    """
-    from hybridpipe.comm.mpi import MPI
-
-    hvd.init(comm=MPI.COMM_SELF)
-    hvd.shutdown()

@@ -1,21 +1,19 @@
 """ShardedSync: sums gradients over a stage's replicas, of which each keeps the part that it updates.
 
-Knows parameters, their shards and Horovod; no schedule. Source: ZeRO (Rajbhandari et al., SC 2020).
+Knows parameters, their shards and collectives; no schedule. Source: ZeRO (Rajbhandari et al., SC 2020).
 Invariant: a replica's part gets the sum that an all-reduce would give its elements; none without a gradient.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hybridpipe.optim.gradient_sync import MOST_ELEMENTS, Bucket, HorovodSync, filled, wait_for
+from hybridpipe.collectives.protocol import Collectives
+from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.optim.gradient_sync import MOST_ELEMENTS, Bucket, BucketSync, filled
 from hybridpipe.optim.shards import FlatBucket, Shards
 from hybridpipe.planning.cluster import NO_COMPRESSION
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 MOST_IN_FLIGHT = 2  # buckets under way in a backward where gradients are freed
 
@@ -27,9 +25,9 @@ class TakenBucket(Bucket):
         super().__init__(name, parameters, halves=halves)
         self._shards = shards
 
-    def finish(self, hvd: Any) -> None:
+    def finish(self) -> None:
         """Wait for the sums, and move this replica's to its parts."""
-        super().finish(hvd)
+        super().finish()
         self._shards.take(self.parameters)
 
 
@@ -48,12 +46,12 @@ class ScatteredBucket(Bucket):
         super().__init__(name, parameters)
         self._shards, self._layout = shards, flat.layout
         dtype = parameters[0].dtype
-        wide = torch.float32 if dtype == torch.bfloat16 else dtype  # Horovod has no sum of bfloat16
+        wide = torch.float32 if dtype == torch.bfloat16 else dtype  # some backends have no sum of bfloat16
         self._dtype = torch.float16 if halves and dtype == torch.float32 else wide
         self._index = {p: i for i, p in enumerate(flat.parameters)}
         self._ranges = flat.ranges
 
-    def start(self, hvd: Any) -> None:
+    def start(self, collectives: Collectives) -> None:
         """Start the reduction of the present gradients, which are dropped. Collective over the replicas."""
         layout, share = self._layout, self._layout.share
         size = layout.replicas, share + len(self.parameters)
@@ -71,11 +69,12 @@ class ScatteredBucket(Bucket):
                     row[begin : begin + len(part)] = gradient[part.start : part.stop]
             p.grad = None
         self.num_bytes = rows.nbytes
-        self.handle = hvd.grouped_reducescatter_async([rows], name=self.name, op=hvd.Sum)
+        self.work = collectives.reduce_scatter(rows, self.name)
 
-    def finish(self, hvd: Any) -> None:
+    def finish(self) -> None:
         """Wait for this replica's row, and give its gradients to the parts."""
-        (rows,) = wait_for(hvd, self.handle)
+        assert self.work is not None
+        (rows,) = self.work.wait()
         row, share = rows[0], self._layout.share
         for p, count in zip(self.parameters, row[share:].tolist(), strict=True):
             part = self._ranges[p]
@@ -83,11 +82,11 @@ class ScatteredBucket(Bucket):
                 # a part that does not begin its parameter begins the share
                 begin = 0 if part.start else self._layout.offsets[self._index[p]] % share
                 self._shards.add(p, row[begin : begin + len(part)].to(p.dtype))
-        self.handle, self.is_reduced = None, True
+        self.work, self.is_reduced = None, True
 
 
-class ShardedSync(HorovodSync):
-    """Horovod's reductions over the stage's communicator, whose sums go to the parts that a replica updates.
+class ShardedSync(BucketSync):
+    """Reductions over the stage's replicas, whose sums go to the parts that a replica updates.
 
     Sums that are needed whole are reduced by an all-reduce, and only when the gradients are complete: those
     of whole parameters, of complex ones and of those that other stages or several chunks use. `Shards.take`
@@ -98,13 +97,14 @@ class ShardedSync(HorovodSync):
         scatters: reduce by reduce-scatters.
         frees: reduce after each backward, and free what another replica updates.
         shared: parameters that ranks of other stages hold, too.
-        compression, sparse, late: as for `HorovodSync`.
+        compression, sparse, late: as for `BucketSync`.
     """
 
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        replicas: "MPI.Comm",
+        replicas: WatchedComm,
+        collectives: Collectives,
         shards: Shards,
         scatters: bool,
         frees: bool,
@@ -115,7 +115,7 @@ class ShardedSync(HorovodSync):
     ) -> None:
         self._shards, self._scatters, self._frees = shards, scatters, frees
         self._shared = frozenset(shared)
-        super().__init__(parameters, replicas, compression, sparse, late)
+        super().__init__(parameters, replicas, collectives, compression, sparse, late)
 
     def renew(self) -> None:
         """Adopt the present requires_grad in buckets and parts. Collective over the replicas."""
@@ -162,11 +162,8 @@ class ShardedSync(HorovodSync):
         if not self._frees:
             super()._full(bucket)
             return
-        for each in self._buckets:
-            if each.missing and not each.has_started:
-                break
-            if not each.has_started:
-                self._start(each)
-                under_way = [other for other in self._buckets if other.handle is not None]
-                for oldest in under_way[:-MOST_IN_FLIGHT]:
-                    self._finish(oldest)
+        for each in self._in_turn():
+            self._start(each)
+            under_way = [other for other in self._buckets if other.work is not None]
+            for oldest in under_way[:-MOST_IN_FLIGHT]:
+                self._finish(oldest)

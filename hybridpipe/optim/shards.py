@@ -11,13 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.comm.transport import Pending
+from hybridpipe.collectives.protocol import Work
 from hybridpipe.optim.gradient_sync import filled
 from hybridpipe.optim.layout import Layout
 from hybridpipe.stage.parts import Piece, join
 
-# Starts to fill a contiguous tensor of one equal share for each replica, of which this one's is there.
-Gather = Callable[[Tensor], Pending]
+Gather = Callable[[Tensor], Work]  # as `Collectives.all_gather`
 MOST_UNDER_WAY = 8  # all-gathers; every poll looks at each
 
 
@@ -156,7 +155,7 @@ class Shards:
 
     def gather(self) -> None:
         """Give each replica the weights that the others have updated. Collective over them."""
-        under_way = deque[tuple[FlatBucket, Pending]]()
+        under_way = deque[tuple[FlatBucket, Work]]()
         for bucket in self.buckets:
             if any(p.requires_grad for p in bucket.parameters):
                 under_way.append((bucket, self._gather(bucket.weights)))
@@ -165,8 +164,8 @@ class Shards:
         for each in under_way:
             self._finish(*each)
 
-    def _finish(self, bucket: FlatBucket, pending: Pending) -> None:
-        pending.wait()
+    def _finish(self, bucket: FlatBucket, gathering: Work) -> None:
+        gathering.wait()
         self.bytes_gathered += bucket.weights.nbytes
         for parameter in bucket.parameters:  # autograd shall detect a graph of the weights before
             torch.autograd.graph.increment_version(parameter)

@@ -12,6 +12,8 @@ MAX_RANKS = 2**20  # beyond any machine; a slip in a file must not fill the memo
 # Policies for a loss or gradient that is not finite; `Trainer` documents them.
 ON_NONFINITE = ("stop", "skip", "ignore")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")  # of a microbatch; `Trainer` documents them
+BACKENDS = ("horovod", "mpi", "torch")  # that sum gradients over replicas (`hybridpipe.collectives`)
+AUTO_SYNC = "auto"  # the fastest backend of those that are there
 
 
 def plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.checks import (
+    BACKENDS,
     MAX_RANKS,
     factor,
     non_negative,
@@ -190,6 +191,7 @@ class Cluster:
             nothing, in [0, 1]. The rest takes processor time, measured while all ranks of the machine
             compute.
         allreduce_factor: bytes that a reduction moves for each byte of a gradient (COMPRESSIONS).
+        sync: the backend whose collectives were measured, one of BACKENDS; None: not measured.
         waits_for_messages: a rank computes nothing while it sends or receives, as where sends and receives
             block (DeepSpeed). False: messages overlap with computing, as this package's do.
     """
@@ -206,6 +208,7 @@ class Cluster:
     overlap: float = 1.0
     allreduce_factor: float = 1.0
     waits_for_messages: bool = False
+    sync: str | None = None
     format: str = CLUSTER_FORMAT
 
     def __post_init__(self) -> None:
@@ -236,6 +239,8 @@ class Cluster:
         if self.overlap > 1:
             raise ValueError(f"overlap must be a finite number <= 1, got {self.overlap!r}")
         factor("allreduce_factor", self.allreduce_factor)
+        if self.sync is not None:
+            one_of("sync", self.sync, BACKENDS)
 
     def _check_per_rank(self) -> None:
         for name in ("memory_bytes", "relative_speed"):

@@ -7,11 +7,11 @@ section 3.3).
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.planning.checks import MAX_RANKS, non_negative_int, one_of, plain, positive_int
+from hybridpipe.planning.checks import BACKENDS, MAX_RANKS, non_negative_int, one_of, plain, positive_int
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
@@ -146,6 +146,8 @@ class Plan:
             in the stage that has fewest in flight; the others lag in proportion. None: no stage stashes more
             than the one that has most in flight. More fill the bubble at the end.
         predicted: the simulator's figures, if it has run.
+        sync: the backend that sums gradients over replicas, one of BACKENDS; None: chosen where the plan
+            runs. Plans that differ only in it are equal: it changes no instruction.
 
     Raises:
         ValueError: a gap or overlap between stages, a rank named twice, an unknown schedule.
@@ -163,6 +165,7 @@ class Plan:
     in_flight: int | None = None
     weight_lag: int | None = None
     predicted: Prediction | None = None
+    sync: str | None = field(default=None, compare=False)
     format: str = PLAN_FORMAT
 
     def __post_init__(self) -> None:
@@ -181,6 +184,8 @@ class Plan:
             object.__setattr__(self, "num_layers", self.stages[-1].stop)
         self._check_schedule()
         self._check_zero()
+        if self.sync is not None:
+            one_of("sync", self.sync, BACKENDS)
         positive_int("num_layers", self.num_layers)
         edge = 0
         for i, stage in enumerate(self.stages):

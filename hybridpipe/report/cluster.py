@@ -27,6 +27,8 @@ def facts(cluster: Cluster, num_cores: int | None = None) -> list[str]:
     lines = []
     ranks = cluster.node_ranks or 1
     lines.append(f"{cluster.num_ranks} rank(s), {ranks} on a machine")
+    if cluster.sync is not None:
+        lines.append(f"gradients are summed by {cluster.sync}")
     if cluster.compute_speeds is not None:
         speeds = ", ".join(f"{n}: {cluster.compute_speeds[n - 1]:.0%}" for n in doubling(1, ranks))
         lines.append(f"speed of each rank of a machine, by how many compute at once: {speeds}")

@@ -3,7 +3,7 @@
 All ranks probe, rank 0 decides. Invariant: every rank gets the same plan, or raises the same error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,7 @@ def measured_cluster(
     cluster: Cluster | None = None,
     device: "torch.device | None" = None,
     with_sharding: bool = True,
+    backends: Sequence[str] = ("mpi",),
 ) -> Cluster:
     """Return the machines, the same on every rank. Collective over `world`.
 
@@ -71,6 +72,7 @@ def measured_cluster(
         cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
         device: on which this rank computes; by default the CPU.
         with_sharding: measure what only plans with `zero` need, too.
+        backends: those that may sum gradients, the default first.
 
     Raises:
         ValueError: the ranks cannot be measured (`probe`); raised on every rank.
@@ -81,7 +83,8 @@ def measured_cluster(
             what = f"the given cluster has {cluster.num_ranks} ranks, and there are {world.size}"
             notices.tell(f"{what}: the machines are measured now")
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
-        cluster = probe(world, work, gradient_bytes, progress_thread, device or CPU, with_sharding)
+        on = device or CPU, with_sharding, backends
+        cluster = probe(world, work, gradient_bytes, progress_thread, *on)
     return cluster
 
 

@@ -5,7 +5,7 @@ searches. A given plan is checked at once, and measured only for a prediction.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hybridpipe.collectives.backends import suited, why_unusable
 from hybridpipe.comm.gpus import own_device, tell_shared_gpus
 from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
@@ -33,6 +34,7 @@ from hybridpipe.model.initialise import is_on_meta
 from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.optim.elementwise import why_not_in_parts
 from hybridpipe.optim.update import UpdateRule
+from hybridpipe.planning.checks import AUTO_SYNC
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -113,6 +115,7 @@ class PlanMaker:
         minibatch_size: samples of a minibatch.
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
         cluster: an earlier measurement of the machines.
+        sync: one of BACKENDS, or AUTO_SYNC.
         predicts: predict a given plan, too.
         memory: the most bytes that each rank may have; a given plan is then predicted, too. None: the limits
             that are found count.
@@ -120,6 +123,7 @@ class PlanMaker:
 
     Raises:
         ValueError: a given plan does not fit model, world or minibatch; the message shows the arithmetic.
+        UserError: the wanted backend cannot be used.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class PlanMaker:
         minibatch_size: int,
         microbatch_size: int | None,
         cluster: ClusterLike | None = None,
+        sync: str = AUTO_SYNC,
         predicts: bool = False,
         memory: int | str | None = None,
         say: Callable[[str], None] = _say_nothing,
@@ -147,6 +152,9 @@ class PlanMaker:
         self._predicts = predicts or memory is not None
         self._memory_bytes = None if memory is None else memory_bytes("memory", memory)
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
+        self._sync = sync
+        if sync != AUTO_SYNC:
+            _ = self.backends  # refused now if it cannot be used
         self._smaller_sizes: list[int] = []  # microbatch sizes that "auto" may also choose
         self._given, self._wanted_size = given, microbatch_size
         if isinstance(cluster, str | os.PathLike):
@@ -179,6 +187,29 @@ class PlanMaker:
         It is determined once, so that probe and training use the same transport.
         """
         return needs_progress_thread(self._world, self._device)
+
+    @cached_property
+    def _unusable(self) -> Mapping[str, str]:
+        """The backends that some rank cannot use, and why. Collective."""
+        return why_unusable(self._world, self._device)
+
+    @property
+    def backends(self) -> list[str]:
+        """The backends that may sum gradients here, the default first. Collective at its first use."""
+        return suited(self._unusable, self._device, self._sync)
+
+    def with_sync(self, plan: Plan) -> Plan:
+        """Return the plan with the backend of the user, its own, the fastest or the default. Collective."""
+        if max(plan.replicas) == 1:
+            return replace(plan, sync=None)
+        measured = None if self._cluster is None else self._cluster.sync
+        sync = plan.sync if self._sync == AUTO_SYNC else self._sync
+        if sync is None or sync in self._unusable:
+            sync = measured if measured in self.backends else self.backends[0]
+        sync = self._world.bcast(sync)
+        if plan.sync not in (None, sync) and self._world.rank == 0:
+            notices.tell(f"gradients are summed by {sync} instead of {plan.sync}, which the plan names")
+        return replace(plan, sync=sync)
 
     @cached_property
     def memory(self) -> list[RankMemory]:
@@ -362,7 +393,7 @@ class PlanMaker:
         (known, folder), file = self._world.bcast((self._cluster, self.folder)), None
         is_alone = self._world.size == 1  # no machine is measured
         if known is None and folder is not None and not is_alone:
-            now = conditions(self._world, self._device, profile)
+            now = conditions(self._world, self._device, profile) | {"sync": ", ".join(self.backends)}
             file = MachinesFile(folder, now, self._shares_out)
             known = file.read(self._world)
             if known is not None and self._world.rank == 0:  # the report says so, too
@@ -377,6 +408,7 @@ class PlanMaker:
             cluster=known,
             device=self._device,
             with_sharding=self._shares_out,
+            backends=self.backends,
         )
         if known is None and file is not None and self._world.rank == 0:
             file.write(cluster)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from hybridpipe.model.deferred import Factory
 from hybridpipe.model.precision import Precision
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
-from hybridpipe.planning.checks import non_negative
+from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS, non_negative, one_of
 from hybridpipe.planning.cluster import NO_COMPRESSION
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.request import PlanRequest
@@ -85,6 +85,8 @@ class Trainer(TrainerView):
         precision: "bf16" and "fp16" compute the forward under autocast, and send float32 values and gradients
             over cuts in 16 bits; "bf16-params" also casts matrices, once an update.
         compression: "fp16" sends float32 gradients between replicas as float16: three digits, up to 65504.
+        sync: sums gradients over replicas: "horovod", "mpi", "torch" (gloo, or NCCL), or "auto", which is
+            Horovod where it is installed, unless another was measured to be faster.
         predict: also measure model and machines for a given plan, for its prediction in the summary.
         seed: seed of the order of samples and of all random numbers of layers and data sets.
         num_workers: loader processes of each rank that loads samples; 0 loads them when they are needed.
@@ -130,6 +132,7 @@ class Trainer(TrainerView):
         delay_warm_up: int = 0,
         precision: str = "fp32",
         compression: str = NO_COMPRESSION,
+        sync: str = AUTO_SYNC,
         predict: bool = False,
         seed: int = 0,
         num_workers: int = 0,
@@ -162,13 +165,14 @@ class Trainer(TrainerView):
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
         given, schedule = planmaker.read_given(plan, schedule)
         request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight, zero)
+        one_of("sync", sync, (AUTO_SYNC, *BACKENDS))
         sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size, "memory": memory}
         options = asdict(request) | sizes | {"hang_timeout": hang_timeout, "seed": self.seed}
-        options |= {"callbacks": names_of(self._callbacks)}
+        options |= {"callbacks": names_of(self._callbacks), "sync": sync}
         consistency.check_arguments(self.world, model, loss, self.rule, given, metrics, **options)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         self._console = Console(self.world, verbose)
-        measured = cluster, predict, memory, self._console.say
+        measured = cluster, sync, predict, memory, self._console.say
         on = self.world, self.device, minibatch_size, microbatch_size, *measured
         self._maker = PlanMaker(given, request, model, numbers, loss, self.rule, *on)
         self._begin_state()
@@ -477,6 +481,9 @@ class Trainer(TrainerView):
         self._start(plan)
 
     def _start(self, plan: Plan) -> None:
+        plan = self._maker.with_sync(plan)
+        if self.choice is not None:
+            self.choice = replace(self.choice, plan=plan)
         self._maker.known_layers.check_plan(plan)
         memory = self._maker.memory_for(plan)
         self.recorder.begin(memory)

@@ -1,9 +1,9 @@
 """Weights are gathered into the memory that they have; on a device by way of the host's."""
 
 import torch
+from hybridpipe.comm.all_gather import all_gather
 
 from hybridpipe.comm import all_gather as module
-from hybridpipe.comm.all_gather import all_gather
 
 
 class Pending:

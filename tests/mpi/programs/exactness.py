@@ -3,7 +3,7 @@
 The one process is the few lines of `reference`: microbatches in order, gradients weighted by samples and
 added up, one update. Usage: exactness.py NUM_UPDATES PLAN... with plans such as 2-2, 1-2-1 or, with two
 stages on each rank, 1-1x2. In 2-2:2 replicas share out update and gradients (`zero`), in 2-2:2:scatter those
-of the stages with several replicas by a reduce-scatter.
+of the stages with several replicas by a reduce-scatter. In 2-2:mpi gradients are summed by that backend.
 """
 
 import copy
@@ -20,6 +20,7 @@ from torch import nn
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.model.rng import random_key
 from hybridpipe.optim import gradient_sync
+from hybridpipe.planning.checks import BACKENDS
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 from hybridpipe.stage import wgrad
 
@@ -97,7 +98,8 @@ SPLIT_OPTIONS = ({}, {"recompute": True, "in_flight": 7, "weight_lag": 5})
 
 def make_plan(name: str, schedule: str, **options) -> Plan:
     name, *words = name.split(":")
-    zero, scatters = int(words[0]) if words else 0, "scatter" in words
+    zero, scatters = next((int(word) for word in words if word.isdecimal()), 0), "scatter" in words
+    sync = next((word for word in words if word in BACKENDS), None)
     name, _, chunks = name.partition("x")
     replicas = [int(count) for count in name.split("-")] * int(chunks or 1)
     edges = [round(i * 7 / len(replicas)) for i in range(len(replicas) + 1)]
@@ -110,6 +112,7 @@ def make_plan(name: str, schedule: str, **options) -> Plan:
         schedule=schedule,
         num_microbatches=MINIBATCH // MICROBATCH,
         chunks=int(chunks or 1),
+        sync=sync,
         **options,
     )
 

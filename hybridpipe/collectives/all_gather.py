@@ -4,44 +4,42 @@ Knows bytes and MPI; no parameters. Within a host it took a fifth of the time of
 output is made anew (docs/log). Invariant: a rank writes no share but its own to the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from hybridpipe.collectives.protocol import Work
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.transport import Pending
 
+Gather = Callable[[Tensor], Work]  # starts an all-gather (`Collectives.all_gather`)
 WORD = torch.int64  # counts of words instead of bytes: MPI counts in 32 bits
 
 
-def all_gather(transport: MpiTransport, replicas: WatchedComm, weights: Tensor) -> Pending:
-    """Start to fill a tensor with every replica's share of it. Collective over the replicas.
+def all_gather(transport: MpiTransport, replicas: WatchedComm, weights: Tensor) -> Work:
+    """Start to fill a tensor with every replica's share of it (`Collectives.all_gather`).
 
     Args:
-        weights: of one dimension and any device; one share of a multiple of 8 bytes for each replica, in
-            their order, of which this replica's is there.
+        weights: on any device; this replica's share is there.
     """
     host = weights.cpu()
     words = host.view(WORD).numpy()
     request = replicas.Iallgather(MPI.IN_PLACE, [words, MPI.INT64_T])
-    pending = transport.watch(request, words, "all-gather of weights", replicas.ranks)
-    return pending if host is weights else _Loading(pending, weights, host)
+    return _Gathering(transport.watch(request, words, "all-gather of weights", replicas.ranks), weights, host)
 
 
-class _Loading:
+class _Gathering:
     """An all-gather in the host's memory, from where a GPU takes the weights."""
 
     def __init__(self, pending: Pending, weights: Tensor, host: Tensor) -> None:
         self._pending, self._weights, self._host = pending, weights, host
 
-    def wait(self, on_slow: Callable[[], None] | None = None) -> None:
-        """Wait for the weights, and load them; `on_slow` as for `Pending`."""
-        self._pending.wait(on_slow)
-        self._weights.copy_(self._host)
-
-    def is_complete(self) -> bool:
-        """Return True if `wait` waits for no other rank."""
-        return self._pending.is_complete()
+    def wait(self) -> Sequence[Tensor]:
+        """Return the weights once they are there."""
+        self._pending.wait()
+        if self._host is not self._weights:
+            self._weights.copy_(self._host)
+        return [self._weights]
