@@ -43,12 +43,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def find_program(name: str) -> str | None:
-    """Path of a program beside this Python, else on the PATH; None if there is none.
+    """Path of a program beside this Python, else on the PATH; None if there is none. A path stays itself.
 
     An MPI wheel's mpirun, which belongs to its libmpi, is beside Python.
     """
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.is_file() else shutil.which(name)
+    beside = Path(sys.executable).parent / name
+    return str(beside) if "/" not in name and beside.is_file() else shutil.which(name)
 
 
 @functools.cache

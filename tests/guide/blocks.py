@@ -39,10 +39,12 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The commands of a block for a shell, without comments."""
+        """The commands of a block for a shell, without comments; of a whole script only this project's."""
         if self.language not in SHELL:
             return []
         lines = re.sub(r"\\\n *", "", self.text).splitlines()
+        if self.text.startswith("#!"):  # a whole script: what it starts of this project
+            lines = re.findall(r"^(?!#).*?\b(hybridpipe .*)", "\n".join(lines), re.MULTILINE)
         if self.language == "console":
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         bare = (re.sub(r"(^|\s+)#(\s.*)?$", "", line) for line in lines)

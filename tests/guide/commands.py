@@ -108,6 +108,16 @@ def _launcher(given: Words) -> None:
     check(rest)
 
 
+def _apptainer(given: Words) -> None:
+    """Of an image: long options, the image, and the command inside."""
+    action, *rest = given
+    while rest and rest[0].startswith("--"):
+        rest.pop(0)
+    if action != "exec" or not rest[0].endswith(".sif"):
+        raise Wrong(f"apptainer {shlex.join(given)}: names no image")
+    check(rest[1:])
+
+
 def _pip(given: Words) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in given:
@@ -130,6 +140,7 @@ PROGRAMS: dict[str, Callable[[Words], None]] = {
     "srun": _launcher,
     "sbatch": _launcher,
     "env": check,
+    "apptainer": _apptainer,
     "printenv": lambda given: None,
     "pip": _pip,
 }

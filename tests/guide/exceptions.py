@@ -11,6 +11,7 @@ BLOCKS = {
         "docs/guide/clusters-and-slurm.md",
         "import os, subprocess, submitit",
     ): "needs submitit; tried with 1.5.4",
+    ("docs/guide/other-schedulers.md", "import runpy, sys, submitit"): "needs submitit; tried with 1.5.4",
 }
 # On any page: commands of other programs that are no part of this project.
 COMMANDS = {

@@ -51,6 +51,23 @@ def test_each_mpirun_gets_its_own_flags(mpirun_says, monkeypatch, tmp_path, vers
     assert argv == [str(tmp_path / "mpirun"), "-n", "4", *flags, *carried, "/bin/true", "-v"]
 
 
+@pytest.mark.parametrize("name, found", [("sh", True), ("/bin/sh", True), ("/no/such", False)])
+def test_a_program_is_found_by_its_name_or_path(name, found):
+    """`hybridpipe launch -- /usr/bin/apptainer ...` ended in a traceback: only names were looked for."""
+    assert (mpirun.find_program(name) is not None) == found
+
+
+def test_a_path_is_not_looked_for_beside_python(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    for program in (tmp_path / "bin/run.sh", tmp_path / "run.sh"):
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert mpirun.find_program("./run.sh") == "./run.sh"
+    assert mpirun.find_program("run.sh") == str(tmp_path / "bin/run.sh")
+
+
 @pytest.mark.parametrize(
     "cores, threads, yields", [(16, "4", False), (8, "2", False), (4, "1", True), (2, "1", True)]
 )
